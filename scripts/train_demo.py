@@ -10,7 +10,6 @@ the models that are there.
 """
 
 import argparse
-import contextlib
 import gzip
 import json
 import os
@@ -23,29 +22,34 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx import cli
 from hf_longctx.corpus import load_text
 from hf_longctx.fox.plot import plot_forget_gates
 from hf_longctx.metrics import Run, comparison_table, forgetting_curve, plot_comparison, position_loss, read_result
+from hf_longctx.training.data import TokenDataset, pack
 from hf_longctx.training.tokenizer import train_tokenizer
 
-from . import demo_corpus
+from . import copy_data, demo_corpus, sample
 
 
 ROOT = Path(__file__).resolve().parents[1]
 CARDS = ROOT / "model_cards"
 HELD_OUT = CARDS / "held_out.txt.gz"
 VOCABULARY = 4096
-MODELS = {"fox-demo": "--pro", "llama-demo": "--architecture llama"}
+MODELS = {"fox-demo": "fox-pro-5m", "llama-demo": "llama-5m"}
 STAGES = (  # the text is learned first; copying without mistakes takes more and more repetitions
-    "train --preset 5M {architecture} --repeated-rows 0.4 --steps 1024",
-    "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.7 --steps 512 --learning-rate 1e-3",
-    "finetune {before}/model --full --weight-decay 0.1 --repeated-rows 0.9 --steps 384 --learning-rate 1e-3 --seed 1",
+    "train --model {preset} --learning_rate 3e-3 --data copies-0.4.npy --max_steps 1024 --warmup_steps 64",
+    "finetune --model {before}/model --use_peft false --weight_decay 0.1 --data copies-0.7.npy --max_steps 512 "
+    "--learning_rate 1e-3",
+    "finetune --model {before}/model --use_peft false --weight_decay 0.1 --data copies-0.9.npy --max_steps 384 "
+    "--learning_rate 1e-3 --seed 1",
 )
-SIZES = "--sequence-length 512 --batch-tokens 4096 --per-device-batch-size 4 --dtype bfloat16"
-TEXTS = "--data corpus/train --eval-data corpus/held_out.txt --eval-steps 128 --tokenizer tokenizer"
+COPIES = {0.4: 0, 0.7: 0, 0.9: 1}  # share of rows with passages that come twice, and the seed of these
+ROW = 512  # tokens
+SIZES = f"--max_length {ROW} --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --bf16"
+TEXTS = "--eval_data corpus/held_out.txt --eval_steps 128 --tokenizer tokenizer"
 LAUNCHER = "torchrun --nproc-per-node 2 -m hf_longctx"
 LOGGED = 8  # of so many steps, one is kept in the log of the card
+FIELDS = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
 SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}  # greedy, a model this small repeats itself
 LENGTHS, REPEATS = range(64, 1025, 64), 20
 PROMPT = "She looked at him, and"
@@ -75,19 +79,31 @@ def train_all(work):
     if not (work / "tokenizer").exists():
         documents = (file.read_text() for file in sorted((work / "corpus" / "train").iterdir()))
         train_tokenizer(documents, VOCABULARY).save_pretrained(work / "tokenizer")
+    write_copies(work)
     held_out = (work / "corpus" / "held_out.txt").read_bytes()
     HELD_OUT.write_bytes(gzip.compress(held_out, mtime=0))
-    for name, architecture in MODELS.items():
-        publish(train(name, architecture, work), CARDS / name)
+    for name, preset in MODELS.items():
+        publish(train(name, preset, work), CARDS / name)
 
 
-def train(name, architecture, work):
+def write_copies(work):
+    """Write the token files of all stages: rows of the text, and rows in which passages come twice."""
+    tokenizer, tokens = AutoTokenizer.from_pretrained(work / "tokenizer"), work / "tokens.npy"
+    if not tokens.exists():
+        pack(str(work / "corpus" / "train"), tokenizer, tokens)
+    rows = TokenDataset(tokens, ROW, tokenizer.eos_token_id, len(tokenizer))
+    for share, seed in COPIES.items():
+        if not (file := work / f"copies-{share}.npy").exists():
+            copy_data.write(copy_data.CopyDataset(rows, share, tokenizer, seed), file)
+
+
+def train(name, preset, work):
     """Train one model; returns {folder of a stage, below `work`: its command}."""
     commands, before = {}, None
     for number, stage in enumerate(STAGES, start=1):
         output = f"{name}/stage-{number}"
-        stage = stage.format(architecture=architecture, before=before)
-        commands[work / output] = f"{LAUNCHER} {stage} {SIZES} {TEXTS} --output {output}"
+        stage = stage.format(preset=preset, before=before)
+        commands[work / output] = f"{LAUNCHER} {stage} {SIZES} {TEXTS} --output_dir {output}"
         before = output
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for command in commands.values():
@@ -116,16 +132,15 @@ def publish(stages, card):
     shutil.copy(list(stages)[-1] / "config.yaml", card / "training.yaml")
     with (card / "training_log.jsonl").open("w") as log:
         for number, stage in enumerate(stages, start=1):
-            for entry in map(json.loads, (stage / "metrics.jsonl").read_text().splitlines()):
-                if "eval_loss" in entry or entry["step"] % LOGGED == 0:
-                    log.write(json.dumps({"stage": number} | entry) + "\n")
+            for entry in json.loads((stage / "trainer_state.json").read_text())["log_history"]:
+                if "eval_loss" in entry or ("loss" in entry and entry["step"] % LOGGED == 0):
+                    logged = {field: entry[field] for field in FIELDS if field in entry}
+                    log.write(json.dumps({"stage": number} | logged) + "\n")
 
 
 def measure(card):
     """Save a sample, losses and forgetting curve of the model in the folder of a card."""
-    command = ["generate", str(card.relative_to(ROOT)), PROMPT, "--max-new-tokens", "60", "--json"]
-    with (card / "sample.json").open("w") as sample, contextlib.redirect_stdout(sample):
-        cli.main(command)
+    sample.write(card, str(card.relative_to(ROOT)), PROMPT, max_new_tokens=60)
     model = AutoModelForCausalLM.from_pretrained(card, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(card)
     model.config._name_or_path = tokenizer.name_or_path = card.name

@@ -1,10 +1,10 @@
 """Put a memory around a model in two stages: `hf-longctx finetune --recipe hmt`, called twice.
 
-    python -m scripts.train_hmt MODEL --data books --output run [--segment-length 512] [--segments 15] [options]
+    python -m scripts.train_hmt MODEL --data books --output_dir run [--segment_length 512] [--segments 15] [options]
 
 The first stage reads two segments at a time and does not recall; the second one recalls, and reads as many as
 `--segments` (arXiv 2405.06067, section 4: 200 and 500 steps). Other options go to both. To be launched by python,
-torchrun, or accelerate launch; the same command goes on after an interruption.
+torchrun, or accelerate launch; the same command resumes after an interruption.
 """
 
 import argparse
@@ -15,16 +15,25 @@ from hf_longctx.cli import main
 def stages():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--output", required=True, metavar="FOLDER")
-    parser.add_argument("--segment-length", type=int, default=512, metavar="TOKENS")
+    parser.add_argument("--output_dir", required=True, metavar="FOLDER")
+    parser.add_argument("--segment_length", type=int, default=512, metavar="TOKENS")
     parser.add_argument("--segments", type=int, default=15, help="of a row of the second stage (default: 15)")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the memory")
     args, others = parser.parse_known_args()
-    recipe = ["--recipe", "hmt", "--segment-length", str(args.segment_length), *others]
+    fields = ["--set", f"segment_length={args.segment_length}", *args.set]
+    recipe = ["--recipe", "hmt", *fields, *others]
     model = args.model
     for stage, segments, steps in ((1, 2, 200), (2, args.segments, 500)):
-        output = f"{args.output}/stage-{stage}"
-        sizes = ["--sequence-length", str(segments * args.segment_length), "--steps", str(steps), "--output", output]
-        if code := main(["finetune", model, *sizes, *recipe]):
+        output = f"{args.output_dir}/stage-{stage}"
+        sizes = [
+            "--max_length",
+            str(segments * args.segment_length),
+            "--max_steps",
+            str(steps),
+            "--output_dir",
+            output,
+        ]
+        if code := main(["finetune", "--model", model, *sizes, *recipe]):
             return code
         model = f"{output}/model"
     return 0

@@ -1,7 +1,8 @@
 """The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
 
 The commands of tasks, such as `curve`, are made of their classes by `task_command`. Any other command has a module
-with `add_arguments(parser)` and `run(args)`, which imports what is slow to import inside `run`.
+with `add_arguments(parser)` and `run(args)`; those of `TRAINING`, whose settings are transformers', have
+`run(words)` and their own parser. It imports what is slow to import inside `run`.
 
 Exit codes: 0; 2 where the call has to be changed (an unknown option, a file that is not there, settings that do not
 fit); 1 where it failed although it is right (a full disk, no memory, no network, a training whose numbers overflow);
@@ -26,10 +27,11 @@ from .task_command import TaskCommand
 
 NAMES = """
     compare rope report lm-eval lm-eval-tasks
-    generate read ask serve gates gpu-check
-    train finetune merge convert
-    card push push-metric push-space push-kernel register-metrics
+    read ask serve gates
+    train finetune convert
+    push push-metric register-metrics
 """
+TRAINING = ("train", "finetune")
 COMMANDS: dict[str, Any] = {name: TaskCommand(task) for name, task in Task.tasks.items()}
 COMMANDS |= {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
 
@@ -48,7 +50,7 @@ def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParse
             description=command.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        if name in with_arguments:
+        if name in with_arguments and name not in TRAINING:
             command.add_arguments(p)
         p.set_defaults(run=command.run)
     return top
@@ -57,11 +59,16 @@ def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParse
 def main(argv: list[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] != ["lm-eval"]:  # whose words are those of another program; the others are spelled as in transformers
-        words = [re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words]
-    args = parser(words).parse_args(words)
     try:
-        args.run(args)
+        if words and words[0] in TRAINING:
+            COMMANDS[words[0]].run(words[1:])
+        else:
+            if words[:1] != [
+                "lm-eval"
+            ]:  # whose words are those of another program; the others are spelled as in transformers
+                words = [re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words]
+            args = parser(words).parse_args(words)
+            args.run(args)
         print(end="", flush=True)
     except BrokenPipeError:  # whoever read the output, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end

@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained model, with LoRA or in full; the same command goes on with a run that was stopped.
+"""Fine-tune a pretrained model, with LoRA or in full; the same command resumes a run that was stopped.
 
 Recipes:
   lora            continue the training of any causal language model on other text
@@ -7,21 +7,13 @@ Recipes:
   hmt             put a memory around a model; called again on what the first stage has trained, make it recall
 
 Examples:
-  hf-longctx finetune MODEL --data text.jsonl --sequence-length 2048 --output run
-  hf-longctx finetune MODEL --recipe rope-extend --sequence-length 32768 --data books --output run
-  hf-longctx finetune --config run/config.yaml --output run
+  hf-longctx finetune --model MODEL --data text.jsonl --max_length 2048 --output_dir run
+  hf-longctx finetune --recipe rope-extend --model MODEL --max_length 32768 --data books --output_dir run
+  hf-longctx finetune --config run/config.yaml --output_dir run
 """
 
-from argparse import SUPPRESS, ArgumentParser, Namespace
-
-from ..training.recipes import FinetuneSettings
-from . import train
+from .train import run_training
 
 
-def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", default=SUPPRESS, metavar="MODEL", help="folder or Hub name")
-    train.add_run_arguments(parser, FinetuneSettings)
-
-
-def run(args: Namespace) -> None:
-    train.run_training(args, FinetuneSettings)
+def run(words: list[str]) -> None:
+    run_training(words, "FinetuneConfig", __doc__)

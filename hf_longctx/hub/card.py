@@ -20,8 +20,10 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 
 CARD = "README.md"
 SOURCE = "https://github.com/hf-longctx/hf-longctx"  # a placeholder: see CONTRIBUTING.md, "A release"
+# what a card calls the settings of `hf-longctx train` and `finetune`
+NAMES = {"max_length": "sequence_length", "max_steps": "steps", "lr_scheduler_type": "schedule", "lora_r": "lora_rank"}
 TEMPLATE = Path(__file__).with_name("model_card.md")
-GENERATED = re.compile(r"<!-- written by: hf-longctx card(?: --repo ([\w./-]+))?(?: --tag ([\w./-]+))?[;\n]")
+GENERATED = re.compile(r"<!-- written by: hf-longctx push DIR(?: ([\w./-]+))?(?: --tag ([\w./-]+))? --write-card[;\n]")
 UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write
 HEAD = re.compile(r"---[\r\n]+(.*?)[\r\n]+---", re.DOTALL)
 SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)
@@ -177,7 +179,7 @@ def read_settings(bundle: Bundle) -> dict:
         raise ValueError(f"training.yaml is damaged ({' '.join(str(error).split())}).") from error
     if not isinstance(settings, dict):
         raise ValueError("training.yaml does not hold settings; it must have lines such as `steps: 1000`.")
-    return settings
+    return {NAMES.get(name, name): value for name, value in settings.items()}
 
 
 def last_losses(bundle: Bundle) -> dict[str, dict]:

@@ -1,8 +1,8 @@
-"""Training and fine-tuning in a folder from which a run goes on.
+"""Pretraining and fine-tuning in a folder from which a run resumes.
 
-from hf_longctx.training import TrainSettings, train
+from hf_longctx.training import PretrainConfig, train
 
-train(TrainSettings(data="text.txt", tokenizer="model_cards/fox-demo", output="run"))
+train(PretrainConfig(data="text.txt", tokenizer="model_cards/fox-demo", output_dir="run"))
 """
 
 import importlib
@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters import load_adapter
+    from .config import FinetuneConfig, PretrainConfig
     from .data import TokenDataset
-    from .recipes import FinetuneSettings, TrainSettings
-    from .run import dry_run, train
-    from .streams import CarriesStates, DocumentStreams
+    from .run import merge, train
     from .tokenizer import train_tokenizer
-    from .trainer import ResumableTrainer
+    from .trainer import LongContextTrainer
 
 _MODULES = {
-    "CarriesStates": "streams",
-    "DocumentStreams": "streams",
-    "FinetuneSettings": "recipes",
-    "ResumableTrainer": "trainer",
+    "FinetuneConfig": "config",
+    "LongContextTrainer": "trainer",
+    "PretrainConfig": "config",
     "TokenDataset": "data",
-    "TrainSettings": "recipes",
-    "dry_run": "run",
     "load_adapter": "adapters",
+    "merge": "run",
     "train": "run",
     "train_tokenizer": "tokenizer",
 }
@@ -39,14 +36,12 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "CarriesStates",
-    "DocumentStreams",
-    "FinetuneSettings",
-    "ResumableTrainer",
+    "FinetuneConfig",
+    "LongContextTrainer",
+    "PretrainConfig",
     "TokenDataset",
-    "TrainSettings",
-    "dry_run",
     "load_adapter",
+    "merge",
     "train",
     "train_tokenizer",
 ]

@@ -1,6 +1,5 @@
-"""LoRA adapters through PEFT: what they adapt in which architecture, and what would silently go wrong."""
+"""LoRA adapters through PEFT, with checks of what would silently go wrong."""
 
-import difflib
 import hashlib
 import json
 import warnings
@@ -9,62 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
-from torch import nn
-from transformers.pytorch_utils import Conv1D
 
-from .recipes import ResolvedFinetuning
+from .config import FinetuneConfig, nearest
 
 
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# Linear layers of attention and MLP. PEFT adapts every linear layer but the head of other architectures.
-TARGETS = {
-    **dict.fromkeys(["fox", "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "olmo2", "smollm3"], PROJECTIONS),
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
-    "opt": ["q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2"],
-    "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
-    "mamba": ["in_proj", "x_proj"],  # Mamba's kernels read the other weights themselves, and PEFT refuses them
-}
-QUERIES_AND_VALUES = ["q_proj", "v_proj"]  # what HMT adapts, where a model has these names (PEFT's default for Llama)
 BASE = "base.json"  # beside an adapter: which weights it was trained on
 
 
-def add_lora(model, settings: ResolvedFinetuning) -> PeftModel:
+def add_lora(model, args: FinetuneConfig) -> PeftModel:
     """Return the model with a new adapter, and with the modules that the recipe trains in full, both in float32.
 
     Raises:
         ValueError: a name is not that of a module, or the adapter would corrupt tied embeddings when it is merged.
     """
     config = getattr(model.config, "backbone_config", model.config)  # of a model with memory: the backbone's
-    targets = _names(settings.lora_targets)
-    in_full = _names(settings.train_in_full)
+    targets, in_full = args.lora_target_modules or ["all-linear"], args.lora_modules_to_save
     if in_full is None:
-        in_full = trained_in_full(model, settings.recipe)
-    linear = {name for name, module in _leaves(model) if isinstance(module, (nn.Linear, nn.Embedding, Conv1D))}
-    if targets is None and settings.recipe == "hmt" and linear.issuperset(QUERIES_AND_VALUES):
-        targets = QUERIES_AND_VALUES
-    targets = targets or TARGETS.get(config.model_type, "all-linear")
-    targets = "all-linear" if targets == ["all-linear"] else targets
-    if targets != "all-linear":
-        _check_names("--lora-targets", targets, linear)
-    if both := set(_names(settings.lora_targets) or ()) & set(in_full):
+        in_full = modules_of_recipe(model, args.recipe)
+    embeddings, names = embedding_names(model), {name for name, _ in _leaves(model)}
+    for option, given in (("--lora_target_modules", targets), ("--lora_modules_to_save", in_full)):
+        for name in given:
+            if name not in names | {"all-linear"}:
+                raise ValueError(f"{option} names {name}, which is not a module of this model. {nearest(name, names)}")
+    if config.tie_word_embeddings and embeddings & set(targets):
         raise ValueError(
-            f"--lora-targets and --train-in-full both name {', '.join(sorted(both))}; leave it out of one."
-        )
-    _check_names("--train-in-full", in_full, {name for name, _ in _leaves(model)})
-    embeddings = embedding_names(model)
-    if config.tie_word_embeddings and embeddings & set(targets if targets != "all-linear" else ()):
-        raise ValueError(
-            f"input and output embeddings of this model are one tensor, and merging an adapter of "
-            f"{' or '.join(sorted(embeddings))} would change both. Leave them out of --lora-targets; to train them, "
-            "name them in --train-in-full."
+            f"Input and output embeddings of this model are one tensor, and merging an adapter of "
+            f"{' or '.join(sorted(embeddings))} would change both. Name them in --lora_modules_to_save instead."
         )
     lora = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
-        r=settings.lora_rank,
-        lora_alpha=settings.lora_alpha,
-        lora_dropout=settings.lora_dropout,
-        target_modules=targets,
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
         modules_to_save=in_full or None,
         ensure_weight_tying=bool(config.tie_word_embeddings and embeddings & set(in_full)),
     )
@@ -73,14 +49,12 @@ def add_lora(model, settings: ResolvedFinetuning) -> PeftModel:
         return get_peft_model(model, lora)
 
 
-def trained_in_full(model, recipe: str) -> list[str]:
-    """Return the modules trained beside the adapter: new ones; for a new context norms and embeddings (LongLoRA)."""
-    if recipe in ("fox-from-llama", "hmt"):
-        return [{"fox-from-llama": "f_proj", "hmt": "memory"}[recipe]]
+def modules_of_recipe(model, recipe: str | None) -> list[str]:
+    """Return what is trained in full: new modules; for a new context norms and embeddings (arXiv 2309.12307)."""
     if recipe == "rope-extend":
         norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
         return sorted(norms | {_leaf_name(model, model.get_input_embeddings())})
-    return []
+    return {"fox-from-llama": ["f_proj"], "hmt": ["memory"]}.get(str(recipe), [])
 
 
 def embedding_names(model) -> set[str]:
@@ -113,11 +87,6 @@ def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
 def save_fingerprint(base: dict[str, Any], folder: Path) -> None:
     """Save the fingerprint of a base beside its adapter."""
     (folder / BASE).write_text(json.dumps(base, indent=1) + "\n")
-
-
-def adapter_digest(folder: str | Path) -> str:
-    """Return the hash of the weights of an adapter."""
-    return hashlib.sha256(b"".join(file.read_bytes() for file in Path(folder).glob("adapter_model.*"))).hexdigest()
 
 
 def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftModel:
@@ -159,10 +128,6 @@ def _widen(model, names):
             module.float()
 
 
-def _names(text):
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _leaves(model):
     return [(name.rsplit(".", 1)[-1], module) for name, module in model.named_modules() if name]
 
@@ -171,12 +136,4 @@ def _leaf_name(model, module):
     return next(name for name, other in _leaves(model) if other is module)
 
 
-def _check_names(option, names, valid):
-    for name in names:
-        if name not in valid:
-            close = difflib.get_close_matches(name, valid, 1)
-            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(sorted(valid - {'0'}))}."
-            raise ValueError(f"{option} names {name}, which is not a module of this model; {hint}")
-
-
-__all__ = ["TARGETS", "adapter_digest", "add_lora", "load_adapter", "model_fingerprint", "save_fingerprint"]
+__all__ = ["add_lora", "load_adapter", "model_fingerprint", "save_fingerprint"]

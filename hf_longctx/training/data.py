@@ -1,26 +1,30 @@
-"""Texts as rows of tokens: packed once into a file, with the borders of the documents, or packed as they come.
+"""Documents as sequences of tokens: packed once into a file, or packed as they are read.
 
-A document ends with the tokenizer's EOS, so a file of tokens alone holds its borders, also one that somebody else has
-made (`.npy`, one or two dimensions of integers). No label crosses a border, and positions start again behind one.
+A document ends with the tokenizer's EOS, so a file of tokens alone holds the boundaries of its documents, also a file
+that somebody else has made (`.npy`, one or two dimensions of integers). No label crosses a boundary, and positions
+start again at each.
 """
 
 import hashlib
 import os
-from collections.abc import Collection, Iterator
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from ..corpus import open_conversations, open_source
 from .conversations import FIRST, SCORED, encode_conversations
-from .progress import Passing, print_status
-from .synthetic_data import Construction
 
 
 FLAGS = ".flags.npy"  # in the place of .npy: the name of the flags of conversations beside their tokens
-DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel; an even number, as a construction takes pairs
+SECONDS_BETWEEN_LINES = 10
+DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel
 
 
 class TokenDataset(torch.utils.data.Dataset):
@@ -36,7 +40,7 @@ class TokenDataset(torch.utils.data.Dataset):
     A row is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_row`.
 
     Raises:
-        ValueError: the file holds no integers, less than one row, or a token beyond the vocabulary.
+        ValueError: the file holds no integers, less than one sequence, or a token beyond the vocabulary.
     """
 
     def __init__(self, path: str | Path, length: int, eos_token_id: int | None, vocab_size: int):
@@ -55,8 +59,8 @@ class TokenDataset(torch.utils.data.Dataset):
         self.flags = np.load(flags, mmap_mode="r") if flags.exists() else None
         if not len(self):
             raise ValueError(
-                f"{path} holds {self.tokens.size} tokens; one row needs {length}. Give more text, or lower "
-                "--sequence-length."
+                f"{path} holds {self.tokens.size} tokens; one sequence needs {length}. Give more text, or lower "
+                "--max_length."
             )
         lowest, highest = int(self.tokens.min()), int(self.tokens.max())
         if lowest < 0 or highest >= vocab_size:
@@ -73,22 +77,54 @@ class TokenDataset(torch.utils.data.Dataset):
         return make_row(self.tokens[place], self.eos_token_id, None if self.flags is None else self.flags[place])
 
 
+class DocumentDataset(TokenDataset):
+    """Chunks of at most `length` tokens of one document each, padded on the right; arguments as of `TokenDataset`.
+
+    A row is {"input_ids", "attention_mask", "labels"}, each (T,), int64.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        tokens, length = self.tokens, self.length
+        if self.flags is not None:
+            starts = np.flatnonzero(self.flags & FIRST)
+        else:
+            starts = np.concatenate([[0], np.flatnonzero(tokens[:-1] == self.eos_token_id) + 1])
+        ends = np.append(starts[1:], len(tokens))
+        chunks = [(i, min(i + length, end)) for start, end in zip(starts, ends) for i in range(start, end, length)]
+        self.chunks = np.array(chunks)
+
+    def __len__(self):
+        return len(self.chunks) if hasattr(self, "chunks") else super().__len__()
+
+    def __getitem__(self, row):
+        place = slice(*self.chunks[row])
+        ids = torch.from_numpy(self.tokens[place].astype(np.int64))
+        labels = ids
+        if self.flags is not None:
+            labels = ids.masked_fill(torch.from_numpy(self.flags[place] & SCORED == 0), -100)
+        padding = (0, self.length - len(ids))
+        return {
+            "input_ids": F.pad(ids, padding),
+            "attention_mask": F.pad(torch.ones_like(ids), padding),
+            "labels": F.pad(labels, padding, value=-100),
+        }
+
+
 class StreamedTokenDataset(torch.utils.data.IterableDataset):
     """The same rows without a file: documents are read, encoded and packed again and again, in their order.
 
-    A resumed training replays the stream up to its step.
+    A resumed run replays the stream up to its step.
     """
 
-    def __init__(
-        self, source: str, tokenizer, length: int, eos_token_id: int | None, construction=None, column: str = "text"
-    ):
+    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None, column: str = "text"):
         self.source, self.tokenizer, self.length, self.eos_token_id = source, tokenizer, length, eos_token_id
-        self.construction, self.column = construction, column
+        self.column = column
 
     def __iter__(self):
         rest = np.zeros(0, np.int64)
         while True:
-            for ids in encode(self.source, self.tokenizer, self.construction, column=self.column):
+            for ids in encode(self.source, self.tokenizer, column=self.column):
                 rest = np.concatenate([rest, ids])
                 whole = len(rest) // self.length * self.length
                 for row in rest[:whole].reshape(-1, self.length):
@@ -121,15 +157,12 @@ def make_row(tokens: np.ndarray, eos_token_id: int | None, flags: np.ndarray | N
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(unscored, -100)}
 
 
-def encode(
-    source: str, tokenizer, construction: Construction | None = None, part="train", column="text"
-) -> Iterator[np.ndarray]:
+def encode(source: str, tokenizer, part="train", column="text") -> Iterator[np.ndarray]:
     """Encode documents, several at a time: a BOS if the tokenizer has one of its own, the text, and an EOS.
 
     Args:
-        source: as for `hf_longctx.corpus.load_text`, or of the construction.
+        source: as for `hf_longctx.corpus.load_text`.
         tokenizer: of transformers, with an EOS.
-        construction: makes other documents of those of the source.
         part: of a source that has several, "train" or "held_out".
         column: of a table, with the text.
 
@@ -142,37 +175,32 @@ def encode(
         )
     # GPT-2's BOS is its EOS, and would be a document of one token
     before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
-    read = construction.read if construction is not None else lambda *arguments: open_source(*arguments)[1]
-    documents = read(source, part, column)
+    documents = open_source(source, part, column)[1]
     while texts := list(islice(documents, DOCUMENTS_AT_ONCE)):
         encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        if construction is not None:
-            encoded = construction.arrange(encoded, tokenizer)
         yield np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
 
 
-def pack(
-    source: str, tokenizer, path: Path, construction: Construction | None = None, part="train", column="text"
-) -> None:
+def pack(source: str, tokenizer, path: Path, part="train", column="text") -> None:
     """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
 
     Conversations have a file of flags beside it, `FLAGS`.
 
-    How far it is stands on stderr every few seconds, and at the end how much it was.
+    Progress is printed on stderr every few seconds.
 
     Args:
-        source, tokenizer, construction, part, column: as for `encode`.
+        source, tokenizer, part, column: as for `encode`.
         path: `.npy` file to write.
     """
-    rows = None if construction is not None else open_conversations(source, part, column)
+    rows = open_conversations(source, part, column)
     if rows is None:
-        pieces: Iterator = encode(source, tokenizer, construction, part, column)
+        pieces: Iterator = encode(source, tokenizer, part, column)
     else:
         pieces = encode_conversations(rows, tokenizer)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.with_suffix(FLAGS).unlink(missing_ok=True)
     dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    count, documents, passing = 0, 0, Passing()
+    count, documents, printed = 0, 0, time.monotonic()
     with GrowingArray(path, dtype) as tokens, GrowingArray(path.with_suffix(FLAGS), np.dtype(np.uint8)) as flags:
         for piece in pieces:
             ids, flag = piece if isinstance(piece, tuple) else (piece, None)
@@ -183,10 +211,12 @@ def pack(
             else:
                 flags.append(flag)
                 documents += 1
-            passing.tell(f"packing {source}: {documents} documents, {count} tokens")
+            if time.monotonic() > printed + SECONDS_BETWEEN_LINES:
+                printed = time.monotonic()
+                print(f"packing {source}: {documents} documents, {count} tokens", file=sys.stderr)
     if count == 0:
         raise ValueError(f"{source} holds no conversation in which an assistant answers.")
-    print_status(f"packed {source}: {documents} documents, {count} tokens")
+    print(f"packed {source}: {documents} documents, {count} tokens", file=sys.stderr)
 
 
 class GrowingArray:
@@ -242,10 +272,29 @@ def stack(rows: list[dict[str, torch.Tensor]], without: Collection[str] = ()) ->
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in without}
 
 
+def collate(
+    rows: list[dict[str, torch.Tensor]],
+    without: Collection[str] = (),
+    options: Mapping[str, Any] | None = None,
+    add: Callable[[torch.Tensor], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Collate rows to the arguments of a model.
+
+    Args:
+        without: entries that the model does not take.
+        options: other arguments of the model.
+        add: makes more arguments of the position ids.
+    """
+    batch = stack(rows, without)
+    return batch | (add(batch["position_ids"]) if add and "position_ids" in batch else {}) | dict(options or {})
+
+
 __all__ = [
     "FLAGS",
+    "DocumentDataset",
     "StreamedTokenDataset",
     "TokenDataset",
+    "collate",
     "digest",
     "encode",
     "make_row",

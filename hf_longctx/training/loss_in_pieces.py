@@ -36,7 +36,7 @@ class LossInPieces:
         return self
 
     def __exit__(self, *error):
-        del self.head.forward, self.model._loss_function, self.hidden_states
+        del self.head.forward, self.model._loss_function
 
     def keep(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Remember what the head is given, and return it."""
@@ -48,6 +48,7 @@ class LossInPieces:
     ) -> torch.Tensor:
         """Compute `ForCausalLMLoss` of the logits of the remembered hidden states; a scalar, fp32."""
         hidden_states = self.hidden_states.flatten(0, -2)  # (tokens, hidden)
+        del self.hidden_states
         if shift_labels is None:
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
         shift_labels = shift_labels.flatten().to(hidden_states.device)

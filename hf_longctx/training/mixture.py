@@ -1,4 +1,4 @@
-"""Rows of several texts, mixed by shares."""
+"""Sequences of several datasets, mixed by shares."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,165 +1,108 @@
-"""The rows that a run reads: packed or found packed in its folder, and compared with those that it began with."""
+"""The sequences of a run: packed in its folder, or found there, and mixed."""
 
-import hashlib
-import json
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.utils.data import Dataset
+from accelerate import PartialState
 
 from ..corpus import split_mixture
-from .copy_data import CopyDataset
-from .data import FLAGS, StreamedTokenDataset, TokenDataset, digest, pack, source_digest
+from .config import RunConfig
+from .data import FLAGS, DocumentDataset, StreamedTokenDataset, TokenDataset, digest, pack, source_digest
 from .mixture import Mixture, StreamedMixture
-from .model_init import read_config
-from .progress import print_status
-from .recipes import ResolvedFinetuning, ResolvedSettings
-from .run_folder import RunLock
-from .streams import DocumentStreams
+from .run_folder import digest_of, last_checkpoint
 
 
 class Datasets(NamedTuple):
-    """Rows to train on, and rows whose loss is measured while training."""
+    """Sequences to train on, sequences to evaluate on, and a hash of the former."""
 
-    train: Dataset
-    evaluation: Dataset | None
+    train: Any
+    evaluation: Any | None
+    digest: str
 
 
-def prepare_datasets(run: ResolvedSettings, tokenizer, lock: RunLock) -> Datasets:
-    """Read or pack the data; raises ValueError if they are less than a step, or not those of the run's lock."""
-    sources = split_mixture(run.data)
-    parts = prepare_parts(run, run.data, "tokens", tokenizer, run.streaming, bool(lock.before))
-    packed = [rows for rows in parts if isinstance(rows, TokenDataset)]  # all, or none
-    digests = [digest(rows.path) for rows in packed] or [source_digest(source) for source, _ in sources]
-    shares = ["" if share is None else f"{share:g} of " for _, share in sources]
-    lock.check(data=" + ".join(share + text for share, text in zip(shares, digests)))
-    flags = [digest(rows.path.with_suffix(FLAGS)) for rows in packed if rows.flags is not None]
-    if flags:
-        lock.check(flags=" + ".join(flags))
-        if run.carry_state or run.repeated_rows or not run.packing:
-            raise ValueError(
-                f"{run.data} holds conversations, which are packed as they are; leave out --carry-state, --repeated-rows "
-                "and --no-packing."
-            )
-    rows = sum(map(len, packed))
-    if packed and rows * run.sequence_length < run.batch_tokens:  # Trainer would make a smaller step
+def prepare_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> Datasets:
+    """Read or pack the data.
+
+    Args:
+        is_one_document: a sequence is one document, as for a model with memory, which reads across boundaries.
+
+    Raises:
+        ValueError: the data hold fewer sequences than an optimizer step, or are not those of the run.
+    """
+    eos = None if is_one_document and args.packing else tokenizer.eos_token_id
+    parts = [
+        prepare_rows(args, source, f"tokens_{number}", tokenizer, eos, streaming=args.streaming)
+        for number, (source, _) in enumerate(split_mixture(str(args.data)), 1)
+    ]
+    sources, shares = zip(*split_mixture(str(args.data)))
+    packed = [part for part in parts if isinstance(part, TokenDataset)]  # all, or none
+    hashes = [hash_of(part) for part in packed] or [source_digest(source) for source in sources]
+    rows = mix(parts, shares)
+    if packed and len(rows) < args.sequences_per_step:
         raise ValueError(
-            f"{run.data} holds {rows} rows of {run.sequence_length} tokens, less than the {run.batch_tokens} "
-            "tokens of a step. Give more text, or lower --batch-tokens."
+            f"{args.data} holds {len(rows)} sequences of {args.max_length} tokens, fewer than the "
+            f"{args.sequences_per_step} of an optimizer step. Give more data, or lower --gradient_accumulation_steps."
         )
     evaluation = None
-    if run.eval_data is not None:  # never streamed, because a stream has no end
-        held_out = prepare_parts(run, run.eval_data, "eval_tokens", tokenizer, held_out=True)
-        evaluation = mix([arrange(run, rows, tokenizer, held_out=True) for rows in held_out], run.eval_data)
-    return Datasets(mix([arrange(run, rows, tokenizer) for rows in parts], run.data), evaluation)
-
-
-def prepare_parts(
-    run: ResolvedSettings, data: str, name: str, tokenizer, streaming=False, goes_on=False, held_out=False
-) -> list[TokenDataset | StreamedTokenDataset]:
-    """Return the rows of each source of a mixture, which are packed into RUN/data/`name`.npy, or `name`_2.npy etc."""
-    folder = Path(run.output) / "data"
-    return [
-        prepare_rows(
-            run,
-            source,
-            folder / f"{name}{'' if number == 1 else f'_{number}'}.npy",
-            tokenizer,
-            streaming,
-            goes_on,
-            held_out,
+    if args.eval_data is not None:  # never streamed, because a stream has no end
+        sources, shares = zip(*split_mixture(args.eval_data))
+        evaluation = mix(
+            [
+                prepare_rows(args, source, f"eval_tokens_{number}", tokenizer, eos, part="held_out")
+                for number, source in enumerate(sources, 1)
+            ],
+            shares,
         )
-        for number, (source, _) in enumerate(split_mixture(data), 1)
-    ]
-
-
-def arrange(run: ResolvedSettings, rows: Any, tokenizer, held_out: bool = False) -> Any:
-    """Return the rows as chunks of documents, or with repeated passages, where the settings say so."""
-    if not isinstance(rows, TokenDataset):
-        return rows
-    if run.carry_state or not run.packing:
-        count = run.batch_tokens // run.sequence_length if run.carry_state else 1
-        chunks = DocumentStreams(rows.tokens, rows.length, tokenizer.eos_token_id, count)
-        if not held_out:
-            print_status(
-                f"{len(chunks)} chunks of documents in {count} streams; {1 - chunks.text_share():.0%} of them is padding"
-            )
-        return chunks
-    return CopyDataset(rows, run.repeated_rows, tokenizer, run.seed) if run.repeated_rows and not held_out else rows
-
-
-def mix(parts: list[Any], data: str) -> Any:
-    """Return the rows of all sources in their shares, and print how often each is read while all are read once."""
-    if len(parts) == 1:
-        return parts[0]
-    names, shares = zip(*split_mixture(data))
-    if isinstance(parts[0], StreamedTokenDataset):
-        return StreamedMixture(parts, shares)
-    rows = Mixture(parts, None if None in shares else shares)
-    for name, part, size in zip(names, parts, rows.sizes):
-        print_status(
-            f"{size / len(rows):.1%} of a reading is {name}: {len(part)} rows, read {size / len(part):.2f} times"
-        )
-    return rows
+    return Datasets(rows, evaluation, digest_of([hashes, shares if len(parts) > 1 else None]))
 
 
 def prepare_rows(
-    run: ResolvedSettings,
-    source: str,
-    path: Path,
-    tokenizer,
-    streaming: bool = False,
-    goes_on: bool = False,
-    held_out: bool = False,
-) -> TokenDataset | StreamedTokenDataset:
-    """Return the rows of a file of tokens, of a text that is packed into `path` first, or of a stream.
+    args: RunConfig, source: str, name: str, tokenizer, eos: int | None, part: str = "train", streaming: bool = False
+) -> Any:
+    """Return the sequences of a token file, of a source that is packed into RUN/data/`name`.npy first, or of a stream.
 
-    A run that goes on has its tokens already, and needs the text no more. Tokens of another text are not replaced, but
-    packed into a new file beside them, which `RunLock.write` gives their name.
+    A resumed run does not need the source again.
     """
-    border = None if reads_on(run) else tokenizer.eos_token_id
-    construction = run.synthetic_texts()
+    kind = TokenDataset if args.packing else DocumentDataset
     if source.endswith(".npy"):
-        if construction is not None:
-            raise ValueError(f"--construction is made of texts, and {source} holds tokens; give the texts.")
-        rows = TokenDataset(source, run.sequence_length, border, len(tokenizer))
-        if border is not None and border not in rows.tokens[: 2**20]:
-            print_status(f"{source} begins without any EOS, {border}, which would end a document: rows hold one each")
-        return rows
-    if source.endswith((".bin", ".npz")):
-        raise ValueError(f"{source} is no text; give tokens as .npy, which np.save writes.")
+        return kind(source, args.max_length, eos, len(tokenizer))
     if streaming:
-        return StreamedTokenDataset(source, tokenizer, run.sequence_length, border, construction, run.text_column)
-    packing = (construction and vars(construction), run.text_column)
-    state = f"{digest_of(tokenizer.get_vocab())}\n{source_digest(source)}\n{digest_of(packing)}"
-    new = path.with_name(f"new_{path.name}")
-    packed = {file: file.with_suffix(".source") for file in (path, new)}
-    for file, packed_from in packed.items():
-        if file.exists() and packed_from.exists() and packed_from.read_text() == state:
-            return TokenDataset(file, run.sequence_length, border, len(tokenizer))
-    if goes_on and path.exists():
-        if Path(source).exists():
-            raise ValueError(
-                f"{source} is not the text that the run in {run.output} has packed. Go on with that, by --data {path}; "
-                "or take a new folder, or begin again with --resume never."
-            )
-        print_status(f"there is no {source}; the run goes on with the tokens it has packed, {path}")
-        return TokenDataset(path, run.sequence_length, border, len(tokenizer))
-    target = new if path.exists() else path
-    packed[target].unlink(missing_ok=True)
-    pack(source, tokenizer, target, construction, "held_out" if held_out else "train", run.text_column)
-    packed[target].write_text(state)
-    return TokenDataset(target, run.sequence_length, border, len(tokenizer))
+        return StreamedTokenDataset(source, tokenizer, args.max_length, eos, args.text_column)
+    path = Path(str(args.output_dir), "data", f"{name}.npy")
+    packed_from, is_resumed = path.with_suffix(".source"), last_checkpoint(Path(str(args.output_dir))) is not None
+    state = f"{digest_of(tokenizer.get_vocab())}\n{source_digest(source)}\n{args.text_column}"
+    is_packed = path.exists() and packed_from.exists() and packed_from.read_text() == state
+    if not is_packed and is_resumed and path.exists() and Path(source).exists():
+        raise ValueError(
+            f"{source} is not the data that the run in {args.output_dir} has packed. Resume with --data {path}, or give "
+            "another --output_dir."
+        )
+    if not is_packed and is_resumed and path.exists():
+        if PartialState().is_main_process:
+            print(f"{source} does not exist; the run resumes with the tokens in {path}", file=sys.stderr)
+    elif not is_packed:
+        packed_from.unlink(missing_ok=True)
+        pack(source, tokenizer, path, part, args.text_column)
+        packed_from.write_text(state)
+    return kind(path, args.max_length, eos, len(tokenizer))
 
 
-def reads_on(run: ResolvedSettings) -> bool:
-    """Return whether the model has a memory, which reads on behind the end of a document."""
-    return isinstance(run, ResolvedFinetuning) and (run.recipe == "hmt" or read_config(run.model).model_type == "hmt")
+def hash_of(rows: TokenDataset) -> str:
+    """Return the hash of the tokens and flags of a file."""
+    return digest(rows.path) + ("" if rows.flags is None else digest(rows.path.with_suffix(FLAGS)))
 
 
-def digest_of(value: Any) -> str:
-    """Return the hash of a value that JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def mix(parts: list[Any], shares: tuple[float | None, ...]) -> Any:
+    """Return the sequences of all sources in their shares; None: of each, all are read once."""
+    if len(parts) == 1:
+        return parts[0]
+    given = [share for share in shares if share is not None]
+    if isinstance(parts[0], StreamedTokenDataset):
+        if not given:
+            raise ValueError("A stream has no end, so a mixture of streams needs shares: --data a=0.5,b=0.5.")
+        return StreamedMixture(parts, given)
+    return Mixture(parts, given or None)
 
 
-__all__ = ["Datasets", "digest_of", "prepare_datasets"]
+__all__ = ["Datasets", "prepare_datasets"]

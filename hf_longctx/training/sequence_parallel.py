@@ -10,6 +10,7 @@ DDP and FSDP add up what all processes have.
 """
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from .data import stack
+from .trainer import LongContextTrainer
 
 
 class SequenceShard:
@@ -35,7 +37,7 @@ class SequenceShard:
         self.group: Any = dist.new_subgroups(size)[0]
         self.size, self.rank = size, dist.get_rank(self.group)
 
-    def collate(self, rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    def collate(self, rows: list[dict[str, torch.Tensor]], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Make a batch of rows of `make_row`: ids and labels of this part, (B, t), and all positions, (B, T).
 
         Labels are shifted before they are divided, because the last token of a part predicts the first of the next.
@@ -47,15 +49,9 @@ class SequenceShard:
             "position_ids": batch["position_ids"],
             "labels": labels,  # Trainer takes a batch without them for one without a loss
             "shift_labels": labels,
+            "shard": self,
+            **(options or {}),
         }
-
-    def share_rows(self, loader: Any) -> Any:
-        """Give the processes of a group the same rows, of a loader that accelerate has divided among all processes."""
-        dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
-        dealer.num_processes //= self.size
-        dealer.process_index //= self.size
-        dealer.even_batches = dealer.num_processes > 1  # a single group has the last rows without others to fill up
-        return loader
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
         """Return the part of this process, (B, t, ...), of whole rows, (B, T, ...)."""
@@ -76,6 +72,51 @@ class SequenceShard:
         """Exchange whole rows of some heads, (B, T, H / N, ...), for parts of all heads, (B, t, H, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
+
+
+class SequenceParallelTrainer(LongContextTrainer):
+    """Trainer whose processes share sequences in groups.
+
+    Args:
+        shard: the part of this process.
+        kwargs: as for `Trainer`.
+    """
+
+    def __init__(self, *, shard: SequenceShard, **kwargs):
+        super().__init__(**kwargs)
+        self.shard = shard
+
+    def get_train_dataloader(self):
+        return self.share_rows(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return self.share_rows(super().get_eval_dataloader(eval_dataset))
+
+    def share_rows(self, loader: Any) -> Any:
+        """Give the processes of a group the same rows, of a loader that accelerate has divided among all processes."""
+        dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
+        dealer.num_processes //= self.shard.size
+        dealer.process_index //= self.shard.size
+        dealer.even_batches = dealer.num_processes > 1  # a single group has the last rows without others to fill up
+        return loader
+
+    def prediction_step(self, *args, **kwargs):
+        self.gather_function = self.gather_losses
+        return super().prediction_step(*args, **kwargs)
+
+    def gather_losses(self, losses: torch.Tensor) -> torch.Tensor:
+        """Gather the losses of all groups' rows, of which each process has a part.
+
+        Args:
+            losses: (B,), the sum over the part divided by the mean number of labels of a process.
+
+        Returns:
+            (groups * B,), or less in the last batch.
+        """
+        gathered: Any = self.accelerator.gather(losses)
+        state = self.accelerator.gradient_state
+        rows = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
+        return gathered.view(-1, self.shard.size, len(losses)).mean(1).flatten()[:rows]
 
 
 class AllToAll(torch.autograd.Function):
@@ -101,12 +142,12 @@ def check_model(model, size: int) -> None:
     config = model.config
     if config.model_type != "fox":
         raise ValueError(
-            f"--sequence-parallel {size} is for FoX, and this model is a {config.model_type}. Leave it out, or take a "
+            f"--sequence_parallel {size} is for FoX, and this model is a {config.model_type}. Leave it out, or take a "
             "FoX, which --recipe fox-from-llama makes of a Llama."
         )
     if config.num_key_value_heads % size:
         raise ValueError(
-            f"--sequence-parallel {size} does not divide the {config.num_key_value_heads} key heads of the model, which "
+            f"--sequence_parallel {size} does not divide the {config.num_key_value_heads} key heads of the model, which "
             "the processes share. Take a divisor."
         )
 
@@ -119,8 +160,8 @@ def check_arguments(arguments) -> None:
         if int(size) > 1:
             raise ValueError(
                 f"accelerate's parallelism_config has {name}={size}, which divides rows without what the gates and the "
-                f"token shift of FoX need from other parts. Set it to 1, and use --sequence-parallel {size}."
+                f"token shift of FoX need from other parts. Set it to 1, and use --sequence_parallel {size}."
             )
 
 
-__all__ = ["SequenceShard", "check_arguments", "check_model"]
+__all__ = ["SequenceParallelTrainer", "SequenceShard", "check_arguments", "check_model"]

@@ -6,7 +6,7 @@ A step is a forward and backward pass over one row and an update by AdamW, of a 
 float32; on a GPU the passes run in bfloat16, those of FoX on the Triton kernels. Figures are of the second step,
 weights, gradients and moments included: allocated memory on a GPU, and on a CPU the resident memory of a fresh
 process, less that before the model was made. "in pieces" is the loss without all logits at once. The columns of
-shards are `--sequence-parallel` with pieces and checkpointing, in one of the processes; the others are pretended, as
+shards are `--sequence_parallel` with pieces and checkpointing, in one of the processes; the others are pretended, as
 their data do not matter to memory. Buffers of DDP, a copy of the gradients, are not included. A figure of 0 means
 that the memory was not enough.
 """
@@ -18,12 +18,11 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx.fox import FoxConfig
+from hf_longctx.training.config import PRESETS
 from hf_longctx.training.data import make_row
 from hf_longctx.training.loss_in_pieces import LossInPieces
-from hf_longctx.training.recipes import PRESETS, TrainSettings
 from hf_longctx.training.sequence_parallel import SequenceShard
 from scripts.bench import common
 
@@ -41,19 +40,18 @@ VARIANTS = {  # loss in pieces, checkpointing, processes that share a row
     "shards_2": (True, True, 2),
     "shards_4": (True, True, 4),
 }
+MODELS = ["tiny", "5M", "125M", "360M", "760M"]
 DEFAULTS = {
     "cpu": {"models": ["tiny"], "lengths": [1024, 4096], "vocab": 8192},
-    "cuda": {"models": list(PRESETS), "lengths": [4096, 16384, 65536], "vocab": 50257},
+    "cuda": {"models": MODELS, "lengths": [4096, 16384, 65536], "vocab": 50257},
 }
 
 
 def make_model(architecture, name, length, vocab, device):
     is_fox = architecture == "fox"
-    settings = TrainSettings(preset=name, architecture=architecture, pro=is_fox, sequence_length=length)
-    settings.data = settings.tokenizer = settings.output = "-"
-    make_config = FoxConfig.pro if is_fox else LlamaConfig
+    preset = PRESETS[f"{'fox-pro' if is_fox else 'llama'}-{name.lower()}"]
     with torch.device(device):
-        config = make_config(vocab_size=vocab, **settings.resolve().model_sizes())
+        config = AutoConfig.from_pretrained(preset, vocab_size=vocab, max_position_embeddings=length)
         model = AutoModelForCausalLM.from_config(config)
     model.set_attn_implementation("forgetting_triton" if device == "cuda" and is_fox else "sdpa")
     return model.train()
@@ -76,7 +74,7 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
     if size > 1:
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
         shard = SequenceShard(size)
-        batch = {name: x.to(device) for name, x in shard.collate([row]).items()} | {"shard": shard}
+        batch = {name: x if x is shard else x.to(device) for name, x in shard.collate([row]).items()}
 
     def step():
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), in_pieces:
@@ -128,7 +126,7 @@ def table(result):
 
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, device="cpu")
-    parser.add_argument("--models", nargs="+", choices=PRESETS, help="default: tiny, on a GPU all")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: tiny, on a GPU all")
     parser.add_argument(
         "--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 1024 4096, on a GPU to 65536"
     )

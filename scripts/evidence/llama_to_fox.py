@@ -26,9 +26,9 @@ from hf_longctx.fox import PrunedCache
 from hf_longctx.fox.convert import from_llama
 from hf_longctx.metrics import forgetting_curve
 from hf_longctx.training.data import pack
-from hf_longctx.training.gate_statistics import ForgetGateStatistics
 from scripts.bench import common
 from scripts.bench.pruned import megabytes
+from scripts.evidence.gate_statistics import ForgetGateStatistics
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, require, run
 from scripts.fetch_smollm2 import FOLDER
@@ -38,8 +38,8 @@ TEXT = common.ROOT / "demo_output" / "corpus"
 RUNS = {  # of hf-longctx finetune: name of the model, options
     "Llama, LoRA": ["--recipe", "lora", "--merge"],
     "FoX, LoRA": ["--recipe", "fox-from-llama"],
-    "Llama, all parameters": ["--recipe", "lora", "--full"],
-    "FoX, all parameters": ["--recipe", "fox-from-llama", "--full"],
+    "Llama, all parameters": ["--recipe", "lora", "--use_peft", "false"],
+    "FoX, all parameters": ["--recipe", "fox-from-llama", "--use_peft", "false"],
 }
 CONVERTED = {"FoX, open gates": None, "FoX, gates of one row": "row"}
 CHUNK = 512  # tokens that are read at once before the cache is pruned
@@ -63,18 +63,18 @@ def train(name, args):
     if not tokens.exists():
         pack(str(TEXT / "train"), AutoTokenizer.from_pretrained(FOLDER), tokens)
     output = run_folder(name, args)
-    full = "--full" in RUNS[name]
+    full = "--use_peft" in RUNS[name]
     steps, rate = (args.full_steps, args.full_learning_rate) if full else (args.steps, args.learning_rate)
-    command = [sys.executable, "-m", "hf_longctx", "finetune", FOLDER, *RUNS[name], "--output", output]
+    command = [sys.executable, "-m", "hf_longctx", "finetune", "--model", FOLDER, *RUNS[name], "--output_dir", output]
     options = {
         "--data": tokens,
-        "--sequence-length": args.length,
-        "--batch-tokens": args.rows * args.length,
-        "--dtype": "float32",
+        "--max_length": args.length,
+        "--gradient_accumulation_steps": args.rows,
+        "--bf16": "false",
     }
-    options |= {"--steps": steps, "--learning-rate": rate, "--save-steps": max(1, steps // 3)}
+    options |= {"--max_steps": steps, "--learning_rate": rate, "--save_steps": max(1, steps // 3)}
     subprocess.run([*command, *(x for option in options.items() for x in map(str, option))], check=True)
-    steps = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = json.loads((output / "trainer_state.json").read_text())["log_history"]
     return {"losses": [step["loss"] for step in steps if "loss" in step]}
 
 
@@ -130,8 +130,8 @@ def pruned(name, args, length):
     for kind, cache in caches.items():
         *chunks, last = ids.split(CHUNK, dim=1)
         for chunk in chunks:
-            model(chunk, past_key_values=cache, logits_to_keep=1)
-        output = model(last, past_key_values=cache, labels=last)
+            model(chunk, cache=cache, logits_to_keep=1)
+        output = model(last, cache=cache, labels=last)
         loss[kind], logits[kind] = output.loss.item(), output.logits
     pruned.prune()
     dropped = pruned.dropped.float() / ids.shape[1]
@@ -158,7 +158,7 @@ def one_part(kind, model, *length_and_args):
 
 def measure(args):
     require(FOLDER, TEXT)
-    trained = [model for model in RUNS if args.full_steps or "--full" not in RUNS[model]]
+    trained = [model for model in RUNS if args.full_steps or "--use_peft" not in RUNS[model]]
     keys = [("loss", model) for model in ("Llama", *CONVERTED)]
     keys += [(kind, model) for model in trained for kind in ("training", "loss")]
     foxes = [model for model in trained if model.startswith("FoX")]

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
 from hf_longctx.metrics import Run, line_retrieval, needle_in_a_haystack, position_loss, rope_report
-from hf_longctx.training.model_init import extend_rope
-from hf_longctx.training.recipes import FinetuneSettings
+from hf_longctx.training.config import FinetuneConfig
+from hf_longctx.training.models import extend_rope
 from scripts.bench import common
 from scripts.evidence.parts import make_parser, measure_parts, require
 from scripts.fetch_smollm2 import FOLDER
@@ -28,7 +28,7 @@ from scripts.fetch_smollm2 import FOLDER
 TEXT = common.ROOT / "demo_output" / "corpus"
 DEPTHS = (0.0, 0.5, 1.0)
 TRAINED = {"other base, trained": "other base", "as it is, trained": "as it is"}
-IN_FULL = "norm,input_layernorm,post_attention_layernorm,embed_tokens"
+IN_FULL = ["norm", "input_layernorm", "post_attention_layernorm", "embed_tokens"]
 TABLE = """
 | model | base | {headings} |
 | {{model}} | {{base:.0f}} | {cells} |
@@ -48,18 +48,19 @@ def model_folder(name, args):
             if file.name != "config.json":
                 (folder / file.name).symlink_to(file)
         config = AutoConfig.from_pretrained(FOLDER)
-        extend_rope(config, FinetuneSettings(model=str(FOLDER), recipe="rope-extend", sequence_length=args.length))
+        extend_rope(config, FinetuneConfig(model=str(FOLDER), data="-", output_dir="-", max_length=args.length))
         config.save_pretrained(folder)
     return folder
 
 
 def train(name, args):
     """Fine-tune by the command, which goes on where it was interrupted."""
-    command = [sys.executable, "-m", "hf_longctx", "finetune", model_folder(TRAINED[name], args), "--merge"]
-    options = {"--train-in-full": IN_FULL, "--data": TEXT / "train", "--sequence-length": args.length}
-    options |= {"--batch-tokens": args.length, "--steps": args.steps, "--learning-rate": args.learning_rate}
-    options |= {"--dtype": "bfloat16", "--base-dtype": "float32", "--save-steps": max(1, args.steps // 3)}
-    options |= {"--output": model_folder(name, args).parent}
+    command = [sys.executable, "-m", "hf_longctx", "finetune", "--model", model_folder(TRAINED[name], args), "--merge"]
+    command += ["--lora_modules_to_save", *IN_FULL, "--lora_target_modules", "all-linear"]
+    options = {"--data": TEXT / "train", "--max_length": args.length, "--gradient_accumulation_steps": 1}
+    options |= {"--max_steps": args.steps, "--learning_rate": args.learning_rate, "--dtype": "float32"}
+    options |= {"--save_steps": max(1, args.steps // 3), "--use_cpu": args.device == "cpu", "--bf16": "true"}
+    options |= {"--output_dir": model_folder(name, args).parent}
     subprocess.run([*map(str, command), *(str(x) for option in options.items() for x in option)], check=True)
 
 

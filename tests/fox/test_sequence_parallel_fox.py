@@ -13,7 +13,6 @@ from transformers import LlamaConfig, TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.training.sequence_parallel import SequenceShard, check_arguments, check_model
-from hf_longctx.training.trainer import ResumableTrainer, StopAtSignal
 
 
 BATCH, LENGTH = 2, 24
@@ -47,7 +46,7 @@ def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, skip
         if checkpointing:
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         rows = [{name: x[row] for name, x in batch.items()} for row in range(BATCH)]
-        batch = {**shard.collate(rows), "shard": shard}
+        batch = shard.collate(rows)
     loss = model(**batch, num_items_in_batch=1, skip_logits=skip_logits).loss
     loss.backward()
     sums = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
@@ -97,7 +96,7 @@ def test_sequence_parallel_of_deepspeed_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"attention_mask": torch.ones(1, 4)}, {"past_key_values": object()}], ids=lambda x: next(iter(x))
+    "options", [{"attention_mask": torch.ones(1, 4)}, {"cache": object()}], ids=lambda x: next(iter(x))
 )
 def test_a_part_of_a_row_has_no_mask_and_no_cache(options):
     shard = SimpleNamespace(size=1)
@@ -108,13 +107,11 @@ def test_a_part_of_a_row_has_no_mask_and_no_cache(options):
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])
 def test_accelerate_may_not_divide_rows(name, monkeypatch):
     check_arguments(TrainingArguments(use_cpu=True))
-    with pytest.raises(ValueError, match=f"{name}=4.*--sequence-parallel 4"):
+    with pytest.raises(ValueError, match=f"{name}=4.*--sequence_parallel 4"):
         check_arguments(SimpleNamespace(parallelism_config=SimpleNamespace(**{name: 4})))
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
     with pytest.raises(ValueError, match=f"{name}=2"):
-        ResumableTrainer(
-            make("llama"), TrainingArguments(use_cpu=True), metrics=None, stops=StopAtSignal(), batch_tokens=1
-        )
+        check_arguments(TrainingArguments(use_cpu=True))
 
 
 def test_models_whose_rows_cannot_be_shared():

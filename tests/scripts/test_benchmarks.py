@@ -1,6 +1,5 @@
 """Every benchmark at a tiny size: it runs, its JSON names command and machine, and its table is that of the JSON."""
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -14,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoConfig
 
-from hf_longctx.training.recipes import PRESETS
-
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
@@ -27,17 +24,15 @@ TINY = {
     "hmt speed": "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
-    "estimate": "--models llama --scale 16",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "gpu.step": 3, "pruned": 3, "hmt speed": 14, "estimate": 1}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "gpu.step": 3, "pruned": 3, "hmt speed": 14}  # 2 elsewhere
 
 
 @pytest.fixture
 def load(load_script, monkeypatch):
     """Imports a module of scripts/bench, with fresh processes replaced by this one, which has imported everything."""
     common = load_script("bench.common")
-    monkeypatch.setitem(PRESETS, "tiny", PRESETS["tiny"]._replace(layers=1))
     monkeypatch.setattr(common, "in_fresh_process", lambda function, *args: function(*args))
     return lambda name: load_script(f"bench.{name}")
 
@@ -48,8 +43,6 @@ def test_benchmark(load, name, tmp_path, capsys, monkeypatch):
     if name == "import_time":  # as it would of transformers and of our package, which take seconds
         statements = {"decimal": "import decimal", "fractions": "import decimal, fractions"}
         monkeypatch.setattr(module, "STATEMENTS", statements)
-    if name == "estimate":
-        monkeypatch.setitem(module.SIZES, "num_hidden_layers", 1)
     module.main([*name.split()[1:], *TINY[name].split(), "--output", str(output)])
     printed, result = capsys.readouterr().out, json.loads(output.read_text())
     assert len(result["rows"]) == ROWS.get(name, 2)
@@ -114,7 +107,7 @@ def test_neighbours(load, tmp_path, capsys, monkeypatch):
 def test_gpu_benchmark_dry_run(load, tmp_path, capsys, monkeypatch):
     pytest.importorskip("triton")
     bench = load("gpu.bench")
-    peers = importlib.import_module("hf_longctx.fox.peers")
+    peers = load("gpu.peers")
     with pytest.MonkeyPatch.context() as patch:
         tiles = bench.launched_tiles("cpu")
         patch.setitem(tiles, 16, tiles[16])  # restores what --tile replaces

@@ -80,4 +80,4 @@ def test_seven_billion_at_a_tiny_size(load, tmp_path):
     load("seven_billion").main([*size.split(), "--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"])
     first, second = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert first["killed"] and not second["killed"] and second["step_seconds"] > 0
-    assert first["peak"] > first["estimated"] > 0 and len(first["losses"]) == len(second["losses"]) == 2
+    assert first["peak"] > first["libraries"] > 0 and len(first["losses"]) == len(second["losses"]) == 2

@@ -2,23 +2,25 @@
 
 import sys
 
-from hf_longctx.cli import parser
+from hf_longctx.training.config import FinetuneConfig, parse
 from scripts import train_hmt
 
 
 def test_both_stages_one_after_the_other(monkeypatch):
     calls = []
-    monkeypatch.setattr(train_hmt, "main", lambda argv: calls.append(parser().parse_args(argv)))
-    monkeypatch.setattr(sys, "argv", ["train_hmt", "llama", "--data", "books", "--output", "run", "--segments", "8"])
+    monkeypatch.setattr(train_hmt, "main", lambda argv: calls.append(parse(FinetuneConfig, argv[1:])))
+    monkeypatch.setattr(
+        sys, "argv", ["train_hmt", "llama", "--data", "books", "--output_dir", "run", "--segments", "8"]
+    )
     assert train_hmt.stages() == 0
     first, second = calls
-    assert (first.model, first.output, first.sequence_length, first.steps) == ("llama", "run/stage-1", 1024, 200)
-    assert (second.model, second.output) == ("run/stage-1/model", "run/stage-2")
-    assert (second.sequence_length, second.steps, second.segment_length) == (4096, 500, 512)
+    assert (first.model, first.output_dir, first.max_length, first.max_steps) == ("llama", "run/stage-1", 1024, 200)
+    assert (second.model, second.output_dir) == ("run/stage-1/model", "run/stage-2")
+    assert (second.max_length, second.max_steps, second.config_fields()) == (4096, 500, {"segment_length": 512})
     assert {call.data for call in calls} == {"books"} and {call.recipe for call in calls} == {"hmt"}
 
 
 def test_a_stage_that_fails_ends_the_script(monkeypatch):
     monkeypatch.setattr(train_hmt, "main", lambda argv: 2)
-    monkeypatch.setattr(sys, "argv", ["train_hmt", "llama", "--output", "run"])
+    monkeypatch.setattr(sys, "argv", ["train_hmt", "llama", "--output_dir", "run"])
     assert train_hmt.stages() == 2

@@ -1,19 +1,6 @@
-"""Fixtures of runs: a small model for them, and processes of their own."""
+"""Runs in processes of their own."""
 
 import pytest
-
-
-@pytest.fixture(scope="module")
-def small_model():
-    """Make preset tiny smaller: most of the time goes into checkpoints."""
-    pytest.importorskip("peft")
-    from faults import SMALL
-
-    from hf_longctx.training.recipes import PRESETS
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(PRESETS, "tiny", SMALL)
-        yield
 
 
 @pytest.fixture(scope="module")

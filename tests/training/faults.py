@@ -1,6 +1,7 @@
-"""Trainings in processes of their own, of a small model, and what ends them."""
+"""Runs in processes of their own, of a small model, and what ends them."""
 
 import gc
+import json
 import os
 import signal
 import socket
@@ -11,30 +12,52 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
 
 from hf_longctx.training import run as run_module
-from hf_longctx.training.recipes import PRESETS
+from hf_longctx.training.config import FinetuneConfig, PretrainConfig
 from hf_longctx.training.run import train
-from hf_longctx.training.trainer import ResumableTrainer
+from hf_longctx.training.run_folder import checkpoints
+from hf_longctx.training.trainer import LongContextTrainer
 
 
-SMALL = PRESETS["tiny"]._replace(layers=1, width=32, heads=2, pro_mlp=64)  # for which preset tiny stands here
+SIZES = ["num_hidden_layers=1", "hidden_size=32", "num_attention_heads=2", "intermediate_size=64"]
+
+
+def make(values):
+    """Make the settings of a recipe, or of pretraining; this joins the other processes."""
+    if "recipe" in values:
+        return FinetuneConfig.from_recipe(values["recipe"], **values)
+    return PretrainConfig(**{"model": "fox-pro-tiny", "set": SIZES} | values)
+
+
+def log(folder):
+    """Return the losses of a finished run, or of its last checkpoint."""
+    file = folder / "trainer_state.json"
+    if not file.exists():
+        file = list(checkpoints(folder).values())[-1] / "trainer_state.json"
+    names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
+    entries = json.loads(file.read_text())["log_history"]
+    return [{n: e[n] for n in names if n in e} for e in entries if "loss" in e or "eval_loss" in e]
+
+
+def losses(folder):
+    return [entry["loss"] for entry in log(folder) if "loss" in entry]
 
 
 def die_at(step, inside_save=False):
     """Make this process kill itself after a step, or while it saves the optimizer of one."""
     name = "_save_optimizer_and_scheduler" if inside_save else "log"
-    method = getattr(ResumableTrainer, name)
+    method = getattr(LongContextTrainer, name)
 
     def dying(self, *args, **kwargs):
         if self.state.global_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
         return method(self, *args, **kwargs)
 
-    setattr(ResumableTrainer, name, dying)
+    setattr(LongContextTrainer, name, dying)
 
 
 def terminate_at(step):
     """Make this process receive SIGTERM in the middle of a step, from a scheduler and from torchrun."""
-    method = ResumableTrainer.training_step
+    method = LongContextTrainer.training_step
     sent = []
 
     def terminated(self, *args, **kwargs):
@@ -44,15 +67,15 @@ def terminate_at(step):
             os.kill(os.getpid(), signal.SIGTERM)
         return method(self, *args, **kwargs)
 
-    ResumableTrainer.training_step = terminated
+    LongContextTrainer.training_step = terminated
 
 
-def train_and_be_late(run):
+def train_and_be_late(values):
     """Train, and let the second process look at its next folder when the first one has long gone on."""
-    train(run)
+    train(make(values))
     if os.environ["RANK"] == "1":
-        prepare = run_module.prepare_folder
-        run_module.prepare_folder = lambda *arguments: time.sleep(1) or prepare(*arguments)
+        claim = run_module.claim
+        run_module.claim = lambda *arguments: time.sleep(1) or claim(*arguments)
 
 
 def shard():
@@ -69,16 +92,15 @@ def shard():
     Accelerator.__init__ = initialise_and_shard
 
 
-def train_in_process(run, fault, arguments, environment, sharded):
+def train_in_process(values, fault, arguments, environment, sharded):
     gc.freeze()  # what is imported is searched by no collection
-    PRESETS["tiny"] = SMALL
     os.environ |= environment
     torch.set_num_threads(1)
     if sharded:
         shard()
     if fault is not None:
         fault(*arguments)
-    if number := train(run):
+    if number := train(make(values)):
         raise SystemExit(128 + number)
 
 
@@ -98,11 +120,11 @@ def make_apart():
 
     forks = context()
 
-    def run(settings, fault=None, *arguments, processes=1, sharded=False, environments=None):
+    def run(values, fault=None, *arguments, processes=1, sharded=False, environments=None):
         """Train; `environments` are those of the processes, in place of what torch.distributed needs."""
         members = []
         for environment in environments or make_environments(processes):
-            what = (settings, fault, arguments, environment, sharded)
+            what = (values, fault, arguments, environment, sharded)
             members.append(forks.Process(target=train_in_process, args=what))
         for member in members:
             member.start()

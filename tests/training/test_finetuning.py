@@ -2,11 +2,9 @@
 
 import json
 import shutil
-import signal
-from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from demo_model import DEMO, VOCABULARY
@@ -14,21 +12,19 @@ from demo_model import DEMO, VOCABULARY
 
 pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-longctx[training]'")
 
+from faults import log, losses, make
 from safetensors.torch import load_file
-from torch.optim.lr_scheduler import StepLR
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer
 from transformers.integrations import deepspeed
 
-from hf_longctx.cli import main
 from hf_longctx.hub.bundle import build_bundle
-from hf_longctx.metrics import read_result, rope_base_bound
-from hf_longctx.training import trainer as trainer_module
+from hf_longctx.metrics import rope_base_bound
+from hf_longctx.training import run as run_module
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.loss_in_pieces import LossInPieces
-from hf_longctx.training.model_init import build_new_model, extend_rope, load_changed_model
-from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
-from hf_longctx.training.run import dry_run, train, training_arguments
-from hf_longctx.training.trainer import ResumableTrainer
+from hf_longctx.training.models import extend_rope, load_base, new_model
+from hf_longctx.training.run import merge, train
+from hf_longctx.training.trainer import LongContextTrainer
 
 
 # PEFT asks transformers for a property that has another name now.
@@ -58,10 +54,19 @@ def llama(request, tmp_path_factory):
     return folder
 
 
+def values(llama, output, **changes):
+    """Two sequences a step, in two forward passes."""
+    sizes = dict(max_length=32, gradient_accumulation_steps=2, max_steps=3, learning_rate=1e-2)
+    data = {"model": str(llama), "data": str(llama / "text.txt"), "output_dir": str(output)}
+    return {"recipe": "lora", **data, **sizes, **changes}
+
+
 def settings(llama, output, **changes):
-    sizes = dict(sequence_length=32, batch_tokens=64, steps=3, learning_rate=1e-2)
-    data = {"data": str(llama / "text.txt"), "output": str(output)}
-    return FinetuneSettings(model=str(llama), **data | sizes | changes)
+    return make(values(llama, output, **changes))
+
+
+def base_of(run, llama):
+    return load_base(run, AutoTokenizer.from_pretrained(llama))
 
 
 @torch.no_grad()
@@ -78,13 +83,12 @@ def logits(model):
     indirect=["llama"],
 )
 def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(recipe, llama, tmp_path):
-    longer = dict(sequence_length=128, batch_tokens=128, eval_context=False) if recipe == "rope-extend" else {}
-    run = settings(llama, tmp_path, recipe=recipe, merge=True, **longer)
+    longer = dict(max_length=128, warmup_steps=0) if recipe == "rope-extend" else {}
+    run = settings(llama, tmp_path, recipe=recipe, **longer)
     assert train(run) == 0
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert losses[2] < losses[0]
+    assert losses(tmp_path)[2] < losses(tmp_path)[0]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    base = load_changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama))
+    base = base_of(run, llama)
     start = logits(base)
     adapted = load_adapter(base, tmp_path / "adapter")
     assert (logits(model) - start).abs().max() > 0.01
@@ -99,53 +103,42 @@ def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, m
         made.append(LossInPieces(model, logits_at_once=10 * VOCABULARY))
         return made[-1]
 
-    monkeypatch.setattr(trainer_module, "LossInPieces", make_small_pieces)
-    losses = {}
+    monkeypatch.setattr(run_module, "LossInPieces", make_small_pieces)
+    found = {}
     for in_pieces in (True, False):
         if not in_pieces:
-            monkeypatch.setattr(trainer_module, "fits", lambda model: False)
+            monkeypatch.setattr(run_module, "fits", lambda model: False)
         folder = tmp_path / str(in_pieces)
         assert train(settings(llama, folder, eval_data=str(llama / "text.txt"), eval_steps=3)) == 0
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses[in_pieces] = [line.get("loss", line.get("eval_loss")) for line in lines]
-    assert len(made) == 1 and len(losses[True]) == 4
-    assert losses[True] == pytest.approx(losses[False], rel=1e-5)
+        found[in_pieces] = [line.get("loss", line.get("eval_loss")) for line in log(folder)]
+    assert len(made) == 1 and len(found[True]) == 4
+    assert found[True] == pytest.approx(found[False], rel=1e-5)
 
 
-def test_conversations_are_trained_on_and_their_flags_are_locked(llama, tmp_path):
+@pytest.mark.parametrize("packing", [True, False])
+def test_conversations_are_trained_on_and_what_is_scored_is_part_of_the_data(packing, llama, tmp_path):
     rows = [{"prompt": f"What is {n}?", "completion": f" It is {n}, which comes after {n - 1}."} for n in range(40)]
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = settings(llama, tmp_path / "run", data=str(data))
-    assert train(run) == 0 and "flags" in json.loads((tmp_path / "run" / "lock.json").read_text())
-    with pytest.raises(ValueError, match="holds conversations, which are packed as they are"):
-        train(settings(llama, tmp_path / "other", data=str(data), packing=False))
-
-
-def test_optimizer_compilation_and_checkpointed_layers_are_those_of_trainer(llama, tmp_path, monkeypatch):
-    layers = dict(activation_checkpointing=True, checkpointed_layers=2, offload_activations=True)
-    run = settings(llama, tmp_path, optimizer="paged_adamw_8bit", compile=True, **layers).resolve()
-    monkeypatch.setattr("hf_longctx.training.run.is_bitsandbytes_available", lambda: True)
-    arguments = training_arguments(run, tmp_path)
-    assert arguments.optim == "paged_adamw_8bit" and arguments.torch_compile
-    expected = {"use_reentrant": False, "every_n_layers": 2, "offload": True}
-    assert arguments.activation_checkpointing and arguments.activation_checkpointing_kwargs == expected
-    monkeypatch.setattr("hf_longctx.training.run.is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ImportError, match="paged_adamw_8bit needs bitsandbytes"):
-        training_arguments(run, tmp_path)
-    assert training_arguments(settings(llama, tmp_path).resolve(), tmp_path).optim == TrainingArguments("x").optim
+    run = values(llama, tmp_path / "run", data=str(data), packing=packing, save_steps=1)
+    assert train(make(run)) == 0
+    shutil.rmtree(tmp_path / "run" / "model")
+    flags = tmp_path / "run" / "data" / "tokens_1.flags.npy"
+    flags.write_bytes(flags.read_bytes()[:-1] + b"\0")
+    with pytest.raises(ValueError, match=r"other settings \(data: "):
+        train(make(run))
 
 
 @pytest.mark.parametrize("recipe", ["fox-from-llama", "rope-extend", "hmt"])
-def test_what_is_trained_in_full_is_never_rounded_beside_a_base_in_bfloat16(recipe, llama, tmp_path):
+def test_what_is_trained_in_full_is_never_rounded_alongside_a_base_in_bfloat16(recipe, llama, tmp_path):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).save_pretrained(base)
-    sizes = dict(sequence_length=128, batch_tokens=128, eval_context=False) if recipe == "rope-extend" else {}
+    sizes = dict(max_length=128) if recipe == "rope-extend" else {}
     if recipe == "hmt":
-        sizes = dict(sequence_length=80, batch_tokens=80, segment_length=40, sensory_tokens=8)
+        sizes = dict(max_length=80, set=["segment_length=40", "sensory_tokens=8"])
     if recipe == "fox-from-llama":
         sizes["decay_time"] = 1e7  # which bfloat16 cannot tell from 6 % less
-    options = dict(recipe=recipe, tokenizer=str(llama), data=str(llama / "text.txt"), **sizes)
+    options = dict(recipe=recipe, tokenizer=str(llama), data=str(llama / "text.txt"), bf16=True, **sizes)
     for stage in ("first", "second") if recipe == "hmt" else ("first",):
         run = settings(base, tmp_path / stage, **options)
         assert train(run) == 0
@@ -165,24 +158,20 @@ def test_what_is_trained_in_full_is_never_rounded_beside_a_base_in_bfloat16(reci
         assert loaded.dtype == torch.bfloat16
     if recipe != "rope-extend":  # gates and memory are float32 in every model
         assert all(torch.equal(loaded.get_parameter(name), parameter) for name, parameter in whole.items())
-    if recipe == "fox-from-llama":
-        first = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[0])
-        assert (first["decay_time_min"], first["decay_time_max"]) == pytest.approx((1e7, 1e7), rel=1e-3)
 
 
 @pytest.mark.parametrize(
     "recipe, bits", [("lora", 4), ("fox-from-llama", 4), ("rope-extend", 4), ("hmt", 4), ("hmt", 8)]
 )
-def test_a_quantized_base_is_kept_beside_its_adapter_and_merged_later_into_the_whole_one(
-    recipe, bits, llama, tmp_path, capsys
-):
+def test_a_quantized_base_is_kept_with_its_adapter_and_merged_later_into_the_whole_one(recipe, bits, llama, tmp_path):
     """The quantized path runs where bitsandbytes is installed."""
     pytest.importorskip("bitsandbytes", reason="needs bitsandbytes: pip install 'hf-longctx[quantized]'")
-    sizes = dict(sequence_length=128, batch_tokens=128) if recipe == "rope-extend" else {}
+    sizes = dict(max_length=128) if recipe == "rope-extend" else {}
     if recipe == "hmt":
-        sizes = dict(sequence_length=80, batch_tokens=80, segment_length=40, sensory_tokens=8)
-    run = settings(llama, tmp_path / "run", recipe=recipe, **{f"load_in_{bits}bit": True}, dtype="float32", **sizes)
-    before = load_changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama))
+        sizes = dict(max_length=80, set=["segment_length=40", "sensory_tokens=8"])
+    options = dict(recipe=recipe, merge=False, dtype="float32", **sizes)
+    run = settings(llama, tmp_path / "run", **{f"load_in_{bits}bit": True}, **options)
+    before = base_of(run, llama)
     assert any(p.dtype == (torch.uint8 if bits == 4 else torch.int8) for p in before.parameters())
     assert train(run) == 0
     folder = tmp_path / "run" / "model"
@@ -195,15 +184,10 @@ def test_a_quantized_base_is_kept_beside_its_adapter_and_merged_later_into_the_w
         assert load_file(folder / "model.safetensors")
         with pytest.raises(ValueError, match="holds an adapter and its base"):
             build_bundle(folder)
-    assert main(["merge", str(tmp_path / "run"), "--base", str(DEMO)]) == 2
-    assert main(["merge", str(tmp_path / "run"), "--base", str(llama)]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(capsys.readouterr().out.strip())
-    adapted = load_adapter(
-        load_changed_model(
-            replace(run, load_in_4bit=False, load_in_8bit=False).resolve(), AutoTokenizer.from_pretrained(llama)
-        ),
-        folder,
-    )
+    with pytest.raises(ValueError):
+        merge(tmp_path / "run", str(DEMO))
+    merged = AutoModelForCausalLM.from_pretrained(merge(tmp_path / "run", str(llama)))
+    adapted = load_adapter(base_of(settings(llama, tmp_path / "run", **options), llama), folder)
     torch.testing.assert_close(logits(merged), logits(adapted), atol=1e-5, rtol=1e-5)
     assert 0 < (logits(merged) - expected).norm() < 0.3 * expected.norm()
 
@@ -215,199 +199,161 @@ def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):
 
 
 @pytest.mark.parametrize("dropout", [0.1, 0.0], ids=["ours", "of PEFT alone"])
-def test_an_adapter_is_trained_on(dropout, llama, tmp_path):
-    assert train(settings(llama, tmp_path / "first", train_in_full="norm", lora_rank=3, lora_dropout=dropout)) == 0
+def test_an_adapter_is_trained_further(dropout, llama, tmp_path):
     first = tmp_path / "first" / "model"
+    modules = dict(lora_modules_to_save=["norm"], lora_r=3, lora_dropout=dropout)
+    assert train(settings(llama, tmp_path / "first", **modules)) == 0
     if not dropout:
         (first / "base.json").unlink()
-        (first / "tokenizer_config.json").unlink()
-    run = settings(first, tmp_path / "second", data=str(llama / "text.txt"), eval_data=str(llama / "text.txt"))
-    assert train(replace(run, max_hours=1e-6)) == signal.SIGALRM
-    assert train(run) == 0
-    whole = settings(llama, tmp_path / "whole", adapter=str(first), eval_data=str(llama / "text.txt"))
-    assert train(whole) == 0
-    lines = (tmp_path / "second" / "metrics.jsonl").read_bytes()
-    assert lines == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert train(settings(llama, tmp_path / "second", adapter=str(first))) == 0
     before, after = (
         load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("first", "second")
     )
     assert before.keys() == after.keys() and any("norm" in name for name in after)
     assert all(0 < (before[name] - after[name]).abs().max() < 0.1 for name in before)
-    adapted = load_adapter(AutoModelForCausalLM.from_pretrained(llama), first)
-    ids = torch.from_numpy(np.load(tmp_path / "whole" / "data" / "tokens.npy")[:32].astype(np.int64))[None]
-    begins = adapted.eval()(ids, labels=ids).loss.item()
-    assert json.loads(lines.splitlines()[0])["loss"] == pytest.approx(begins, abs=0.3), "it begins where that ended"
-    (first / "adapter_model.safetensors").write_bytes(
-        (tmp_path / "second" / "model" / "adapter_model.safetensors").read_bytes()
-    )
-    (tmp_path / "whole" / "model").rename(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"other settings \(--adapter: "):
-        train(whole)
+    assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0], "it begins where that ended"
 
 
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
-def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tmp_path, monkeypatch, capsys):
-    losses, evaluate = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.7}, Trainer.evaluate
+def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tmp_path, monkeypatch):
+    scripted, evaluate = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.7}, Trainer.evaluate
 
-    def scripted(self, **kwargs):
-        return evaluate(self, **kwargs) | {"eval_loss": losses[self.state.global_step]}
+    def evaluate_as_scripted(self, **kwargs):
+        found = evaluate(self, **kwargs)
+        found["eval_loss"] = scripted[self.state.global_step]
+        return found
 
-    monkeypatch.setattr(Trainer, "evaluate", scripted)
-    options = dict(steps=4, eval_steps=1, eval_data=str(llama / "text.txt"), schedule="constant")
-    run = settings(llama, tmp_path, full=full, keep_best=True, save_steps=100, keep_checkpoints=1, **options)
-    checkpoints, model = tmp_path / "checkpoints", tmp_path / "model"
+    monkeypatch.setattr(Trainer, "evaluate", evaluate_as_scripted)
+    options = dict(max_steps=4, eval_steps=1, save_steps=1, eval_data=str(llama / "text.txt"))
+    run = values(llama, tmp_path, use_peft=not full, load_best_model_at_end=True, **options)
 
     def weights(folder):
         return load_file(folder / f"{'' if full else 'adapter_'}model.safetensors")
 
     def is_of(step):
-        expected = weights(checkpoints / f"checkpoint-{step}")
-        return all(torch.equal(weights(model)[name], tensor) for name, tensor in expected.items())
+        expected = weights(tmp_path / f"checkpoint-{step}")
+        return all(torch.equal(weights(tmp_path / "model")[name], tensor) for name, tensor in expected.items())
 
-    assert train(replace(run, max_hours=1e-6)) == signal.SIGALRM
     for _ in range(2):  # and again when all steps are done
-        assert train(run) == 0
-        assert sorted(path.name for path in checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+        assert train(make(run)) == 0
+        assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
         assert is_of(2) and not is_of(4)
-        shutil.rmtree(model)
-    assert "the model is that of step 2, whose eval_loss was the lowest: 2.0000" in capsys.readouterr().err
-    (checkpoints / "checkpoint-2").rename(tmp_path / "checkpoint-2")
-    with pytest.raises(ValueError, match=r"checkpoint-2 had the lowest eval_loss, 2\.0000, and is gone"):
-        train(run)
-    assert train(replace(run, keep_best=False)) == 0 and is_of(4)
+        shutil.rmtree(tmp_path / "model")
 
 
-@pytest.mark.parametrize(
-    "owner, method",
-    [(LlamaForCausalLM, "save_pretrained"), (ResumableTrainer, "save_model")],
-)
+@pytest.mark.parametrize("owner, method", [(LlamaForCausalLM, "save_pretrained"), (LongContextTrainer, "save_model")])
 def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
     owner, method, llama, tmp_path, monkeypatch
 ):
-    def end(*args, **kwargs):
+    save = getattr(owner, method)
+
+    def end(self, folder, *args, **kwargs):
+        if "checkpoint" in str(folder):
+            return save(self, folder, *args, **kwargs)
         raise InterruptedError
 
-    run = settings(llama, tmp_path, merge=True)
+    run = values(llama, tmp_path, merge=True, save_steps=3)
     monkeypatch.setattr(owner, method, end)
     with pytest.raises(InterruptedError):
-        train(run)
+        train(make(run))
     monkeypatch.undo()
-    metrics = (tmp_path / "metrics.jsonl").read_text()
-    assert train(run) == 0
-    assert (tmp_path / "metrics.jsonl").read_text() == metrics
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint-3"]
+    before = log(tmp_path)
+    assert train(make(run)) == 0
+    assert log(tmp_path) == before
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     adapter = load_adapter(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     torch.testing.assert_close(logits(adapter), logits(model), atol=1e-5, rtol=1e-5)
 
 
 def test_all_parameters_are_trained_where_the_user_wants_it(llama, tmp_path):
-    assert train(settings(llama, tmp_path, full=True, warmup_steps=1)) == 0
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["learning_rate"] for line in lines] == pytest.approx([5e-3, 1e-2, 5e-3])
+    assert train(settings(llama, tmp_path, use_peft=False, warmup_steps=1)) == 0
     before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (llama, tmp_path / "model"))
     same = [n for (n, p), q in zip(before.named_parameters(), after.parameters()) if torch.equal(p, q)]
     assert not same
 
 
 def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_path, capsys):
-    run = settings(llama, tmp_path, recipe="fox-from-llama", decay_time=1e7, attention="eager")
-    assert train(run) == 0
-    said = capsys.readouterr().err
-    assert "gates that forget after 1e+07 tokens hardly learn from rows of 32" in said and "fox, eager" in said
+    rates = []
+
+    def note(self, *args, create=LongContextTrainer.create_scheduler, **kwargs):
+        rates.extend(group["lr"] for group in self.optimizer.param_groups)
+        return create(self, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LongContextTrainer, "create_scheduler", note)
+        run = settings(llama, tmp_path, recipe="fox-from-llama", decay_time=1e7, attn_implementation="eager")
+        assert train(run) == 0
+    assert "fox with " in (said := capsys.readouterr().err) and "eager attention" in said
+    assert sorted(set(rates)) == [1e-2, 1.0]
     assert train(settings(llama, tmp_path / "llama")) == 0
-    fox, plain = (
-        [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        for path in (tmp_path, tmp_path / "llama")
-    )
-    assert fox[0]["loss"] == pytest.approx(plain[0]["loss"], abs=1e-4)
-    assert fox[0]["decay_time_min"] == pytest.approx(1e7, rel=1e-3) and fox[2]["decay_time_min"] < 0.9e7
-    assert [line["tokens"] for line in fox] == [64, 128, 192]
-    assert [line["gate_learning_rate"] for line in fox] == pytest.approx([100 * x["learning_rate"] for x in fox])
-    assert set(plain[0]) == {"step", "tokens", "loss", "grad_norm", "learning_rate"}
-    before = load_changed_model(run.resolve(), AutoTokenizer.from_pretrained(llama)).model.layers[0].self_attn.f_proj
+    fox, plain = losses(tmp_path), losses(tmp_path / "llama")
+    assert fox[0] == pytest.approx(plain[0], abs=1e-4)
+    before = base_of(run, llama).model.layers[0].self_attn.f_proj
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].self_attn.f_proj
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
 
 
-def test_a_longer_context_gets_a_base_above_the_bound_and_is_measured_before_and_after(llama, tmp_path, capsys):
-    run = settings(llama, tmp_path, recipe="rope-extend", sequence_length=256, batch_tokens=256, steps=1)
-    dry_run(run)
-    said = capsys.readouterr().err
-    assert "step 3/3" in said and "peak memory" in said and "before:" not in said
-    assert not list(tmp_path.iterdir())
-    assert train(run) == 0
+def test_a_longer_context_gets_a_base_above_the_bound(llama, tmp_path):
+    assert train(settings(llama, tmp_path, recipe="rope-extend", max_length=256, max_steps=1)) == 0
     config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
     assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 256
     assert config.max_position_embeddings == 256
     assert config.rope_parameters["rope_theta"] >= rope_base_bound(255, 8).base
-    for when in ("before", "after"):
-        assert read_result(tmp_path / "evaluation" / when / "loss.json").context_length == 256
-        assert read_result(tmp_path / "evaluation" / when / "lines.json").summary()
-
-
-def test_a_longer_context_is_measured_only_where_wished_also_by_a_run_that_is_finished(llama, tmp_path):
-    sizes = dict(sequence_length=128, batch_tokens=128, steps=1)
-    run = settings(llama, tmp_path, recipe="rope-extend", eval_context=False, **sizes)
-    assert train(run) == 0
-    assert (tmp_path / "model").exists() and not (tmp_path / "evaluation").exists()
-    assert train(replace(run, eval_context=True)) == 0
-    assert [folder.name for folder in (tmp_path / "evaluation").iterdir()] == ["after"]
 
 
 def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_rows():
     rope = {"rope_type": "default", "rope_theta": 100_000.0}
     smollm2 = LlamaConfig(hidden_size=576, num_attention_heads=9, max_position_embeddings=8192, rope_parameters=rope)
-    run = FinetuneSettings(model="smollm2", recipe="rope-extend", sequence_length=2048)
+    run = settings(Path("smollm2"), "run", recipe="rope-extend", max_length=2048)
     assert (
         extend_rope(smollm2, run)
         == "RoPE base 100000, which reaches 3615 tokens, becomes 2e+06; 8192 tokens need 323744"
     )
     assert (smollm2.rope_parameters["rope_theta"], smollm2.max_position_embeddings) == (2e6, 8192)
-    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for these: there is nothing to extend"):
+    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for these"):
         extend_rope(smollm2, run)
 
 
-def test_a_memory_is_trained_in_two_stages(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "hf_longctx.training.trainer.StepLR", lambda optimizer, step_size, gamma: StepLR(optimizer, 2, gamma)
-    )
-    options = dict(recipe="hmt", segment_length=40, sensory_tokens=8, sequence_length=80, batch_tokens=160, steps=3)
-    options["recall_mode"] = "single_pass"
+def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
+    fields = {"set": ["segment_length=40", "sensory_tokens=8", "recall_mode=single_pass"]}
+    options = dict(recipe="hmt", max_length=80, lr_decay_every=2, **fields)
     texts = dict(tokenizer=str(llama), data=str(llama / "text.txt"))
     assert train(settings(llama, tmp_path / "first", **options)) == 0
-    lines = (tmp_path / "first" / "metrics.jsonl").read_text().splitlines()
     # of optimizer steps, which have two passes each
-    assert [json.loads(line)["learning_rate"] for line in lines] == pytest.approx([1e-2, 1e-2, 7e-3])
+    assert [line["learning_rate"] for line in log(tmp_path / "first")] == pytest.approx([1e-2, 1e-2, 7e-3])
     adapted = json.loads((tmp_path / "first" / "adapter" / "adapter_config.json").read_text())
     assert set(adapted["target_modules"]) == {"q_proj", "v_proj"} and adapted["modules_to_save"] == ["memory"]
-    first = AutoModelForCausalLM.from_pretrained(tmp_path / "first" / "model")
+    first_stage = tmp_path / "first" / "model"
+    first = AutoModelForCausalLM.from_pretrained(first_stage)
     assert not first.config.recall
-    options["sequence_length"] = 160
-    with pytest.raises(ValueError, match=r"'recall_mode': 'single_pass'}, this run has .*'recall_mode': 'three_pass'"):
-        train(
-            settings(
-                tmp_path / "first" / "model", tmp_path / "other", **options | texts | {"recall_mode": "three_pass"}
-            )
-        )
-    assert train(settings(tmp_path / "first" / "model", tmp_path / "second", **options | texts)) == 0
+    options["max_length"] = 160
+    with pytest.raises(ValueError, match="was trained with recall_mode='single_pass'; both stages need the same"):
+        train(settings(first_stage, tmp_path / "x", **options | texts | {"set": ["recall_mode=three_pass"]}))
+    assert train(settings(first_stage, tmp_path / "second", **options | texts | {"set": []})) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
     assert second.config.recall and second.config.segment_length == 40 and second.config.recall_mode == "single_pass"
     assert not torch.equal(first.memory.summary_token, second.memory.summary_token)
-    assert train(settings(tmp_path / "second" / "model", tmp_path / "third", **options | texts, carry_state=True)) == 0
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "third" / "model").config.recall
-    plain = dict(sequence_length=160, batch_tokens=160, steps=1)
+    plain = dict(max_length=160, max_steps=1)
     assert train(settings(tmp_path / "second" / "model", tmp_path / "fourth", **plain | texts)) == 0
+
+
+@pytest.mark.parametrize("name", ["label_smoothing_factor", "torch_compile"])
+def test_options_of_transformers_are_taken(name, llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda model, **kwargs: model)
+    expected = settings(llama, tmp_path / "plain", max_steps=1)
+    changed = settings(llama, tmp_path / "changed", max_steps=1, **{name: 0.5 if name[0] == "l" else True})
+    assert train(expected) == train(changed) == 0
+    found = losses(tmp_path / "plain") + losses(tmp_path / "changed")
+    assert (abs(found[0] - found[1]) > 1e-3) == (name == "label_smoothing_factor")
 
 
 def test_models_are_built_whole_where_zero_3_will_divide_them(llama, tmp_path, monkeypatch):
     """Without DeepSpeed, transformers fails where it would divide one."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    for build, run in (
-        (build_new_model, TrainSettings(data="text", tokenizer=DEMO, output=tmp_path, sequence_length=32)),
-        (load_changed_model, settings(llama, tmp_path)),
-    ):
+    new = make(dict(data="text", tokenizer=str(DEMO), output_dir=str(tmp_path), max_length=32))
+    for build, run in ((new_model, new), (load_base, settings(llama, tmp_path))):
         zero_3 = SimpleNamespace(is_zero3=lambda: True)
         monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda zero_3=zero_3: zero_3)
         assert deepspeed.is_deepspeed_zero3_enabled()
-        assert all(parameter.numel() for parameter in build(run.resolve(), tokenizer).parameters())
+        assert all(parameter.numel() for parameter in build(run, tokenizer).parameters())

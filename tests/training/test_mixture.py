@@ -4,7 +4,6 @@ import csv
 import json
 import random
 import signal
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -13,12 +12,12 @@ from demo_model import DEMO, VOCABULARY
 
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
 
+from faults import log, make, terminate_at
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.training.data import TokenDataset
 from hf_longctx.training.mixture import Mixture, StreamedMixture
-from hf_longctx.training.recipes import FinetuneSettings
-from hf_longctx.training.run import dry_run, train
+from hf_longctx.training.run import train
+from hf_longctx.training.trainer import LongContextTrainer
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -66,49 +65,29 @@ def mixture(tmp_path, llama):
         table.writerows([f"Text {n}, which nothing remembers. " * 3, n] for n in range(60))
     (tmp_path / "small.jsonl").write_text(json.dumps({"body": "The fox forgets what it no longer needs. " * 9}))
     data = f"{tmp_path / 'large.csv'}=3,{tmp_path / 'small.jsonl'}=1"
-    paths = dict(data=data, model=llama, tokenizer=str(DEMO), output=str(tmp_path / "run"))
-    sizes = dict(sequence_length=32, batch_tokens=64, per_device_batch_size=2, steps=3, lora_dropout=0.1)
-    return FinetuneSettings(text_column="body", **paths, **sizes)
+    paths = dict(data=data, model=llama, tokenizer=str(DEMO), output_dir=str(tmp_path / "run"), text_column="body")
+    sizes = dict(max_length=32, per_device_train_batch_size=2, gradient_accumulation_steps=1, max_steps=3)
+    return dict(recipe="lora", lora_dropout=0.1, **paths, **sizes)
 
 
-@pytest.mark.parametrize("changes", [{"streaming": True}, {"repeated_rows": 0.5}, {"packing": False}], ids=str)
-def test_a_mixture_goes_on_to_the_same_bytes(changes, mixture, tmp_path, capsys):
-    run = replace(mixture, **changes)
-    whole = replace(run, output=str(tmp_path / "whole"))
-    assert train(whole) == 0
-    assert train(replace(run, max_hours=1e-6)) == signal.SIGALRM
-    assert train(run) == 0
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
-    if "repeated_rows" not in changes:
-        return
-    large, small = (
-        TokenDataset(tmp_path / "run" / "data" / name, 32, 2, VOCABULARY) for name in ("tokens.npy", "tokens_2.npy")
-    )
-    size = round(len(large) / 3)
-    share = f"{size / (size + len(large)):.1%} of a reading is {tmp_path / 'small.jsonl'}"
-    assert f"{share}: {len(small)} rows, read {size / len(small):.2f} times" in capsys.readouterr().err
+@pytest.mark.parametrize("changes", [{"streaming": True}, {}, {"packing": False}], ids=str)
+def test_a_mixture_resumes_to_the_same_losses(changes, mixture, tmp_path, monkeypatch):
+    run = mixture | changes
+    assert train(make(run | {"output_dir": str(tmp_path / "whole")})) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(LongContextTrainer, "training_step", LongContextTrainer.training_step)
+        terminate_at(1)
+        assert train(make(run)) == signal.SIGTERM
+    assert train(make(run)) == 0
+    assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
 def test_other_shares_and_texts_are_refused_before_anything_is_lost(mixture, tmp_path):
-    train(replace(mixture, max_hours=1e-6))
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=r"other settings \(--data: 0.75 of .* -> 0.5 of "):
-        train(replace(mixture, data=mixture.data.replace("=3", "=1")))
-    with pytest.raises(ValueError, match="is not the text that the run in"):
-        train(replace(mixture, data=",".join(mixture.data.split(",")[::-1])))
-    with pytest.raises(OSError, match="nofile"):
-        train(replace(mixture, data=mixture.data.replace("large", "nofile")), resume="never")
-    assert before.items() <= {path: path.read_bytes() for path in before}.items()
-
-
-def test_another_construction_is_packed_anew(mixture, tmp_path):
-    train(replace(mixture, construction="dilate", construction_size=4))
+    train(make(mixture | {"max_steps": 1, "save_steps": 1}))
     (tmp_path / "run" / "model").rename(tmp_path / "model")
-    dilated = (tmp_path / "run" / "data" / "tokens.npy").read_bytes()
-    train(mixture, resume="never")
-    assert (tmp_path / "run" / "data" / "tokens.npy").read_bytes() != dilated
-
-
-def test_a_trial_reads_the_first_text(mixture, tmp_path, capsys):
-    dry_run(replace(mixture, data=mixture.data.replace("small", "nofile")))
-    assert "step 3/3" in capsys.readouterr().err and not (tmp_path / "run").exists()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=r"other settings \(data: "):
+        train(make(mixture | {"max_steps": 1, "save_steps": 1, "data": mixture["data"].replace("=3", "=1")}))
+    with pytest.raises(ValueError, match="is not the data that the run in"):
+        train(make(mixture | {"max_steps": 1, "data": ",".join(mixture["data"].split(",")[::-1])}))
+    assert before.items() <= {path: path.read_bytes() for path in before}.items()

@@ -1,4 +1,4 @@
-"""A run loses nothing that it has: what is there is compared first, and moved before something takes its place."""
+"""A run loses nothing that it has: what is there is compared first."""
 
 import shutil
 
@@ -9,6 +9,8 @@ from demo_model import DEMO, VOCABULARY
 
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
 
+from faults import SIZES as SMALL
+from faults import log, make
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,22 +22,18 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_longctx.training.model_init import check_borders
-from hf_longctx.training.recipes import FinetuneSettings, TrainSettings
+from hf_longctx.training.models import check_packing
 from hf_longctx.training.run import train
+from hf_longctx.training.run_folder import COMPLETE
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.usefixtures("small_model"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 TEXT = "The fox forgets what it no longer needs. " * 40
-SIZES = dict(sequence_length=64, batch_tokens=64, per_device_batch_size=1, save_steps=1)
 
 
 def settings(folder, **changes):
-    here = dict(data=str(folder / "text.txt"), tokenizer=str(DEMO), output=str(folder / "run"), steps=2)
-    return TrainSettings(**here | SIZES | changes)
+    here = dict(data=str(folder / "text.txt"), tokenizer=str(DEMO), output_dir=str(folder / "run"))
+    return make(here | dict(max_length=64, max_steps=2, save_steps=1) | changes)
 
 
 @pytest.fixture(scope="module")
@@ -43,53 +41,58 @@ def stopped_run(tmp_path_factory):
     """A folder with a text and a run that was stopped before its model was saved."""
     folder = tmp_path_factory.mktemp("stopped")
     (folder / "text.txt").write_text(TEXT)
-    train(settings(folder, schedule="constant", warmup_steps=0))
-    shutil.copytree(folder, folder / "finished")
+    train(settings(folder))
     shutil.rmtree(folder / "run" / "model")
     return folder
 
 
 @pytest.fixture
 def stopped(stopped_run, tmp_path):
-    shutil.copytree(stopped_run, tmp_path / "copy", ignore=shutil.ignore_patterns("finished"))
+    shutil.copytree(stopped_run, tmp_path / "copy")
     return tmp_path / "copy"
-
-
-def constant(folder, **changes):
-    return settings(folder, schedule="constant", warmup_steps=0, **changes)
 
 
 def files(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".in_use"}
 
 
-@pytest.mark.parametrize("changes, says", [(dict(data="nofile.txt"), "nofile"), (dict(batch_tokens=2**16), "65536")])
-def test_a_mistake_in_a_command_that_begins_again_loses_nothing(changes, says, stopped):
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(gradient_accumulation_steps=2**10), "sequences of 64 tokens, fewer than the 1024"),
+        (dict(learning_rate=0.1), "holds a run with other settings .learning_rate: 0.001 -> 0.1"),
+        (dict(seed=1), "data_seed: 42 -> 1.* seed: 42 -> 1"),
+        (dict(set=[*SMALL, "attention_dropout=0.5"]), r"other settings .model: "),
+    ],
+)
+def test_a_mistake_in_a_command_that_resumes_loses_nothing(changes, says, stopped):
     before = files(stopped / "run")
     with pytest.raises((ValueError, OSError), match=says):
-        train(constant(stopped, **changes), resume="never")
-    assert before.items() <= files(stopped / "run").items()
+        train(settings(stopped, **changes))
+    assert before == files(stopped / "run")
 
 
-def test_a_run_that_begins_again_keeps_the_checkpoints_of_the_old_one(stopped):
-    old = files(stopped / "run" / "checkpoints")
-    (stopped / "text.txt").write_text(TEXT.replace("fox", "cat"))
-    train(constant(stopped, seed=1), resume="never")
-    kept = files(stopped / "run" / "old-1" / "checkpoints")
-    assert sorted(kept.values()) == sorted(old.values())
-    assert (stopped / "run" / "model").exists() and not list((stopped / "run" / "data").glob("new_*"))
+def test_another_model_is_refused(stopped, tmp_path):
+    with pytest.raises(ValueError, match=r"other settings .*model: "):
+        train(settings(stopped, model="fox-tiny"))
 
 
-def test_a_run_goes_on_with_its_tokens_when_the_text_is_gone_and_refuses_another_text(stopped, capsys):
-    tokens = stopped / "run" / "data" / "tokens.npy"
+def test_what_the_losses_do_not_depend_on_may_change(stopped):
+    (stopped / "text.txt").rename(stopped / "moved.txt")
+    changes = dict(data=str(stopped / "moved.txt"), save_steps=2, report_to="none", attn_implementation="eager")
+    assert train(settings(stopped, **changes)) == 0
+
+
+def test_a_run_resumes_with_its_tokens_when_the_text_is_gone_and_refuses_another_text(stopped, capsys):
+    tokens = stopped / "run" / "data" / "tokens_1.npy"
     packed = tokens.read_bytes()
     (stopped / "text.txt").write_text(TEXT + "And more.")
-    with pytest.raises(ValueError, match=r"is not the text that the run .* by --data .*tokens.npy"):
-        train(constant(stopped))
+    with pytest.raises(ValueError, match=r"is not the data that the run .* --data .*tokens_1.npy"):
+        train(settings(stopped))
     assert tokens.read_bytes() == packed
     (stopped / "text.txt").unlink()
-    assert train(constant(stopped)) == 0
-    assert f"the run goes on with the tokens it has packed, {tokens}" in capsys.readouterr().err
+    assert train(settings(stopped)) == 0
+    assert f"text.txt does not exist; the run resumes with the tokens in {tokens}" in capsys.readouterr().err
 
 
 def test_another_stream_is_refused(tmp_path):
@@ -97,32 +100,25 @@ def test_another_stream_is_refused(tmp_path):
     train(settings(tmp_path, streaming=True))
     shutil.rmtree(tmp_path / "run" / "model")
     (tmp_path / "text.txt").write_text(TEXT[::-1])
-    with pytest.raises(ValueError, match=r"other settings \(--data: "):
+    with pytest.raises(ValueError, match=r"other settings \(data: "):
         train(settings(tmp_path, streaming=True))
 
 
-def test_copies_of_checkpoints_are_left_alone_and_renamed_ones_refused(stopped):
-    checkpoints = stopped / "run" / "checkpoints"
-    shutil.copytree(checkpoints / "checkpoint-2", checkpoints / "checkpoint-2-backup")
-    (checkpoints / "checkpoint-2").rename(checkpoints / "checkpoint-6")
-    with pytest.raises(ValueError, match=r"checkpoint-6 was saved after step 2; name it checkpoint-2 again"):
-        train(constant(stopped))
-    (checkpoints / "checkpoint-6").rename(checkpoints / "checkpoint-2")
-    assert train(constant(stopped)) == 0
-    assert (checkpoints / "checkpoint-2-backup" / "trainer_state.json").exists()
-
-
-def test_lines_of_metrics_that_a_power_cut_has_taken_are_counted(stopped, capsys):
-    metrics = stopped / "run" / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0] + "\n")
-    assert train(constant(stopped)) == 0
-    assert "metrics.jsonl lacks the lines of 1 steps before step 2" in capsys.readouterr().err
+def test_incomplete_and_later_checkpoints_are_removed_and_copies_left_alone(stopped):
+    run, expected = stopped / "run", log(stopped / "run")
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-2-backup")
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-7")
+    (run / "checkpoint-7" / COMPLETE).unlink()  # as a kill leaves it
+    assert train(settings(stopped)) == 0 and not (run / "checkpoint-7").exists()
+    shutil.rmtree(run / "model")
+    assert train(settings(stopped, resume_from_checkpoint=str(run / "checkpoint-1"))) == 0
+    assert log(run) == expected and (run / "checkpoint-2-backup" / "trainer_state.json").exists()
 
 
 def test_a_last_step_that_breaks_the_weights_writes_no_model(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    broken = dict(learning_rate=1e38, weight_decay=1e38, steps=1, schedule="constant", warmup_steps=0)
-    with pytest.raises(FloatingPointError, match=r"after the last step .* is not finite"):
+    broken = dict(learning_rate=1e38, weight_decay=1e38, max_steps=1, lr_scheduler_type="constant")
+    with pytest.raises(FloatingPointError, match=r"After the last step .* is not finite"):
         train(settings(tmp_path, **broken))
     assert not (tmp_path / "run" / "model").exists()
 
@@ -135,13 +131,8 @@ def test_a_base_that_lacks_weights_is_refused(changes, says, tmp_path):
     sizes = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "base")
     LlamaConfig(**sizes | {"num_hidden_layers": 1} | changes).save_pretrained(tmp_path / "base")
-    run = settings(tmp_path)
     with pytest.raises(ValueError, match=rf"lacks weights that its config.json describes.*{says}"):
-        train(
-            FinetuneSettings(
-                model=str(tmp_path / "base"), data=run.data, tokenizer=str(DEMO), output=run.output, **SIZES
-            )
-        )
+        train(settings(tmp_path, recipe="lora", model=str(tmp_path / "base"), gradient_accumulation_steps=1))
 
 
 TINY = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2)
@@ -160,19 +151,18 @@ def test_a_model_that_reads_on_behind_a_document_is_not_trained_on_packed_ones(k
         (tmp_path / "text" / f"{number}.txt").write_text(TEXT[: 41 * (number % 3 + 1)])
     config.vocab_size = VOCABULARY
     kind(config).save_pretrained(tmp_path / "base")
-    here = dict(model=str(tmp_path / "base"), data=str(tmp_path / "text"), tokenizer=str(DEMO))
-    run = FinetuneSettings(output=str(tmp_path / "run"), steps=1, **here | SIZES)
-    with pytest.raises(ValueError, match=r"reads on behind the end of a document.*--no-packing"):
-        train(run)
-    run.packing = False
-    assert train(run) == 0
+    here = dict(recipe="lora", model=str(tmp_path / "base"), data=str(tmp_path / "text"), max_steps=1)
+    here |= dict(lora_target_modules=["in_proj" if kind is MambaForCausalLM else "fc1"], gradient_accumulation_steps=1)
+    with pytest.raises(ValueError, match=r"reads on behind the end of a document.*--packing false"):
+        train(settings(tmp_path, **here))
+    assert train(settings(tmp_path, packing=False, **here)) == 0
 
 
-def test_borders_are_kept_by_models_that_count_positions_and_have_no_cache():
+def test_boundaries_are_seen_by_models_that_count_positions_and_have_no_cache():
     torch.manual_seed(0)
     for model in (Qwen3ForCausalLM(Qwen3Config(**HEADS, head_dim=8)), LlamaForCausalLM(LlamaConfig(**HEADS))):
-        check_borders(model.eval())
+        check_packing(model.eval())
     ids, positions = torch.arange(1, 16)[None], torch.cat([torch.arange(6), torch.arange(9)])[None]
     with torch.no_grad():
         cached, packed = (model(ids, position_ids=positions, use_cache=flag).logits for flag in (True, False))
-    assert (cached - packed).abs().max() > 1e-3, "with a cache, transformers sees no borders: Trainer makes none"
+    assert (cached - packed).abs().max() > 1e-3, "with a cache, transformers sees no boundaries: Trainer makes none"

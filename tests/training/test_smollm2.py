@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import stdlib_text
 from hf_longctx.fox.convert import from_llama
-from hf_longctx.training.recipes import FinetuneSettings
+from hf_longctx.training.config import FinetuneConfig
 from hf_longctx.training.run import train
 
 
@@ -41,9 +41,9 @@ def test_smollm2_becomes_a_fox_of_the_same_loss_which_training_lowers(tmp_path):
     before = loss(llama, ids)
     llama.save_pretrained(tmp_path / "llama")
     AutoTokenizer.from_pretrained(FOLDER).save_pretrained(tmp_path / "llama")
-    settings = dict(recipe="fox-from-llama", sequence_length=64, batch_tokens=64, steps=5, learning_rate=1e-3)
-    data = {"data": str(tmp_path / "text.txt"), "output": str(tmp_path / "run")}
-    assert train(FinetuneSettings(model=str(tmp_path / "llama"), **settings, **data)) == 0
+    settings = dict(max_length=64, gradient_accumulation_steps=1, max_steps=5, learning_rate=1e-3)
+    paths = dict(model=str(tmp_path / "llama"), data=str(tmp_path / "text.txt"), output_dir=str(tmp_path / "run"))
+    assert train(FinetuneConfig.from_recipe("fox-from-llama", **settings, **paths)) == 0
     fox = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert fox.config.model_type == "fox"
     assert loss(fox, ids) < before - 0.02

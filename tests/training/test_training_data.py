@@ -10,8 +10,10 @@ from transformers import AutoTokenizer
 
 from hf_longctx import FoxConfig, FoxForCausalLM
 from hf_longctx.training.data import (
+    DocumentDataset,
     StreamedTokenDataset,
     TokenDataset,
+    collate,
     encode,
     make_row,
     pack,
@@ -65,7 +67,7 @@ def test_a_packed_document_has_the_logits_and_loss_that_it_has_alone(pro):
 def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(
     tokenizer, folder, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("hf_longctx.training.progress.SECONDS_BETWEEN_LINES", -1)
+    monkeypatch.setattr("hf_longctx.training.data.SECONDS_BETWEEN_LINES", -1)
     pack(folder, tokenizer, tmp_path / "tokens.npy")
     size = np.load(tmp_path / "tokens.npy").size
     said = f"{folder}: 3 documents, {size} tokens\n"
@@ -79,10 +81,30 @@ def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(
     assert (next(encode(folder, as_in_gpt2)) == EOS).sum() == 3, "a BOS that is the EOS would be a document"
 
 
-def test_a_batch_holds_tensors_only_which_accelerate_hands_to_other_processes():
+@pytest.mark.parametrize("has_flags", [False, True])
+def test_without_packing_a_sequence_is_a_chunk_of_one_document(has_flags, tmp_path):
+    np.save(tmp_path / "tokens.npy", PACKED)
+    if has_flags:  # where a document begins, and that all but its first token is scored
+        first = np.append(True, PACKED[:-1] == EOS)
+        np.save(tmp_path / "tokens.flags.npy", np.where(first, 2, 1).astype(np.uint8))
+    rows = DocumentDataset(tmp_path / "tokens.npy", 5, EOS, 20)
+    assert [row["input_ids"].tolist() for row in (rows[i] for i in range(len(rows)))] == [
+        [1, 5, 6, 7, 2],
+        [1, 8, 2, 0, 0],
+        [1, 9, 10, 11, 12],
+        [13, 14, 15, 2, 0],
+    ]
+    assert rows[1]["attention_mask"].tolist() == [1, 1, 1, 0, 0]
+    assert rows[1]["labels"].tolist() == [-100 if has_flags else 1, 8, 2, -100, -100]
+    assert rows[3]["labels"].tolist() == [13, 14, 15, 2, -100]
+
+
+def test_a_batch_holds_what_the_model_takes():
     rows = [make_row(PACKED[:8], EOS), make_row(PACKED[3:11], EOS)]
     shapes = {name: value.shape for name, value in stack(rows, without=("position_ids",)).items()}
     assert shapes == dict.fromkeys(("input_ids", "labels"), (2, 8))
+    batch = collate(rows, options={"skip_logits": True}, add=lambda position_ids: {"sum": position_ids.sum()})
+    assert batch["skip_logits"] is True and batch["sum"] == batch["position_ids"].sum()
 
 
 def test_a_file_of_tokens_appears_when_it_is_complete(tokenizer, folder, tmp_path):

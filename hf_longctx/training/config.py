@@ -1,0 +1,317 @@
+"""Settings of a run: the fields of `transformers.TrainingArguments`, and what it lacks."""
+
+import argparse
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+import torch
+import yaml
+from transformers import HfArgumentParser, TrainingArguments
+
+
+FOLDER = Path(__file__).parent
+PRESETS = {file.stem: file for file in sorted((FOLDER / "presets").glob("*.json"))}
+# Options of TrainingArguments that --help shows
+SHOWN = {
+    "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "per_device_train_batch_size",
+    "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim",
+    "weight_decay", "adam_beta2", "max_grad_norm", "bf16", "torch_compile", "activation_checkpointing", "seed",
+    "save_steps", "save_total_limit", "eval_steps", "load_best_model_at_end", "report_to",
+}  # fmt: skip
+ALL_OPTIONS = (
+    "Every other field of transformers' TrainingArguments is an option, too: "
+    "https://huggingface.co/docs/transformers/main_classes/trainer#transformers.TrainingArguments"
+)
+Config = TypeVar("Config", bound="RunConfig")
+
+
+class Loader(yaml.SafeLoader):
+    """YAML in which 1e-4 is a number."""
+
+
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Help with defaults where there are some, below a docstring as it is written."""
+
+    def _get_help_string(self, action):
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
+
+
+def option(default: Any, text: str, **parser_options: Any) -> Any:
+    """Make a field with its help and other arguments of `add_argument`."""
+    return field(default=default, metadata={"help": text, **parser_options})
+
+
+@dataclass
+class RunConfig(TrainingArguments):
+    """Settings of every run. Defaults of optimizer and schedule are those of FoX (arXiv 2503.02130, appendix B.1)."""
+
+    lr_scheduler_type: str = option("cosine", "Learning-rate schedule")
+    weight_decay: float = option(0.1, "Weight decay; norms and biases are exempt")
+    adam_beta2: float = option(0.95, "AdamW beta2")
+    bf16: bool | None = option(None, "Compute in bfloat16 (default: true on an accelerator)", nargs="?", const=True)
+    per_device_train_batch_size: int = option(1, "Sequences of a forward pass on each device")
+    per_device_eval_batch_size: int | None = option(None, "Sequences of an evaluation pass (default: as in training)")
+    save_steps: float = option(100, "Steps between checkpoints")
+    save_total_limit: int | None = option(2, "Number of checkpoints to keep, at least 2")
+    eval_steps: float | None = option(500, "Steps between evaluations on `eval_data`")
+    logging_steps: float = option(1, "Steps between entries of the log")
+    disable_tqdm: bool | None = option(True, "Print lines instead of a progress bar")
+    remove_unused_columns: bool | None = option(False, "Drop columns that the model does not take")
+    prediction_loss_only: bool = option(True, "Evaluate the loss only")
+    logging_nan_inf_filter: bool = option(False, "Hide losses that are not finite")
+    ddp_find_unused_parameters: bool | None = option(False, "Look for parameters without a gradient")
+    ddp_timeout: int = option(7 * 24 * 3600, "Seconds that processes wait for the one that packs the data")
+
+    data: str | None = option(
+        None,
+        "Training data: a .txt, .md, .jsonl, .parquet or .csv file, a folder, a dataset, token ids (.npy) or stdlib; "
+        "several with weights as books=0.7,web.jsonl=0.3",
+    )
+    eval_data: str | None = option(None, "Evaluation data, like `data`")
+    text_column: str = option("text", "Column of a table that holds the text")
+    tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's)")
+    max_length: int = option(2048, "Tokens of a sequence")
+    packing: bool = option(True, "Pack several documents into a sequence; they do not see each other")
+    streaming: bool = option(False, "Tokenize and pack while training, in the order of the data")
+    attn_implementation: str | None = option(
+        None, "Attention implementation (default: auto of a FoX, else that of the model)"
+    )
+    sequence_parallel: int = option(1, "Processes that share each sequence of a FoX")
+    recipe: str | None = option(None, "Defaults to start from")
+    set: list[str] = field(
+        default_factory=list, metadata={"help": "Fields of the model's config, as in forget_gate=fixed hidden_size=64"}
+    )
+
+    command: ClassVar[str]
+
+    def __post_init__(self):
+        self.given = {}  # all that differs from the defaults, as it was given
+        for entry in dataclasses.fields(self):
+            default = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+            value = getattr(self, entry.name)
+            if entry.init and value not in (None, default) and not (value is False and default == "no"):
+                self.given[entry.name] = value
+        for name in ("data", "output_dir"):
+            if not getattr(self, name):
+                raise ValueError(f"--{name} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
+        if self.recipe is not None and self.recipe not in recipes(self.command):
+            raise ValueError(f"`recipe` must be one of {', '.join(recipes(self.command))}, got {self.recipe!r}.")
+        if self.max_length < 2:
+            raise ValueError(
+                f"`max_length` must be at least 2, got {self.max_length}: the first token predicts the second."
+            )
+        if self.logging_steps != 1 or self.save_only_model or self.save_total_limit == 1:
+            raise ValueError(
+                "`logging_steps` must be 1, `save_only_model` false and `save_total_limit` at least 2. Otherwise a run "
+                "that is killed loses its log or its last checkpoint."
+            )
+        if self.streaming and self.max_steps <= 0:
+            raise ValueError("--streaming has no end; give --max_steps.")
+        if not self.packing and (self.streaming or self.sequence_parallel > 1):
+            raise ValueError("--packing false goes neither with --streaming nor with --sequence_parallel.")
+        if self.max_length % self.sequence_parallel:
+            raise ValueError(f"`max_length` must be a multiple of `sequence_parallel`, got {self.max_length}.")
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if self.bf16 is None:
+            self.bf16 = not (self.use_cpu or self.fp16)
+        if self.per_device_eval_batch_size is None:
+            self.per_device_eval_batch_size = self.per_device_train_batch_size
+        if self.eval_data is not None and self.eval_strategy == "no":
+            self.eval_strategy = "steps"
+        if self.data_seed is None:
+            self.data_seed = self.seed  # that of dropout differs between processes, and the order must not
+        if self.accelerator_config is None:
+            self.accelerator_config = {"dispatch_batches": False}  # each process reads its own sequences of a stream
+        super().__post_init__()
+
+    @classmethod
+    def from_recipe(cls: type[Config], name: str, **values: Any) -> Config:
+        """Return the settings of a recipe, with other values in place of some."""
+        settings: dict[str, Any] = {"recipe": name, **read_recipe(cls, name), **values}
+        return cls(**settings)
+
+    def config_fields(self) -> dict[str, Any]:
+        """Return the fields that `set` gives the model's config.
+
+        >>> FinetuneConfig(data="a", output_dir="b", model="c", set=["window=null", "rate=1e-4"]).config_fields()
+        {'window': None, 'rate': 0.0001}
+        """
+        fields = dict(self.set) if isinstance(self.set, dict) else {}
+        for entry in [] if fields else self.set:
+            name, equals, value = entry.partition("=")
+            if not equals:
+                raise ValueError(f"`set` must be NAME=VALUE, such as hidden_size=512, got {entry!r}.")
+            fields[name] = yaml.load(value, Loader)
+        return fields
+
+    @property
+    def sequences_per_step(self) -> int:
+        """Sequences of an optimizer step, of all processes."""
+        processes = self.world_size // self.sequence_parallel
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+
+
+@dataclass
+class PretrainConfig(RunConfig):
+    """Settings of pretraining."""
+
+    learning_rate: float = option(1e-3, "Peak learning rate")
+
+    model: str = option("fox-tiny", f"config.json, or a folder or Hub name with one, or one of {', '.join(PRESETS)}")
+
+    command = "train"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.tokenizer:
+            raise ValueError("--tokenizer is missing: a folder or Hub name of a tokenizer that has an EOS token.")
+
+
+@dataclass
+class FinetuneConfig(RunConfig):
+    """Settings of fine-tuning. LoRA and quantization are named as in TRL's `ModelConfig`."""
+
+    learning_rate: float = option(2e-4, "Peak learning rate; for all parameters, some 2e-5")
+    weight_decay: float = option(0.0, "Weight decay; norms and biases are exempt")
+    recipe: str | None = option("lora", "Defaults to start from, and what is done to the model")
+
+    model: str | None = option(None, "Folder or Hub name of a causal language model")
+    adapter: str | None = option(None, "Folder of a LoRA adapter of the model, which is trained further")
+    use_peft: bool = option(True, "Train LoRA adapters instead of all parameters")
+    lora_r: int = option(8, "LoRA rank")
+    lora_alpha: int = option(32, "LoRA alpha; adapters are scaled by alpha / r")
+    lora_dropout: float = option(0.0, "LoRA dropout")
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules that LoRA adapts (default: all linear layers)"}
+    )
+    lora_modules_to_save: list[str] | None = field(
+        default=None, metadata={"help": "Modules that are trained in full alongside LoRA (default: the recipe's)"}
+    )
+    merge: bool = option(False, "Save the model with the adapter merged into its weights")
+    dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Data type of frozen weights")
+    load_in_4bit: bool = option(False, "Quantize the base to NF4 (QLoRA); needs bitsandbytes")
+    load_in_8bit: bool = option(False, "Quantize the base to int8; needs bitsandbytes")
+    decay_time: float | None = option(
+        None, "fox-from-llama: decay time of new gates in tokens (default: `max_length`)"
+    )
+    gate_lr_ratio: float = option(1.0, "Learning rate of forget gates as a multiple of `learning_rate`")
+    lr_decay_every: int | None = option(None, "Multiply the learning rate by 0.7 every N steps (HMT, section 4)")
+
+    command = "finetune"
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not self.model:
+            raise ValueError("--model is missing: the folder or Hub name of a causal language model.")
+        if self.load_in_4bit and self.load_in_8bit:
+            raise ValueError("--load_in_4bit and --load_in_8bit exclude each other; leave one out.")
+        if self.is_quantized and (self.merge or not self.use_peft):
+            raise ValueError("A quantized base takes an adapter that is not merged: --use_peft true --merge false.")
+        if self.adapter is not None and (not self.use_peft or self.recipe != "lora"):
+            raise ValueError(f"--adapter goes with --recipe lora and --use_peft true, got --recipe {self.recipe}.")
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if the base is quantized when it is loaded."""
+        return self.load_in_4bit or self.load_in_8bit
+
+
+def recipes(command: str) -> dict[str, Path]:
+    """Return the files of the recipes of a command by name."""
+    return {file.stem: file for file in sorted((FOLDER / "recipes" / command).glob("*.yaml"))}
+
+
+def read_recipe(kind: type[RunConfig], name: str) -> dict[str, Any]:
+    """Read the settings of a recipe; a name that is not one has none, and the settings refuse it."""
+    file = recipes(kind.command).get(name)
+    return {} if file is None else read_yaml(file, kind)
+
+
+def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
+    """Read settings from a YAML file.
+
+    Raises:
+        ValueError: the file is not a mapping in YAML, or sets a name that is not a setting.
+    """
+    try:
+        values = yaml.load(Path(file).read_text(), Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} must hold settings, in lines such as `max_steps: 1000`.")
+    for name in values:
+        if name not in setting_names(kind):
+            raise ValueError(f"{file} sets {name}, which is not a setting. {nearest(name, setting_names(kind))}")
+    return values
+
+
+def setting_names(kind: type[TrainingArguments]) -> set[str]:
+    """Return the names of the settings of a class."""
+    return {entry.name for entry in dataclasses.fields(kind) if entry.init}
+
+
+def nearest(name: str, names: Any) -> str:
+    """Return a sentence that names the nearest of some names; empty if none is near."""
+    close = difflib.get_close_matches(str(name), names, 1)
+    return f"Did you mean {close[0]}?" if close else ""
+
+
+def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
+    """Return the parser of all settings, whose help shows ours and `SHOWN`."""
+    parser = HfArgumentParser(kind, allow_abbrev=False, formatter_class=HelpFormatter, **options)  # ty: ignore[invalid-argument-type]
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; options take precedence")
+    inherited = setting_names(TrainingArguments) - SHOWN
+    for action in parser._actions:
+        if action.dest in inherited:
+            action.help = argparse.SUPPRESS
+        elif action.dest == "recipe":
+            action.help = f"{action.help}: {', '.join(recipes(kind.command))}"
+    return parser
+
+
+def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
+    """Read settings from options, over those of `--config FILE`, over those of `--recipe`, over the defaults.
+
+    Args:
+        kind: `PretrainConfig` or `FinetuneConfig`.
+        argv: the options.
+        options: of the parser, for its help.
+    """
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config")
+    early.add_argument("--recipe")
+    found, _ = early.parse_known_args(argv)
+    values = {} if found.config is None else read_yaml(found.config, kind)
+    recipe: Any = found.recipe or values.get("recipe") or kind.__dataclass_fields__["recipe"].default
+    parser = make_parser(kind, **options)
+    parser.set_defaults(**read_recipe(kind, recipe) | values)
+    parsed: Any = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
+    settings, _, unknown = parsed
+    if unknown:
+        hint = nearest(unknown[0].lstrip("-").replace("-", "_"), setting_names(kind))
+        raise ValueError(f"{unknown[0]} is not an option. {hint}")
+    return settings
+
+
+def write_yaml(settings: RunConfig) -> str:
+    """Return the settings that were given, in YAML; secrets, such as `hub_token`, are left out."""
+    given = {name: value for name, value in settings.given.items() if not name.endswith("_token")}
+    return yaml.safe_dump({name: plain(value) for name, value in given.items()})
+
+
+def plain(value: Any) -> Any:
+    """Return a value as YAML and JSON hold it: that of an enum, or what is plain already."""
+    return value.value if isinstance(value, Enum) else value
+
+
+__all__ = ["PRESETS", "FinetuneConfig", "PretrainConfig", "RunConfig", "make_parser", "parse", "write_yaml"]

@@ -1,0 +1,100 @@
+"""Rows with repeated passages: what they are made of."""
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hf_longctx.training.data import TokenDataset
+from hf_longctx.training.tokenizer import train_tokenizer
+from scripts.copy_data import CopyDataset, write
+
+
+class CountingTokenizer:
+    """Its text counts upwards from 3, so that running text can be told from everything else."""
+
+    bos_token_id = 1
+
+    def __len__(self):
+        return 600
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "tokens.npy"
+    np.save(path, np.arange(3, 503, dtype=np.uint16))
+    return lambda length=125: TokenDataset(path, length, None, 600)
+
+
+def repeats(rows, seed=0):
+    data = CopyDataset(rows, 1.0, CountingTokenizer(), seed)
+    return [{name: values.tolist() for name, values in data[i].items()} for i in range(len(data))]
+
+
+def many(text, seeds=50):
+    return [row for seed in range(seeds) for row in repeats(text(), seed)]
+
+
+def test_rows_depend_on_seed_and_index_alone(text):
+    assert repeats(text()) == repeats(text()) != repeats(text(), seed=1)
+    assert len({tuple(row["input_ids"]) for row in repeats(text())}) == 4
+
+
+def test_what_is_scored_can_be_predicted(text):
+    """Whatever is neither running text nor a repetition of what the row has shown is not scored."""
+    scored_repeats = unscored = 0
+    for row in many(text):
+        ids, labels = row["input_ids"], row["labels"]
+        assert len(ids) == len(labels) == 125 and row["position_ids"] == list(range(125))
+        assert all(label in (-100, token) for token, label in zip(ids, labels))
+        unscored += labels.count(-100)
+        for t in range(2, len(ids)):
+            running = ids[t] == ids[t - 1] + 1
+            if labels[t] != -100 and not running and 1 not in ids[t - 1 : t + 1]:
+                assert ids[t] in ids[:t]
+                scored_repeats += 1
+    assert scored_repeats > 1000 and unscored > 1000
+
+
+def test_passages_have_every_length(text):
+    lengths = set()
+    for row in many(text):
+        borders = [i for i, token in enumerate(row["input_ids"]) if token == 1]
+        lengths |= {b - a - 1 for a, b in itertools.pairwise(borders)}
+    assert set(range(8, 60)) <= lengths
+
+
+def test_the_share_of_rows_is_repeated(text):
+    rows = text(25)
+    kept = [
+        CopyDataset(rows, 0.3, CountingTokenizer(), seed)[i]["input_ids"].equal(rows[i]["input_ids"])
+        for seed in range(100)
+        for i in range(len(rows))
+    ]
+    assert np.mean(kept) == pytest.approx(0.7, abs=5 * (0.3 * 0.7 / len(kept)) ** 0.5)
+
+
+def test_rows_are_read_from_a_file_as_they_were_made(text, tmp_path):
+    rows = CopyDataset(text(), 0.5, CountingTokenizer(), 0)
+    write(rows, tmp_path / "copies.npy")
+    again = TokenDataset(tmp_path / "copies.npy", 125, 2, 600)
+    assert len(again) == len(rows)
+    for i in range(len(rows)):
+        assert {n: x.tolist() for n, x in again[i].items()} == {n: x.tolist() for n, x in rows[i].items()}
+
+
+def test_short_rows_and_a_tokenizer_without_bos_are_refused(text):
+    with pytest.raises(ValueError, match=r"rows of 18 tokens have no room.*Take longer rows"):
+        CopyDataset(text(18), 0.5, CountingTokenizer(), 0)
+    with pytest.raises(ValueError, match=r"no BOS.*another tokenizer"):
+        CopyDataset(text(), 0.5, SimpleNamespace(bos_token_id=None), 0)
+
+
+def test_the_tokenizer_loses_nothing():
+    tokenizer = train_tokenizer(["The fox forgets. " * 20], 300)
+    for text in ("The fox forgets.", "naïve 狐 🦊\n\t"):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.bos_token_id not in ids
+        assert tokenizer(text)["input_ids"] == [tokenizer.bos_token_id, *ids]
