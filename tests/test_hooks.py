@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import hf_longctx
+from hf_longctx.fox.compat_fox import CACHE
 
 
 TESTS = Path(__file__).parent
@@ -19,6 +20,7 @@ TRAINER = "transformers.trainer:Trainer"
 MODEL = "transformers.modeling_utils:PreTrainedModel"
 GENERATION = "transformers.generation.utils:GenerationMixin"
 BATCHING = "transformers.generation.continuous_batching"
+ACCELERATE = "transformers.integrations.accelerate"
 SHARDS = "accelerate.data_loader"
 INTERPRETER = "triton.runtime.interpreter"
 LANGUAGE = "triton.language"
@@ -95,6 +97,20 @@ HOOKS = [
         "not self._supports_default_dynamic_cache()",
         "HMT has a state in place of a cache",
     ),
+    ("deprecate_kwarg", "transformers.utils.deprecation", "def deprecate_kwarg(", "the old name of the cache warns"),
+    (
+        "CACHE",
+        "transformers.modeling_outputs:BaseModelOutputWithPast",
+        f"{CACHE}: Cache | None",
+        "outputs with a cache",
+    ),
+    ("CACHE", "transformers.modeling_layers", f'if "{CACHE}" in kwargs', "a checkpointed layer gets no cache"),
+    ("accept_both_names", GENERATION, f'model_inputs["{CACHE}"] = {CACHE}', "`generate` names the cache"),
+    ("create_masks_for_generate", GENERATION, f'{CACHE}=model_inputs.get("{CACHE}")', "`generate` names the cache"),
+    ("_skip_keys_device_placement", ACCELERATE, "model._skip_keys_device_placement", "caches stay on their device"),
+    ("keys_to_ignore_at_inference", TRAINER, '"keys_to_ignore_at_inference"', "an evaluation gathers no caches"),
+    ("PagedAttentionCache", f"{BATCHING}.input_outputs", "cache=self.cache,", "pages are known by their type"),
+    ("warning_once", "transformers.utils.logging", "logging.Logger.warning_once = ", "one warning for all folders"),
     ("_create_batch_processor", f"{BATCHING}.continuous_api", "self._create_batch_processor()", "pages with gates"),
     ("self.config", f"{BATCHING}.continuous_api", "config=self.model.config.get_text_config()", "pages with gates"),
     ("auto_switch_to_flash", f"{BATCHING}.continuous_api", "auto_switch_to_flash", "pages that FoX reads itself"),

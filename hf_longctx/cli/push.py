@@ -6,12 +6,15 @@ DIR, and what looks like a token or a path of one machine are refused. A README.
 without one, the card is written from the files (`hf-longctx card`). The token is that of `hf auth login`, or of the
 variable HF_TOKEN.
 
+With --code-only, a push only updates the code in a repository, for a newer transformers; weights and card stay.
+
 A file in the place of DIR is that of `hf-longctx read`; its card names model, commit and text.
 
 Examples:
   hf-longctx push model alice/fox --dry-run
   hf-longctx push model alice/fox --private --verify
   hf-longctx push model alice/fox --tag v1
+  hf-longctx push model alice/fox --code-only
   hf-longctx push state.safetensors alice/a-novel --tag v1
 """
 
@@ -19,6 +22,11 @@ Examples:
 def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or a file of a memory")
     add_destination(parser)
+    parser.add_argument(
+        "--code-only",
+        action="store_true",
+        help="replace only the code, its auto_map and its hashes; DIR is the model in REPO",
+    )
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -49,20 +57,31 @@ def add_destination(parser, branch=True):
 def run(args):
     from pathlib import Path
 
-    from ..hub import build_bundle, build_state, check_destination, loading_lines, pin_base, verify_push, with_card
+    from ..hub import (
+        build_bundle,
+        build_state,
+        check_destination,
+        code_only,
+        loading_lines,
+        pin_base,
+        verify_push,
+        with_card,
+    )
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
     if Path(args.folder).is_file():
-        if args.verify:
-            raise ValueError("--verify loads models; a memory is compared with the weights when it is loaded.")
+        if args.verify or args.code_only:
+            raise ValueError("--verify and --code-only are for models; a memory has no code. Leave them out.")
         commit = send(build_state(args.folder, args.repo, args.tag), args)
         if commit is not None:
             print(f"hf-longctx generate MODEL PROMPT --state {args.repo}@{commit.oid}")
         return
     bundle = build_bundle(args.folder)
-    if not args.dry_run:
-        bundle = pin_base(bundle)
-    bundle = with_card(bundle, args.repo, args.tag)
+    if args.code_only:
+        bundle = code_only(bundle, args.repo, args.revision)
+    else:
+        bundle = bundle if args.dry_run else pin_base(bundle)
+        bundle = with_card(bundle, args.repo, args.tag)
     commit = send(bundle, args)
     if commit is None:
         return
@@ -88,7 +107,7 @@ def send(bundle, args, repo_type="model"):
         if not args.dry_run:
             raise
         print(f"unknown which old files a push removes: {error}")
-    for line in missing_fields(bundle):
+    for line in () if bundle.code_only else missing_fields(bundle):
         print(f"missing: {line}")
     if args.dry_run:
         check(bundle)

@@ -1,4 +1,4 @@
-"""Differences between versions of transformers; no other file asks for a version.
+"""Both names of the cache.
 
 transformers 5.24 renamed `past_key_values` to `cache` in models, masks and outputs. FoX uses the new name, and accepts
 and returns both names with every version from 5.15 on.
@@ -10,27 +10,13 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-import transformers
 from transformers import modeling_outputs
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.utils import deprecation, logging
-from transformers.utils.versions import require_version
+from transformers.utils import deprecation
 
+from .versions_fox import IS_TESTED, REPAIR
 
-TESTED = (5, 15), (5, 24)  # the oldest and the newest minor version with which this code was tested
-OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
-IS_TESTED = tuple(map(int, transformers.__version__.split(".")[:2])) <= TESTED[1]
-REPAIR = (
-    f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}: "
-    "`pip install -U hf-longctx` and load without trust_remote_code, or pin "
-    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}'."
-)
-
-require_version(f"transformers>={OLDEST}", "FoX is tested from there on: pip install -U transformers")
-if not IS_TESTED:
-    # this logger and text are the same in all copies of this file, so that there is one warning
-    logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
 CACHE = next((f.name for f in fields(BaseModelOutputWithPast) if f.name in ("cache", "past_key_values")), "")
 if not CACHE:

@@ -6,7 +6,7 @@ from .explorer_space import build_explorer
 from .kernel_repository import build_kernel
 from .lint import check, missing_fields
 from .metric_space import build_space
-from .push import check_destination, pin_base, push, removed_files
+from .push import check_destination, code_only, pin_base, push, removed_files
 from .state_file import build_state
 from .verify import verify_push
 
@@ -20,6 +20,7 @@ __all__ = [
     "build_state",
     "check",
     "check_destination",
+    "code_only",
     "loading_lines",
     "missing_fields",
     "pin_base",

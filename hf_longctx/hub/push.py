@@ -5,8 +5,17 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -19,13 +28,15 @@ from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
 from ..hmt.reading import STATE
-from .bundle import Bundle, with_contents
+from .bundle import CONTENTS, Bundle, with_contents
 from .lint import check
 
 
+CODE = r"\w+_(fox|hmt)\.py"
 # Files that are removed from a repository where the bundle lacks them, by the type of the repository.
 REPLACED = {
-    "model": re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+"),
+    "model": re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|{CODE}"),
+    "code": re.compile(CODE),  # of a model, whose weights stay
     "kernel": re.compile(r"(build|torch-ext)/.*"),
 }
 # A file that only such a repository holds; of two, transformers would load one, or the card would be of the other.
@@ -93,7 +104,7 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
     """List the files of a repository that a push of the bundle removes.
 
     These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards,
-    and old files of a kernel.
+    code of older versions of this package, and old files of a kernel.
 
     Raises:
         ValueError: it holds another kind of thing, such as a model, which an adapter would hide. Others:
@@ -111,7 +122,7 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
             raise ValueError(
                 f"{repo} holds {kind}; beside each other, one would hide the other. Push {own} to another name."
             )
-    pattern = REPLACED.get(repo_type)
+    pattern = REPLACED.get("code" if bundle.code_only else repo_type)
     return sorted(path for path in present - bundle.files.keys() if pattern and pattern.fullmatch(path))
 
 
@@ -185,6 +196,33 @@ def push(
         with named_errors(f"{repo} has the files, in commit {commit.oid}; only the tag is missing."):
             api.create_tag(repo, repo_type=repo_type, tag=tag, revision=commit.oid)
     return commit
+
+
+@named_errors()
+def code_only(bundle: Bundle, repo: str, revision: str | None = None) -> Bundle:
+    """Return the code of a bundle, with the configuration and the hashes that a repository has, brought up to date.
+
+    Raises:
+        ValueError: the bundle has no code, or the repository holds another type of model. Others: `named_errors`.
+    """
+    code = {path: content for path, content in bundle.files.items() if path.endswith(".py")}
+    if not code:
+        raise ValueError("the folder needs no code of this package; push it without --code-only.")
+    text = Path(hf_hub_download(repo, "config.json", revision=revision)).read_text()
+    config, auto_map = json.loads(text), json.loads(bundle.text("config.json"))["auto_map"]
+    if config.get("model_type") != bundle.config["model_type"]:
+        raise ValueError(
+            f"{repo} holds a model of type {config.get('model_type')!r}, and the folder one of type "
+            f"{bundle.config['model_type']!r}. Give the folder of the model that was pushed there."
+        )
+    if config.get("auto_map") != auto_map:
+        text = json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n"
+    hashes = {}
+    if HfApi().file_exists(repo, CONTENTS, revision=revision):
+        hashes = json.loads(Path(hf_hub_download(repo, CONTENTS, revision=revision)).read_text())["sha256"]
+    kept = {path: digest for path, digest in hashes.items() if not REPLACED["code"].fullmatch(path)}
+    contents = {CONTENTS: json.dumps({"sha256": kept}).encode()}
+    return with_contents(replace(bundle, files=contents, code_only=True), {**code, "config.json": text.encode()})
 
 
 @named_errors()

@@ -13,7 +13,7 @@ import transformers
 from tiny_fox import both_blocks, filled, make, tokens
 from transformers import DynamicCache, modeling_outputs
 
-from hf_longctx.fox import FoxForSequenceClassification, compat_fox
+from hf_longctx.fox import FoxForSequenceClassification, compat_fox, versions_fox
 
 
 NAMES = ("cache", "past_key_values")
@@ -83,9 +83,9 @@ def test_two_caches_are_refused():
         model(NEXT, cache=filled(model), past_key_values=filled(model))
 
 
-def load_copy():
-    """Import the file again, as transformers does from each saved folder."""
-    spec = importlib.util.spec_from_file_location("copied.compat_fox", compat_fox.__file__)
+def load_copy(module):
+    """Import a file again, as transformers does from each saved folder."""
+    spec = importlib.util.spec_from_file_location(f"{module.__name__}_copy", module.__file__)
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
@@ -95,8 +95,8 @@ def test_an_untested_version_warns_once(version, count, monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     monkeypatch.setattr(transformers.utils.logging.get_logger("transformers.hf_longctx"), "warning", warnings.append)
     transformers.utils.logging.warning_once.cache_clear()
-    load_copy()
-    load_copy()
+    load_copy(versions_fox)
+    load_copy(versions_fox)
     assert len(warnings) == count
     for warning in warnings:
         assert f"was tested with transformers 5.15 to 5.24, not with {version}" in warning
@@ -111,7 +111,7 @@ def test_an_unknown_interface_is_one_error(monkeypatch):
 
     monkeypatch.setattr(modeling_outputs, "BaseModelOutputWithPast", Renamed)
     with pytest.raises(ImportError, match=r"a name for the cache that FoX does not know.*pip install -U hf-longctx"):
-        load_copy()
+        load_copy(compat_fox)
     model = make("llama")
     monkeypatch.setattr(compat_fox, "IS_TESTED", False)
     with pytest.raises(TypeError, match=r"does not know the argument 'memory', a DynamicCache.*was tested with"):

@@ -49,8 +49,10 @@ DRAFTS = [("pro with a window", 0.0), ("pro with a window", 0.02), ("pro with gr
 @pytest.mark.parametrize("variant, distance", DRAFTS)
 def test_a_draft_model_changes_nothing(variant, distance):
     """Drafts that are all, mostly or hardly ever accepted; rejected tokens leave the cache again."""
-    if "window" in variant and distance and OLD:
-        pytest.skip("before 5.23, transformers cannot take tokens back from a full sliding window, whatever the model")
+    if distance and OLD:
+        pytest.skip(
+            "before 5.23, transformers takes one token back from the cache of a draft, however many it rejected"
+        )
     model, draft, ids = make(variant), make(variant), tokens(1, 9)
     with torch.no_grad():
         for parameter in draft.parameters():

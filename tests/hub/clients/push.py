@@ -108,6 +108,35 @@ def check_a_second_push_makes_no_commit():
     assert len(titles("alice/fox")) == 2
 
 
+def check_only_the_code_is_updated():
+    push(DEMO, "alice/old")
+    before = {name: Path(hf_hub_download("alice/old", name)).read_bytes() for name in api.list_repo_files("alice/old")}
+    config = json.loads(before["config.json"]) | {"auto_map": {"AutoConfig": "old_fox.FoxConfig"}, "added": 1}
+    for name, text in {
+        "old_fox.py": "",
+        "modeling_fox.py": "",
+        "other.py": "",
+        "config.json": json.dumps(config),
+    }.items():
+        api.upload_file(path_or_fileobj=text.encode(), path_in_repo=name, repo_id="alice/old")
+    commits = len(titles("alice/old"))
+    text = push(DEMO, "alice/old", "--code-only", "--dry-run")
+    assert "removes old_fox.py, which alice/old has" in text and "model.safetensors" not in text
+    assert len(titles("alice/old")) == commits
+    assert "the outputs for 64 tokens are the same" in push(DEMO, "alice/old", "--code-only", "--verify")
+    after = {name: Path(hf_hub_download("alice/old", name)).read_bytes() for name in api.list_repo_files("alice/old")}
+    assert len(titles("alice/old")) == commits + 1 and after.pop("other.py") == b""
+    config = json.loads(after.pop("config.json"))
+    assert config == json.loads(before.pop("config.json")) | {"added": 1}
+    hashes = [json.loads(files.pop("hf_longctx.json"))["sha256"] for files in (after, before)]
+    assert after == before and hashes[0].pop("config.json") != hashes[1].pop("config.json") and hashes[0] == hashes[1]
+    push(DEMO, "alice/old", "--code-only")
+    assert len(titles("alice/old")) == commits + 1
+    assert "holds a model of type 'fox', and the folder one of type 'hmt'" in push(
+        HMT_DEMO, "alice/old", "--code-only", code=2
+    )
+
+
 def check_branch_and_pull_request():
     shutil.copytree(DEMO, "changed")
     Path("changed/README.md").write_text("# Another")
