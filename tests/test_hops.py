@@ -103,6 +103,7 @@ def test_a_dry_run_of_push(fox, check, tmp_path, capsys, monkeypatch):
     check(lambda: cli.main(["push", str(tmp_path), "someone/fox", "--dry-run"]), functions=60, moves=170)
 
 
+@BOTH_NAMES
 def test_a_training_up_to_its_first_step(check, tmp_path, monkeypatch):
     """From the words of the command; the model's own functions are those of the walk of FoX."""
     pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")

@@ -1,8 +1,8 @@
 """The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
 
 The commands of tasks, such as `curve`, are made of their classes by `task_command`. Any other command has a module
-with `add_arguments(parser)` and `run(args)`; those of `TRAINING`, whose settings are transformers', have
-`run(words)` and their own parser. It imports what is slow to import inside `run`.
+with `add_arguments(parser)` and `run(args)`; those of `TRAINING`, whose settings are transformers', have `run(words)`
+and their own parser. It imports what is slow to import inside `run`.
 
 Exit codes: 0; 2 where the call has to be changed (an unknown option, a file that is not there, settings that do not
 fit); 1 where it failed although it is right (a full disk, no memory, no network, a training whose numbers overflow);

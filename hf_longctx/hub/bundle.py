@@ -31,7 +31,7 @@ CONTENTS = "hf_longctx.json"  # versions and hashes
 NOTES = "card_notes.md"  # a person's words for the card
 ADAPTER = "adapter_model.safetensors"
 BASE = "base.json"  # beside an adapter of `hf-longctx finetune`: which weights it was trained on
-TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings, and what metrics.jsonl says
+TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings, losses
 KNOWN = ("README.md", NOTES, "LICENSE", "LICENSE.md", "LICENSE.txt", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
 # Patterns of names that are refused, and why.
 REFUSED = {

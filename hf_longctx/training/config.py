@@ -55,6 +55,10 @@ def option(default: Any, text: str, **parser_options: Any) -> Any:
 class RunConfig(TrainingArguments):
     """Settings of every run. Defaults of optimizer and schedule are those of FoX (arXiv 2503.02130, appendix B.1)."""
 
+    output_dir: str | None = option(None, "Folder of the run")
+    resume_from_checkpoint: str | None = option(
+        None, "Checkpoint to resume from (default: the run's last complete one)"
+    )
     lr_scheduler_type: str = option("cosine", "Learning-rate schedule")
     weight_decay: float = option(0.1, "Weight decay; norms and biases are exempt")
     adam_beta2: float = option(0.95, "AdamW beta2")
@@ -84,7 +88,7 @@ class RunConfig(TrainingArguments):
     packing: bool = option(True, "Pack several documents into a sequence; they do not see each other")
     streaming: bool = option(False, "Tokenize and pack while training, in the order of the data")
     attn_implementation: str | None = option(
-        None, "Attention implementation (default: auto of a FoX, else that of the model)"
+        None, "Attention implementation (default: the model's; of a FoX on a GPU, auto)"
     )
     sequence_parallel: int = option(1, "Processes that share each sequence of a FoX")
     recipe: str | None = option(None, "Defaults to start from")
@@ -179,7 +183,10 @@ class PretrainConfig(RunConfig):
 
 @dataclass
 class FinetuneConfig(RunConfig):
-    """Settings of fine-tuning. LoRA and quantization are named as in TRL's `ModelConfig`."""
+    """Settings of fine-tuning; `FinetuneConfig.from_recipe(name, ...)` begins with those of a recipe.
+
+    LoRA and quantization are named as in TRL's `ModelConfig`.
+    """
 
     learning_rate: float = option(2e-4, "Peak learning rate; for all parameters, some 2e-5")
     weight_decay: float = option(0.0, "Weight decay; norms and biases are exempt")
@@ -272,10 +279,13 @@ def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; options take precedence")
     inherited = setting_names(TrainingArguments) - SHOWN
     for action in parser._actions:
-        if action.dest in inherited:
+        if action.dest in inherited or action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
         elif action.dest == "recipe":
             action.help = f"{action.help}: {', '.join(recipes(kind.command))}"
+        if action.dest in setting_names(kind):
+            action.option_strings = action.option_strings[:1]  # hyphens are understood and not shown
+            action.metavar = {int: "N", float: "X"}.get(action.type, "BOOL" if action.nargs == "?" else None)
     return parser
 
 

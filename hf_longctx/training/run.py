@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..fox import FoxForCausalLM
 from .adapters import add_lora, load_adapter, model_fingerprint, save_fingerprint
 from .boundaries import boundaries, takes_boundaries
 from .config import FinetuneConfig, PretrainConfig, RunConfig, parse, write_yaml
@@ -142,7 +142,9 @@ def make_model(args: RunConfig, tokenizer) -> tuple[Any, dict[str, Any] | None]:
             say(extend_rope(read_config(str(args.model)), args))
         model = load_base(args, tokenizer)
         base = model_fingerprint(model)
-    attention = args.attn_implementation or ("auto" if isinstance(model, FoxForCausalLM) else None)
+    attention = args.attn_implementation
+    if attention is None and model.config.model_type == "fox" and torch.cuda.is_available():
+        attention = "auto"
     if attention is not None:
         model.set_attn_implementation(attention)
     if not isinstance(args, FinetuneConfig) or not args.use_peft:
@@ -162,14 +164,14 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
             options["skip_logits"] = True
         elif getattr(base, "reads_in_segments", False):
             options["logits_to_keep"] = 1
-        elif not args.deepspeed and fits(base):  # ZeRO-3 has the weights of the head only while the head is called
-            LossInPieces(base).__enter__()  # for the whole run
     without = () if "position_ids" in parameters else ("position_ids",)
-    gives_boundaries = args.packing and is_flash_attention_requested(base.config) and base.config.model_type != "fox"
-    if gives_boundaries and not takes_boundaries(base):
+    is_packed = args.packing and base.config.model_type not in ("fox", "hmt")
+    gives_boundaries = is_packed and takes_boundaries(base)
+    rows = max(args.per_device_train_batch_size, int(args.per_device_eval_batch_size or 1))
+    if is_packed and is_flash_attention_requested(base.config) and not gives_boundaries and rows > 1:
         raise ValueError(
-            f"With {args.attn_implementation}, {type(base).__name__} does not see the boundaries of packed documents. Give "
-            "--packing false, or another --attn_implementation."
+            f"With {args.attn_implementation}, {type(base).__name__} sees the boundaries of packed documents in passes of "
+            "one sequence only. Give --per_device_train_batch_size 1, or --packing false."
         )
     collator: Any = partial(collate, without=without, options=options, add=boundaries if gives_boundaries else None)
     kind: Any = LongContextTrainer
@@ -188,12 +190,15 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
         callbacks=[stop, StopAtNaN(), MarkComplete(), Progress(tokens)],
     )
     trainer.remove_callback(PrinterCallback)
+    makes_logits = not options and args.label_smoothing_factor == 0
+    if makes_logits and not trainer.is_deepspeed_enabled and fits(base):
+        LossInPieces(base).__enter__()  # for the whole run; ZeRO-3 has the weights of the head only in its own call
     return trainer
 
 
 def describe(args: RunConfig, model: Any, trainer: LongContextTrainer, checkpoint: Path | None) -> str:
     """Describe in two lines what is trained, and how."""
-    trained, total = (sum(p.numel() for p in model.parameters() if p.requires_grad >= flag) for flag in (True, False))
+    trained, total = (model.num_parameters(only_trainable=flag) for flag in (True, False))
     begins = "from the beginning" if checkpoint is None else f"resuming {checkpoint.name}"
     name = f"{model.config.model_type} with {total:,} parameters, of which {trained:,} are trained"
     return (

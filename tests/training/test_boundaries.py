@@ -98,7 +98,7 @@ def test_sequences_with_boundaries_have_the_losses_of_rows_with_a_mask(llama, tm
 def test_a_model_that_hands_no_boundaries_on_is_refused(llama, monkeypatch):
     monkeypatch.setattr(run_module, "takes_boundaries", lambda model: False)
     with pytest.raises(
-        ValueError, match=r"LlamaForCausalLM does not see the boundaries of packed doc.*--packing false"
+        ValueError, match=r"LlamaForCausalLM sees the boundaries .* in passes of one sequence only.*--packing false"
     ):
         train(llama("run", attn_implementation=NAME))
 

@@ -22,7 +22,7 @@ from hf_longctx.corpus import stdlib_text
 from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.data import TokenDataset, collate
 from hf_longctx.training.models import load_base
-from hf_longctx.training.run import train
+from hf_longctx.training.run import make_model, train
 from hf_longctx.training.sequence_parallel import SequenceParallelTrainer
 from hf_longctx.training.trainer import LongContextTrainer
 
@@ -73,6 +73,17 @@ def test_a_process_that_sees_several_gpus_is_refused(text, tmp_path, monkeypatch
     monkeypatch.setattr(type(args), "n_gpu", property(lambda self: 4))  # Trainer would use all by DataParallel
     with pytest.raises(ValueError, match=r"sees 4 GPUs.*torchrun --nproc-per-node 4 -m hf_longctx train"):
         train(args)
+
+
+def test_a_fox_on_a_gpu_takes_the_fastest_attention_that_is_right(text, tmp_path, monkeypatch):
+    args, tokenizer, taken = make(settings(text, tmp_path)), AutoTokenizer.from_pretrained(TOKENIZER), []
+    monkeypatch.setattr(FoxForCausalLM, "set_attn_implementation", lambda self, name: taken.append(name))
+    make_model(args, tokenizer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    make_model(args, tokenizer)
+    args.attn_implementation = "eager"
+    make_model(args, tokenizer)
+    assert taken == ["auto", "eager"]
 
 
 def test_a_run_has_as_many_steps_as_its_epochs(text, tmp_path):
