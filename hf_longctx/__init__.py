@@ -1,7 +1,7 @@
 """Long-context research in the Hugging Face ecosystem.
 
-`import hf_longctx` makes our models known to transformers' Auto classes and imports nothing heavy; everything else is
-imported when it is first used.
+`import hf_longctx` makes our models known to transformers' Auto classes; everything else is imported when it is first
+used.
 """
 
 import importlib

@@ -8,7 +8,6 @@ from __future__ import annotations
 import glob
 import gzip
 import re
-import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,8 +24,7 @@ SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 CONVERSATIONS = (("messages",), ("prompt", "completion"))  # columns, as TRL calls them
 SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
-MOST_REPEATED = 100  # times that the text of a gzip file may be larger; books are 3 times
-PATIENCE = 3.0  # seconds for an answer of the hub; five times as many for the first book of PG-19
+HUB_TIMEOUT_S = 3.0
 
 
 class Corpus(NamedTuple):
@@ -137,13 +135,12 @@ def open_source(source: str | None, part: str = "held_out", column: str = "text"
     column of a table has the text.
     """
     if source is None:
-        with suppress(Exception):  # no `datasets`, or no hub that answers in time: fall back to the standard library
-            import datasets  # noqa: F401 - a slow import, which must not count as waiting for the hub
+        with suppress(Exception):  # no `datasets`, or no hub that answers: fall back to the standard library
             from huggingface_hub import HfApi
 
             # one short request first: `datasets` retries a dead connection several times
-            _in_time(lambda: HfApi().dataset_info(PG19, timeout=PATIENCE), PATIENCE)
-            return PG19, _in_time(lambda: _filled(PG19, _dataset(PG19)), 5 * PATIENCE)
+            HfApi().dataset_info(PG19, timeout=HUB_TIMEOUT_S)
+            return PG19, _filled(PG19, _dataset(PG19))
         source = STDLIB
     if source == STDLIB:
         return f"Python language reference, {part.replace('_', '-')} part", iter([stdlib_text(part)])
@@ -182,7 +179,7 @@ def _read(path, column):
     if _suffix(path) in TABLES:
         return _texts(*_open_table(path), path, column)
     try:
-        content = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a whole gzip file ({error}); compress the text again.") from error
@@ -194,16 +191,6 @@ def _read(path, column):
     if "\0" in text:
         raise ValueError(f"{path} is a binary file, not text: it holds zero bytes. Give a text file.")
     return [text.replace("\r\n", "\n")]
-
-
-def _unpacked(path):
-    """Return what a gzip file holds; ValueError for one that only fills the memory."""
-    most = MOST_REPEATED * max(path.stat().st_size, 4096)
-    with gzip.open(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path} holds more than {MOST_REPEATED} times its size, as no text does.")
-    return content
 
 
 def _open_table(path) -> tuple[Any, list[str]]:
@@ -280,27 +267,6 @@ def _texts(rows, columns, name, column):
         return row[column]
 
     return map(text, rows)
-
-
-def _in_time(work, seconds):
-    """Return what `work()` returns, or raise TimeoutError after `seconds`.
-
-    The timeouts of the hub do not suffice: where a network drops packets, calls were seen to hang beyond them.
-    """
-    outcome = {}
-
-    def run():
-        try:
-            outcome["result"] = work()
-        except BaseException as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=run, daemon=True)  # a thread that hangs must not keep Python alive
-    thread.start()
-    thread.join(seconds)
-    if "result" in outcome:
-        return outcome["result"]
-    raise outcome.get("error") or TimeoutError(f"no answer within {seconds} seconds")
 
 
 def stdlib_text(part: str) -> str:

@@ -7,7 +7,7 @@ import time
 import warnings
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, pipeline, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from hf_longctx import cli
@@ -39,7 +39,9 @@ def main():
     curves, gates = out / "forgetting_curves.png", out / "gates.png"
 
     print("Two language models, trained alike on rows of 512 tokens: a Forgetting Transformer (FoX) and a Llama.")
-    run("The FoX writes", "generate", FOX, PROMPT, "--max-new-tokens", 60)
+    print("\nThe FoX writes:")
+    set_seed(0)
+    print(pipeline("text-generation", str(FOX))(PROMPT, max_new_tokens=60)[0]["generated_text"], flush=True)
     run("Its heads forget, each at its own pace", "gates", FOX, *text, "--output", gates)
     run("What the FoX remembers of a text", "curve", FOX, *measure, "--output", out / "fox")
     run("What the Llama remembers", "curve", LLAMA, *measure, "--output", out / "llama")

@@ -4,9 +4,13 @@
 #   PYTHON        interpreter to make it with (default: python3, 3.11 or newer)
 #   WHEEL         a wheel of this package, to install in place of the checkout
 #   EXTRA         one of the package's extras, e.g. "plot"
+#   VERSIONS      tested (default): the packages of constraints.txt
+#                 oldest: the same, except for constraints-oldest.txt
+#                 newest: the newest of everything, upgraded once a day
 #   REQUIREMENTS  a file of more packages (default: none)
 #
-# Where no NVIDIA GPU is found it takes PyTorch's CPU build, which saves gigabytes.
+# Without an NVIDIA GPU it takes PyTorch's CPU build, which saves gigabytes. PyPI's own PyTorch is a CUDA build, so
+# "newest" has the PyTorch of constraints.txt.
 
 python=${PYTHON:-python3}
 venv=${VENV:-.venv}
@@ -21,12 +25,29 @@ fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 # Whatever this depends on: when it changes, what is installed is brought up to date.
 depends_on=$(cat pyproject.toml scripts/constraints*.txt scripts/environment.sh ${REQUIREMENTS:-} | cksum)
+version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
+triton=(-c scripts/constraints-triton.txt)
+case ${VERSIONS:-tested} in
+tested) constraints=$(cat scripts/constraints.txt) ;;
+oldest)
+    names=$(sed -nE 's/^([a-z-]+)[=<].*/\1/p' scripts/constraints-oldest.txt | paste -sd '|')
+    constraints=$(cat scripts/constraints-oldest.txt && grep -vE "^($names)==" scripts/constraints.txt)
+    ;;
+newest)
+    constraints=torch==$version triton=()
+    package=(--upgrade --upgrade-strategy eager "${package[@]}")
+    depends_on="$depends_on $(date +%F)"
+    ;;
+*)
+    echo "error: VERSIONS must be tested, oldest or newest, got '$VERSIONS'." >&2
+    exit 1
+    ;;
+esac
 
 install() {
-    "$venv/bin/python" -m pip install -q -c scripts/constraints.txt "$@"
+    "$venv/bin/python" -m pip install -q -c "$venv/constraints.txt" "$@"
 }
 
-version=$(sed -n 's/^torch==//p' scripts/constraints.txt)
 install_torch() {
     if [ "$(uname -s)" = Linux ] && ! command -v nvidia-smi >/dev/null; then
         install "torch==$version+cpu" 2>/dev/null && return
@@ -44,10 +65,11 @@ fi
 installed="$venv/installed-$EXTRA"
 if [ "$(cat "$installed" 2>/dev/null)" != "$depends_on" ]; then
     echo "Installing into $venv (once) ..."
+    echo "$constraints" >"$venv/constraints.txt"
     install numpy hatchling editables
     python -c "import sys, torch; sys.exit(torch.__version__.split('+')[0] != '$version')" 2>/dev/null || install_torch
     if python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
-        install -c scripts/constraints-triton.txt --no-build-isolation "${package[@]}"
+        install "${triton[@]}" --no-build-isolation "${package[@]}"
     else # a CUDA build of PyTorch has brought the Triton that it was made with
         install --no-build-isolation "${package[@]}"
     fi

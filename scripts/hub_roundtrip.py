@@ -3,14 +3,11 @@
     python scripts/hub_roundtrip.py
 
 A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, the demo HMT and what it remembers of a text, an
-HMT around the FoX, a LoRA adapter, the metrics and the Space "How far does it remember?" are pushed. A second
-environment, without this package, loads them by HTTP, generates, compares the logits, scores predictions and, where
-gradio is installed, asks the Space; then it does so again offline. Where `kernels` and Triton are installed, the FoX
-also runs by a kernel of the Hub, in Triton's interpreter. The exit status is 0 if all logits are the same, and the
-server saw no unknown endpoint, no defect of its own, and no token at the blob host.
+HMT around the FoX, a LoRA adapter and the metrics are pushed. A second environment, without this package, loads them
+by HTTP, generates, compares the logits and scores predictions; then it does so again offline. The exit status is 0 if
+all logits are the same, and the server saw no unknown endpoint, no defect of its own, and no token at the blob host.
 """
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -84,52 +81,6 @@ print(loss.compute(predictions=[[-1.0, -0.5], [-2.0, -0.5]])["summary"])
 print(rope.compute(predictions=[1e4, 5e5], references=[8192, 8192], head_dim=128)["verdicts"])
 sys.exit(not same)
 """
-KERNEL = "alice/forgetting-attention"
-PUSH_KERNEL = """
-import sys
-from hf_longctx.hub import build_kernel, push
-
-for branch, bundle in build_kernel(sys.argv[1], backend="cpu").items():
-    print(push(bundle, sys.argv[1], repo_type="kernel", revision=branch).commit_url)
-"""
-LOAD_KERNEL = """
-import os
-import sys
-import torch
-from huggingface_hub import HfApi, snapshot_download
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
-
-kernel, logits = sys.argv[1], load_file("logits.safetensors")
-if os.environ.get("HF_HUB_OFFLINE") != "1":
-    commit = HfApi().repo_info(kernel, repo_type="kernel", revision="v1").sha
-    snapshot_download(kernel, repo_type="kernel", revision=commit)
-    open("kernel_commit", "w").write(commit)
-name = f"{kernel}@{open('kernel_commit').read()}"
-options = dict(attn_implementation=name, allow_all_kernels=True, trust_remote_code=True, dtype=torch.float32)
-fox = AutoModelForCausalLM.from_pretrained("alice/fox", **options).eval()
-with torch.no_grad():
-    difference = (fox(logits["ids"][:, :24]).logits - logits["fox"][:, :24]).abs().max() / logits["fox"].abs().max()
-print(f"fox by {name}: logits differ by {difference:.1e} of the largest")
-sys.exit(difference.item() > 1e-4)
-"""
-SPACE = """
-import shutil
-import subprocess
-import sys
-from gradio_client import Client
-from huggingface_hub import snapshot_download
-
-# a script that is a link, as in the cache, would look for its siblings beside the link's target
-space = shutil.copytree(snapshot_download("alice/how-far", repo_type="space"), "space", dirs_exist_ok=True)
-app = subprocess.Popen([sys.executable, "-u", "app.py"], cwd=space, stdout=subprocess.PIPE, text=True)
-try:
-    address = next(line.split()[-1] for line in app.stdout if "local URL" in line)
-    verdict, *_ = Client(address, verbose=False).predict(1e4, 128, 4096, "default", 1, 4096, api_name="/of_numbers")
-    print(verdict)
-finally:
-    app.terminate()
-"""
 
 
 def bare_python(folder):
@@ -143,7 +94,6 @@ def bare_python(folder):
 
 def main():
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "hub")]
-    from kernels_library import kernels_library
     from server import serve
 
     with tempfile.TemporaryDirectory() as temporary, serve(Path(temporary)) as hub:
@@ -180,35 +130,18 @@ def main():
         for name in METRICS:
             command = ("push-metric", name, f"alice/{name}")
             step(f"hf-longctx push-metric {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
-        command = ("push-space", "alice/how-far", "--examples", DEMO)
-        step("hf-longctx push-space", sys.executable, "-m", "hf_longctx", *command, **with_package)
         (work / "facts.txt").write_text(FACT)
         ours = (sys.executable, "-m", "hf_longctx")
         command = ("read", "alice/hmt", "facts.txt", "--output", "state.safetensors")
         step("hf-longctx read", *ours, *command, **with_package)
         step("hf-longctx push a memory", *ours, "push", "state.safetensors", "alice/memory", **with_package)
-        command = ("generate", "alice/hmt", QUESTION, "--state", "alice/memory", "--max-new-tokens", "1")
-        step("hf-longctx generate from it", *ours, *command, **with_package)
+        command = ("ask", "alice/hmt", "alice/memory@main", QUESTION, "--max-new-tokens", "1")
+        step("hf-longctx ask it", *ours, *command, **with_package)
         python = bare_python(Path(temporary, "python"))
         arguments = (PROMPT, f"{FACT} {QUESTION}", " ".join(MODELS), *METRICS)
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
         step("load, generate and score without hf_longctx", python, "-c", LOAD, *arguments)
         step("the same, offline", python, "-c", LOAD, *arguments, **offline)
-        library = kernels_library(Path(temporary, "library")) if importlib.util.find_spec("triton") else None
-        if library is not None:
-            interpreted = {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(library)}
-            step("push the kernel, for a CPU", sys.executable, "-c", PUSH_KERNEL, KERNEL, **with_package)
-            step("the FoX by that kernel", python, "-c", LOAD_KERNEL, KERNEL, **interpreted)
-            step("the same, offline", python, "-c", LOAD_KERNEL, KERNEL, **interpreted, **offline)
-        else:
-            print("\n== no kernel is pushed: kernels or triton is not installed")
-        if importlib.util.find_spec("gradio"):
-            # of gradio's client; kernels 0.17 makes an illegal header without telemetry
-            gradio = {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONSAFEPATH": ""}
-            step("ask the Space", python, "-c", SPACE, **gradio)
-            step("the same, offline", python, "-c", SPACE, **gradio, **offline)
-        else:
-            print("\n== the Space is not started: gradio is not installed")
         print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
         return bool(hub.problems())
 

@@ -10,7 +10,6 @@ the models that are there.
 """
 
 import argparse
-import contextlib
 import gzip
 import json
 import os
@@ -23,14 +22,13 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx import cli
 from hf_longctx.corpus import load_text
 from hf_longctx.fox.plot import plot_forget_gates
 from hf_longctx.metrics import Run, comparison_table, forgetting_curve, plot_comparison, position_loss, read_result
 from hf_longctx.training.data import TokenDataset, pack
 from hf_longctx.training.tokenizer import train_tokenizer
 
-from . import copy_data, demo_corpus
+from . import copy_data, demo_corpus, sample
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -142,9 +140,7 @@ def publish(stages, card):
 
 def measure(card):
     """Save a sample, losses and forgetting curve of the model in the folder of a card."""
-    command = ["generate", str(card.relative_to(ROOT)), PROMPT, "--max-new-tokens", "60", "--json"]
-    with (card / "sample.json").open("w") as sample, contextlib.redirect_stdout(sample):
-        cli.main(command)
+    sample.write(card, str(card.relative_to(ROOT)), PROMPT, max_new_tokens=60)
     model = AutoModelForCausalLM.from_pretrained(card, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(card)
     model.config._name_or_path = tokenizer.name_or_path = card.name

@@ -8,7 +8,6 @@ The HMT is asked on new texts, also with its recall forced to the right segment,
 Beside it stands what the proof found of a Llama with a window of the size that HMT sees at a time, trained alike.
 """
 
-import contextlib
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_longctx import cli
+from scripts import sample
 from scripts.bench import common
 from scripts.evidence.hmt_facts import COLOURS, NAMES
 from scripts.prove_hmt import CONTROLS, FACTS, READS, Recipe, Run, ask, run_of, trained
@@ -113,9 +112,7 @@ def main():
     }
     (CARD / "training.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     (CARD / "training.txt").write_text(f"{command}\n")
-    arguments = ["generate", str(CARD.relative_to(common.ROOT)), SAMPLE, "--max-new-tokens", "1", "--json"]
-    with (CARD / "sample.json").open("w") as sample, contextlib.redirect_stdout(sample):
-        cli.main(arguments)
+    sample.write(CARD, str(CARD.relative_to(common.ROOT)), SAMPLE, max_new_tokens=1)
     for row in result["rows"]:
         print(row)
 

@@ -3,7 +3,6 @@
 import gzip
 import json
 import sys
-import time
 import warnings
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from hf_longctx import corpus
 from hf_longctx.corpus import PG19, load_text, load_tokens, open_source, stdlib_text
 
 
@@ -49,20 +47,10 @@ def hub(monkeypatch):
     def dataset_info(api, name, timeout):
         if name not in on_hub:
             raise ConnectionError("no network")
-        if on_hub[name] is silent:
-            on_hub[name]()
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
     return on_hub
-
-
-awake = []
-
-
-def silent():
-    time.sleep(60)
-    awake.append("load_tokens waited for a silent hub")
 
 
 # -- sources
@@ -114,12 +102,6 @@ def test_compressed_text_and_byte_order_marks(tmp_path):
     (tmp_path / "b.tex").write_bytes("\ufeffthird".encode())
     assert load_text(str(tmp_path / "a.md.gz")) == "first\nsecond"
     assert load_text(str(tmp_path / "b.tex")) == "third"
-
-
-def test_a_gzip_file_that_would_fill_the_memory(tmp_path):
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a" * 10_000_000))
-    with pytest.raises(ValueError, match=r"a\.txt\.gz holds more than 100 times its size, as no text does"):
-        load_text(str(tmp_path / "a.txt.gz"))
 
 
 def test_tables_need_the_datasets_library(tmp_path, monkeypatch):
@@ -197,10 +179,6 @@ def test_default_with_a_hub(hub, monkeypatch):
     assert load_text() == stdlib_text("held_out")
 
 
-def hanging():
-    silent()
-
-
 def broken():
     def rows():
         raise OSError("reset by peer")
@@ -209,15 +187,11 @@ def broken():
     return {"test": stream(rows())}
 
 
-@pytest.mark.parametrize(
-    "trouble", [None, silent, hanging, broken], ids=["unreachable", "silent", "hanging", "broken"]
-)
+@pytest.mark.parametrize("trouble", [None, broken], ids=["unreachable", "broken"])
 def test_default_without_a_hub(hub, monkeypatch, trouble):
-    monkeypatch.setattr(corpus, "PATIENCE", 0.05)
     if trouble:
         hub[PG19] = trouble
     tokens, name = load_tokens(words_tokenizer([*WORDS, "the"]))
-    assert not awake
     assert name == "Python language reference, held-out part"
     assert len(tokens) > 1000
 

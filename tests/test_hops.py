@@ -15,10 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_longctx
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper, cli
+from hf_longctx.fox.compat_fox import CACHE
 from hf_longctx.metrics import forgetting_curve
 
 
 PACKAGE = str(Path(hf_longctx.__file__).parent) + os.sep
+BOTH_NAMES = pytest.mark.skipif(CACHE != "cache", reason="before transformers 5.24 two names take more functions")
 SIZES = dict(vocab_size=90, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 
 
@@ -71,12 +73,14 @@ def fox():
     return FoxForCausalLM(FoxConfig(**SIZES)).eval()
 
 
+@BOTH_NAMES
 @torch.no_grad()
 def test_a_layer_of_fox(fox, check):
     ids = torch.randint(3, 90, (1, 61))
     check(lambda: fox(ids, use_cache=False), functions=24, moves=20)
 
 
+@BOTH_NAMES
 @torch.no_grad()
 @pytest.mark.parametrize("segments, functions, moves", [(1, 36, 40), (2, 48, 72)])
 def test_segments_of_hmt(llama, check, segments, functions, moves):
@@ -99,6 +103,7 @@ def test_a_dry_run_of_push(fox, check, tmp_path, capsys, monkeypatch):
     check(lambda: cli.main(["push", str(tmp_path), "someone/fox", "--dry-run"]), functions=60, moves=170)
 
 
+@BOTH_NAMES
 def test_a_training_up_to_its_first_step(check, tmp_path, monkeypatch):
     """From the words of the command; the model's own functions are those of the walk of FoX."""
     pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
@@ -130,4 +135,4 @@ def test_a_training_up_to_its_first_step(check, tmp_path, monkeypatch):
         with pytest.raises(FirstStep):
             cli.main([*words, "--tokenizer", tokenizer, "--output_dir", str(tmp_path / str(next(folders)))])
 
-    check(walk, functions=120, moves=290)
+    check(walk, functions=121, moves=298)

@@ -29,9 +29,8 @@ PICTURES = {"matplotlib", "jinja2", "PIL"}
 
 
 def imports(path, inside_functions=True):
-    """(level, module, node) of every import statement in a file that runs: an annotation needs no import."""
+    """(level, module, node) of every import statement in a file, those for annotations included."""
     tree = ast.parse(path.read_text())
-    tree.body = [node for node in tree.body if ast.unparse(node).split(":")[0] != "if TYPE_CHECKING"]
     for node in ast.walk(tree) if inside_functions else tree.body:
         if isinstance(node, ast.ImportFrom):
             yield node.level, node.module or "", node

@@ -21,10 +21,10 @@ from . import shared
 
 
 NAMES = """
-    curve loss needle lines several compare rope report export lm-eval lm-eval-tasks
-    generate read ask serve gates gpu-check
+    curve loss needle lines compare rope report lm-eval lm-eval-tasks
+    read ask serve gates
     train finetune convert
-    card push push-metric push-space push-kernel register-metrics
+    push push-metric register-metrics
 """
 TRAINING = ("train", "finetune")
 COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}

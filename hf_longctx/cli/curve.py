@@ -72,11 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="reference: the paper's program, token for token (default); "
         "adaptive: measures only what its two lengths depend on",
     )
-    group.add_argument(
-        "--samples",
-        action="store_true",
-        help="keep which tokens of each passage were wrong, and draw OUTPUT_errors.png",
-    )
     group.add_argument("--confidence", type=float, metavar="P", help="of the adaptive protocol (default: 0.95)")
     measuring.add_train_length(group)
     run = measuring.add_run(parser, output="forgetting_curve")
@@ -176,7 +171,6 @@ def run(args: argparse.Namespace) -> None:
         id_range=args.id_range,
         protocol=args.protocol,
         confidence=confidence,
-        samples=args.samples,
         tokenizer=tokenizer,
         corpus_name=corpus and corpus.name,
         train_length=args.train_length,

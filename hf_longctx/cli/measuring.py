@@ -23,10 +23,8 @@ PICTURES = (".png", ".svg", ".pdf")
 OTHER_PICTURES = (".gif", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".eps", ".ps")
 # the least that an option may be, by its name in the namespace
 LEAST = {
-    **dict.fromkeys(
-        ("repeats", "sequences", "tokens_per_pass", "train_length", "context_length", "tokens", "chains", "hops"), 1
-    ),
-    **dict.fromkeys(("points", "depths", "needles"), 2),
+    **dict.fromkeys(("repeats", "sequences", "tokens_per_pass", "train_length", "context_length", "tokens"), 1),
+    **dict.fromkeys(("points", "depths"), 2),
 }
 
 
@@ -185,7 +183,7 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, int 
     join_processes()
     if args.endpoint is not None:
         tokenizer = shared.load_tokenizer(args)
-        reader = ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options)
+        reader = ServedModel(args.endpoint, vocab_size=len(tokenizer), **options)
         return tokenizer, reader.claimed_context, lambda: reader
     shared.choose_device(args.device)
     try:
@@ -277,9 +275,5 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
         with writing(picture):
             result.plot(picture, **options)
         print(f"wrote {picture}")
-        for name, draw in result.more_pictures().items():
-            further = picture.with_stem(f"{picture.stem}_{name}")
-            draw(further)
-            print(f"wrote {further}")
     if failure is not None:
         raise failure

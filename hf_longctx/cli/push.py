@@ -3,15 +3,21 @@
 DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
 so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files, links out of
 DIR, and what looks like a token or a path of one machine are refused. A README.md of your own is pushed as it is;
-without one, the card is written from the files (`hf-longctx card`). The token is that of `hf auth login`, or of the
-variable HF_TOKEN.
+without one, the card is written from the files: configuration, weights, results of `hf-longctx curve`, `loss` and so
+on, benchmarks, training.yaml and training_log.jsonl. Your words for it come from card_notes.md, whose sections become
+parts of the sections of the same name. --write-card writes it into DIR. The token is that of `hf auth login`, or of
+the variable HF_TOKEN.
+
+With --code-only, a push only updates the code in a repository, for a newer transformers; weights and card stay.
 
 A file in the place of DIR is that of `hf-longctx read`; its card names model, commit and text.
 
 Examples:
   hf-longctx push model alice/fox --dry-run
+  hf-longctx push model alice/fox --tag v1 --write-card
   hf-longctx push model alice/fox --private --verify
   hf-longctx push model alice/fox --tag v1
+  hf-longctx push model alice/fox --code-only
   hf-longctx push state.safetensors alice/a-novel --tag v1
 """
 
@@ -20,6 +26,16 @@ def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or a file of a memory")
     add_destination(parser)
     parser.add_argument(
+        "--code-only",
+        action="store_true",
+        help="replace only the code, its auto_map and its hashes; DIR is the model in REPO",
+    )
+    parser.add_argument(
+        "--write-card",
+        action="store_true",
+        help="write the card into DIR, say what it lacks, and send nothing; a README.md of your own stays",
+    )
+    parser.add_argument(
         "--verify",
         action="store_true",
         help="load the commit back in a process without hf-longctx, its code and that of its base included, and compare "
@@ -27,19 +43,16 @@ def add_arguments(parser):
     )
 
 
-def add_destination(parser, branch=True):
-    """Add the arguments that say where to push; branch and tag only if they can be chosen."""
+def add_destination(parser):
+    """Add the arguments that say where to push."""
     parser.add_argument(
         "repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if it does not exist"
     )
     parser.add_argument("--private", action="store_true", help="create a private repository")
-    if branch:
-        parser.add_argument(
-            "--revision", metavar="BRANCH", help="branch, which is created if it does not exist (default: main)"
-        )
-        parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
-    else:
-        parser.set_defaults(revision=None, tag=None)
+    parser.add_argument(
+        "--revision", metavar="BRANCH", help="branch, which is created if it does not exist (default: main)"
+    )
+    parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be pushed and removed, and send nothing"
@@ -49,20 +62,37 @@ def add_destination(parser, branch=True):
 def run(args):
     from pathlib import Path
 
-    from ..hub import build_bundle, build_state, check_destination, loading_lines, pin_base, verify_push, with_card
+    from ..hub import (
+        build_bundle,
+        build_state,
+        check_destination,
+        code_only,
+        loading_lines,
+        pin_base,
+        verify_push,
+        with_card,
+    )
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
     if Path(args.folder).is_file():
-        if args.verify:
-            raise ValueError("--verify loads models; a memory is compared with the weights when it is loaded.")
+        if args.verify or args.code_only or args.write_card:
+            raise ValueError(
+                "--verify, --code-only and --write-card are for models: a memory has no code, and its push makes its card. "
+                "Leave them out."
+            )
         commit = send(build_state(args.folder, args.repo, args.tag), args)
         if commit is not None:
-            print(f"hf-longctx generate MODEL PROMPT --state {args.repo}@{commit.oid}")
+            print(f"hf-longctx ask MODEL {args.repo}@{commit.oid} QUESTION")
         return
     bundle = build_bundle(args.folder)
-    if not args.dry_run:
-        bundle = pin_base(bundle)
-    bundle = with_card(bundle, args.repo, args.tag)
+    if args.write_card:
+        write_card(args.folder, bundle, with_card(bundle, args.repo, args.tag))
+        return
+    if args.code_only:
+        bundle = code_only(bundle, args.repo, args.revision)
+    else:
+        bundle = bundle if args.dry_run else pin_base(bundle)
+        bundle = with_card(bundle, args.repo, args.tag)
     commit = send(bundle, args)
     if commit is None:
         return
@@ -70,6 +100,23 @@ def run(args):
     if args.verify:
         contents = bundle.text("hf_longctx.json")
         print(verify_push(args.folder, contents, args.repo, commit.oid, bundle.auto_class))
+
+
+def write_card(folder, given, bundle):
+    """Write the card of a model, unless a person wrote it, and report what it lacks."""
+    from pathlib import Path
+
+    from ..hub import check, missing_fields
+
+    path = Path(folder, "README.md")
+    if bundle is given:
+        print(f"{path} was written by hand and stays; move its text to card_notes.md, and remove it, for a new card")
+    else:
+        path.write_text(bundle.text("README.md"), encoding="utf-8")
+        print(f"wrote {path}")
+    for line in missing_fields(bundle):
+        print(f"missing: {line}")
+    check(bundle)
 
 
 def send(bundle, args, repo_type="model"):
@@ -88,7 +135,7 @@ def send(bundle, args, repo_type="model"):
         if not args.dry_run:
             raise
         print(f"unknown which old files a push removes: {error}")
-    for line in missing_fields(bundle):
+    for line in () if bundle.code_only else missing_fields(bundle):
         print(f"missing: {line}")
     if args.dry_run:
         check(bundle)

@@ -1,6 +1,6 @@
 """Read a text into the memory of an HMT, once, and save what it remembers.
 
-Questions about the text then take as long as they are themselves: `hf-longctx generate MODEL QUESTION --state FILE`.
+Questions about the text then take as long as they are themselves: `hf-longctx ask MODEL FILE QUESTION`.
 Only the weights that read the text understand the file, and others refuse it. FILE is saved every minute, and the same
 command goes on from it. `hf-longctx push FILE NAMESPACE/NAME` shares it.
 

@@ -1,22 +1,19 @@
 """Who computes the attention: implementations of transformers, or Triton kernels that take the gates as they are.
 
-`attn_implementation="forgetting_triton"` is the kernels of triton_fox.py. The name of a repository of the Hub is the
-kernels in it, where kernel.py of the package tells what they are; both are used alike.
+`attn_implementation="forgetting_triton"` is the kernels of triton_fox.py.
 
 A mask function computes once per forward pass which keys the queries see, in one integer per query; an attention
 function runs the kernels for each layer. The gates of new keys are an argument. The gates of cached keys are folded
 into the keys (attention_fox.py): the decoding kernel reads them there, at the cost of a few bytes per key.
 """
 
-import inspect
 import math
-import re
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -27,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_fox import (
     GATE_PARTS,
     GATE_QUERY,
+    autocast_dtype,
     autocast_inputs,
     fold_keys,
     fold_queries,
@@ -40,7 +38,6 @@ from .masks_fox import MASKED, decay_along_paths
 from .state_fox import AttendingCache, CachedLayer
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
-    FOX_INTERFACE,
     attention_from_sums,
     is_decoding,
     needs_grad,
@@ -51,55 +48,58 @@ from .triton_fox import (
 
 
 NAME = "forgetting_triton"
+AUTO = "auto"
+# The rows times the length of a call from which "auto" takes our kernels. At 16,384 tokens they are the fastest on an
+# H200, in training and prefill; at 2048, the host takes longer to launch them than SDPA takes for the whole call.
+KERNEL_TOKENS = 16384
 # In bfloat16, queries and keys exceed the norm that QK-norm gives them by the rounding of norm, weight and rotation,
 # 2^-8 each, and the product of the weights is rounded once more.
 ROUNDING = 1.03
 
 
-class GatedKernels(NamedTuple):
-    """Functions that compute forgetting attention, of triton_fox.py or of a kernel of the Hub, of the same meaning."""
-
-    why_not: Callable
-    is_decoding: Callable
-    triton_attention: Callable
-    attention_from_sums: Callable
-    triton_decode: Callable
-
-
-# The implementations that take gates, by name.
-GATED = {NAME: GatedKernels(why_not, is_decoding, triton_attention, attention_from_sums, triton_decode)}
-
-
 def check_implementation(name, head_dim):
-    """Raise what keeps an attention implementation from computing a FoX; what transformers does not know, it refuses.
-
-    A kernel of the Hub, which transformers has loaded and registered under its name, of any repository and revision,
-    takes gates if it has a FOX_INTERFACE: its functions are called in place of those of triton_fox.py. One that
-    transformers wraps as FlashAttention is used as FlashAttention is.
+    """Raise what keeps our kernels from computing a FoX; transformers and `run_backend` refuse what they do not know.
 
     Raises:
-        ValueError: a kernel of the Hub computes something else, or has another interface.
         ImportError, NotImplementedError: Triton is missing, or heads are too large for the kernels.
     """
-    function = ALL_ATTENTION_FUNCTIONS.get(name)
-    if function not in (None, flash_attention_forward) and "/" in name:
-        kernel = inspect.getmodule(function)
-        interface = getattr(kernel, "FOX_INTERFACE", None)
-        if interface is None:
-            raise ValueError(
-                f"the kernel {name!r} does not compute forgetting attention: it has no FOX_INTERFACE. Choose another, or "
-                f"the model's own kernels: attn_implementation={NAME!r}."
-            )
-        if interface != FOX_INTERFACE:
-            raise ValueError(
-                f"the kernel {name!r} has interface {interface} of forgetting attention, and this model calls interface "
-                f"{FOX_INTERFACE}. That is in the branch of the number: "
-                f"attn_implementation={re.split('[@:]', name)[0] + f'@v{FOX_INTERFACE}'!r}. The model's own kernels "
-                f"always fit: attn_implementation={NAME!r}."
-            )
-        GATED[name] = GatedKernels(*(getattr(kernel, field) for field in GatedKernels._fields))
-    if name in GATED and (reason := GATED[name].why_not(head_dim)) is not None:
+    if name == NAME and (reason := why_not(head_dim)) is not None:
         raise reason
+
+
+def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=None) -> str:
+    """Return the implementation that `attn_implementation="auto"` stands for in one call.
+
+    These are our kernels for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that has them. Everything
+    else is "sdpa": decoding, dropout, transforms of torch.func, and padding within a `PrunedCache`.
+
+    Args:
+        config: the `FoxConfig`.
+        x: the embedded tokens, (B, T, hidden).
+        attention_mask, cache: those of the call, or None.
+    """
+    if x.device.type != "cuda" or config.forget_gate == "none" or x.shape[1] <= DECODE_ROWS:
+        return "sdpa"
+    if x.shape[0] * x.shape[1] < KERNEL_TOKENS or (config.attention_dropout > 0 and torch.is_grad_enabled()):
+        return "sdpa"
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return "sdpa"  # the kernels lack some derivatives
+    if isinstance(cache, AttendingCache) and attention_mask is not None and not attention_mask.all():
+        return "sdpa"
+    cannot = why_not(config.sizes.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
+    return NAME if cannot is None else "sdpa"
+
+
+def with_implementation(config, name: str) -> Any:
+    """Return a copy of a configuration with another attention implementation.
+
+    Attribute by attribute, as `torch.compile` of PyTorch 2.11 traces neither `copy.copy` nor an update of `__dict__`.
+    """
+    copy = object.__new__(type(config))
+    for key, value in config.__dict__.items():
+        object.__setattr__(copy, key, value)
+    object.__setattr__(copy, "_attn_implementation_internal", name)
+    return copy
 
 
 def forgetting_triton_mask(
@@ -190,9 +190,9 @@ def gates_in(module, key, heads):
     return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
 
 
-def refuse(kernels, module, query, mask, dropout, output_attentions):
+def refuse(module, query, mask, dropout, output_attentions):
     """Raise what keeps the kernels from computing a call; see `forgetting_triton_attention`."""
-    if (reason := kernels.why_not(module.head_dim, query.dtype, query.device)) is not None:
+    if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
         raise reason
     if dropout > 0:
         raise ValueError(
@@ -207,9 +207,7 @@ def refuse(kernels, module, query, mask, dropout, output_attentions):
         )
 
 
-def forgetting_triton_attention(
-    module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, kernels=GATED[NAME], **kwargs
-):
+def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
     """Run the kernels; an attention function: (B, H, T, D) in, (B, T, H, D) out, no attention weights.
 
     Args:
@@ -217,15 +215,14 @@ def forgetting_triton_attention(
         query, key, value: keys and values with those of the cache, of plain width or folded.
         attention_mask: result of `forgetting_triton_mask`.
         log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
-        kernels: the `GatedKernels`.
 
     Raises:
         ImportError, NotImplementedError, ValueError: the kernels cannot run on this device, dtype or head size;
             dropout or attention weights are requested; the mask is not from `forgetting_triton_mask`.
     """
-    refuse(kernels, module, query, attention_mask, dropout, kwargs.get("output_attentions"))
+    refuse(module, query, attention_mask, dropout, kwargs.get("output_attentions"))
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
-    decoding, end = kernels.is_decoding(query, key, value), visible.end
+    decoding, end = is_decoding(query, key, value), visible.end
     if isinstance(end, torch.Tensor) and not decoding:
         end = int(end)
     if not isinstance(end, torch.Tensor):
@@ -240,13 +237,13 @@ def forgetting_triton_attention(
         log_f = log_f.repeat_interleave(heads // log_f.shape[1], dim=1)
         bound = None if largest is None else bound_scale * largest
         options = dict(scale=scaling, log_pruning_tolerance=tolerance, logit_bound=bound)
-        return kernels.triton_attention(q, k, v, log_f, visible, **options).transpose(1, 2), None
+        return triton_attention(q, k, v, log_f, visible, **options).transpose(1, 2), None
 
     q, k, v, key = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, key))
     gates, gate_scale = gates_in(module, key, heads), -GATE_QUERY * scaling
     if decoding:
         bounds = visible.key_start, end, scaling, tolerance, largest, bound_scale
-        o = kernels.triton_decode(q, k, v, gates, gate_scale, *bounds)
+        o = triton_decode(q, k, v, gates, gate_scale, *bounds)
     else:
         c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
         if visible.token_mask is not None:
@@ -254,7 +251,7 @@ def forgetting_triton_attention(
         k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
         stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
         bound = None if largest is None else bound_scale * largest
-        o, _ = kernels.attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
+        o, _ = attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
     return visible.unsort_queries(o).transpose(1, 2), None
 
 
@@ -323,7 +320,7 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
     if past is not None:
         c = c + past.decay(c)
     name = call.implementation or module.config._attn_implementation
-    if name not in GATED:  # which read the decay from the keys by themselves
+    if name != NAME:  # which reads the decay from the keys by itself
         q = fold_queries(q, c, module.scaling, module.gates_per_key)
     k = fold_keys(k, c, module.scaling)
     if past is not None or name not in OWN_WIDTH:
@@ -367,14 +364,14 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
         if past is not None and call.in_place and past.can_append_token(k):
             q, k, v = past.append_token(q, k, v, log_f)
             return run_backend(name, module, q, k, v, call.mask, **kwargs)
-        if name not in GATED or past is not None:
+        if name != NAME or past is not None:
             q, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
     if past is not None:
         k, v = past.append(k, v)
     # FlashAttention finds packed sequences in the position ids
     kwargs |= dict(position_ids=call.position_ids, **call.flash)
-    if name in GATED:
-        kwargs |= dict(log_f=log_f, kernels=GATED[name])
+    if name == NAME:
+        kwargs["log_f"] = log_f
     return run_backend(name, module, q, k, v, call.mask, None if past is None else past.cache, **kwargs)
 
 
@@ -398,14 +395,14 @@ def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
     Raises:
         ValueError: the implementation may not compute forgetting attention exactly.
     """
-    if name in GATED:
+    if name == NAME:
         attention_function = forgetting_triton_attention
     elif name in ATTENTION_BACKENDS or ALL_ATTENTION_FUNCTIONS.get(name) is flash_attention_forward:
         attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
     else:
         raise ValueError(
             f"attention implementation {name!r} is not known to compute forgetting attention exactly; choose one of "
-            f"{(*ATTENTION_BACKENDS, *GATED)}: model.set_attn_implementation('sdpa')."
+            f"{(*ATTENTION_BACKENDS, NAME)}: model.set_attn_implementation('sdpa')."
         )
     if attention_function is flash_attention_forward and name not in EXACT_FLASH and needs_grad(q, k, v):
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 32)) for x in (q, k, v))

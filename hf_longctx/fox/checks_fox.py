@@ -15,6 +15,7 @@ from transformers.utils import TransformersKwargs
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, folded_width
 from .call_fox import is_exporting
+from .compat_fox import check_unknown
 
 
 NO_QUANTIZED_CACHE = (
@@ -22,21 +23,17 @@ NO_QUANTIZED_CACHE = (
     "them. Leave cache_implementation out, or use 'static' or 'offloaded'."
 )
 # What a call of the model may name. transformers passes on whatever else it is given.
-NAMES = {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels", "use_cache"}
-NAMES |= {"logits_to_keep", *TransformersKwargs.__annotations__}
+NAMES = {"input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache"}
+NAMES |= {"past_key_values", "logits_to_keep", *TransformersKwargs.__annotations__}
 PART_OF_A_ROW = (
     "a part of a row which context or sequence parallelism has split, where the gates of one part would not fade the keys "
     "of the parts before, so FoX refuses it. Use `hf-longctx train --sequence-parallel N`, or another parallelism."
 )
 
 
-def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values, shard, kwargs: dict) -> None:
+def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs: dict) -> None:
     """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_call`."""
-    if (
-        past_key_values is not None
-        and is_exporting()
-        and any(hasattr(layer, "max_cache_len") for layer in past_key_values.layers)
-    ):
+    if cache is not None and is_exporting() and any(hasattr(layer, "max_cache_len") for layer in cache.layers):
         raise NotImplementedError(
             "FoX cannot be exported with a static cache: exporters make its keys too narrow for the decay and leave the "
             "token shift out. Export with a DynamicCache, as export_for_generation of transformers.exporters does, or without a "
@@ -47,6 +44,7 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
     for name in kwargs.keys() - NAMES:
         if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             raise ValueError(f"{name!r} is not an argument of this model; {closest[0]!r} is.")
+        check_unknown(name, kwargs[name])
     if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
         raise ValueError(
             "is_causal=False; the gates of a FoX forget the past, so its attention is causal. Leave it out."
@@ -55,7 +53,7 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
         package = getattr(function, "__module__", None) or ""
         if package.startswith(("torch.distributed", "deepspeed")):
             raise ValueError(f"{package} has replaced the attention: each process has {PART_OF_A_ROW}")
-    if shard is not None and (attention_mask is not None or past_key_values is not None):
+    if shard is not None and (attention_mask is not None or cache is not None):
         raise ValueError(
             "rows that several processes share take no attention_mask and no cache. Padding at the end of a row needs no "
             "mask, only labels of -100."
@@ -67,8 +65,8 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, past_key_val
         )
     batch, length = inputs_embeds.shape[:2]
     if position_ids is not None:
-        check_positions(position_ids, batch, length, alone=attention_mask is None and past_key_values is None)
-    cached = 0 if past_key_values is None else check_cache(config, past_key_values, batch, inputs_embeds.device)
+        check_positions(position_ids, batch, length, alone=attention_mask is None and cache is None)
+    cached = 0 if cache is None else check_cache(config, cache, batch, inputs_embeds.device)
     if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
         check_mask(attention_mask, batch, length, cached)
 

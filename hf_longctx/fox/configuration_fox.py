@@ -10,6 +10,8 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from .versions_fox import REPAIR  # noqa: F401 - the import warns where transformers is newer
+
 
 FORMAT_VERSION = 1
 FORGET_GATES = ("full", "bias_only", "fixed", "none")
@@ -77,7 +79,7 @@ class FoxConfig(PreTrainedConfig):
     """
 
     model_type = "fox"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     default_theta = 500_000.0
     # Tensor parallelism splits every layer by heads. `_tp_plan` drops the rules of modules that a model does not have.
     base_model_tp_plan = {

@@ -5,6 +5,7 @@ The layout of an implementation is one table of names, read in both directions. 
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -241,7 +242,10 @@ def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict
     """Build a FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
     conversion = Conversion.to_fox(config, modules)
     conversion.check({name: tensor.shape for name, tensor in state_dict.items()}, row_reader(state_dict))
-    dtype = widest(state_dict[name].dtype for name in conversion.inputs)
+    pieces = [
+        pieces for name, (_, pieces) in conversion.outputs.items() if "f_proj" not in name
+    ]  # float32 in any model
+    dtype = widest(state_dict[name].dtype for name, _, _ in itertools.chain(*pieces))
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     tensors = {name: conversion.make(name, row_reader(state_dict)) for name in conversion.outputs}

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from .backend_fox import GATED, NAME
+from .backend_fox import NAME
 from .call_fox import Call, Shard
 from .checks_fox import check_borders, check_call, check_restarts
 from .masks_fox import read_tree_mask
@@ -27,7 +27,7 @@ def read_call(
     inputs_embeds: torch.Tensor,
     attention_mask: torch.Tensor | dict | None,
     position_ids: torch.Tensor | None,
-    past_key_values,
+    cache,
     shard: Shard | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
@@ -41,7 +41,7 @@ def read_call(
         attention_mask: (B, past + T), a mask of four dimensions as in masks_fox.py, the result of
             `create_masks_for_generate`, or None.
         position_ids: (1 or B, T) or None.
-        past_key_values: a `Cache` or None.
+        cache: a `Cache` or None.
         shard: the part of each row that `inputs_embeds` is, or None.
         cu_seq_lens_q, seq_idx: borders of packed sequences, as in `find_sequences`.
         kwargs: what other parts of the model take.
@@ -53,7 +53,7 @@ def read_call(
     """
     if shard is not None:  # only the shape of the whole rows is used
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
-    check_call(config, inputs_embeds, attention_mask, position_ids, past_key_values, shard, kwargs)
+    check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs)
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
     token_mask = sequences = predecessor = visible = None
     name = config._attn_implementation
@@ -61,22 +61,22 @@ def read_call(
         (name, mask), (_, token_mask) = attention_mask.items()
     elif attention_mask is not None and attention_mask.ndim == 4:
         mask = attention_mask
-        visible, predecessor = read_tree_mask(config, attention_mask, batch, length, past_key_values)
+        visible, predecessor = read_tree_mask(config, attention_mask, batch, length, cache)
     else:
         if attention_mask is not None:
             token_mask = read_token_mask(attention_mask, length)
         borders = position_ids, cu_seq_lens_q, seq_idx
-        if borders != (None, None, None) and (past_key_values is None or not torch.compiler.is_compiling()):
+        if borders != (None, None, None) and (cache is None or not torch.compiler.is_compiling()):
             sequences = find_sequences(batch, length, device, token_mask, *borders)
         if sequences is not None:
-            if token_mask is not None or past_key_values is not None:
+            if token_mask is not None or cache is not None:
                 raise ValueError(
                     "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says "
                     "so), which a cache cannot tell apart, and whose attention_mask may not hide tokens. Leave "
-                    "past_key_values and attention_mask out: padding after the documents needs only labels of -100."
+                    "cache and attention_mask out: padding after the documents needs only labels of -100."
                 )
-            attention_mask = past_key_values = None  # at most ones, and an empty cache while compiling
-        mask = create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, sequences)
+            attention_mask = cache = None  # at most ones, and an empty cache while compiling
+        mask = create_attention_mask(config, inputs_embeds, attention_mask, cache, sequences)
 
     if config.k_shift or config.v_shift:
         if token_mask is not None:  # the last real token before each one
@@ -94,10 +94,10 @@ def read_call(
     if position_ids is None:
         position_ids = sequences
     in_place = False
-    if past_key_values is not None and token_mask is None and visible is None and shard is None and name not in GATED:
-        in_place = appends_in_place(past_key_values, inputs_embeds)
+    if cache is not None and token_mask is None and visible is None and shard is None and name != NAME:
+        in_place = appends_in_place(cache, inputs_embeds)
     if position_ids is None:
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        cached = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(length, device=device) + cached).unsqueeze(0)
     return Call(mask, token_mask, position_ids, sequences, predecessor, visible, flash, shard, name, in_place)
 
@@ -125,25 +125,10 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
     return None if not torch.compiler.is_compiling() and token_mask.all() else token_mask
 
 
-def with_implementation(config, name: str) -> Any:
-    """Return a copy of a configuration with another attention implementation.
-
-    Attribute by attribute, as `torch.compile` of PyTorch 2.11 traces neither `copy.copy` nor an update of `__dict__`.
-    """
-    copy = object.__new__(type(config))
-    for key, value in config.__dict__.items():
-        object.__setattr__(copy, key, value)
-    object.__setattr__(copy, "_attn_implementation_internal", name)
-    return copy
-
-
-def create_attention_mask(config, inputs_embeds, attention_mask, past_key_values, position_ids=None) -> Any:
+def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_ids=None) -> Any:
     """Return who sees whom, in the form that the attention implementation of the config takes."""
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    if config._attn_implementation in GATED and config._attn_implementation != NAME:
-        # the mask under the name of a kernel of the Hub is that of other models
-        config = with_implementation(config, NAME)
-    return create(config, inputs_embeds, attention_mask, past_key_values, position_ids=position_ids)
+    return create(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
 
 
 def find_sequences(

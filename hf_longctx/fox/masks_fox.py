@@ -17,9 +17,7 @@ from .state_fox import AttendingCache
 MASKED = -1e4
 
 
-def read_tree_mask(
-    config, mask: torch.Tensor, batch: int, length: int, past_key_values
-) -> tuple[torch.Tensor, torch.Tensor]:
+def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -> tuple[torch.Tensor, torch.Tensor]:
     """Check a mask of four dimensions, and find the token before each token. While compiling, values are not checked.
 
     Args:
@@ -27,7 +25,7 @@ def read_tree_mask(
         mask: (1 or B, 1, T, keys): boolean, True for what is seen, or floating, 0 for what is seen and a minimum for
             the rest. `keys` are those in the cache after this call, free slots of a static cache included.
         batch, length: B and T.
-        past_key_values: a `Cache` or None.
+        cache: a `Cache` or None.
 
     Returns:
         the mask as booleans; and (1 or B, T), the last token that each token sees before itself, counted from the last
@@ -38,14 +36,14 @@ def read_tree_mask(
             the model has a token shift and the token before a new one is a cached token but not the last.
         NotImplementedError: the cache is a `PrunedCache`.
     """
-    if isinstance(past_key_values, AttendingCache):
+    if isinstance(cache, AttendingCache):
         raise NotImplementedError(
-            f"a {type(past_key_values).__name__} has dropped tokens by the gates of all tokens, so it cannot follow an "
+            f"a {type(cache).__name__} has dropped tokens by the gates of all tokens, so it cannot follow an "
             "attention_mask of four dimensions. Use DynamicCache(config=model.config)."
         )
     cached, keys, offset = 0, length, 0
-    if past_key_values is not None:
-        cached, (keys, offset) = past_key_values.get_seq_length(), past_key_values.get_mask_sizes(length, 0)
+    if cache is not None:
+        cached, (keys, offset) = cache.get_seq_length(), cache.get_mask_sizes(length, 0)
     if tuple(mask.shape) not in ((batch, 1, length, keys), (1, 1, length, keys)):
         raise ValueError(
             f"attention_mask is {tuple(mask.shape)}; with four dimensions it must be {(batch, 1, length, keys)}: for each "

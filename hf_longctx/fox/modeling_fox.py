@@ -32,21 +32,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
-from transformers.utils.versions import require_version
 
 from .attention_fox import CLOSED_GATE, folded_width
-from .backend_fox import attend, check_implementation
+from .backend_fox import AUTO, attend, check_implementation, choose_implementation, with_implementation
 from .call_fox import PLAIN_CALL, Call, Shard
 from .checks_fox import NO_QUANTIZED_CACHE
+from .compat_fox import CACHE, accept_both_names, adapt
 from .configuration_fox import FoxConfig
 from .inputs_fox import can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
-from .paged_fox import ContinuousBatching, paged_hidden_states
-from .selection_fox import AUTO, configure_attention, make_case, rank, with_length
+from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
 from .state_fox import CachedLayer, keep_token_shift, previous_tokens
-
-
-require_version("transformers>=5.15.0", "FoX is tested from there on: pip install -U transformers")
 
 
 @lru_cache(maxsize=8)
@@ -110,11 +106,12 @@ class FoxForgetGate(nn.Module):
         heads = config.sizes.num_key_value_heads if config.forget_gate_per_kv_head else config.num_attention_heads
         self.kind = config.forget_gate
         if self.kind == "full":
-            self.weight = nn.Parameter(torch.empty(heads, config.hidden_size))
+            self.weight = nn.Parameter(torch.empty(heads, config.hidden_size, dtype=torch.float32))
+        bias = torch.empty(heads, dtype=torch.float32)
         if self.kind == "fixed":
-            self.register_buffer("bias", torch.empty(heads))
+            self.register_buffer("bias", bias)
         else:
-            self.bias = nn.Parameter(torch.empty(heads))
+            self.bias = nn.Parameter(bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.bias.float()
@@ -175,16 +172,17 @@ class FoxAttention(nn.Module):
         self.g_proj = nn.Linear(hidden_size, q_size, bias=False) if config.output_gate else None
         self.g_act = ACT2FN[config.output_gate] if config.output_gate else nn.Identity()
 
+    @accept_both_names
     def forward(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         call: Call = PLAIN_CALL,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = hidden_states
-        past = None if past_key_values is None else CachedLayer(self, past_key_values, x.device)
+        past = None if cache is None else CachedLayer(self, cache, x.device)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.k_shift_proj is not None or self.v_shift_proj is not None:
             k, v = self.token_shift(x, k, v, call, past)  # (B, T, Hkv, D)
@@ -259,7 +257,7 @@ class FoxPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["FoxDecoderLayer"]
-    _skip_keys_device_placement = ["past_key_values"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
     _keep_in_fp32_modules_strict = ["f_proj"]
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -289,30 +287,9 @@ class FoxPreTrainedModel(PreTrainedModel):
         check_implementation(requested_attention, self.config.head_dim)
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation, *args, **kwargs):
-        """Load a kernel of the Hub, as transformers does here; raise if it does not compute forgetting attention."""
-        name = super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-        check_implementation(name, self.config.head_dim)
-        return name
-
-    def rank_attention(self, tokens: int, training: bool, dtype: torch.dtype, device: torch.device | str) -> list[str]:
-        """Return the attention implementations that compute this model right on a GPU, the fastest first.
-
-        `attn_implementation="auto"` takes the first of them that a call allows. Measured once for each machine.
-
-        Args:
-            tokens: the length of a row.
-            training: with gradients; else prefill.
-            dtype: of queries and keys, that of autocast in training.
-
-        Raises:
-            RuntimeError: none of them is right.
-        """
-        case = make_case(self.config, dtype, "training" if training else "prefill")
-        return rank(with_length(case, tokens), self.config, FoxAttention, torch.device(device))
-
     @staticmethod
-    def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, position_ids=None, **kwargs):
+    @accept_both_names
+    def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
         """Return all that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real.
 
         Who sees whom is under the name of the implementation, which `attn_implementation="auto"` chooses here. A mask
@@ -321,10 +298,10 @@ class FoxPreTrainedModel(PreTrainedModel):
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
         if config._attn_implementation == AUTO:
-            config = configure_attention(config, FoxAttention, inputs_embeds, attention_mask, past_key_values)
+            config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
         return {
             config._attn_implementation: create_attention_mask(
-                config, inputs_embeds, attention_mask, past_key_values, position_ids
+                config, inputs_embeds, attention_mask, cache, position_ids
             ),
             "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1]),
         }
@@ -361,6 +338,7 @@ class FoxModel(FoxPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @accept_both_names
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -368,7 +346,7 @@ class FoxModel(FoxPreTrainedModel):
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
         shard: Shard | None = None,
@@ -383,7 +361,7 @@ class FoxModel(FoxPreTrainedModel):
                 Default None: every token is real.
             position_ids: (1 or B, T), for RoPE; where they start again, a packed document begins. Default None: they
                 count from the cached tokens on.
-            past_key_values: a `Cache`, which grows by this call.
+            cache: a `Cache`, which grows by this call.
             use_cache: make a cache and return it; never while gradients are recorded in training.
             shard: a `Shard`; the tokens are then its part of each row, and `position_ids` those of whole rows.
             kwargs: `cu_seq_lens_q` or `seq_idx`, the borders of packed documents, and what transformers passes on.
@@ -403,22 +381,22 @@ class FoxModel(FoxPreTrainedModel):
                     "this model?"
                 ) from None
         assert inputs_embeds is not None
-        if "cache" in kwargs:  # continuous batching, for which transformers has prepared everything
-            hidden_states = paged_hidden_states(self, inputs_embeds, attention_mask, position_ids, **kwargs)
+        if not isinstance(cache, Cache | None) and has_pages(
+            cache
+        ):  # continuous batching, for which transformers has prepared everything
+            hidden_states = paged_hidden_states(self, inputs_embeds, attention_mask, position_ids, cache, **kwargs)
             return BaseModelOutputWithPast(last_hidden_state=hidden_states)
         if shard is not None or (self.training and torch.is_grad_enabled()):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
         config = self.config
-        if config._attn_implementation == AUTO and not isinstance(
-            attention_mask, dict
-        ):  # which was made for its choice
-            config = configure_attention(config, FoxAttention, inputs_embeds, attention_mask, past_key_values)
-        call = read_call(config, inputs_embeds, attention_mask, position_ids, past_key_values, shard=shard, **kwargs)
-        if use_cache and past_key_values is None and can_be_cached(call):
-            past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None:
-            keep_token_shift(past_key_values)
+        if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # made for what was chosen
+            config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
+        call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
+        if use_cache and cache is None and can_be_cached(call):
+            cache = DynamicCache(config=self.config)
+        if cache is not None:
+            keep_token_shift(cache)
         hidden_states = inputs_embeds
         positions = call.position_ids
         if shard is not None and positions is not None:
@@ -429,11 +407,12 @@ class FoxModel(FoxPreTrainedModel):
                 hidden_states,
                 position_embeddings=position_embeddings,
                 call=call,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
+                **{CACHE: cache},  # gradient checkpointing leaves it out by its name
                 **kwargs,
             )
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
+        hidden_states = self.norm(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE: cache})  # ty: ignore[invalid-argument-type]
 
 
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
@@ -469,6 +448,8 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # ty: ignore[invalid-assignment] as in LlamaForCausalLM
     _fsdp_plan = {"lm_head": "keep_full_weight"}
 
+    generate = adapt(GenerationMixin.generate)
+
     def __init__(self, config: FoxConfig):
         super().__init__(config)
         self.model = FoxModel(config)
@@ -495,13 +476,14 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         prepare: Any = super()._prepare_cache_for_generation  # a method of a protocol
         return prepare(generation_config, *args, **kwargs)
 
+    @accept_both_names
     @can_return_tuple
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
@@ -512,7 +494,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         """Return the logits of the next token, and with labels the loss.
 
         Args:
-            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache: as in `FoxModel`.
+            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache: as in `FoxModel`.
             labels: (B, T), int64, the token ids themselves, shifted here; -100 is not scored.
             logits_to_keep: the positions that have logits, as in `keep_positions`. Default 0: all.
             skip_logits: with labels, make the loss piece by piece and return no logits, if the head allows it.
@@ -528,7 +510,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,
@@ -553,9 +535,9 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            **{CACHE: outputs.cache},
         )
 
 
@@ -572,13 +554,19 @@ class FoxHead(FoxPreTrainedModel):
 class FoxForSequenceClassification(GenericForSequenceClassification, FoxHead):
     """FoX with a linear head on the last real token of each row."""
 
+    forward = adapt(GenericForSequenceClassification.forward)
+
 
 class FoxForTokenClassification(GenericForTokenClassification, FoxHead):
     """FoX with a linear head on every token."""
 
+    forward = adapt(GenericForTokenClassification.forward)
+
 
 class FoxForQuestionAnswering(GenericForQuestionAnswering, FoxHead):
     """FoX with heads for the start and the end of an answer."""
+
+    forward = adapt(GenericForQuestionAnswering.forward)
 
 
 __all__ = [

@@ -19,7 +19,15 @@ from .backend_fox import run_backend
 from .masks_fox import MASKED
 
 
-def paged_hidden_states(model, hidden_states, attention_mask, position_ids, **kwargs) -> torch.Tensor:
+def has_pages(cache) -> bool:
+    """Return whether a cache that is not a `Cache` is that of continuous batching."""
+    # imported here because it takes as long as importing all of FoX
+    from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+    return isinstance(cache, PagedAttentionCache)
+
+
+def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
     """Return the final hidden states of a `FoxModel` in continuous batching, (1, T, hidden), from embedded tokens.
 
     Args:
@@ -27,12 +35,13 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, **kw
         hidden_states: (1, T, hidden): the new tokens of all requests, one request after another.
         attention_mask: (1, 1, T, all), additive, of all requests.
         position_ids: (1, T).
-        kwargs: the pages, and where tokens lie in them, as transformers passes them to attention functions.
+        cache: the pages.
+        kwargs: where tokens lie in the pages, as transformers passes them to attention functions.
     """
     x, mask = hidden_states, attention_mask > MASKED  # boolean, because a decay can exceed the minimum of float16
     position_embeddings = None if model.rotary_emb is None else model.rotary_emb(x, position_ids)
     for layer in model.layers:
-        x = x + paged_attention(layer.self_attn, layer.input_layernorm(x), position_embeddings, mask, **kwargs)
+        x = x + paged_attention(layer.self_attn, layer.input_layernorm(x), position_embeddings, mask, cache, **kwargs)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
     return model.norm(x)
 

@@ -128,7 +128,7 @@ def head_maps(
     recorder = _MapRecorder(config, dict.fromkeys(layers, heads), block)
     base = getattr(model, model.base_model_prefix, model)  # without the logits
     training = model.training
-    base.eval()(input_ids, past_key_values=recorder, use_cache=True)
+    base.eval()(input_ids, cache=recorder, use_cache=True)
     model.train(training)
     return [recorder.maps[layer, head] for layer in layers for head in heads]
 

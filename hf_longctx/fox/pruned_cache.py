@@ -40,7 +40,6 @@ from torch import nn
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
-from .alibi import AlibiAttention
 from .attention_fox import fold_keys, folded_width, unfold_decay
 from .backend_fox import ROUNDING, logit_bound_of_norms
 from .modeling_fox import FoxDecoderLayer
@@ -352,15 +351,14 @@ class PrunedCache(AttendingCache):
     """A growing cache that drops the tokens which a FoX has faded. The theorem is at the top of this file.
 
         cache = PrunedCache(model, tolerance=1e-4)
-        model.generate(**inputs, past_key_values=cache)
+        model.generate(**inputs, cache=cache)
         cache.dropped
 
     Beam search works, and the cache can be cropped back to the last pruning. A long prompt is pruned while it is read
     if it is read in chunks, `generate(..., prefill_chunk_size=1024)`; otherwise the first generated token prunes it.
 
     Args:
-        model: the FoX, or the BLOOM or MPT after `gate_alibi`, that will use the cache, with or without a head. The
-            cache keeps its sizes and bounds only.
+        model: the FoX that will use the cache, with or without a head. The cache keeps its sizes and bounds only.
         tolerance: attention weight that a query may lose per layer and head, at least 0 and below 1. 0 drops nothing.
             Default: e^log_pruning_tolerance of the model's configuration, 4.5e-5 unless it says otherwise.
         logit_bound: "weights", for a bound that holds for every input, or "observed", the choice for models without
@@ -376,13 +374,12 @@ class PrunedCache(AttendingCache):
     def __init__(self, model, tolerance: float | None = None, logit_bound: str = "weights", prune_every: int = 256):
         modules = list(model.modules()) if isinstance(model, nn.Module) else []
         decoder_layers = [module for module in modules if isinstance(module, FoxDecoderLayer)]
-        attentions: list = [layer.self_attn for layer in decoder_layers]
-        attentions += [module for module in modules if isinstance(module, AlibiAttention)]
-        if not attentions:
+        if not decoder_layers:
             raise ValueError(
                 f"{type(model).__name__} is not a FoX of hf_longctx, whose forget gates a PrunedCache needs. Use "
-                "DynamicCache, load a FoX after `import hf_longctx`, or give a BLOOM or MPT to gate_alibi first."
+                "DynamicCache, or load a FoX after `import hf_longctx`."
             )
+        attentions = [layer.self_attn for layer in decoder_layers]
         config = attentions[0].config
         if config.forget_gate == "none":
             raise ValueError(
@@ -404,17 +401,10 @@ class PrunedCache(AttendingCache):
             raise ValueError(f"tolerance is {tolerance!r}; it is a share of attention weight, at least 0 and below 1.")
         if logit_bound not in ("weights", "observed"):
             raise ValueError(f'logit_bound is {logit_bound!r}; it must be "weights" or "observed".')
-        if logit_bound == "weights" and not decoder_layers:
-            raise ValueError(
-                f"the weights of a {type(model).__name__}, which has no QK-norm, bound no logits that matter. Use "
-                'logit_bound="observed".'
-            )
         if not (isinstance(prune_every, int) and prune_every >= 1):
             raise ValueError(f"prune_every is {prune_every!r}; it must be a number of tokens, at least 1.")
         layer_class = PrunedHybridLayer if config.k_shift or config.v_shift else PrunedLayer
-        bounds = [None] * len(attentions)
-        if logit_bound == "weights":
-            bounds = [logit_bound_of_weights(layer) for layer in decoder_layers]
+        bounds = [logit_bound_of_weights(layer) if logit_bound == "weights" else None for layer in decoder_layers]
         super().__init__(layers=[layer_class(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
 
     @property

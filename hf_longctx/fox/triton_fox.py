@@ -36,9 +36,6 @@ from .key_ranges_fox import (
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
 
 
-# Of `why_not`, `is_decoding` and the three functions below, which a FoX calls here or in a kernel of the Hub: a change
-# of their arguments or meaning raises the number, which is the kernel's version there.
-FOX_INTERFACE = 1
 MAX_HEAD_DIM = 256
 MASKED_KEYS = 32  # at a time, in the blocks of keys that not all of a program's queries see
 SUM_TILE = Tile(1024, 128, 4, 1)  # of a running sum: numbers of a chunk, and chunks before it that are added at once
@@ -275,7 +272,6 @@ def _is_plain(x: torch.Tensor) -> bool:
 
 if triton is not None:
     # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
-    # For a kernel of the Hub, it is the identifier in its metadata.
     _SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
     _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? key_start, Tensor? query_end"
 

@@ -17,11 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .compat_hmt import cache_name
+
 
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
+_FADING_KEYS = ("fox",)  # know how much stands between a key and a query, whatever their position ids are
 # Layers whose cache several tokens can continue under an attention mask. "hybrid": FoX, whose token shift minds
 # padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
@@ -82,12 +86,14 @@ class Backbone:
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
         self._has_dynamic_cache = (
-            "past_key_values" in self.forward_arguments
+            cache_name(type(model)) is not None
             and not self.stateful
             and getattr(model, "_supports_default_dynamic_cache", bool)()  # of models that generate
             and layers <= _CONTINUED_LAYERS
         )
         self._continues = {}  # by what decides it
+        self._counts_from_0: bool | None = None  # None: not probed yet
+        self._hides: bool | None = None
         # None: not probed yet. RWKV changes its weights in place where a probe would set it to eval.
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
         self._check_causal(embedding.weight.device)
@@ -145,27 +151,141 @@ class Backbone:
     def cuts(self, positions: int) -> bool:
         """Say whether a cache of up to so many positions can lose its last one, and get another one in front.
 
-        So it is with keys and values of all positions; not with recurrent states, or with windows that slide.
+        So it is with keys and values of all positions; not with recurrent states, or with windows that slide. Layers
+        that are checkpointed leave the cache out.
         """
-        if not self.continues:
+        if torch.is_grad_enabled() and any(
+            module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
+        ):
             return False
-        for layer in DynamicCache(config=self.model.config).layers:
-            if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-                return False
-            if getattr(layer, "sliding_window", math.inf) <= positions:
-                return False
-        return True
+        return self.keeps_all_keys(positions) and self.continues
+
+    def keeps_all_keys(self, positions: int) -> bool:
+        """Say whether, by the configuration, each of so many positions sees the keys of all positions before it."""
+        if self.stateful or self.model.config.model_type in _FADING_KEYS:
+            return False
+        layers = DynamicCache(config=self.model.config).layers
+        return all(
+            type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+            and getattr(layer, "sliding_window", math.inf) > positions
+            for layer in layers
+        )
+
+    @property
+    def has_data(self) -> bool:
+        """Whether the weights hold numbers; those on the meta device, and PyTorch's fake tensors, do not."""
+        weight = self.model.get_input_embeddings().weight
+        return weight.device.type != "meta" and not isinstance(weight, FakeTensor)
+
+    @property
+    def counts_from_0(self) -> bool:
+        """Whether the forward takes position ids that are 0 for the first of a text. RoBERTa's are not."""
+        if self._counts_from_0 is None:
+            if "position_ids" not in self.forward_arguments or not self.has_data:
+                return "position_ids" in self.forward_arguments
+            with self._probing(self.model.get_input_embeddings().weight.device, masks=True) as embeds:
+                embeds = 0.01 * embeds  # so that wrong position embeddings show in bfloat16 too
+                places = torch.arange(embeds.shape[1], device=embeds.device)[None]
+                given = self._read_base(embeds, position_ids=places)
+                self._counts_from_0 = equal_up_to_rounding(given, self._read_base(embeds))
+        return self._counts_from_0
+
+    def can_hide(self, positions: int, only_short: bool = False) -> bool:
+        """Say whether a mask can hide a prompt, the first of so many positions, from the tokens behind it.
+
+        These then have the hidden states that they have alone, one position later, and the last position sees the
+        prompt. It must not matter where the column of the prompt stands: its position id says it all. No cache is
+        asked for. `only_short` leaves out the pass over all positions, which shows windows that the configuration
+        does not tell.
+
+        Raises:
+            ValueError: a probe failed, so that nothing is known.
+        """
+        if not self.keeps_all_keys(positions) or not self.counts_from_0:
+            return False
+        device = self.model.get_input_embeddings().weight.device
+        try:
+            with self._probing(device, 6, masks=True) as embeds:
+                hides = self._probe_mask(embeds, 3, changes=True)
+            self._hides = hides
+            if hides and not only_short:
+                with self._probing(device, positions, masks=True) as embeds:
+                    hides = self._probe_mask(embeds, positions - 2)
+        except Exception as error:
+            raise ValueError(
+                f"{type(self.model).__name__} failed in a pass with a mask of four dimensions, which decides how HMT reads "
+                "it. Mend the cause, or decide: HMTConfig(reread=False) if it is attention alone, without windows shorter "
+                "than a segment, else HMTConfig(reread=True)."
+            ) from error
+        return hides
+
+    def check_mask(self, positions: int) -> None:
+        """Raise ValueError if a prompt can be hidden neither by cutting a cache nor by a mask.
+
+        FlashAttention takes no such mask.
+        """
+        attention = getattr(self.model.config, "_attn_implementation", None)
+        if not self.has_data:
+            return
+        if self._hides is None:
+            self._hides = self.can_hide(positions, only_short=True)
+        if not self._hides or not self.keeps_all_keys(positions) or attention not in (None, "eager", "sdpa"):
+            raise ValueError(
+                f"config.reread is False, and {type(self.model).__name__} with attention {attention!r} cannot be read so: "
+                "tokens would see a prompt that was hidden from them in training. Set attn_implementation='sdpa', use a "
+                "version of transformers whose cache HMT can cut, or, for a new model, set reread=True."
+            )
+
+    def _probe_mask(self, embeds: Tensor, hidden_from: int, changes: bool = False) -> bool:
+        """Compare passes in which the tokens after the first do not see it with a pass that does not have it.
+
+        With `changes`, the last tokens must have other hidden states with another first one; among many, rounding may
+        hide that.
+        """
+        prompt, tokens, last = embeds[:, :1], embeds[:, 1 : 1 + hidden_from], embeds[:, 1 + hidden_from :]
+        places = torch.arange(embeds.shape[1], device=embeds.device)[None]
+        first, other = (
+            self._read_base(torch.cat([x, tokens, last], 1), hide_prompt(embeds, hidden_from), position_ids=places)
+            for x in (prompt, -prompt)
+        )
+        alone = self._read_base(tokens, position_ids=places[:, 1 : 1 + hidden_from])
+        mask = hide_prompt(embeds, hidden_from)
+        order = torch.cat([places[0, 1 : 1 + hidden_from], places[0, :1], places[0, 1 + hidden_from :]])
+        between = self._read_base(embeds[:, order], mask[..., order, :][..., order], position_ids=places[:, order])
+        hidden, seeing = slice(1, 1 + hidden_from), slice(1 + hidden_from, None)
+        return (
+            equal_up_to_rounding(other[:, hidden], first[:, hidden], 3e-5)
+            and equal_up_to_rounding(alone, first[:, hidden])
+            and equal_up_to_rounding(between, first[:, order])
+            and not (changes and torch.equal(other[:, seeing], first[:, seeing]))
+        )
+
+    def _read_base(self, embeds: Tensor, mask: Tensor | None = None, **inputs) -> Tensor:
+        """Return the last hidden state of a pass without a cache; the embeddings stay as they are."""
+        inputs = inputs if mask is None else inputs | {"attention_mask": mask}
+        return self.base(inputs_embeds=embeds.clone(), use_cache=False, **inputs)[0]
 
     @contextmanager
-    def _probing(self, device: torch.device, positions: int = 3, autocast: bool = False) -> Iterator[Tensor]:
-        """Yield embeddings for tiny passes without gradient and dropout, (1, positions, d)."""
+    def _probing(
+        self, device: torch.device, positions: int = 3, autocast: bool = False, masks: bool = False
+    ) -> Iterator[Tensor]:
+        """Yield embeddings for passes without gradient and dropout, (1, positions, d).
+
+        With `masks`, PyTorch computes the attention: other implementations may take no mask of four dimensions, or not
+        this device or dtype.
+        """
         training = [module for module in self.model.modules() if module.training]
+        config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
         self.model.eval()
         try:
+            if masks and attention not in (None, "eager", "sdpa"):
+                config._attn_implementation = "sdpa" if self.model._supports_sdpa else "eager"
             with torch.no_grad(), torch.autocast(device.type, enabled=autocast):
                 like = self.embed(torch.zeros(1, positions, dtype=torch.long, device=device))
                 yield torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
         finally:
+            if getattr(config, "_attn_implementation", None) != attention:
+                config._attn_implementation = attention
             for module in training:
                 module.training = True
 
@@ -259,11 +379,11 @@ class Backbone:
 
         Args:
             embeds: (B, T, d).
-            mask: (B, cached + T), bool, False is padding; or None without padding.
+            mask: (B, cached + T), bool, False is padding; or (1, 1, T, T), see `hide_prompt`; or None.
             keep: the positions among the T that get logits, (n,) long; or None for no logits.
             kv_cache: a `Cache` to continue from and to extend, or None.
             skip_padding: let position ids count unmasked positions only, where the backbone takes position ids.
-            positions: position ids, (B, T) long, where the backbone takes them and continues caches; None is its own.
+            positions: position ids, (B, T) long, where the backbone takes them and counts from 0; None is its own.
 
         Returns:
             logits (B, n, V) or None, last hidden state (B, T, d).
@@ -272,14 +392,16 @@ class Backbone:
             ValueError: hidden states and embeddings differ in width.
         """
         inputs = {"inputs_embeds": embeds, "use_cache": kv_cache is not None}
-        if mask is not None:
+        if mask is not None and mask.dim() == 4:
+            inputs["attention_mask"] = mask.expand(len(embeds), -1, -1, -1)
+        elif mask is not None:
             inputs["attention_mask"] = mask.long()
             if skip_padding and "position_ids" in self.forward_arguments:
                 counted = (mask.long().cumsum(1) - 1).clamp(min=0)
                 inputs["position_ids"] = counted[:, -embeds.shape[1] :]
         if kv_cache is not None:
-            inputs["past_key_values"] = kv_cache
-        if positions is not None and "position_ids" in self.forward_arguments and self.continues:
+            inputs[cache_name(type(self.base if keep is None else self.model)) or "cache"] = kv_cache
+        if positions is not None and self.counts_from_0:
             inputs["position_ids"] = positions
         logits, base_outputs = None, []
         # Several threads may run the same model: a hook keeps the outputs of its own call. Dynamo cannot trace
@@ -324,10 +446,24 @@ class Backbone:
         return self.embed(ids[None]).float().std().item()
 
 
-def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
-    """Say whether x differs from y by rounding only."""
-    # 3e-4: a mixture of experts groups the positions differently, and rounds differently
-    tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
+def hide_prompt(embeds: Tensor, hidden_from: int) -> Tensor:
+    """Make the causal mask of embeddings (B, T, d) whose first column the next `hidden_from` columns do not see.
+
+    Returns:
+        what is added to the scores, (1, 1, T, T), in the dtype of the embeddings.
+    """
+    visible = torch.ones(embeds.shape[1], embeds.shape[1], dtype=torch.bool, device=embeds.device).tril()
+    visible[1 : 1 + hidden_from, 0] = False
+    mask = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
+    return mask.masked_fill(~visible, torch.finfo(embeds.dtype).min)[None, None]
+
+
+def equal_up_to_rounding(x: Tensor, y: Tensor, least: float = 3e-4) -> bool:
+    """Say whether x differs from y by rounding only.
+
+    The tolerance is at least `least`: a mixture of experts groups the positions differently, and rounds differently.
+    """
+    tolerance = max(8 * torch.finfo(y.dtype).eps, least)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())
 
 
@@ -367,14 +503,6 @@ def split(kv_cache: Cache, parts: int) -> list[Cache]:
     return shares
 
 
-def put_in_front(front: Cache, kv_cache: Any) -> Cache:
-    """Append the keys and values of a cache to those of `front`, in place, and return it."""
-    for i, layer in enumerate(kv_cache.layers):
-        if layer.get_seq_length():  # layers may share those of another
-            front.update(layer.keys, layer.values, i)
-    return front
-
-
 def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | None]:
     """Join caches of some rows each; short ones stand at the right.
 
@@ -407,4 +535,4 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
     return joined, (torch.arange(width) >= width - lengths[:, None]).to(device)
 
 
-__all__ = ["Backbone", "fork", "put_in_front", "side_by_side", "split"]
+__all__ = ["Backbone", "fork", "hide_prompt", "side_by_side", "split"]

@@ -1,18 +1,14 @@
 """Mistakes of a caller of `HMTWrapper` that would otherwise go unnoticed."""
 
 from numbers import Integral
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from .backbone_hmt import Backbone
 from .configuration_hmt import HMTConfig
 from .memory_hmt import HMTState
-
-
-if TYPE_CHECKING:
-    from .modeling_hmt import HMTWrapper
 
 
 # Settings of a `GenerationConfig` that HMTWrapper would ignore or fail on: their neutral value, and why.
@@ -57,22 +53,22 @@ def check_backbone(backbone: object) -> None:
         )
 
 
-def same_state(state: HMTState | None, past_key_values: object) -> HMTState | None:
-    """Return the state of a call, which transformers' clients pass as `past_key_values`."""
-    if past_key_values is None:
+def same_state(state: HMTState | None, cache: object) -> HMTState | None:
+    """Return the state of a call, which transformers' clients pass as `cache` (`past_key_values` before 5.24)."""
+    if cache is None:
         return state
     if state is not None:
-        raise ValueError("state and past_key_values are one thing here, an HMTState; pass one of them.")
-    if not isinstance(past_key_values, HMTState):
+        raise ValueError("`state` and `cache` are names of the same argument, an HMTState. Give only one of them.")
+    if not isinstance(cache, HMTState):
         raise TypeError(
-            f"past_key_values is a {type(past_key_values).__name__}; what HMT goes on from is the HMTState of an earlier "
-            "call: the state, or past_key_values, of its output."
+            f"`cache` must be the HMTState of an earlier call, got a {type(cache).__name__}. Pass the `state` of its output."
         )
-    return past_key_values
+    return cache
 
 
 def check_call(
-    model: "HMTWrapper",
+    config: HMTConfig,
+    lm: Backbone,
     input_ids: Tensor | None,
     attention_mask: Tensor | None,
     labels: Tensor | None,
@@ -82,12 +78,11 @@ def check_call(
     score_from: int | None,
     keywords: dict,
 ) -> tuple[Tensor | None, int]:
-    """Check the arguments of a call, as in `HMTWrapper.forward`; `keywords` are those that it does not know.
+    """Check the arguments of a call of `HMTWrapper`; `keywords` are those that its forward does not know.
 
     Returns:
         the mask as (B, T) bool, or None if nothing is padding; the first position that gets logits.
     """
-    check_settings(model)
     for name, value in keywords.items():
         if name not in _OF_OTHER_MODELS or not (value is None or value is False):
             raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
@@ -107,17 +102,17 @@ def check_call(
             )
     if labels is None and score_from is not None:
         raise ValueError(f"score_from is {score_from}, and it selects labels; pass labels, or leave it out.")
-    last = model.config.segment_length - 1
+    last = config.segment_length - 1
     if score_from is not None and not (isinstance(score_from, Integral) and 0 <= score_from <= last):
         raise ValueError(f"score_from is {score_from!r}; it is a position within a segment, 0 to {last}.")
     if state is not None:
-        check_state(model, state)
+        check_state(config, lm, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1
     if mask is not None:
         if not (mask | (attention_mask == 0)).all():
             raise ValueError("attention_mask must be 1 on tokens and 0 on padding; it holds other values.")
-        check_padding(model, mask, state, use_cache)
-    ids, vocab_size = input_ids if mask is None else input_ids[mask], len(model.lm.model.get_input_embeddings().weight)
+        check_padding(config, lm, mask, state, use_cache)
+    ids, vocab_size = input_ids if mask is None else input_ids[mask], len(lm.model.get_input_embeddings().weight)
     # elsewhere than on a CPU, the processor would have to wait for the values
     looks = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
     if looks and (ids.min() < 0 or ids.max() >= vocab_size):
@@ -126,31 +121,6 @@ def check_call(
             f"the backbone has {vocab_size} embeddings. Is the tokenizer that of this backbone? (-100 is for labels.)"
         )
     return mask, first_position(logits_to_keep, input_ids.shape[1])
-
-
-def check_settings(model: "HMTWrapper") -> None:
-    """Raise an error for settings that have changed since the parameters were made, and do not fit them."""
-    if getattr(model, "_is_replica", False):
-        raise NotImplementedError(
-            "torch.nn.DataParallel copies HMTWrapper to other devices without what refers to its backbone. Start one "
-            "process for each GPU (torchrun, accelerate launch), or let the program see one GPU: CUDA_VISIBLE_DEVICES=0."
-        )
-    config, memory, lm = model.config, model.memory, model.lm
-    config.check(lm.positions)
-    recalls = config.recall and hasattr(memory, "wq")
-    shapes = {
-        "recall": (config.recall, recalls),
-        "recall_dim": (recalls and (config.recall_dim or lm.width), recalls and len(memory.wq)),
-        "recall_mode": (config.single_pass, memory.single_pass),
-        "memory_tokens": (config.memory_tokens, memory.memory_tokens),
-    }
-    for name, (now, built) in shapes.items():
-        if now != built:
-            raise ValueError(
-                f"config.{name} is {getattr(config, name)!r}, and this model was built with another value, which needs "
-                "other parameters. Build a new one: HMTWrapper.from_backbone(model.backbone, config); or set it when "
-                f"the checkpoint is loaded: HMTWrapper.from_pretrained(folder, {name}=...)."
-            )
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
@@ -172,12 +142,12 @@ def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
     return first
 
 
-def check_state(model: "HMTWrapper", state: HMTState) -> None:
+def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
     """Raise ValueError for the state of another model, or one that the paper mode cannot continue."""
     differing = {
         name: value
-        for name, value in model.config.signature(model.lm.width).items()
-        if state.signature.get(name) != value
+        for name, value in config.signature(lm.width).items()
+        if state.signature.get(name, value if name == "reread" else None) != value  # of states from before it
     }
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
@@ -185,7 +155,7 @@ def check_state(model: "HMTWrapper", state: HMTState) -> None:
             f"The state belongs to another model or setting: it has {of_state}, this model {differing}. "
             "Its memories mean nothing here; start a new state."
         )
-    weight = model.lm.model.get_input_embeddings().weight
+    weight = lm.model.get_input_embeddings().weight
     if (
         type(weight) is torch.nn.Parameter and weight.dtype != state.bank.dtype
     ):  # FSDP's own type casts it when it is used
@@ -193,7 +163,7 @@ def check_state(model: "HMTWrapper", state: HMTState) -> None:
             f"The state is in {state.bank.dtype}, and the model in {weight.dtype}. Save the state and load it for this "
             "model (HMTState.load), or load the model in the state's dtype."
         )
-    config, open_tokens = model.config, state.position % model.config.segment_length
+    open_tokens = state.position % config.segment_length
     incomplete_query = state.segment > 0 and 0 < open_tokens < config.summary_length
     if config.recall and config.recall_mode == "paper" and incomplete_query:
         raise ValueError(
@@ -203,17 +173,17 @@ def check_state(model: "HMTWrapper", state: HMTState) -> None:
         )
 
 
-def check_padding(model: "HMTWrapper", mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
+def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
     """Raise an error for padding between tokens, rows of padding, and padding that the paper mode would read."""
     if not mask.any() or not (use_cache or mask.any(1).all()):
         raise ValueError("A row of attention_mask is all padding: there is nothing to read. Remove the row.")
     if (mask[:, 1:] > mask[:, :-1]).sum(1).add(mask[:, 0]).max() > 1:
         raise ValueError("attention_mask has padding between tokens; padding must be on one side, best on the left.")
-    if model.config.recall_mode != "paper":
+    if config.recall_mode != "paper":
         return
-    if not model.lm.sees_padding:
+    if not lm.sees_padding:
         raise NotImplementedError(
-            f"{type(model.lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding "
+            f"{type(lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding "
             "as text. Use recall_mode='three_pass', rows of equal length, or batch size 1."
         )
     opened = state is not None and (state.open_mask.any(1) & ~mask[:, 0]).any()

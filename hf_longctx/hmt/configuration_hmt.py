@@ -40,6 +40,10 @@ class HMTConfig(PreTrainedConfig):
         recall_mode: "single_pass" (logits at t see tokens <= t only, in one pass; see `single_pass_hmt.py`),
             "three_pass" (the same in three passes, with the paper's memories) or "paper" (the published algorithm,
             which reads the first j tokens of a segment before it predicts them; see `modeling_hmt.py`).
+        reread: how the single-pass mode shows a recalled prompt to a segment. False: the tokens before the recall do
+            not see it. True: the whole segment is read again behind it, as recurrent states, gates that fade keys and
+            windows shorter than a segment need it. None: decided when a backbone is wrapped, and saved; a checkpoint
+            is the same function with and without a key/value cache.
         recall_tokens: r. The tokens of remembered segments are kept, and a recall of the single-pass mode reads r of
             them again, those that share most tokens with the first part (BM25, `search_hmt.py`). It needs no training.
             A segment takes r more positions. r divides L'. None: a recall gives the prompt alone.
@@ -49,10 +53,9 @@ class HMTConfig(PreTrainedConfig):
             d = 576 and the defaults); in a training, each segment of a call keeps them for its gradients. None: no
             cache.
         recurrence: False makes the memories without their recall, in the single-pass mode: no memory waits for
-            another, so a text of any length takes three calls of the backbone (of `summary_batch` segments each),
-            gradients pass through one recall, and the memories of independent texts can be merged (`HMTState.merge`).
-            A memory then
-            knows its own segment alone: what takes a chain of recalls is out of reach. See `no_recurrence_hmt.py`.
+            another, so a text of any length takes three calls of the backbone (of `summary_batch` segments each), and
+            gradients pass through one recall. A memory then knows its own segment alone: what takes a chain of recalls
+            is out of reach. See `no_recurrence_hmt.py`.
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary token as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
@@ -79,6 +82,7 @@ class HMTConfig(PreTrainedConfig):
         "segment_length",
         "recall_distance",
         "memories",
+        "cache",
     ]
 
     backbone_config: dict | PreTrainedConfig | None = None
@@ -92,6 +96,7 @@ class HMTConfig(PreTrainedConfig):
     memory_tokens: int = 1
     recall_dim: int | None = None
     recall_mode: str = "single_pass"
+    reread: bool | None = None
     recall_tokens: int | None = None
     neural_cache_weight: float | int | None = None
     recurrence: bool = True
@@ -267,6 +272,7 @@ class HMTConfig(PreTrainedConfig):
             "recall_mode": self.recall_mode,
             "pages": None if self.recalled_pages is None else [self.recalled_pages, self.page_size],
             "neural_cache": self.neural_cache_weight is not None,
+            "reread": self.reread if self.single_pass else None,
             **{name: getattr(self, name) for name in names},
         }
 

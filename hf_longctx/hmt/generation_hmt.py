@@ -8,6 +8,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .checks_hmt import check_generation, same_state
+from .compat_hmt import RENAMED, accept_both_names
 from .memory_hmt import HMTState
 
 
@@ -18,12 +19,17 @@ class HMTGenerationMixin(GenerationMixin):
         self,
         input_ids: Tensor,
         state: HMTState | None = None,
+        cache: HMTState | None = None,
         attention_mask: Tensor | None = None,
         is_first_iteration: bool = False,
         read_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """Give the whole prompt first (it may continue a `state`), then one new token at a time."""
+        """Give the whole prompt first (it may continue a `state`), then one new token at a time.
+
+        What a call returned comes back as `state`, and from transformers 5.24 on as `cache`.
+        """
+        state = state if cache is None else cache
         if is_first_iteration and state is not None and read_again:
             input_ids, attention_mask = unread(input_ids, attention_mask, state)
         if is_first_iteration and attention_mask is not None and not attention_mask[:, -1].all():
@@ -62,7 +68,8 @@ class HMTGenerationMixin(GenerationMixin):
         mixin: Any = super()
         return mixin._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
-    def generate(self, *args, past_key_values: HMTState | None = None, **kwargs) -> Tensor | GenerateDecoderOnlyOutput:
+    @accept_both_names
+    def generate(self, *args, cache: HMTState | None = None, **kwargs) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate as in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
 
         It has read everything but the last token of the sequences. Rows that end before others read padding until all
@@ -71,19 +78,21 @@ class HMTGenerationMixin(GenerationMixin):
 
         Args:
             args, kwargs: of transformers, and `state`, an `HMTState` that the ids continue.
-            past_key_values: an `HMTState` that has read the beginning of each row of the ids, which is not read again.
+            cache: an `HMTState` that has read the beginning of each row of the ids, which is not read again; also
+                accepted as `past_key_values`.
 
         Raises:
-            ValueError: both a `state` and `past_key_values`, or ids that go no further than what was read.
-            TypeError: `past_key_values` is another kind of cache.
+            ValueError: both a `state` and a `cache`, or ids that go no further than what was read.
+            TypeError: `cache` is not an `HMTState`.
             NotImplementedError: continuous batching (`generate_batch`).
         """
         mixin: Any = super()  # transformers hides the type of its mixin
-        if past_key_values is not None:
-            kwargs |= {"state": same_state(kwargs.get("state"), past_key_values), "read_again": True}
+        if cache is not None:
+            kwargs |= {"state": same_state(kwargs.get("state"), cache), "read_again": True}
         output = mixin.generate(*args, **kwargs)
         if isinstance(output, GenerateDecoderOnlyOutput):
-            output["state"] = output.past_key_values
+            output["state"] = output["cache" if RENAMED else "past_key_values"]
+            output["cache"] = output["state"]
         return output
 
     def _expand_inputs_for_generation(
@@ -110,7 +119,7 @@ def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) ->
     new = mask * (counted.cumsum(1) > lengths) if mask.shape == input_ids.shape else torch.zeros_like(mask)
     if not new.any(1).all():
         raise ValueError(
-            f"past_key_values has read {list(state.lengths)} tokens, and input_ids, of shape {tuple(input_ids.shape)}, holds "
+            f"The cache has read {list(state.lengths)} tokens, and input_ids, of shape {tuple(input_ids.shape)}, holds "
             "no more. It must hold the whole text of each row; to give new tokens only, pass state= in its place."
         )
     first = int(new.argmax(1).min())

@@ -6,7 +6,6 @@ width of the recall projections, m the embeddings per memory, k the sensory toke
 
 import hashlib
 import json
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from json import JSONDecodeError
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from .neural_cache_hmt import NeuralCache
-from .packing_hmt import align
 from .pages_hmt import MemoryPages
 
 
@@ -229,109 +227,18 @@ class HMTState:
             return None
         return NeuralCache(self.bank_keys, self.bank_ids, self.valid)
 
-    def _of_memories(self) -> dict[str, Tensor]:
-        """Return the tensors that have a column for each memory, by name."""
-        named = self.tensors()
-        return {name: named[name] for name in ("bank", "ends", "bank_ids", "bank_keys") if name in named}
-
     def latest(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the newest memories of each row, (B, count, d), and False for a row that has none, (B, 1)."""
-        if self.pages is None:
-            return self.bank[:, -count:], self.valid.any(1, keepdim=True)
-        rows = [bank[valid][-count:] for bank, valid in zip(self.bank, self.valid)]
-        rows = [row if len(row) else pages.newest(count) for row, pages in zip(rows, self.pages)]
-        valid = torch.tensor([[len(row) > 0] for row in rows], device=self.bank.device)
-        return torch.stack([pad_front(row, count) for row in rows]), valid
-
-    def _taken(self) -> Tensor:
-        """Mark the columns of the bank that segments have taken, forgotten or not, (B, c); of a state with pages."""
-        segments = torch.tensor(self.lengths, device=self.bank.device) // self.signature["segment_length"]
-        newest_first = torch.arange(self.bank.shape[1], device=self.bank.device).flip(0)
-        return newest_first < segments[:, None]
+        return self.bank[:, -count:], self.valid.any(1, keepdim=True)
 
     def segments(self) -> list[list[range]]:
         """List for each row the tokens that each memory was made of, oldest first, pages before the bank."""
-        length = self.signature["segment_length"]
-        rows = []
+        length, rows = self.signature["segment_length"], []
         for i, row in enumerate(self.ends.tolist()):
-            paged = self.pages[i].numbers if self.pages else []
+            paged = range(len(self.pages[i])) if self.pages else []
             ends = [*(length * (number + 1) for number in paged), *filter(None, row)]
             rows.append([range(end - length, end) for end in ends])
         return rows
-
-    def forget(self, *numbers: int, row: int = 0) -> "HMTState":
-        """Return the state without some memories of a row, which no later recall finds.
-
-        What later memories, or the prompt of the open segment, hold of them stays, as do the sensory tokens. With a
-        memory_size and no pages, the next memories take their places. A page file, and copies of pages, hold them
-        still; `save` leaves them out.
-
-        Args:
-            numbers: indices into `segments()[row]`.
-
-        Raises:
-            IndexError: the row does not have such a memory.
-        """
-        paged = self.pages[row].numbers if self.pages else []
-        places = [*paged, *self.ends[row].nonzero().flatten().tolist()]
-        indices = [operator.index(number) for number in numbers]
-        for number in indices:
-            if not 0 <= number < len(places):
-                raise IndexError(f"Row {row} has {len(places)} memories; {number} is not one of their numbers.")
-        columns = [places[i] for i in indices if i >= len(paged)]
-        named, pages = self._of_memories(), list(self.pages or ())
-        named["bank"], named["ends"] = self.bank.clone(), self.ends.clone()
-        named["bank"][row, columns] = named["ends"][row, columns] = 0
-        if pages:  # whose embeddings have the numbers of their segments: the columns stay in their places
-            pages[row] = pages[row].forget([places[i] for i in indices if i < len(paged)])
-        elif self.signature["recall"]:  # without recall, the prompt is the latest memory_tokens columns
-            named = dict(zip(named, align(named["ends"] > 0, *named.values(), left=False)[1:]))
-        return replace(self, **named, pages=tuple(pages) or None)
-
-    def merge(self, other: "HMTState") -> "HMTState":
-        """Join the memories of this text and those of `other`, as if its text had followed; goes on where it does.
-
-        With `recurrence=False` they are those of one text, but for the first one of `other`, which was made without
-        the sensory tokens of this text. With recurrence, the memories of `other` know nothing of this text. Tokens of
-        this text behind its last full segment are in no memory, and are left out. A row of `other` without a full
-        segment goes on behind the sensory tokens of this text. What the open segment of `other` has recalled stays.
-        Of each row, memories beyond memory_size are dropped, the oldest first, or go to the pages of this state, in
-        RAM or in its file, as do those in the pages of `other`, one by one.
-
-        Raises:
-            ValueError: a state of another model, of other settings, of another number of rows, or of another dtype or
-                device.
-        """
-        kinds = [(x.signature, len(x.lengths), x.bank.dtype, x.bank.device) for x in (self, other)]
-        if kinds[0] != kinds[1]:
-            raise ValueError(
-                "Only states of one model and setting, with equally many rows, of one dtype and on one device, can be "
-                f"merged; these differ: {kinds[0]} and {kinds[1]}."
-            )
-        length, size = self.signature["segment_length"], self.signature["memory_size"] or 0
-        read = [n - n % length for n in self.lengths]
-        moved = other.ends + torch.tensor(read, device=other.ends.device)[:, None] * other.valid
-        theirs, pages = other._of_memories() | {"ends": moved}, self.pages
-        named = {name: torch.cat([x, theirs[name]], 1) for name, x in self._of_memories().items()}
-        # rows of unequal length have gaps between the texts; with pages, what was forgotten keeps its number
-        kept = torch.cat([self._taken(), other._taken()], 1) if pages else named["ends"] > 0
-        kept, *moved = align(kept, *named.values(), left=False)
-        named = dict(zip(named, moved))
-        if pages:
-            beyond = [x[:, :-size] for x in (named["bank"], named["ends"] > 0, kept)]
-            pages = tuple(row.append(x[of_row], valid[of_row]) for row, x, valid, of_row in zip(pages, *beyond))
-            pages = tuple(row.append(x.embeddings, x.valid) for row, x in zip(pages, other.pages or ()))
-        begin = [n < length for n in other.lengths]
-        if any(begin):  # read again, with the sensory tokens
-            other = other.without_kv_cache()
-        return replace(
-            other,
-            **{name: x[:, -size:] for name, x in named.items()},
-            pages=pages,
-            lengths=tuple(a + b for a, b in zip(read, other.lengths)),
-            sensory_ids=where_rows(begin, self.sensory_ids, other.sensory_ids),
-            sensory_mask=where_rows(begin, self.sensory_mask, other.sensory_mask),
-        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are set, by name, without the pages and what belongs to the key/value cache."""

@@ -62,15 +62,15 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
 from .checks_hmt import check_backbone, check_call, check_config, same_state
+from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
-from .loss_hmt import mean_loss, targets_of
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, HMTState
 from .multi_pass_hmt import MultiPassSegments
 from .no_recurrence_hmt import NoRecurrenceSegments
 from .packing_hmt import PackedSegments
 from .pages_hmt import MemoryPages, PageFile
-from .segments_hmt import Segments
+from .segments_hmt import PassOutput, Segments
 from .single_pass_hmt import SinglePassSegments
 
 
@@ -96,6 +96,7 @@ class HMTOutput(ModelOutput):
         memory was made; a memory is that of the last `segment_length` of them.
     recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
     memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d), 0 in a row without.
+    cache, past_key_values: the state, under the names that transformers has for what continues a text.
     """
 
     loss: Tensor | None = None
@@ -106,10 +107,11 @@ class HMTOutput(ModelOutput):
     segment_length: int | None = None
     recall_distance: Tensor | None = None
     memories: tuple | None = None
+    cache: HMTState | None = None
 
     @property
     def past_key_values(self) -> HMTState | None:
-        """The state, by the name that transformers gives to whatever continues a text."""
+        """The state, under the name that transformers had before 5.24."""
         return self.state
 
     @property
@@ -202,6 +204,20 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
                 module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
+        self.settle_layout()
+
+    def settle_layout(self) -> None:
+        """Decide `config.reread` where it is None, else raise ValueError if the backbone cannot be read so.
+
+        Without weights, such as on the meta device, nothing is decided yet.
+        """
+        config = self.config
+        if not config.single_pass or not self.lm.has_data:
+            return
+        if config.reread is None:
+            config.reread = not self.lm.can_hide(config.positions_per_segment)
+        elif not config.reread and not self.lm.cuts(config.positions_per_segment):
+            self.lm.check_mask(config.positions_per_segment)
 
     def initialize_weights(self) -> None:
         """Initialise the backbone as a model of its own first, then what is left.
@@ -238,6 +254,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     # ------------------------------------------------------------------------------------------------ one forward
 
+    @accept_both_names
     @can_return_tuple
     def forward(
         self,
@@ -250,7 +267,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         score_from: int | None = None,
         output_recall: bool = False,
         num_items_in_batch: Tensor | int | None = None,
-        past_key_values: HMTState | None = None,
+        cache: HMTState | None = None,
         **kwargs,
     ) -> HMTOutput:
         """Read tokens, from the start of a text or from where `state` stopped.
@@ -273,7 +290,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
-            past_key_values: another name of `state`.
+            cache: another name of `state`, as in transformers; also accepted as `past_key_values`.
 
         Returns:
             `HMTOutput`.
@@ -282,13 +299,23 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: empty or badly shaped input, padding that cannot be handled exactly, a state of another model,
                 an argument that is not used.
         """
-        if past_key_values is not None:
-            state = same_state(state, past_key_values)
+        if cache is not None:
+            state = same_state(state, cache)
             if attention_mask is not None and input_ids is not None:  # transformers' mask is that of the whole text
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
+        self._check_settings()
         mask, first = check_call(
-            self, input_ids, attention_mask, labels, state, use_cache, logits_to_keep, score_from, kwargs
+            self.config,
+            self.lm,
+            input_ids,
+            attention_mask,
+            labels,
+            state,
+            use_cache,
+            logits_to_keep,
+            score_from,
+            kwargs,
         )
         assert input_ids is not None
         if self.training and torch.is_grad_enabled() and self._only_adapters_train():
@@ -303,16 +330,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             state = replace(state, padded=True)
         length, targets, result = self.config.segment_length, None, HMTOutput()
         if labels is not None:
-            targets, n_scored, n_labelled = targets_of(self.config, labels, mask, state, score_from)
+            targets, n_scored, n_labelled = self._targets(labels, mask, state, score_from)
         rows = PackedSegments.pack(state, input_ids, mask, targets, length)
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            layout = LAYOUTS[self.config.recall_mode, self.config.recurrence](self, output_recall)
+            layout = self.layout(output_recall)
             state, passes, segments = layout.read(state, rows.chunks(length, first), use_cache)
         passes.sort(key=lambda output: output.order)
         if labels is not None:
-            result.loss = mean_loss(self, passes, n_scored, n_labelled, num_items_in_batch)
+            result.loss = self._mean_loss(passes, n_scored, n_labelled, num_items_in_batch)
         pieces = [
             [output.logits[row] for output in passes if output.logits and len(output.logits[row])]
             for row in range(len(input_ids))
@@ -328,6 +355,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             open_ids, open_mask = rows.open_segments(length)
             lengths = tuple(begun + n for begun, n in zip(rows.begun, rows.lengths))
             result.state = replace(state, open_ids=open_ids, open_mask=open_mask, lengths=lengths)
+            result.cache = result.state
         if output_recall:
             no_recall = torch.zeros_like(input_ids[:, 0])
             recalls, result.segment_length = [x.recall for x in segments], length
@@ -336,6 +364,95 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             result.recall_distance = torch.stack([no_recall if x is None else x.distance for x in recalls])
             result.memories = tuple(x.memory for x in segments if x.memory is not None)
         return result
+
+    def layout(self, output_recall: bool = False) -> Segments:
+        """Make what reads the segments of a call."""
+        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        return LAYOUTS[self.config.recall_mode, self.config.recurrence](
+            self.config,
+            self.lm,
+            self.memory,
+            self.loss_function,
+            self._gradient_checkpointing_func if checkpoints else None,
+            output_recall,
+        )
+
+    def _check_settings(self) -> None:
+        """Raise an error for settings that have changed since the parameters were made, and do not fit them."""
+        if getattr(self, "_is_replica", False):
+            raise NotImplementedError(
+                "torch.nn.DataParallel copies HMTWrapper to other devices without what refers to its backbone. Start one "
+                "process for each GPU (torchrun, accelerate launch), or let the program see one GPU: CUDA_VISIBLE_DEVICES=0."
+            )
+        config, memory, lm = self.config, self.memory, self.lm
+        config.check(lm.positions)
+        if config.reread is None:
+            self.settle_layout()
+        recalls = config.recall and hasattr(memory, "wq")
+        shapes = {
+            "recall": (config.recall, recalls),
+            "recall_dim": (recalls and (config.recall_dim or lm.width), recalls and len(memory.wq)),
+            "recall_mode": (config.single_pass, memory.single_pass),
+            "memory_tokens": (config.memory_tokens, memory.memory_tokens),
+        }
+        for name, (now, built) in shapes.items():
+            if now != built:
+                raise ValueError(
+                    f"config.{name} is {getattr(config, name)!r}, and this model was built with another value, which needs "
+                    "other parameters. Build a new one: HMTWrapper.from_backbone(model.backbone, config); or set it when "
+                    f"the checkpoint is loaded: HMTWrapper.from_pretrained(folder, {name}=...)."
+                )
+
+    def _targets(
+        self, labels: Tensor, mask: Tensor | None, state: HMTState, score_from: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the target of each position of the call, (B, T), -100 where not scored.
+
+        Args:
+            labels: (B, T).
+            mask: (B, T), bool, or None without padding.
+            state: before the call.
+            score_from: as in `forward`.
+
+        Returns:
+            the targets; how many are scored; how many are labelled.
+        """
+        length, token_mask = self.config.segment_length, torch.ones_like(labels, dtype=torch.bool)
+        if mask is not None and not state.padded:
+            token_mask = mask
+        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        both = token_mask & torch.nn.functional.pad(token_mask[:, 1:], (0, 1), value=False)
+        targets = targets.masked_fill(~both, -100)
+        n_labelled = (targets != -100).sum()
+        if self.config.loss_scope == "last":
+            to_the_end = token_mask.flip(1).cumsum(1).flip(1)
+            targets = targets.masked_fill(to_the_end > length + 1, -100)
+        if score_from is not None:
+            opened = torch.tensor([n % length for n in state.lengths], device=labels.device)
+            place = (opened[:, None] + token_mask.cumsum(1) - 1) % length  # in its segment
+            targets = targets.masked_fill(place < score_from, -100)
+        return targets, (targets != -100).sum(), n_labelled
+
+    def _mean_loss(
+        self,
+        outputs: list[PassOutput],
+        n_scored: Tensor,
+        n_labelled: Tensor,
+        num_items_in_batch: Tensor | int | None,
+    ) -> Tensor:
+        """Return the mean cross entropy of the scored labels; with `num_items_in_batch` this call's share of it."""
+        losses = [x.loss for x in outputs if x.loss is not None]
+        if scored := [x.scored for x in outputs if x.scored is not None]:
+            hidden, targets = map(torch.cat, zip(*scored))
+            losses.append(self.lm.loss_without_logits(hidden, targets).float())
+        loss = torch.stack(losses).sum()
+        loss = loss / n_scored.clamp(min=1).to(loss)  # without any scored label the loss is 0, not nan
+        if num_items_in_batch is not None:
+            loss = loss * (n_labelled / num_items_in_batch).to(loss)
+        if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
+            # DDP needs a gradient of every parameter, and a text of one segment recalls nothing
+            loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
+        return loss
 
     def _only_adapters_train(self) -> bool:
         if any(p.requires_grad for p in self.memory.parameters()):
@@ -508,8 +625,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 f"{sorted(settings)} came beside a config object. Set them in that config, or leave the config out: "
                 "they then change the saved one."
             )
+        undecided = hmt_config.single_pass and hmt_config.reread is None
         if hmt_config.backbone_in_checkpoint:
-            return super().from_pretrained(path, *args, config=config, **kwargs)
+            loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
+            model: HMTWrapper = loaded[0] if isinstance(loaded, tuple) else loaded
+            model.settle_layout()
+            if undecided:
+                warn_undecided(path, model.config)
+            return loaded
         # of this checkpoint: AutoModel hands on the commit and the adapter arguments too
         hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
         hmt_names |= {"adapter_kwargs", "_commit_hash"}
@@ -532,6 +655,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         hmt_config.name_or_path = str(path)  # as in transformers; PEFT looks for the base of an adapter there
         model = cls.from_backbone(backbone, hmt_config)
+        if undecided:
+            warn_undecided(path, model.config)
         weights = load_file(str(cached_file(path, "model.safetensors", **hub)))
         settings = {"_extra_state": model.memory.get_extra_state()}
         weights = {name.removeprefix("memory."): value for name, value in weights.items()}
@@ -541,6 +666,15 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if loading_info:  # asked for by output_loading_info
             return model.eval(), *loading_info  # ty: ignore[invalid-explicit-return] - as transformers does
         return model.eval()
+
+
+def warn_undecided(path: str | Path, config: HMTConfig) -> None:
+    """Warn that a checkpoint from before `reread` does not say how its segments are read."""
+    warnings.warn(
+        f"The config.json of {path} does not have `reread`, which older versions decided in each process. It is now "
+        f"{config.reread}, decided from the backbone. Save the model again, or add it to config.json.",
+        stacklevel=3,
+    )
 
 
 __all__ = ["HMTOutput", "HMTWrapper"]

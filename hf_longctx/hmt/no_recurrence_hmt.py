@@ -35,8 +35,7 @@ class NoRecurrenceSegments(SinglePassSegments):
         """See `Segments.read`."""
         passes, segments = [], []
         size = self.segments_per_batch(state)
-        complete = [self.is_complete(chunk) and all(self.prompted(state, chunk)) for chunk in chunks]
-        for together, group in groupby(chunks, key=lambda chunk: complete[chunk.n]):
+        for together, group in groupby(chunks, key=self.is_complete):
             several = list(group)
             for i in range(0, len(several), size):
                 read = self.read_complete if together else super().read
@@ -73,7 +72,7 @@ class NoRecurrenceSegments(SinglePassSegments):
             segments.append(SegmentOutput(recall, memory))
             if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
-                passes.append(one if self.cuts else one.behind(prompt))
+                passes.append(one if self.cuts else self.behind_front(one, prompt))
                 again += self.again(state, chunk)
                 prompts.append(prompt)
                 rows += range(i * batch, (i + 1) * batch)

@@ -6,14 +6,12 @@ convolution. `PackedSegments` holds the tokens, `Chunk` those of the n-th segmen
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-
-if TYPE_CHECKING:
-    from .memory_hmt import HMTState
+from .memory_hmt import HMTState
 
 
 def align(mask: Tensor, *tensors: Tensor, left: bool = True) -> tuple[Tensor, ...]:
@@ -94,7 +92,7 @@ class PackedSegments:
 
     @classmethod
     def pack(
-        cls, state: "HMTState", input_ids: Tensor, mask: Tensor | None, targets: Tensor | None, segment_length: int
+        cls, state: HMTState, input_ids: Tensor, mask: Tensor | None, targets: Tensor | None, segment_length: int
     ) -> "PackedSegments":
         """Pack a call's tokens, (B, T); their mask is None where all columns are tokens."""
         batch, tokens = input_ids.shape

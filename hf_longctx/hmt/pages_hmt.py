@@ -9,14 +9,12 @@ r pages, none is.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings, and
 there are at most 4 sqrt(r n) tags, since S / 2 embeddings come to a page between two splits: the cost of a segment
-grows with the square root of the text. Where embeddings were forgotten, n counts the others: the smallest of the pages
-that are left are dissolved, and the largest split.
+grows with the square root of the text.
 
 `python -m scripts.bench.pages` counts how often the embedding that a flat memory would recall first is in one of
 the pages, for unrelated vectors and for the memories of a text.
 """
 
-import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,7 +78,7 @@ class MemoryPages:
     recalled: r, pages that a recall attends to.
     blocks: tuple of (page_size, d), all embeddings in the order of the text, in CPU memory or in `file`.
     rest: (t, d), t < page_size, the newest ones, which do not fill a block yet.
-    members: tuple of P tuples of ints, the numbers of the embeddings in each page. One that was forgotten is in none.
+    members: tuple of P tuples of ints, the numbers of the embeddings in each page.
     sums: (P, d) fp32, of the embeddings of each page.
     """
 
@@ -115,38 +113,21 @@ class MemoryPages:
         return replace(self, rest=self.rest[:0], sums=self.sums[:0], members=(), blocks=())
 
     def __len__(self) -> int:
-        """Return n, the embeddings in all, with those that were forgotten."""
+        """Return n, how many embeddings there are."""
         return len(self.blocks) * self.page_size + len(self.rest)
 
     @property
     def count(self) -> int:
-        """Embeddings that a recall may find."""
+        """Embeddings that are in a page; all of them, but while they are put there."""
         return sum(map(len, self.members))
 
     @property
-    def numbers(self) -> list[int]:
-        """Numbers of the embeddings that a recall may find, oldest first."""
-        return sorted(itertools.chain(*self.members))
-
-    @property
-    def valid(self) -> Tensor:
-        """False for what was forgotten, (n,)."""
-        valid = torch.zeros(len(self), dtype=torch.bool)
-        valid[self.numbers] = True
-        return valid
-
-    @property
     def embeddings(self) -> Tensor:
-        """All embeddings, (n, d), zeros for those that were forgotten."""
-        return torch.cat([*self.blocks, self.rest]).masked_fill_(~self.valid[:, None], 0)
+        """All embeddings, (n, d)."""
+        return torch.cat([*self.blocks, self.rest])
 
-    def append(self, embeddings: Tensor, valid: Tensor | None = None) -> "MemoryPages":
-        """Return pages with `embeddings` (n, d) added, oldest first.
-
-        Args:
-            valid: False for what was forgotten, (n,), bool; it takes a number, and no recall finds it.
-        """
-        found = [True] * len(embeddings) if valid is None else valid.tolist()
+    def append(self, embeddings: Tensor) -> "MemoryPages":
+        """Return pages with `embeddings` (n, d) added, oldest first."""
         rest, blocks, size = torch.cat([self.rest, embeddings.to(self.rest.device)]), list(self.blocks), self.page_size
         while len(rest) >= size:
             block, rest = rest[:size], rest[size:]
@@ -154,8 +135,7 @@ class MemoryPages:
         pages = replace(self, rest=rest, blocks=(*blocks,), sums=self.sums.clone())
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
             for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
-                if found[number - len(self)]:
-                    pages._put(number, embedding)
+                pages._put(number, embedding)
         return pages
 
     @torch.no_grad()  # which page it is has no gradient
@@ -197,32 +177,6 @@ class MemoryPages:
         sums = torch.stack([embeddings[half].sum(0) for half in halves]).to(self.sums)
         self.sums = torch.cat([self.sums[:page], sums, self.sums[page + 1 :]])
 
-    @torch.no_grad()
-    def forget(self, numbers: Iterable[int]) -> "MemoryPages":
-        """Return pages in which no recall finds these embeddings. The others keep their numbers."""
-        gone, kept_pages = set(numbers), []
-        if not gone:
-            return self
-        for page, total in zip(self.members, self.sums):
-            if kept := tuple(number for number in page if number not in gone):
-                kept_pages.append((kept, total if kept == page else self._rows(kept).to(total).sum(0)))
-        kept_pages.sort(key=lambda page: -len(page[0]))
-        count = sum(len(kept) for kept, _ in kept_pages)
-        most = int(2 * (self.recalled * count) ** 0.5)  # leaves room for as many splits
-        kept_pages, dissolved = kept_pages[:most], kept_pages[most:]
-        sums = torch.cat([self.sums[:0], *(total[None] for _, total in kept_pages)])
-        pages = replace(self, members=tuple(kept for kept, _ in kept_pages), sums=sums)
-        with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
-            for number in sorted(number for kept, _ in dissolved for number in kept):
-                pages._put(number, self._rows([number])[0].to(sums))
-            page, mean = 0, pages._mean()
-            while page < len(pages.members):
-                if len(pages.members[page]) > pages._most(count):
-                    pages._split(page, mean)
-                else:
-                    page += 1
-        return pages
-
     def tags(self) -> Tensor:
         """Return the mean of each page, (P, d)."""
         return self.sums / torch.tensor([*map(len, self.members)], device=self.sums.device)[:, None]
@@ -241,10 +195,6 @@ class MemoryPages:
         numbers = sorted(number for page in chosen for number in self.members[page])
         device = self.sums.device
         return self._rows(numbers).to(device), torch.tensor(numbers, dtype=torch.long, device=device)
-
-    def newest(self, count: int) -> Tensor:
-        """Return the newest embeddings that a recall may find, on the device of the tags, (c, d), c <= count."""
-        return self._rows(self.numbers[-count:]).to(self.sums.device)
 
     def _rows(self, numbers: Iterable[int]) -> Tensor:
         """Return embeddings by their numbers, (c, d)."""

@@ -10,20 +10,17 @@ from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from .backbone_hmt import fork
-from .memory_hmt import HMTState, mean_memory, pad_front, where_rows
+from .backbone_hmt import Backbone, fork, hide_prompt
+from .configuration_hmt import HMTConfig
+from .memory_hmt import HMTMemory, HMTState, mean_memory, pad_front, where_rows
 from .neural_cache_hmt import NeuralCache, keys_of
 from .packing_hmt import Chunk
-
-
-if TYPE_CHECKING:
-    from .modeling_hmt import HMTWrapper
 
 
 class Pass(NamedTuple):
@@ -34,6 +31,7 @@ class Pass(NamedTuple):
     offset: the column of token 0 of each row; it may lie before the pass.
     begins: the position id of column 0 of each row; None leaves positions to the backbone.
     neural_cache: what is mixed into the logits, if anything.
+    hidden_from: how many columns behind column 0 do not see it.
     """
 
     chunk: Chunk
@@ -44,6 +42,7 @@ class Pass(NamedTuple):
     offset: list[int]
     begins: list[int] | None = None
     neural_cache: NeuralCache | None = None
+    hidden_from: int = 0
 
     def columns(self, least: list[int]) -> list[int]:
         """Return the columns of the tokens that get logits and do not come before `least` of their row, in order."""
@@ -125,21 +124,31 @@ class SegmentOutput(NamedTuple):
 
 
 class Segments:
-    """Reads segments with the backbone and the memory of a model.
+    """Reads segments with a backbone and a memory.
 
     Args:
-        model: the wrapper.
+        config, lm, memory: of the wrapper.
+        loss_function: sums the loss of logits, as in transformers.
+        checkpoint: calls a function so that the backward pass computes it again, or None.
         output_recall: whether to keep each `Recall`; those of n segments have up to n * n / 2 weights.
     """
 
-    def __init__(self, model: "HMTWrapper", output_recall: bool = False):
-        self.model, self.config, self.lm, self.memory = model, model.config, model.lm, model.memory
-        self.output_recall, self.embed = output_recall, self.lm.model.get_input_embeddings()
+    def __init__(
+        self,
+        config: HMTConfig,
+        lm: Backbone,
+        memory: HMTMemory,
+        loss_function: Callable[..., Tensor],
+        checkpoint: Callable[..., Any] | None = None,
+        output_recall: bool = False,
+    ):
+        self.config, self.lm, self.memory, self.loss_function = config, lm, memory, loss_function
+        self.output_recall, self.embed = output_recall, lm.model.get_input_embeddings()
         self.j, self.k = self.config.summary_length, self.config.sensory_tokens
         self.caches = self.config.neural_cache_weight is not None
         self.run: Callable[..., Any] = self.run_once
-        if model.gradient_checkpointing and model.training and torch.is_grad_enabled():
-            self.run = partial(model._gradient_checkpointing_func, self.run_once)
+        if checkpoint is not None:
+            self.run = partial(checkpoint, self.run_once)
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -222,8 +231,7 @@ class Segments:
         if pages is not None:
             drops = [closes and segment >= kept for closes, segment in zip(full, chunk.segments)]
             # slice the *old* bank: a dropped memory must not keep this segment's autograd graph alive
-            dropped = zip(state.bank[:, :1], state.valid[:, :1])
-            pages = tuple(row.append(*x) if drop else row for row, x, drop in zip(pages, dropped, drops))
+            pages = tuple(row.append(x) if drop else row for row, x, drop in zip(pages, state.bank[:, :1], drops))
         sensory_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :]
         bank_ids, bank_keys = state.bank_ids, state.bank_keys
         if bank_ids is not None:
@@ -264,6 +272,8 @@ class Segments:
         if passes[0].begins is not None:
             begins = torch.tensor([begin for one in passes for begin in one.begins or ()], device=embeds.device)
             positions = begins[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
+        if passes[0].hidden_from:
+            mask = hide_prompt(embeds, passes[0].hidden_from)
         skips = kept != columns and torch.is_grad_enabled() and neural_cache is None
         if skips and self.lm.can_skip_logits(embeds.device):
             logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, positions)
@@ -306,7 +316,7 @@ class Segments:
             logits = neural_cache.mix(logits, hidden[:, keep], weight)
         if logits is not None and targets is not None:
             sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
-            loss = self.model.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
+            loss = self.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
         return logits if keep_logits else None, hidden, loss, kv_cache
 
 

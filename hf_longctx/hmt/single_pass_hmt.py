@@ -16,8 +16,10 @@ as its backbone reads a window of as many tokens. The first segment of a text ha
 piece.
 
 First parts depend on no recall, so those of several segments go through the backbone together; the rest follows
-segment by segment. Backbones whose cache cannot be cut (`Backbone.cuts`) read the first part once more behind the
-prompt, as [prompt, sensory tokens, x, summary token].
+segment by segment. Where a cache cannot be cut (`Backbone.cuts`), the whole segment is read once more, as [prompt,
+sensory tokens, x, summary token], and a mask hides the prompt from the sensory tokens and x[:j]: the same function.
+With `reread=True` of the configuration there is no such mask, and x[:j] sees the prompt in this pass. That is another
+function, which every backbone computes.
 
 With `recall_tokens`, r tokens of the remembered segments (`search_hmt.py`) stand behind the prompt, and all that
 follows is r positions later. Once they are found, the first part is read behind them, as [tokens, sensory tokens,
@@ -33,13 +35,13 @@ caches that stand side by side.
 
 from dataclasses import replace
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
-from .backbone_hmt import fork, put_in_front, side_by_side, split
+from .backbone_hmt import fork, side_by_side, split
 from .memory_hmt import HMTState, where_rows
 from .packing_hmt import Chunk
 from .search_hmt import find_tokens
@@ -65,7 +67,10 @@ class SinglePassSegments(Segments):
         super().__init__(*arguments)
         self.length = self.config.segment_length
         self.front = 1 + (self.config.recall_tokens or 0)  # positions of a prompt, and of tokens that are read again
-        self.cuts = self.lm.cuts(self.config.positions_per_segment)
+        self.cuts = not self.config.reread and self.lm.cuts(self.config.positions_per_segment)
+        self.masks = not self.config.reread and not self.cuts
+        if self.masks:
+            self.lm.check_mask(self.config.positions_per_segment)
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -99,26 +104,27 @@ class SinglePassSegments(Segments):
         keeps = keeps and all(0 < count < self.length for count in chunk.counts)
         if keeps and self.is_step(state, chunk):
             return self.step(state, chunk)
-        groups, prompted = {}, self.prompted(state, chunk)
-        for row, key in enumerate(zip(prompted, chunk.segments, chunk.counts, chunk.read)):
-            if chunk.counts[row]:
-                groups.setdefault((key[0], key[1] > 0, *key[2:]), []).append(row)
-        if [*map(len, groups.values())] == [len(chunk.counts)]:
-            return self.read_rows(state, chunk, prompted[0], first, keeps)
+        groups, batch = {}, len(chunk.counts)
+        for row, (segment, count, read) in enumerate(zip(chunk.segments, chunk.counts, chunk.read)):
+            if count:
+                groups.setdefault((segment > 0, count, read), []).append(row)
+        if [*map(len, groups.values())] == [batch]:
+            return self.read_rows(state, chunk, first, keeps)
         before, passes, recall, memory, caches = state, [], None, None, []
         for rows in groups.values():
             part, row = before.select_rows(rows), rows[0]
             if before.kv_cache is not None and not torch.is_grad_enabled() and chunk.read[row]:
-                behind_prompt = prompted[row] and chunk.read[row] >= self.j
-                columns = self.k * (chunk.segments[row] > 0) + chunk.read[row] + self.front * behind_prompt
+                columns = chunk.read[row]
+                if chunk.segments[row]:
+                    columns += self.k + self.front * (columns >= self.j)
                 part.kv_cache = fork(before.kv_cache, rows, -columns)
             if chunk.counts[row] == chunk.read[row]:  # no new tokens
                 caches.append((rows, part.kv_cache))
                 continue
-            part, outputs, segment = self.read_rows(part, chunk.of_rows(rows), prompted[row], None, keeps)
+            part, outputs, segment = self.read_rows(part, chunk.of_rows(rows), None, keeps)
             caches.append((rows, part.kv_cache))
-            chosen = [row in rows for row in range(len(prompted))]
-            place = [rows.index(row) if row in rows else 0 for row in range(len(prompted))]  # of each row in its group
+            chosen = [row in rows for row in range(batch)]
+            place = [rows.index(row) if row in rows else 0 for row in range(batch)]  # of each row in its group
             state = part.select_rows(place).where_rows(chosen, state)
             passes += [output.of_rows(chosen, place) for output in outputs]
             if segment.recall is not None:
@@ -129,18 +135,6 @@ class SinglePassSegments(Segments):
         kv_cache, kv_mask = side_by_side(caches) if keeps else (None, None)
         state = replace(state, lengths=before.lengths, kv_cache=kv_cache, kv_mask=kv_mask)
         return state, passes, SegmentOutput(recall, memory)
-
-    def prompted(self, state: HMTState, chunk: Chunk) -> list[bool]:
-        """Say which rows read a prompt in this call; those without any memory recall none."""
-        if chunk.n:  # behind a segment of this call
-            return [count >= self.j for count in chunk.counts]
-        remembers = prompts = [False] * len(chunk.counts)
-        if any(chunk.segments):
-            remembers = state.latest(1)[1][:, 0].tolist()
-        if state.prompt is not None:
-            prompts = state.prompt.flatten(1).any(1).tolist()
-        rows = zip(chunk.read, chunk.counts, remembers, prompts)
-        return [prompt if read >= self.j else count >= self.j and memory for read, count, memory, prompt in rows]
 
     def is_step(self, state: HMTState, chunk: Chunk) -> bool:
         """Say whether all rows read equally many new tokens below a cache, and none makes a recall."""
@@ -179,6 +173,10 @@ class SinglePassSegments(Segments):
         begin = start + (self.front + self.k) * later
         cache = state.neural_cache if self.caches else None
         return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [begin] * rows, cache)
+
+    def behind_front(self, one: Pass, prompt: Tensor) -> Pass:
+        """Return the pass over a whole segment behind a prompt and the tokens that are read again, (B, 1 + r, d)."""
+        return one.behind(prompt)._replace(hidden_from=(self.front - 1 + self.k + self.j) * self.masks)
 
     def new_cache(self) -> Cache:
         """Make an empty cache."""
@@ -220,7 +218,7 @@ class SinglePassSegments(Segments):
         return [self.lay_out(state, chunk, -self.k, self.j, 1, False)] if self.front > 1 else []
 
     def below(self, prompt: Tensor, passes: list[Pass], kv_cache: Cache) -> Cache:
-        """Make the cache that the second parts of segments continue.
+        """Make the cache that the second parts of segments continue: a prompt, read alone, in front of the first part.
 
         Args:
             prompt: prompts and the tokens that are read again, (R, 1 + r, d).
@@ -233,25 +231,24 @@ class SinglePassSegments(Segments):
             _, _, behind = self.run_passes(passes, None, self.new_cache())
             assert behind is not None
             kv_cache = behind
-        return self.behind_prompt(prompt[:, :1], kv_cache)
-
-    def behind_prompt(self, prompt: Tensor, kv_cache: Cache) -> Cache:
-        """Put the keys and values of prompts (R, 1, d), which are read alone, before those in a cache."""
-        positions = torch.zeros(prompt.shape[:2], dtype=torch.long, device=prompt.device)
+        positions = torch.zeros(len(prompt), 1, dtype=torch.long, device=prompt.device)
         # a copy: CTRL writes into its embeddings
-        _, hidden, _, front = self.run(prompt.clone(), None, (), None, self.new_cache(), positions)
+        _, hidden, _, front = self.run(prompt[:, :1].clone(), None, (), None, self.new_cache(), positions)
         if hidden.requires_grad:  # FSDP gathers the weights of a layer when a gradient of its output arrives
             front.layers[-1].keys = front.layers[-1].keys + 0 * hidden.sum()
-        return put_in_front(front, kv_cache)
+        behind_prompt: Any = kv_cache
+        for i, layer in enumerate(behind_prompt.layers):
+            if layer.get_seq_length():  # layers may share those of another
+                front.update(layer.keys, layer.values, i)
+        return front
 
     def read_rows(
-        self, state: HMTState, chunk: Chunk, prompted: bool, first: FirstPart | None, keeps: bool
+        self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool
     ) -> tuple[HMTState, list[PassOutput], SegmentOutput]:
         """Read one segment of rows that are alike, or its tokens so far.
 
         Args:
             state, chunk: as in `read`.
-            prompted: whether the rows read a prompt.
             first: the first part, if it has been read.
             keeps: whether a later call continues the cache.
         """
@@ -263,11 +260,11 @@ class SinglePassSegments(Segments):
         if later and (read < self.j or (kv_cache is None and (self.cuts or whole))):
             first = first or self.first_parts(state, [chunk])[0]
             outputs, kv_cache = [first.output], first.kv_cache if count < self.j else None
-            if prompted and read < self.j:
+            if read < self.j <= count:
                 prompt, recall = self.prompt_of(state, chunk, first.query)
                 state = replace(state, prompt=prompt)
         if not later or count >= self.j:
-            prompt = state.prompt.to(state.bank) if prompted and state.prompt is not None else None
+            prompt = state.prompt.to(state.bank) if later and state.prompt is not None else None
             start, in_front = -self.k * later, None
             if kv_cache is not None:
                 start = read
@@ -276,9 +273,9 @@ class SinglePassSegments(Segments):
                 if prompt is not None and kv_cache is not None:
                     kv_cache = self.below(prompt, self.again(state, chunk), kv_cache)
             else:
-                in_front, kv_cache = prompt, self.new_cache() if keeps else None
+                in_front, kv_cache = prompt, self.new_cache() if keeps and not self.masks else None
             one = self.lay_out(state, chunk, start, count, 1, full and (self.config.recurrence or not later))
-            one = one if in_front is None else one.behind(in_front)
+            one = one if in_front is None else self.behind_front(one, in_front)
             if one.embeds.shape[1]:
                 output, hidden, kv_cache = self.run_passes([one], None, kv_cache)
                 outputs, memory = outputs + output, hidden[:, -1:].clone()

@@ -1,12 +1,10 @@
-"""Pushing models, metrics and kernels to the Hub: known files, with the code that they need."""
+"""Pushing models and metrics to the Hub: known files, with the code that they need."""
 
 from .bundle import Bundle, build_bundle
 from .card import loading_lines, with_card
-from .explorer_space import build_explorer
-from .kernel_repository import build_kernel
 from .lint import check, missing_fields
 from .metric_space import build_space
-from .push import check_destination, pin_base, push, removed_files
+from .push import check_destination, code_only, pin_base, push, removed_files
 from .state_file import build_state
 from .verify import verify_push
 
@@ -14,12 +12,11 @@ from .verify import verify_push
 __all__ = [
     "Bundle",
     "build_bundle",
-    "build_explorer",
-    "build_kernel",
     "build_space",
     "build_state",
     "check",
     "check_destination",
+    "code_only",
     "loading_lines",
     "missing_fields",
     "pin_base",

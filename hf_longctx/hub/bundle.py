@@ -8,6 +8,7 @@ import math
 import os
 import pickletools
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,13 +74,14 @@ class Bundle:
     Attributes:
         files: the content of every file, or where it is read from, by its path in the repository.
         left_out: names in the folder that are not pushed.
-        config: of the model, or of the adapter; empty for a Space or a kernel.
+        config: of the model, or of the adapter; empty for a Space.
         tensors: numbers in each tensor of the weights, by its name.
         results: results of metrics, by the name of their file.
         documents: the JSON objects of the results and of the benchmarks of scripts/bench, by the name of their file.
-        samples: what `hf-longctx generate --json` printed, by the name of its file.
+        samples: prompt, generated text and settings, by the name of their file.
         base_has_code: whether the base of an adapter has code of its own.
         is_adapter: whether it is an adapter, and no model.
+        code_only: whether it brings only the code in a repository up to date; see `push.code_only`.
     """
 
     files: dict[str, Path | bytes]
@@ -91,6 +93,7 @@ class Bundle:
     samples: dict[str, dict] = field(default_factory=dict)
     base_has_code: bool = False
     is_adapter: bool = False
+    code_only: bool = False
 
     @property
     def base(self) -> tuple[str, str | None] | None:
@@ -236,7 +239,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add what a JSON file holds, if a metric, a benchmark or `hf-longctx generate --json` has written it."""
+    """Add what a JSON file holds, if a metric, a benchmark or scripts.sample has written it."""
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):
@@ -302,7 +305,7 @@ def module_names(file, auto_map):
     return modules
 
 
-def with_contents(bundle: Bundle, files: dict[str, bytes] | None = None) -> Bundle:
+def with_contents(bundle: Bundle, files: Mapping[str, Path | bytes] | None = None) -> Bundle:
     """Return the bundle with other contents of some files, and a file of versions and the sha256 of every file."""
     hashes = {} if files is None else json.loads(bundle.text(CONTENTS))["sha256"]  # weights are hashed once
     for path, content in (bundle.files if files is None else files).items():

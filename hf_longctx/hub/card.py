@@ -23,7 +23,7 @@ SOURCE = "https://github.com/hf-longctx/hf-longctx"  # a placeholder: see CONTRI
 # what a card calls the settings of `hf-longctx train` and `finetune`
 NAMES = {"max_length": "sequence_length", "max_steps": "steps", "lr_scheduler_type": "schedule", "lora_r": "lora_rank"}
 TEMPLATE = Path(__file__).with_name("model_card.md")
-GENERATED = re.compile(r"<!-- written by: hf-longctx card(?: --repo ([\w./-]+))?(?: --tag ([\w./-]+))?[;\n]")
+GENERATED = re.compile(r"<!-- written by: hf-longctx push DIR(?: ([\w./-]+))?(?: --tag ([\w./-]+))? --write-card[;\n]")
 UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write
 HEAD = re.compile(r"---[\r\n]+(.*?)[\r\n]+---", re.DOTALL)
 SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)

@@ -12,9 +12,11 @@ from pathlib import Path
 
 from ..metrics.evaluate_modules import module_path
 from .bundle import Bundle, with_contents
-from .explorer_space import APP, package_files
 
 
+PACKAGE = Path(__file__).parents[1]
+APP_PARTS = ("__init__.py", "_registration.py", "fox/*.py", "hmt/*.py", "metrics/**/*.py")
+REQUIREMENTS = Path(__file__).with_name("space_requirements.txt")
 METRICS = Path(module_path("forgetting_curve")).parents[1]
 # Modules that scoring needs, beside those that they import when they are imported themselves.
 ROOTS = {
@@ -37,13 +39,23 @@ def build_space(name: str) -> Bundle:
     modules = closure(ROOTS[name])
     files: dict[str, Path | bytes] = {**package_files()}
     files |= {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")}
-    files["requirements.txt"] = (APP / "requirements.txt").read_bytes() + EVALUATE
+    files["requirements.txt"] = REQUIREMENTS.read_bytes() + EVALUATE
     files |= {f"{flat(module)}.py": flattened(module, modules).encode() for module in modules}
     lines = [f"from .{flat(module)} import {public_name(module)}" for module in modules]
     lines.append(f"from . import {flat('evaluate_modules')} as evaluate_modules")
     script = OF_PACKAGE.sub("\n".join(lines), (folder / f"{name}.py").read_text())
     files[f"{name}.py"] = script.encode()
     return with_contents(Bundle(files, (), {}))
+
+
+def package_files() -> dict[str, Path]:
+    """Return the Python files of this package that the app uses, by their paths in the repository.
+
+    They are copied as a folder: a Space installs its requirements before it has the other files of the repository, so
+    a wheel among those files could not be installed.
+    """
+    code = [path for pattern in APP_PARTS for path in PACKAGE.glob(pattern) if "modules" not in path.parts]
+    return {path.relative_to(PACKAGE.parent).as_posix(): path for path in code}
 
 
 def source(module):

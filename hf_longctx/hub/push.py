@@ -5,8 +5,17 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    get_token,
+    hf_hub_download,
+)
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -19,15 +28,13 @@ from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
 from ..hmt.reading import STATE
-from .bundle import Bundle, with_contents
+from .bundle import CONTENTS, Bundle, with_contents
 from .lint import check
 
 
-# Files that are removed from a repository where the bundle lacks them, by the type of the repository.
-REPLACED = {
-    "model": re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+"),
-    "kernel": re.compile(r"(build|torch-ext)/.*"),
-}
+CODE = r"\w+_(fox|hmt)\.py"
+# Files that are removed from the repository of a model where the bundle lacks them.
+REPLACED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|{CODE}")
 # A file that only such a repository holds; of two, transformers would load one, or the card would be of the other.
 KINDS = {"an adapter": "adapter_config.json", "a model": "config.json", "the memory of a text": STATE}
 # Of branches and tags; what looks like a commit, or like the Hub's own references, would be taken for it.
@@ -92,8 +99,8 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
 def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revision: str | None = None) -> list[str]:
     """List the files of a repository that a push of the bundle removes.
 
-    These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards,
-    and old files of a kernel.
+    These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards, and
+    code of older versions of this package.
 
     Raises:
         ValueError: it holds another kind of thing, such as a model, which an adapter would hide. Others:
@@ -111,8 +118,9 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
             raise ValueError(
                 f"{repo} holds {kind}; beside each other, one would hide the other. Push {own} to another name."
             )
-    pattern = REPLACED.get(repo_type)
-    return sorted(path for path in present - bundle.files.keys() if pattern and pattern.fullmatch(path))
+    old = present - bundle.files.keys() if repo_type == "model" else set()
+    pattern = re.compile(CODE) if bundle.code_only else REPLACED  # the weights stay where only the code is pushed
+    return sorted(path for path in old if pattern.fullmatch(path))
 
 
 def push(
@@ -133,7 +141,7 @@ def push(
 
     Args:
         repo: NAMESPACE/NAME.
-        repo_type: "model", "kernel", or "space" for a Space of gradio.
+        repo_type: "model", or "space" for a Space of gradio.
         private: create a private repository.
         revision: a branch. Default: main.
         create_pr: open a pull request instead of changing the branch.
@@ -185,6 +193,33 @@ def push(
         with named_errors(f"{repo} has the files, in commit {commit.oid}; only the tag is missing."):
             api.create_tag(repo, repo_type=repo_type, tag=tag, revision=commit.oid)
     return commit
+
+
+@named_errors()
+def code_only(bundle: Bundle, repo: str, revision: str | None = None) -> Bundle:
+    """Return the code of a bundle, with the configuration and the hashes that a repository has, brought up to date.
+
+    Raises:
+        ValueError: the bundle has no code, or the repository holds another type of model. Others: `named_errors`.
+    """
+    code = {path: content for path, content in bundle.files.items() if path.endswith(".py")}
+    if not code:
+        raise ValueError("the folder needs no code of this package; push it without --code-only.")
+    text = Path(hf_hub_download(repo, "config.json", revision=revision)).read_text()
+    config, auto_map = json.loads(text), json.loads(bundle.text("config.json"))["auto_map"]
+    if config.get("model_type") != bundle.config["model_type"]:
+        raise ValueError(
+            f"{repo} holds a model of type {config.get('model_type')!r}, and the folder one of type "
+            f"{bundle.config['model_type']!r}. Give the folder of the model that was pushed there."
+        )
+    if config.get("auto_map") != auto_map:
+        text = json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n"
+    hashes = {}
+    if HfApi().file_exists(repo, CONTENTS, revision=revision):
+        hashes = json.loads(Path(hf_hub_download(repo, CONTENTS, revision=revision)).read_text())["sha256"]
+    kept = {path: digest for path, digest in hashes.items() if not re.fullmatch(CODE, path)}
+    contents = {CONTENTS: json.dumps({"sha256": kept}).encode()}
+    return with_contents(replace(bundle, files=contents, code_only=True), {**code, "config.json": text.encode()})
 
 
 @named_errors()

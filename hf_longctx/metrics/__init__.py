@@ -54,9 +54,6 @@ if TYPE_CHECKING:
     from .run.reader import Reader as Reader
     from .run.reader import reader_for as reader_for
     from .run.served import ServedModel as ServedModel
-    from .several.measure import several_facts as several_facts
-    from .several.result import MultiNeedle as MultiNeedle
-    from .several.result import VariableTracking as VariableTracking
 
 # Public names by the module that defines them.
 _NAMES = {
@@ -78,8 +75,6 @@ _NAMES = {
     "retrieval.lines": "LineRetrieval",
     "loss.result": "PositionLoss",
     "retrieval.measure": "line_retrieval needle_in_a_haystack",
-    "several.measure": "several_facts",
-    "several.result": "MultiNeedle VariableTracking",
     "loss.measure": "position_loss",
     "run.distributed": "Run",
     "run.reader": "Reader LocalReader reader_for",
@@ -99,7 +94,6 @@ RESULT_MODULES = (
     "loss.result",
     "retrieval.haystack",
     "retrieval.lines",
-    "several.result",
     "rope.result",
 )
 

@@ -14,7 +14,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -145,10 +145,6 @@ class Result:
             ValueError: nothing was measured, or matplotlib does not know the extension.
         """
         raise NotImplementedError
-
-    def more_pictures(self) -> dict[str, Callable[[Path], None]]:
-        """Return functions that draw more pictures into a file, by the name that ends the name of the file."""
-        return {}
 
     # In a notebook ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ The models have random weights, one width and depth, and within 1 % the same num
 narrower MLP, which pays for its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
 Figures are tokens per second, medians of alternating rounds; ratios are medians of the ratio to Llama within a round.
 Cache bytes are those of a DynamicCache. Operations are those of ATen in a decoding step. --attention is that of FoX;
-auto: the fastest right one on a GPU.
+auto: our kernels for long calls on a GPU, else SDPA.
 """
 
 import torch
@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from hf_longctx.fox import FoxConfig
+from hf_longctx.metrics.run.logits import cache_argument
 from scripts.bench import common
 
 
@@ -53,10 +54,10 @@ def make_models(args):
 @torch.no_grad()
 def operations_of_a_step(model, token):
     """Return how many ATen operations a decoding step of a short context takes, those inside of others included."""
-    cache = DynamicCache(config=model.config)
+    cache = {cache_argument(model): DynamicCache(config=model.config)}
     for _ in range(3):  # the first one fills the cache, the second one finds out what to keep
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            model(token, past_key_values=cache)
+            model(token, **cache)
     return sum(event.key.startswith("aten::") for event in profiler.events())
 
 
@@ -69,8 +70,8 @@ def measure(args):
 
     def prefill(name):
         """Seconds per token of a prompt."""
-        caches[name] = DynamicCache(config=models[name].config)
-        read = lambda: models[name](ids, past_key_values=caches[name], logits_to_keep=1).logits.sum().item()  # noqa: E731
+        caches[name] = {cache_argument(models[name]): DynamicCache(config=models[name].config)}
+        read = lambda: models[name](ids, **caches[name], logits_to_keep=1).logits.sum().item()  # noqa: E731
         return common.timed(read, device=args.device)[0] / args.context
 
     def decode(name):
@@ -78,7 +79,7 @@ def measure(args):
         token = torch.zeros(1, 1, dtype=torch.long, device=args.device)
 
         def step(token):
-            token = models[name](token, past_key_values=caches[name]).logits.argmax(-1)
+            token = models[name](token, **caches[name]).logits.argmax(-1)
             token.sum().item()  # waits for the device
             return token
 
@@ -93,7 +94,8 @@ def measure(args):
     seconds = common.alternate(turns, args.rounds)
     cache_bytes = {
         name: sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
-        for name, cache in caches.items()
+        for name, arguments in caches.items()
+        for cache in arguments.values()
     }
     for row in common.rows_beside_llama(models, cache_bytes, seconds):
         yield row | {"operations_per_step": operations_of_a_step(models[row["name"]], ids[:, :1])}

@@ -1,4 +1,6 @@
-"""The time that `import hf_longctx` adds to `import transformers`, in milliseconds: medians over fresh interpreters.
+"""The time that `import hf_longctx` adds to `import torch, transformers`, in milliseconds: medians over interpreters.
+
+What it adds is the import of transformers' Auto classes, into which our models are entered by name.
 
 python -m scripts.bench.import_time [--rounds N]
 """
@@ -11,7 +13,10 @@ import sys
 from scripts.bench import common
 
 
-STATEMENTS = {"transformers": "import transformers", "hf_longctx": "import transformers, hf_longctx"}
+STATEMENTS = {
+    "transformers": "import torch, transformers",
+    "hf_longctx": "import torch, transformers, hf_longctx",
+}
 TABLE = """
 | import of | in | median ms |
 | {module} | `{statement}` | {median_ms:.1f} |

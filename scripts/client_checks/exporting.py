@@ -1,5 +1,7 @@
 """Clients that turn a model into a graph."""
 
+import inspect
+
 import torch
 from transformers import DynamicCache
 
@@ -52,10 +54,12 @@ def difference_of_generation(model, name, **options):
     exported = exporter().export_for_generation(model, sample, config(dynamic=True, **options))
     inputs["position_ids"] = torch.arange(sum(lengths)).expand(2, -1)
     cache, steps = DynamicCache(config=model.config), []
+    passed = inspect.signature(model.prepare_inputs_for_generation).parameters  # with these the graphs were traced
+    cache_name = "cache" if "cache" in passed else "past_key_values"
     for parts in zip(*(x.split(lengths, dim=1) for x in inputs.values())):
         runner = exported.runners["decode" if steps else "prefill"]
-        output = runner(**dict(zip(inputs, parts)), past_key_values=cache)
-        cache = output.past_key_values
+        output = runner(**dict(zip(inputs, parts)), **{cache_name: cache})
+        cache = getattr(output, cache_name)
         steps.append(output.logits)
     return difference(torch.cat(steps, dim=1), model(inputs["input_ids"]).logits)
 

@@ -8,8 +8,7 @@ import sys
 import torch
 
 from hf_longctx.corpus import load_tokens
-from scripts.bench.common import ROOT
-from scripts.client_checks.checks import NotApplicable, check, load, load_tokenizer, token_ids
+from scripts.client_checks.checks import check, load, load_tokenizer, token_ids
 from scripts.client_checks.inference import program, served
 
 
@@ -70,19 +69,6 @@ def lm_eval_curve(folder):
     return float(sum(a != b for row, counts in zip(zip(*replies), expected) for a, b in zip(row, counts)))
 
 
-@check("Every Eval Ever, its validator", "every-eval-ever", "records that are not valid", 0)
-def every_eval_ever_validates(folder):
-    validator = ROOT / ".venv-every-eval-ever" / "bin" / "every_eval_ever"
-    if not validator.exists():
-        raise NotApplicable("skipped: needs Python 3.12")
-    command = [program("hf-longctx"), "curve", folder, "--text", "stdlib", "--lengths", "8,24", "--repeats", "6"]
-    subprocess.run([*command, "--output", folder / "curve"], check=True)
-    options = ["--model-id", "alice/fox", "--organization", "Alice", "--output", folder / "records"]
-    subprocess.run([program("hf-longctx"), "export", folder / "curve.json", *options], check=True)
-    records = [*folder.glob("records/data/**/*.json")]
-    return float(subprocess.run([validator, "validate", *records]).returncode or not records)
-
-
 def count_differences(address, folder):
     """Lengths at which the counts of a served model are not those of the model."""
     command = [sys.executable, "-m", "scripts.served_counts", f"{address}/v1", folder]
@@ -101,63 +87,4 @@ def vllm(folder):
     command = [os.environ["PYTHON_WITH_VLLM"], "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     command += ["--port", "{port}", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
     with served(command) as address:
-        return count_differences(address, folder)
-
-
-GGUF_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers": "blk",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.": "attn_",
-    "mlp.": "ffn_",
-    "_proj": "",
-}
-
-
-def write_gguf(folder, path):
-    """A Llama in float32 and its tokenizer, a byte-level BPE, as llama.cpp reads them."""
-    import gguf
-
-    model, tokenizer = load(folder), json.loads((folder / "tokenizer.json").read_text())["model"]
-    config, writer = model.config, gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(sorted(tokenizer["vocab"], key=tokenizer["vocab"].get))
-    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (config.vocab_size - 3))
-    writer.add_token_merges([" ".join(pair) for pair in tokenizer["merges"]])
-    writer.add_bos_token_id(config.bos_token_id)
-    writer.add_eos_token_id(config.eos_token_id)
-    for name, weight in model.state_dict().items():
-        if "q_proj" in name or "k_proj" in name:  # llama.cpp rotates neighbours, not halves
-            weight = weight.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).reshape(weight.shape)
-        for ours, theirs in GGUF_NAMES.items():
-            name = name.replace(ours, theirs)
-        writer.add_tensor(name, weight.contiguous().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-@check("llama-cpp-python, endpoint of the forgetting curve", "llama-cpp-python", COUNTS, 0)
-def llama_cpp(folder):
-    if folder.name != "llama":
-        raise NotApplicable("llama.cpp has no FoX")
-    train_on_text(folder)
-    write_gguf(folder, folder / "llama.gguf")
-    command = [sys.executable, "-m", "llama_cpp.server", "--model", folder / "llama.gguf", "--port", "{port}"]
-    with served([*command, "--logits_all", "true", "--n_ctx", "512"], health="/v1/models") as address:
         return count_differences(address, folder)

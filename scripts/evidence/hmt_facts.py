@@ -36,6 +36,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.metrics.run.logits import cache_argument
 from scripts.bench import common
 from scripts.evidence import hmt_training
 from scripts.evidence.hmt_training import (
@@ -198,8 +199,10 @@ def read(model, questions):
             "state": out.state.select_rows(rows),
             "output_recall": model.config.recall and not model.config.recall_tokens,
         }
-    out.past_key_values.batch_select_indices(rows)
-    return {"past_key_values": out.past_key_values}
+    name = cache_argument(model)
+    cache = getattr(out, name)
+    cache.batch_select_indices(rows)
+    return {name: cache}
 
 
 def answer(model, questions, before):

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from transformers import DynamicCache, set_seed
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.metrics.run.logits import cache_argument
 from scripts.bench import common
 from scripts.evidence.hmt_recall_tokens import BOOKS, gain_lines, tokens_of
 from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
@@ -50,7 +51,7 @@ def one_stretch(number, seed, model, args):
     for place, begin in enumerate(range(0, args.segments * length, length)):
         ids, targets = texts[:, begin : begin + length], texts[:, begin + 1 : begin + length + 1]
         own = model(ids, state=state, use_cache=True)
-        whole = model.backbone(ids, past_key_values=kv_cache, use_cache=True)
+        whole = model.backbone(ids, use_cache=True, **{cache_argument(model.backbone): kv_cache})
         if place >= args.earliest:
             far = max(0, begin - k - length)  # where the longer window begins
             logits = [model.backbone(texts[:, i : begin + length]).logits[:, -length:] for i in (begin - k, far)]

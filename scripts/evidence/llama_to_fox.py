@@ -130,8 +130,8 @@ def pruned(name, args, length):
     for kind, cache in caches.items():
         *chunks, last = ids.split(CHUNK, dim=1)
         for chunk in chunks:
-            model(chunk, past_key_values=cache, logits_to_keep=1)
-        output = model(last, past_key_values=cache, labels=last)
+            model(chunk, cache=cache, logits_to_keep=1)
+        output = model(last, cache=cache, labels=last)
         loss[kind], logits[kind] = output.loss.item(), output.logits
     pruned.prune()
     dropped = pruned.dropped.float() / ids.shape[1]

@@ -22,48 +22,45 @@ from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
 
 PARSER = [
     ("", "required: COMMAND"),
-    ("generat {fox} x", "invalid choice: 'generat'"),
-    ("generate", "required: MODEL, PROMPT"),
-    ("generate {fox} x --seed -1", r"--seed: -1 must be from 0 to"),
+    ("gate {fox}", "invalid choice: 'gate'"),
+    ("ask", "required: MODEL, TEXT, QUESTION"),
+    ("gates {fox} --seed -1", r"--seed: -1 must be from 0 to"),
     ("push {fox} alice/fox --token hf_secret", "unrecognized arguments: --token"),
     ("curve {fox} --protocol fast", "invalid choice: 'fast'"),
     ("lines {fox} --lines few", "'few'; give whole numbers"),
 ]
 
-# -- generate: options, before the model is loaded
+# -- options, before the model is loaded
 
 OPTIONS = [
-    ("generate {fox} x --max-new-tokens 0", "max_new_tokens. must be greater than 0"),
-    ("generate {nowhere} x --temperature -1", "--temperature is -1.0"),
-    ("generate {nowhere} x --top-p 1.5", "--top-p is 1.5"),
-    ("generate {nowhere} x --top-k 0", "--top-k is 0"),
-    ("generate {nowhere} x --temperature 0 --top-p 0.9", "need sampling"),
-    ("generate {fox} x --revision v1", "--revision v1 is for a model on the Hub"),
-    ("generate {fox} x --code-revision v1", "--code-revision needs --trust-remote-code"),
-    ("generate {no_template} x --chat", "no chat template"),
-    ("generate {hmt} Foxes", "cannot encode the text .*Missing .UNK. token"),
+    ("ask {hmt} {facts} Ada --max-new-tokens 0", "max_new_tokens. must be greater than 0"),
+    ("ask {nowhere} {text} x --temperature -1", "--temperature is -1.0"),
+    ("gates {fox} --revision v1", "--revision v1 is for a model on the Hub"),
+    ("gates {fox} --code-revision v1", "--code-revision needs --trust-remote-code"),
+    ("ask {no_template} {text} x --chat", "no chat template"),
+    ("ask {nan_weights} {facts} Ada --temperature 0", "logits of .* tokens are NaN"),
+    ("ask {hmt} {text} Foxes", "cannot encode the text .*Missing .UNK. token"),
 ]
 
 # -- models that are not there, or are damaged
 
 MODELS = [
-    ("generate {nowhere} x", "there is no folder .*nowhere"),
-    ("generate {fox}/config.json x", "is a file; give the folder"),
-    ("generate {empty} x", r"config\.json"),
-    ("generate no-such/model x", "couldn't connect"),
-    ("generate {fox} x --device banana", "--device banana cannot be had"),
+    ("read {nowhere} {text}", "there is no folder .*nowhere"),
+    ("read {fox}/config.json {text}", "is a file; give the folder"),
+    ("read {empty} {text}", r"config\.json"),
+    ("read no-such/model {text}", "couldn't connect"),
+    ("read {fox} {text} --device banana", "--device banana cannot be had"),
     pytest.param(
-        ("generate {fox} x --device cuda", "--device cuda cannot be had"),
+        ("read {fox} {text} --device cuda", "--device cuda cannot be had"),
         marks=pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is there"),
     ),
-    ("generate {no_weights} x", r"model\.safetensors"),
-    ("generate {half_weights} x", "cannot be loaded.*damaged"),
-    ("generate {nan_weights} x --temperature 0", "logits of .* after 2 tokens are NaN"),
-    ("generate {config_is_text} x", "config.json.*not a valid JSON"),
-    ("generate {no_model_type} x", "model_type|Unrecognized model"),
-    ("generate {llama_hidden_act=bogus} x", "cannot be loaded.*bogus"),
-    ("generate {hidden_size=64} x", "size|mismatch"),
-    ("generate {no_tokenizer} x", "no tokenizer that can be loaded"),
+    ("read {no_weights} {text}", r"model\.safetensors"),
+    ("read {half_weights} {text}", "cannot be loaded.*damaged"),
+    ("read {config_is_text} {text}", "config.json.*not a valid JSON"),
+    ("read {no_model_type} {text}", "model_type|Unrecognized model"),
+    ("read {llama_hidden_act=bogus} {text}", "cannot be loaded.*bogus"),
+    ("read {hidden_size=64} {text}", "size|mismatch"),
+    ("read {no_tokenizer} {text}", "no tokenizer that can be loaded"),
     ("serve {nowhere}", "there is no folder|pip install"),
     ("rope {fox}", "RoPE"),
     ("rope {refused}", "refused cannot be loaded .*TypeError: .*; its files are damaged"),
@@ -92,7 +89,7 @@ FILES = [
     ("push {fox} fox --dry-run", "give NAMESPACE/NAME"),
     ("push-metric position_loss https://huggingface.co/alice/loss --dry-run", "give NAMESPACE/NAME"),
     ("push {fox} alice/fox --revision= --dry-run", "'' is not a name of a branch or tag"),
-    ("card {fox} --repo fox", "give NAMESPACE/NAME"),
+    ("push {fox} fox --write-card", "give NAMESPACE/NAME"),
     ("push-metric perplexity alice/perplexity --dry-run", "no evaluate module 'perplexity'"),
     ("compare", "give result files, or --counts FILE.csv"),
     ("compare {empty}", "empty"),
@@ -109,7 +106,6 @@ FILES = [
 MEASURING = [
     ("loss {fox} --sequences 0", "--sequences is 0; it must be at least 1"),
     ("needle {fox} --depths 1", "--depths is 1; it must be at least 2"),
-    ("several {fox} --hops 0", "--hops is 0; it must be at least 1"),
     ("curve {fox} --lengths 16,8", "strictly ascending"),
     ("curve {fox} --lengths 8,16 --points 5", "--lengths and --points exclude each other"),
     ("curve {fox} --data-type random --text {text}", "--data-type random and --text exclude"),
@@ -163,10 +159,12 @@ def places(folder, tmp_path_factory):
     copy("no_template", "chat_template.jinja")
     copy("no_tokenizer", "tokenizer*")
     (copy("half_weights") / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
-    tensors = {
-        name: torch.full_like(tensor, torch.nan) for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    save_file(tensors, copy("nan_weights") / "model.safetensors", metadata={"format": "pt"})
+    nan_weights = copy("nan_weights", of=paths["hmt"]) / "model.safetensors"
+    tensors = load_file(nan_weights)
+    tensors["backbone.lm_head.weight"][0] = torch.nan
+    save_file(tensors, nan_weights, metadata={"format": "pt"})
+    (root / "facts.txt").write_text("remember Ada red Ada the of")
+    paths["facts"] = root / "facts.txt"
     copy("pickled", "model.safetensors").joinpath("pytorch_model.bin").touch()
     (copy("config_is_text") / "config.json").write_text("a fox")
 

@@ -1,4 +1,4 @@
-"""The commands curve, loss, needle, lines and several: options in, JSON and picture out."""
+"""The commands curve, loss, needle and lines: options in, JSON and picture out."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from demo_model import VOCABULARY
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from hf_longctx import cli
-from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, VariableTracking, read_result
+from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, read_result
 
 
 # how a tiny model is measured in a moment
@@ -18,7 +18,6 @@ QUICK = {
     "loss": "--context-length 40 --sequences 3 --text stdlib",
     "needle": "--lengths 400 450 --depths 3 --no-replies --text stdlib",
     "lines": "--lines 3 10 --repeats 2 --no-replies",
-    "several": "--lengths 800 900 --needles 2 --repeats 2 --text stdlib",
 }
 MORE = {
     "curve": "--log-lengths --train-length 64 --bos-token-id 5 --eos-token-id 6",
@@ -30,7 +29,6 @@ SETTINGS = {
     "loss": dict(context_length=40, train_length=32, bos_token_id=5),
     "needle": dict(lengths=[400, 450], depths=[0, 0.5, 1], generate=False, mode="standard", repeats=2, seed=3),
     "lines": dict(lines=[3, 10], repeats=2, generate=False, seed=3),
-    "several": dict(lengths=[800, 900], needles=2, repeats=2, seed=3),
 }
 
 
@@ -66,12 +64,6 @@ def test_defaults_end_where_the_claim_does(folder, tmp_path):
     assert loss.context_length == 64
     _, lines = measure(folder, tmp_path / "lines", "lines", "--repeats 1")
     assert [point.lines for point in lines.points] == [5] and lines.points[0].answers[0].reply is not None
-
-
-def test_variables_need_no_text(folder, tmp_path):
-    _, found = measure(folder, tmp_path / "v", "several", "--task variables --hops 1 --lengths 900 --repeats 1")
-    assert isinstance(found, VariableTracking) and found.points[0].facts == 2
-    assert found.settings["corpus"] == "five sentences over and over"
 
 
 def test_random_data_need_no_text(folder, tmp_path):

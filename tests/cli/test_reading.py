@@ -1,7 +1,6 @@
-"""`read`, `generate --state` and `ask`, on the demo HMT, which can answer from its memory alone."""
+"""`read` and `ask`, on the demo HMT, which can answer from its memory alone."""
 
 import io
-import json
 
 import pytest
 from demo_model import DEMO
@@ -33,11 +32,7 @@ def test_a_text_is_read_once_and_asked_about(novel, capsys, monkeypatch):
     assert "32 tokens of standard input" in capsys.readouterr().out
     for name, colour in (("Ada", "red"), ("Boris", "gold")):
         question, options = QUESTION.format(name), ["--max-new-tokens", "1"]
-        for state in ("state.safetensors", "other.safetensors"):
-            assert cli.main(["generate", HMT, question, "--state", state, *options, "--json"]) == 0
-            document = json.loads(capsys.readouterr().out)
-            assert document["text"] == colour and document["settings"]["state"] == state
-        for text in ("novel.txt", "state.safetensors"):
+        for text in ("novel.txt", "state.safetensors", "other.safetensors"):
             assert cli.main(["ask", HMT, text, question, *options]) == 0
             assert capsys.readouterr().out.split()[-1] == colour
 
@@ -45,10 +40,8 @@ def test_a_text_is_read_once_and_asked_about(novel, capsys, monkeypatch):
 def test_mistakes_are_answered_in_a_sentence(novel, capsys, folder):
     for command, says in (
         (["read", str(folder), "novel.txt"], "FoxForCausalLM has no memory"),
-        (["generate", str(folder), "x", "--state", "x.safetensors"], "FoxForCausalLM has no memory"),
-        (["generate", HMT, "Ada", "--state", "x.safetensors"], "there is no file x.safetensors"),
+        (["ask", str(folder), "x.safetensors", "x"], "FoxForCausalLM has no memory"),
         (["ask", HMT, "x.safetensors", "Ada"], "there is no file x.safetensors"),
-        (["ask", HMT, "-", "-"], "cannot both be read from standard input"),
         (["read", HMT, "novel.txt", "--output", "novel.txt"], "novel.txt is not a file of a text that was read"),
         (["read", HMT, "novel.txt", "--output", "no/x"], "There is no folder no"),
     ):

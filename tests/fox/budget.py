@@ -1,13 +1,18 @@
-"""What the tests of the operator and of its kernels share, on the device that there is; see budget_fox.py."""
+"""What the tests of the operator and of its kernels share on the device at hand; see scripts/bench/gpu/budget.py."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_longctx.fox import triton_fox
-from hf_longctx.fox.budget_fox import EPS, RESULTS, error, find_errors, floors, run, run_exact, run_plain
-from hf_longctx.fox.budget_fox import draw as draw_on
+
+
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # behind the installed package
+from scripts.bench.gpu.budget import EPS, RESULTS, error, find_errors, floors, run, run_exact, run_plain
+from scripts.bench.gpu.budget import draw as draw_on
 
 
 __all__ = ["RESULTS", "error", "floors", "run", "run_exact", "run_plain"]

@@ -137,14 +137,14 @@ CALLS = [
         "mask of the new tokens only",
         r"it must be \(2, 18\): a column for each of 9 cached and 9 new tokens",
         attention_mask=ONES,
-        past_key_values=filled,
+        cache=filled,
     ),
     call("dense mask of other tokens", r"it must be \(2, 1, 9, 9\)", attention_mask=DENSE[:, :, :7, :7]),
     call("dense mask per head", r"the same for all heads", attention_mask=DENSE.expand(-1, 4, -1, -1)),
     call("dense mask of 1 and 0", r"is torch.float32.*mask.bool\(\)", attention_mask=DENSE.float()),
     call("dense mask of integers", r"is torch.int64.*mask.bool\(\)", attention_mask=DENSE.long()),
     call("dense mask that shows the future", "see a later one", attention_mask=torch.ones_like(DENSE)),
-    call("dense mask over a pruned cache", "PrunedCache has dropped", attention_mask=DENSE, past_key_values=pruned),
+    call("dense mask over a pruned cache", "PrunedCache has dropped", attention_mask=DENSE, cache=pruned),
     call("positions of other tokens", r"must be \(2, 9\) or \(1, 9\)", position_ids=torch.arange(7)[None]),
     call(
         "positions that fall",
@@ -157,7 +157,7 @@ CALLS = [
         "documents into a cache",
         "which a cache cannot tell",
         **PACKED,
-        past_key_values=lambda model: DynamicCache(config=model.config),
+        cache=lambda model: DynamicCache(config=model.config),
     ),
     call("documents and padding", "and attention_mask out", **PACKED, attention_mask=torch.arange(15)[None] < 13),
     call("borders for two rows", r"a batch of one .* input of \(2, 9\)", cu_seq_lens_q=torch.tensor([0, 9])),
@@ -200,10 +200,11 @@ def another(model, **changes):
 
 
 def with_cache(name, says, make_cache):
-    return call(name, says, past_key_values=make_cache)
+    return call(name, says, cache=make_cache)
 
 
 CACHES = [
+    call("cache of an unknown name", "'memory', a DynamicCache: pass it as `cache`", memory=filled),
     with_cache("cache of a Llama", "filled by another model", lambda model: filled(llama())),
     with_cache("cache of a Llama as wide as folded keys", "carry no decay", lambda model: filled(llama(head_dim=12))),
     with_cache(
@@ -219,7 +220,7 @@ CACHES = [
 
 
 def without_place(model):
-    model(IDS, past_key_values=DynamicCache())
+    model(IDS, cache=DynamicCache())
 
 
 def cropped(model):
@@ -230,7 +231,7 @@ def continued(model):
     """A branch from a token in the middle of a cache."""
     mask = torch.ones(2, 1, 1, 10, dtype=torch.bool)
     mask[..., 5:9] = False
-    model(IDS[:, :1], attention_mask=mask, past_key_values=filled(model))
+    model(IDS[:, :1], attention_mask=mask, cache=filled(model))
 
 
 SHIFTED = [
@@ -285,7 +286,7 @@ GENERATE = [
         "cache of another batch",
         "for another batch",
         inputs=tokens(2, 12),
-        past_key_values=lambda m: filled(m, IDS[:1]),
+        cache=lambda m: filled(m, IDS[:1]),
     ),
 ]
 

@@ -42,8 +42,8 @@ def test_decode(golden, backend):
         cache, logits = None, []
         borders = [0, *range(prefill, total + 1)]
         for begin, end in itertools.pairwise(borders):
-            out = model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(ids[:, begin:end], attention_mask=mask[:, :end], cache=cache, use_cache=True)
+            cache = out.cache
             logits.append(out.logits)
         logits = torch.cat(logits, dim=1)
         assert check(case, t, "expected/prefill_logits", logits[:, :prefill])

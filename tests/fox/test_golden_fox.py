@@ -67,8 +67,8 @@ def test_decode(golden, backend, chunk):
         borders = list(range(0, prefill, chunk or prefill)) + list(range(prefill, total + 1))
         for begin, end in itertools.pairwise(borders):
             visible = None if mask is None else mask[:, :end]
-            out = model(ids[:, begin:end], attention_mask=visible, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = model(ids[:, begin:end], attention_mask=visible, cache=cache, use_cache=True)
+            cache = out.cache
             logits.append(out.logits)
         logits = torch.cat(logits, dim=1)
         assert check(case, t, "expected/prefill_logits", logits[:, :prefill])

@@ -62,9 +62,7 @@ def test_growing_keeps_the_last_tokens_and_leaves_inference_mode():
 
 def decode(model, ids, cache, first=9):
     """The logits of ids, read token by token behind the first ones."""
-    return torch.cat(
-        [logits(model, x, past_key_values=cache) for x in ids.split([first] + [1] * (ids.shape[1] - first), 1)], 1
-    )
+    return torch.cat([logits(model, x, cache=cache) for x in ids.split([first] + [1] * (ids.shape[1] - first), 1)], 1)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_random_models_decode_as_they_read(seed, dtype):
         pieces = []
         for x in ids.split([6] + 25 * [1], dim=1):
             seen = cache.get_seq_length() + x.shape[1]
-            pieces.append(logits(model, x, attention_mask=mask[:, :seen], past_key_values=cache))
+            pieces.append(logits(model, x, attention_mask=mask[:, :seen], cache=cache))
         got = torch.cat(pieces, dim=1)
         if dtype == torch.bfloat16:
             assert (got - want)[mask.bool()].norm() < 0.03 * want[mask.bool()].norm()
@@ -136,8 +134,8 @@ def test_caches_that_share_layers_go_their_ways():
         layer.conv_states = dict(layer.conv_states)
     other = tokens(1, 40, seed=7)
     for t in range(20, 40):
-        one = logits(model, ids[:, t : t + 1], past_key_values=cache)
-        two = logits(model, other[:, t : t + 1], past_key_values=branch)
+        one = logits(model, ids[:, t : t + 1], cache=cache)
+        two = logits(model, other[:, t : t + 1], cache=branch)
     check_logits(one, logits(model, ids)[:, -1:])
     check_logits(two, logits(model, torch.cat([ids[:, :20], other[:, 20:]], 1))[:, -1:])
 
@@ -151,9 +149,7 @@ def test_a_step_that_is_differentiated_forward_is_not_in_place():
     def run(weights, pieces):
         cache = DynamicCache(config=model.config)
         parts = ids.split(pieces, dim=1)
-        return torch.cat(
-            [functional_call(model, weights, x, dict(past_key_values=cache)).logits for x in parts], dim=1
-        )
+        return torch.cat([functional_call(model, weights, x, dict(cache=cache)).logits for x in parts], dim=1)
 
     tangent = {name: torch.randn_like(x) for name, x in weights.items()}
     got, want = (jvp(lambda w: run(w, pieces), (weights,), (tangent,))[1] for pieces in ([10, 1, 1], [12]))  # noqa: B023

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_fox import VARIANTS, both_blocks, check_logits, logits, make, make_from, tokens
-from transformers import DataCollatorWithFlattening, DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_longctx.fox import backend_fox
 from hf_longctx.fox.attention_fox import running_sum
 
 
@@ -148,7 +149,7 @@ def test_a_part_of_a_row_in_one_of_several_processes_is_refused(monkeypatch):
     logits(model, ids, position_ids=torch.arange(12)[None])
     cache = DynamicCache(config=model.config)
     for positions in torch.arange(12)[None].split(6, dim=1):  # a prompt in chunks
-        logits(model, ids[:, :6], position_ids=positions, past_key_values=cache)
+        logits(model, ids[:, :6], position_ids=positions, cache=cache)
     with pytest.raises(ValueError, match="start at 12 without a cache, in one of 2 processes"):
         model(ids, position_ids=torch.arange(12, 24)[None])
 
@@ -166,4 +167,25 @@ def test_the_running_sum_keeps_the_resolution_of_a_document():
 
 def test_no_cache_comes_back_from_packed_documents():
     with torch.no_grad():
-        assert make("llama")(**BORDERS["position ids"](), use_cache=True).past_key_values is None
+        assert make("llama")(**BORDERS["position ids"](), use_cache=True).cache is None
+
+
+def test_flash_attention_of_the_hub_is_flash_attention(monkeypatch):
+    """transformers takes it where flash_attn is not installed; then it has to have the borders of documents, too."""
+    name, calls = "kernels-community/flash-attn2", []
+
+    def attention(module, q, k, v, mask, **kwargs):
+        calls.append(kwargs["cu_seq_lens_q"].tolist())
+        return q.transpose(1, 2), None
+
+    monkeypatch.setattr(backend_fox, "flash_attention_forward", attention)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
+    try:
+        model = make("llama")
+        model.config._attn_implementation = name
+        model(tokens(1, 5), position_ids=torch.tensor([[0, 1, 0, 1, 2]]), use_cache=False)
+    finally:
+        for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping):
+            mapping.pop(name)
+    assert calls[0] == [0, 2, 5]

@@ -42,7 +42,7 @@ def test_each_path_of_a_tree_is_what_it_is_alone(variant, additive):
 def test_a_tree_grows_from_a_cache(variant, static):
     model, (mask, positions) = make(variant), tree_mask()
     cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-    parts = [logits(model, PREFIX, past_key_values=cache)]
+    parts = [logits(model, PREFIX, cache=cache)]
     mask = torch.nn.functional.pad(mask, (0, 3)) if static else mask  # free slots
     parts.append(
         logits(
@@ -50,7 +50,7 @@ def test_a_tree_grows_from_a_cache(variant, static):
             TREE[:, 5:],
             attention_mask=mask[:, :, 5:],
             position_ids=positions[:, 5:],
-            past_key_values=cache,
+            cache=cache,
         )
     )
     check_logits(torch.cat(parts, dim=1), alone(model))
@@ -62,7 +62,7 @@ def test_a_tree_grows_token_by_token():
     cache, parts = DynamicCache(config=model.config), []
     for i in range(13):
         options = dict(attention_mask=mask[:, :, i : i + 1, : i + 1], position_ids=positions[:, i : i + 1])
-        parts.append(logits(model, TREE[:, i : i + 1], past_key_values=cache, **options))
+        parts.append(logits(model, TREE[:, i : i + 1], cache=cache, **options))
     check_logits(torch.cat(parts, dim=1), alone(model))
 
 

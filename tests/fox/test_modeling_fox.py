@@ -29,7 +29,7 @@ def test_decoding_in_any_chunks_equals_one_forward(variant, backend, chunks):
     model, ids = make(variant, backend), tokens()
     cache, pieces = DynamicCache(config=model.config), []
     for chunk in ids.split(chunks, dim=1):
-        pieces.append(logits(model, chunk, past_key_values=cache))
+        pieces.append(logits(model, chunk, cache=cache))
     check_logits(torch.cat(pieces, dim=1), logits(model, ids, use_cache=False))
 
 
@@ -98,7 +98,7 @@ def test_padded_prompts_in_any_chunks(variant, static, chunks):
     pieces, end = [], 0
     for chunk in ids.split(chunks, dim=1):
         end += chunk.shape[1]
-        pieces.append(logits(model, chunk, attention_mask=mask[:, :end], past_key_values=cache))
+        pieces.append(logits(model, chunk, attention_mask=mask[:, :end], cache=cache))
     got = torch.cat(pieces, dim=1)[mask.bool()]
     check_logits(got, whole[mask.bool()])
 

@@ -56,7 +56,7 @@ def tokens(batch=2, length=160, seed=1):
 
 
 def in_chunks(model, ids, cache, chunks):
-    return torch.cat([logits(model, chunk, past_key_values=cache) for chunk in ids.split(chunks, dim=1)], dim=1)
+    return torch.cat([logits(model, chunk, cache=cache) for chunk in ids.split(chunks, dim=1)], dim=1)
 
 
 def stored_bytes(cache):
@@ -175,7 +175,7 @@ def test_no_input_exceeds_the_bound_of_the_weights(variant):
     positions = torch.arange(3)[None]
     for _ in range(80):
         rope = model.model.rotary_emb(x, positions) if model.model.rotary_emb is not None else None
-        layer(x, position_embeddings=rope, past_key_values=Measuring(config=model.config))
+        layer(x, position_embeddings=rope, cache=Measuring(config=model.config))
         optimizer.zero_grad()
         (-ratios[-1].sum()).backward()
         optimizer.step()
@@ -223,7 +223,7 @@ def test_generation_is_that_of_the_full_cache(kind):
     settings = dict(max_new_tokens=25, do_sample=False, eos_token_id=None, return_dict_in_generate=True, **options)
     prompt, cache = tokens(rows, 120), pruned(model)
     full = model.generate(prompt, **settings, output_logits=True)
-    got = model.generate(prompt, **settings, output_logits=True, past_key_values=cache)
+    got = model.generate(prompt, **settings, output_logits=True, cache=cache)
     assert torch.equal(got.sequences, full.sequences)
     assert cache.dropped.any()
     for a, b in zip(got.logits, full.logits):
@@ -239,7 +239,7 @@ def test_padded_rows(variant, backend):
     whole, cache, pieces, end = logits(model, ids, attention_mask=mask), pruned(model), [], 0
     for chunk in ids.split([80, 1, 59] + [1] * 20, dim=1):
         end += chunk.shape[1]
-        pieces.append(logits(model, chunk, attention_mask=mask[:, :end], past_key_values=cache))
+        pieces.append(logits(model, chunk, attention_mask=mask[:, :end], cache=cache))
     assert cache.dropped.any()
     got = torch.cat(pieces, dim=1)[mask.bool()]
     torch.testing.assert_close(got, whole[mask.bool()], atol=3e-5, rtol=1e-4)
@@ -256,10 +256,8 @@ def test_the_triton_backend_reads_it_too():
     exact = logits(model, ids, attention_mask=mask)[:, 30:]
     model.set_attn_implementation("forgetting_triton")
     cache = pruned(model)
-    logits(model, ids[:, :30], attention_mask=mask[:, :30], past_key_values=cache)
-    steps = [
-        logits(model, ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache) for t in (30, 31)
-    ]
+    logits(model, ids[:, :30], attention_mask=mask[:, :30], cache=cache)
+    steps = [logits(model, ids[:, t : t + 1], attention_mask=mask[:, : t + 1], cache=cache) for t in (30, 31)]
     assert cache.dropped.any()
     torch.testing.assert_close(torch.cat(steps, dim=1), exact, atol=5e-5, rtol=1e-4)
 
@@ -379,8 +377,8 @@ def test_dropped_tokens_have_no_weight():
     cache = pruned(model)
     with torch.no_grad():
         exact = model(ids, output_attentions=True).attentions
-        model(ids[:, :79], past_key_values=cache)
-        weights = model(ids[:, 79:], past_key_values=cache, output_attentions=True).attentions
+        model(ids[:, :79], cache=cache)
+        weights = model(ids[:, 79:], cache=cache, output_attentions=True).attentions
     for layer, (got, want) in enumerate(zip(weights, exact)):
         assert got.shape == (1, 4, 1, 80)
         torch.testing.assert_close(got, want[:, :, -1:], atol=2e-6, rtol=1e-4)
@@ -419,10 +417,10 @@ def test_a_mask_that_leaves_out_dropped_tokens_is_refused():
     in_chunks(model, tokens(1, 100), cache, 50)
     mask = torch.zeros(1, 1, 1, 60)
     with pytest.raises(ValueError, match="mask covers 60 tokens"):
-        logits(model, tokens(1, 1), past_key_values=cache, attention_mask={"sdpa": mask, "token_mask": None})
+        logits(model, tokens(1, 1), cache=cache, attention_mask={"sdpa": mask, "token_mask": None})
 
 
 def test_flex_attention_is_refused():
     model = make("llama")
     with pytest.raises(NotImplementedError, match="flex_attention"):
-        logits(model, tokens(), past_key_values=pruned(model), attention_mask={"sdpa": "blocks", "token_mask": None})
+        logits(model, tokens(), cache=pruned(model), attention_mask={"sdpa": "blocks", "token_mask": None})

@@ -96,7 +96,7 @@ def test_sequence_parallel_of_deepspeed_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options", [{"attention_mask": torch.ones(1, 4)}, {"past_key_values": object()}], ids=lambda x: next(iter(x))
+    "options", [{"attention_mask": torch.ones(1, 4)}, {"cache": object()}], ids=lambda x: next(iter(x))
 )
 def test_a_part_of_a_row_has_no_mask_and_no_cache(options):
     shard = SimpleNamespace(size=1)

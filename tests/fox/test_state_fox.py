@@ -47,12 +47,12 @@ def test_the_states_follow_the_keys(variant, operation, recorded):
     if recorded:
         cache.activate_past_recording()
     ids = tokens(2, 40)
-    logits(model, ids, past_key_values=cache)
+    logits(model, ids, cache=cache)
     for pieces in [1, 1, 30], [32]:
         change(cache)
         ids = changed(ids)
         added = new[: len(ids)]
-        got = torch.cat([logits(model, x, past_key_values=cache) for x in added.split(pieces, dim=1)], dim=1)
+        got = torch.cat([logits(model, x, cache=cache) for x in added.split(pieces, dim=1)], dim=1)
         ids = torch.cat([ids, added], dim=1)
         check_logits(got, logits(model, ids, use_cache=False)[:, -32:])
 
@@ -63,16 +63,16 @@ def test_autocast_keeps_its_cache(variant):
     model = make(variant)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         continued = filled(model, IDS)
-        assert logits(model, IDS, past_key_values=continued).isfinite().all()
+        assert logits(model, IDS, cache=continued).isfinite().all()
 
 
 @with_and_without_window
 def test_a_static_cache_can_be_reset(variant):
     model, ids = make(variant), tokens(2, 9)
     cache = StaticCache(config=model.config, max_cache_len=16)
-    before = logits(model, ids, past_key_values=cache)
+    before = logits(model, ids, cache=cache)
     cache.reset()
-    torch.testing.assert_close(logits(model, ids, past_key_values=cache), before)
+    torch.testing.assert_close(logits(model, ids, cache=cache), before)
 
 
 def test_a_quantized_cache_is_refused():
@@ -81,7 +81,7 @@ def test_a_quantized_cache_is_refused():
             return tensor
 
     with pytest.raises(NotImplementedError, match="quantized cache"):
-        make("llama")(tokens(), past_key_values=Cache(layers=[Rounded(), Rounded()]))
+        make("llama")(tokens(), cache=Cache(layers=[Rounded(), Rounded()]))
 
 
 @both_blocks
@@ -109,7 +109,7 @@ def test_what_is_offloaded_is_waited_for(variant, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: cache.prefetch_stream)
     pieces = []
     for chunk in ids.split(6, dim=1):
-        pieces.append(logits(model, chunk, past_key_values=cache))
+        pieces.append(logits(model, chunk, cache=cache))
         for layer in cache.layers:
             states = layer.conv_states[0] if hasattr(layer, "conv_states") else None
             stored[layer] = (layer.keys, states)

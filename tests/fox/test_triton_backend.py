@@ -146,7 +146,7 @@ def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cach
     for chunk in ids.split(chunks, dim=1):
         begin, end = end, end + chunk.shape[1]
         seen = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
-        pieces.append(logits(model, chunk, past_key_values=cache, **seen))
+        pieces.append(logits(model, chunk, cache=cache, **seen))
     want = logits(make(variant, "eager"), ids, attention_mask=mask, position_ids=positions, use_cache=False)
     real = slice(None) if mask is None else mask.bool()
     check(torch.cat(pieces, dim=1)[real], want[real])
@@ -221,7 +221,7 @@ def test_values_keep_their_own_width_where_a_backend_takes_it(name, head_dim, mo
         stance = "force_eager" if DEVICE == "cpu" else "default"  # to compile flex_attention for a CPU takes 20 s
         with torch.no_grad(), torch.compiler.set_stance(stance):
             prefill = model(ids)
-            step = model(ids[:, :1], past_key_values=prefill.past_key_values).logits
+            step = model(ids[:, :1], cache=prefill.cache).logits
         results[implementation] = [prefill.logits, step]
         if name != "flex_attention" or DEVICE == "cuda":  # it has no backward pass on a CPU
             results[implementation] += loss_and_gradients(model, ids)[1].values()
@@ -237,8 +237,8 @@ def test_a_gradient_through_the_cache():
     ids, gradients = draw(1, 34), []
     for backend in ("forgetting_triton", "eager"):
         model = make("llama", backend)
-        cache = model(ids[:, :14]).past_key_values
-        model(ids[:, 14:], past_key_values=cache).logits.square().mean().backward()
+        cache = model(ids[:, :14]).cache
+        model(ids[:, 14:], cache=cache).logits.square().mean().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[1].items():
         check(gradients[0][name], gradient)
@@ -301,10 +301,10 @@ def test_decoding_with_a_static_cache_compiles_to_one_graph():
     ids, model = draw(1, 20), make("llama")
     cache = StaticCache(config=model.config, max_cache_len=32)
     want = logits(model, ids, use_cache=False)
-    check(logits(model, ids[:, :17], past_key_values=cache), want[:, :17])
+    check(logits(model, ids[:, :17], cache=cache), want[:, :17])
     step = compiled(model)
     for t in range(17, 20):
-        check(logits(step, ids[:, t : t + 1], past_key_values=cache), want[:, t : t + 1])
+        check(logits(step, ids[:, t : t + 1], cache=cache), want[:, t : t + 1])
     assert graphs() == 1
 
 
@@ -333,15 +333,15 @@ def test_decoding_leaves_out_what_is_forgotten():
     """Early keys of the cache are overwritten with NaN: the pruned decoding never reads them, the dense one does."""
     model, ids = close_gates(make("pro with rope"), -12.0), draw(1, 50)
     with torch.no_grad():
-        cache = model(ids[:, :-1], use_cache=True).past_key_values
+        cache = model(ids[:, :-1], use_cache=True).cache
     poisoned = copy.deepcopy(cache)
     layer = poisoned.layers[0]
     layer.values[:, :, :32] = torch.nan
     layer.keys[:, :, :32, : model.config.head_dim] = torch.nan
-    want = logits(model, ids[:, -1:], past_key_values=cache)
-    check(logits(model, ids[:, -1:], past_key_values=copy.deepcopy(poisoned)), want)
+    want = logits(model, ids[:, -1:], cache=cache)
+    check(logits(model, ids[:, -1:], cache=copy.deepcopy(poisoned)), want)
     model.config.log_pruning_tolerance = None
-    assert logits(model, ids[:, -1:], past_key_values=poisoned).isnan().all()
+    assert logits(model, ids[:, -1:], cache=poisoned).isnan().all()
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -391,7 +391,7 @@ def test_offloaded_weights():
     accelerate.cpu_offload(model, torch.device(DEVICE))
     assert logit_bound_of_norms(model.model.layers[0].self_attn, 4) == (None, 1.0)
     cache = DynamicCache(config=model.config)
-    got = [logits(model, chunk, past_key_values=cache) for chunk in ids.split([17, 1], dim=1)]
+    got = [logits(model, chunk, cache=cache) for chunk in ids.split([17, 1], dim=1)]
     check(torch.cat(got, dim=1), want)
     with pytest.raises(ValueError, match="offloaded"):
         PrunedCache(model)

@@ -8,11 +8,11 @@ def gradients(model):
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
-def assert_same_gradients(a, b):
+def assert_same_gradients(a, b, rounding=ROUNDING):
     """Up to the rounding of sums in float64 whose terms are as large as the largest gradient."""
     assert a.keys() == b.keys()
     largest = max(gradient.abs().max().item() for gradient in b.values() if gradient is not None)
     for name in a:
         torch.testing.assert_close(
-            a[name], b[name], atol=ROUNDING * largest, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+            a[name], b[name], atol=rounding * largest, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
         )

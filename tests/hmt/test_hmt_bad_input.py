@@ -1,7 +1,6 @@
 """What users of HMT get wrong: each row is refused with one clear error, or changes no number."""
 
 import copy
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -271,7 +270,7 @@ READ = [
         ("logits by a mask", lambda it: {"logits_to_keep": torch.ones(43).bool()}, "of this call, integers"),
         ("score_from without labels", lambda it: {"score_from": 4}, "score_from is 4.*pass labels"),
         ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "score_from is 'j'"),
-        ("two states", lambda it: {"state": it.state, "past_key_values": it.state}, "pass one of them"),
+        ("two states", lambda it: {"state": it.state, "cache": it.state}, "Give only one of them"),
         ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "within a segment, 0 to 7"),
         ("a state of another mode", lambda it: {"state": it.paper_state}, "belongs to another model or setting"),
     ]
@@ -296,11 +295,6 @@ READ += [
         lambda it: changed(build(recall=False, recall_mode="three_pass"), memory_tokens=3)(it.tokens),
         "built with another value",
     ),
-    refused(
-        "merging states of two dtypes",
-        lambda it: it.state.merge(replace(it.state, bank=it.state.bank.half())),
-        "of one dtype and on one device",
-    ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
     refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "list of numbers of rows"),
     *(
@@ -323,10 +317,6 @@ READ += [
     ),
     refused("recall_dim of another size", lambda it: changed(it.model, recall_dim=8)(it.tokens), "recall_dim is 8"),
     refused("a misspelt keyword", lambda it: it.model(it.tokens, use_cahce=False), "does not use use_cahce"),
-    harmless(
-        "forgetting what topk finds",
-        lambda it: (it.state.forget(*torch.tensor([0, 2])).bank, it.state.forget(0, np.int64(2)).bank),
-    ),
     harmless(
         "numpy's logits_to_keep",
         lambda it: (it.model(it.tokens, logits_to_keep=np.int64(1)).logits, it.model(it.tokens).logits[:, -1:]),
@@ -402,14 +392,14 @@ GENERATE = [
             "generation continues a state",
         ),
         ("right padding", lambda it: {"tokens": it.tokens, "attention_mask": RIGHT}, "ends with padding"),
-        ("new tokens as the whole text", lambda it: {"past_key_values": it.state}, "whole text of each row"),
+        ("new tokens as the whole text", lambda it: {"cache": it.state}, "whole text of each row"),
     ]
 ]
 GENERATE += [
     refused(
         "another model's cache",
-        lambda it: generate(it, past_key_values=DynamicCache()),
-        "is a DynamicCache",
+        lambda it: generate(it, cache=DynamicCache()),
+        "got a DynamicCache",
         TypeError,
     ),
     refused(

@@ -1,5 +1,6 @@
 """generate(): the arg-max of a teacher-forced forward across segment borders, with what GenerationMixin offers."""
 
+from contextlib import nullcontext
 from threading import Thread
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from demo_model import DEMO
 from tiny_hmt import ROUNDING
 from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorStreamer, pipeline
+
+from hf_longctx.hmt.compat_hmt import RENAMED
 
 
 THREE_PASS = {"recall_mode": "three_pass"}
@@ -97,7 +100,7 @@ def test_a_conversation_goes_on_from_the_state_of_generate(make_wrapper, tokens)
     [({}, 0), ({}, 5), ({"num_beams": 2}, 5)],
     ids=str,
 )
-def test_what_past_key_values_have_read_is_cut_from_the_ids(make_wrapper, tokens, monkeypatch, arguments, padding):
+def test_what_a_cache_has_read_is_cut_from_the_ids(make_wrapper, tokens, monkeypatch, arguments, padding):
     """As with any cache of transformers, the whole conversation is given, and its beginning is read once."""
     model, mask, read = make_wrapper(), torch.ones_like(tokens), []
     mask[1, :padding] = 0
@@ -105,18 +108,32 @@ def test_what_past_key_values_have_read_is_cut_from_the_ids(make_wrapper, tokens
     whole = model.generate(tokens, **options)
     with torch.no_grad():
         start = model(tokens[:, :19], attention_mask=mask[:, :19], use_cache=True)
-        assert start.past_key_values is start.state
-        rest = model(tokens[:, 19:], attention_mask=mask, past_key_values=start.state)
+        assert start.past_key_values is start.cache is start.state
+        rest = model(tokens[:, 19:], attention_mask=mask, cache=start.state)
     torch.testing.assert_close(rest.logits[:, -1], model(tokens, mask).logits[:, -1], atol=ROUNDING, rtol=0)
     forward = model.forward
     monkeypatch.setattr(
         model, "forward", lambda input_ids, **rest: (read.append(input_ids.shape[1]), forward(input_ids, **rest))[1]
     )
-    out = model.generate(tokens, past_key_values=start.past_key_values, return_dict_in_generate=True, **options)
+    out = model.generate(tokens, cache=start.cache, return_dict_in_generate=True, **options)
     assert torch.equal(out.sequences, whole)
     assert read == [24, *[1] * 8]
     if not arguments:
-        assert out.past_key_values is out.state and out.state.lengths == (51, 51 - padding)
+        assert out.past_key_values is out.cache is out.state and out.state.lengths == (51, 51 - padding)
+
+
+def test_the_former_name_of_the_cache(make_wrapper, tokens):
+    """transformers warns from 5.24 on, where its own models do."""
+    model, whole = make_wrapper(), make_wrapper()(tokens).logits
+    warning = pytest.warns(FutureWarning, match="Use `cache` instead") if RENAMED else nullcontext()
+    state = model(tokens[:, :19], use_cache=True).state
+    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    with warning:
+        torch.testing.assert_close(model(tokens[:, 19:], past_key_values=state).logits, whole[:, 19:])
+        ids = model.generate(tokens, past_key_values=state, **options)
+    assert torch.equal(ids, model.generate(tokens, **options))
+    with pytest.raises(ValueError, match=r"`cache` and|`past_key_values` and `cache`"):
+        model(tokens[:, 19:], cache=state, past_key_values=state)
 
 
 def test_a_state_needs_the_cache(make_wrapper, tokens):

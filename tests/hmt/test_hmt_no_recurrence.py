@@ -1,4 +1,4 @@
-"""Memories without recurrence: three calls whatever the length, and states that can be merged."""
+"""Memories without recurrence: three calls whatever the length."""
 
 import pytest
 import torch
@@ -77,22 +77,3 @@ def test_three_calls_whatever_the_length(make_parallel, tokens, segments):
         shapes.clear()
         model(tokens[:, 8 : 8 * segments], state=state, logits_to_keep=1)
         assert shapes == [(2 * (segments - 1), 13), (2, 1), (2, 4)]
-
-
-def test_merged_states_are_the_texts_one_after_the_other(make_parallel, tokens):
-    """The first segment of a text has no sensory tokens, so the second text is read alone."""
-    model = make_parallel(memory_size=6)
-    with torch.no_grad():
-        first, second = (model(x, use_cache=True).state for x in (tokens[:, :24], tokens[:, 24:43]))
-        merged = first.merge(second)
-        assert merged.segments()[0] == [range(a, a + 8) for a in (0, 8, 16, 24, 32)]
-        assert merged.lengths == (43, 43)
-        close(merged.bank, torch.cat([first.bank, second.bank], 1))
-        out = model(tokens[:, :13], state=merged, output_recall=True)
-        assert out.recall_scores[0].shape == (2, 5)
-        assert [len(row) for row in out.state.segments()] == [6, 6]
-        again = second.merge(first)
-        swapped = model(tokens[:, :5], state=again.merge(second), output_recall=True)
-    assert swapped.state.segments()[0][-1] == range(56, 64)
-    with pytest.raises(ValueError, match="Only states of one model"):
-        first.merge(second.select_rows(torch.tensor([0])))

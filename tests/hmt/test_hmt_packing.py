@@ -6,7 +6,6 @@ from gradients import gradients
 from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
-from hf_longctx.hmt.loss_hmt import targets_of
 from hf_longctx.hmt.packing_hmt import PackedSegments, align
 from hf_longctx.hmt.segments_hmt import Pass
 
@@ -73,7 +72,7 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, se
     model.zero_grad()
     for b, real in enumerate(mask.bool()):
         row = ids[b : b + 1, real]
-        targets, n_scored, _ = targets_of(model.config, row, None, model.new_state(1), score_from)
+        targets, n_scored, _ = model._targets(row, None, model.new_state(1), score_from)
         assert n_scored == (targets != -100).sum()
         counts.append(n_scored)
         losses.append(model(row, labels=row, score_from=score_from).loss * n_scored)

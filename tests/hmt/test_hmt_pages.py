@@ -11,7 +11,6 @@ from tiny_hmt import ROUNDING
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTState, HMTWrapper
-from hf_longctx.hmt.multi_pass_hmt import MultiPassSegments
 from hf_longctx.hmt.pages_hmt import MemoryPages, PageFile
 
 
@@ -67,49 +66,24 @@ def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, 
 
 
 @pytest.mark.parametrize("settings", [{}, {"recurrence": False}, {"recall_mode": "three_pass"}], ids=str)
-def test_forgets_and_merges_as_a_flat_memory_does(make_wrapper, long_tokens, settings):
-    """While all pages are recalled. Rows are of unequal length; what was forgotten lies in the bank and in pages."""
+def test_rows_of_unequal_length_recall_as_in_a_flat_memory(make_wrapper, long_tokens, settings):
+    """While all pages are recalled."""
     read = {}
     for name, sizes in {"flat": {"memory_size": None}, "paged": PAGED | {"recalled_pages": 50}}.items():
         model, mask = make_wrapper(**sizes, **settings), torch.ones_like(long_tokens[:, :45])
         mask[1, 19:] = 0
         with torch.no_grad():
-            first = model(long_tokens[:, :45], attention_mask=mask, use_cache=True).state
-            first = first.forget(1, 4).forget(0, 1, row=1)  # all that row 1 has
-            later = model(long_tokens[:, 45:], state=first, use_cache=True, output_recall=True)
-            second = model(long_tokens[:, 60:93], use_cache=True).state.forget(3)
-            merged = first.merge(second).merge(first)
-            out = model(long_tokens[:, :50], state=merged, output_recall=True)
-            # the newest memories are gone, and no segment has recalled yet
-            begun = first.merge(model(long_tokens[:, :8], use_cache=True).state).forget(3)
-            begun = model(long_tokens[:, :8], state=begun.merge(model.new_state(2)), output_recall=True)
-        read[name] = later, merged, out, begun
+            first = model(long_tokens[:, :45], attention_mask=mask, use_cache=True)
+            read[name] = first, model(long_tokens[:, 45:], state=first.state, output_recall=True)
     flat, paged = read["flat"], read["paged"]
-    assert [len(row) for row in paged[1].pages] == [12, 6]
-    assert flat[0].state.segments() == paged[0].state.segments()
-    assert flat[1].segments() == paged[1].segments()
-    for of_flat, of_paged in ((flat[i], paged[i]) for i in (0, 2, 3)):
+    assert [len(row) for row in paged[1].state.pages] == [11, 8]
+    for of_flat, of_paged in zip(flat, paged):
+        assert of_flat.state.segments() == of_paged.state.segments()
         torch.testing.assert_close(of_paged.logits, of_flat.logits, atol=ROUNDING, rtol=0)
-        for weights, ends, expected in zip(of_paged.recall_scores, of_paged.recall_ends, of_flat.recall_scores):
-            if expected is None:  # nothing to recall
-                assert weights is None
-                continue
-            assert (weights[ends == 0] == 0).all() and not expected.isnan().any()
-            for row, other in zip(weights, expected):
-                torch.testing.assert_close(row[row > 0], other[other > 0], atol=ROUNDING, rtol=0)
-
-
-def test_what_was_forgotten_is_not_saved(make_wrapper, tokens, tmp_path):
-    model = make_wrapper(memory_size=1, page_size=2, recalled_pages=1)
-    with torch.no_grad():
-        state = model(tokens, use_cache=True).state.forget(1)
-        state.save(tmp_path / "state.safetensors", model)
-        again = HMTState.load(tmp_path / "state.safetensors", model)
-        kept = torch.cat([*again.pages[0].blocks, again.pages[0].rest]).any(1)
-        assert kept.tolist() == [True, False, True, True]
-        assert again.segments() == state.segments()
-        later, expected = (model(tokens, state=x).logits for x in (again, state))
-    torch.testing.assert_close(later, expected, atol=ROUNDING, rtol=0)
+    for weights, ends, expected in zip(paged[1].recall_scores, paged[1].recall_ends, flat[1].recall_scores):
+        assert (weights[ends == 0] == 0).all() and not expected.isnan().any()
+        for row, other in zip(weights, expected):
+            torch.testing.assert_close(row[row > 0], other[other > 0], atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize("chunks", ["ragged", "at j"])
@@ -220,47 +194,7 @@ def test_appending_leaves_the_older_pages_alone():
         torch.testing.assert_close(pages.sums, torch.stack(sums), atol=1e-5, rtol=0)  # eps of sums of order 10
 
 
-def test_what_was_forgotten_before_it_came_is_as_if_it_were_not_there():
-    embeddings = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
-    valid = torch.arange(60) % 3 > 0
-    pages = MemoryPages.empty(8, torch.float32, "cpu", page_size=4, recalled=3).append(embeddings, valid)
-    without = filled(embeddings[valid])
-    numbers = valid.nonzero().flatten().tolist()
-    assert pages.members == tuple(tuple(numbers[i] for i in page) for page in without.members)
-    assert torch.equal(pages.sums, without.sums)
-
-
-def test_what_was_forgotten_is_in_no_page():
-    embeddings = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
-    pages = filled(embeddings)
-    kept = pages.forget([*pages.members[0], *range(0, 60, 2)])
-    assert kept.numbers == sorted({*range(1, 60, 2)} - {*pages.members[0]})
-    assert len(kept) == len(pages) == 60 and len(kept.members) < len(pages.members)
-    expected = torch.stack([embeddings[list(page)].sum(0) for page in kept.members])
-    torch.testing.assert_close(kept.sums, expected, atol=1e-5, rtol=0)  # eps of sums of order 10
-    assert pages.forget(range(60)).append(embeddings[:1]).numbers == [60]
-
-
 KINDS = ["alike", "unrelated", "in line"]
-
-
-@pytest.mark.parametrize(
-    "kind, left", [("alike", "few"), ("unrelated", "the largest page"), ("in line", "none but the newest")]
-)
-def test_bounds_hold_for_what_is_left(kind, left):
-    embeddings, recalled = of_kind(kind, 1500), 3
-    pages = filled(embeddings, page_size=2, recalled=recalled, at_once=500)
-    largest = {number for page in sorted(pages.members, key=len)[-5:] for number in page}
-    kept = {"few": {*range(0, 1500, 17)}, "the largest page": largest, "none but the newest": {*range(1400, 1500)}}[
-        left
-    ]
-    pages = pages.forget({*range(1500)} - kept)
-    assert pages.numbers == sorted(kept)
-    for _ in range(2):
-        most = max(2, (pages.count / recalled) ** 0.5)
-        assert max(map(len, pages.members)) <= most
-        assert len(pages.members) <= 4 * (recalled * pages.count) ** 0.5
-        pages = pages.append(embeddings[:300])
 
 
 def of_kind(kind, n):
@@ -294,7 +228,7 @@ def test_a_fact_ten_thousand_segments_back():
     ids = torch.randint(3, 61, (1, 8))
     with torch.no_grad():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
-        fact = MultiPassSegments(model).summarize(ids[:, :4])
+        fact = model.layout().summarize(ids[:, :4])
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
         state.bank, state.ends, state.lengths = everything[:, -4:], state.ends + 8 * 9991, (8 * 10_001,)
         state.pages = (filled(everything[0, :-4], page_size=16, recalled=8, at_once=1000),)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
 from hf_longctx.hmt.memory_hmt import weights_hash
-from hf_longctx.hub import build_bundle, build_kernel
+from hf_longctx.hub import build_bundle
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +56,20 @@ FIELDS = (
     {"_attn_implementation": "mallory/kernel"},
     {"use_kernels": True, "kernel_config": {"kernel_mapping": {"RMSNorm": "mallory/kernel:RMSNorm"}}},
 )
+# A build of a kernel, as the library `kernels` reads it, but for its code.
+KERNEL = {
+    "README.md": b"",
+    "build/torch-cpu/metadata.json": json.dumps(
+        {
+            "name": "kernel",
+            "id": "_kernel_cpu_0123abc",
+            "version": 1,
+            "license": "Apache-2.0",
+            "python-depends": [],
+            "backend": {"type": "cpu"},
+        }
+    ).encode(),
+}
 HEADERS = (
     (2**62).to_bytes(8, "little"),
     (200_000_000).to_bytes(8, "little") + b"{}",
@@ -93,8 +107,6 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     weights = saved(llama)
     config, commits = {"config.json": weights["config.json"]}, {}
 
-    publish({"config.json": b" " * 2 * 10**6 + b"{}"}, "mallory/large")
-
     publish(config | {"pytorch_model.bin": pickle.dumps(Touch(ran))}, "mallory/pickle")
     torch.save({"lm_head.weight": Touch(ran)}, tmp_path / "zipped.bin")
     publish(config | {"pytorch_model.bin": tmp_path / "zipped.bin"}, "mallory/zipped-pickle")
@@ -117,11 +129,10 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     publish(saved(fox, **pipelines) | {"code.py": bad}, "mallory/pipeline")
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "mallory/base"}
     publish(saved(fox) | {"adapter_config.json": encoded(adapter)}, "mallory/adapter")
-    kernel = build_kernel("mallory/kernel", backend="cpu")["v1"].files
     # what fails is not kept in memory, and runs in the next check too
     entrance = f"from pathlib import Path\nPath({ran!r}).touch()\nraise ImportError\n".encode()
     for branch in ("main", "v1"):
-        publish(kernel | {"build/torch-cpu/__init__.py": entrance}, "mallory/kernel", type="kernel", branch=branch)
+        publish(KERNEL | {"build/torch-cpu/__init__.py": entrance}, "mallory/kernel", type="kernel", branch=branch)
     publish({"data.py": bad, "README.md": b"---\nconfigs: []\n---\n"}, "mallory/script", type="dataset")
     for i, template in enumerate(TEMPLATES):
         files = {name: DEMO / name for name in ("tokenizer.json", "tokenizer_config.json")}

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,12 @@ from hf_longctx.hub import build_space
 from hf_longctx.metrics.evaluate_modules import NAMES
 
 
+ROOT = Path(__file__).resolve().parents[2]
 every_metric = pytest.mark.parametrize("name", NAMES)
+
+
+def versions(requirements):
+    return dict(line.split("==") for line in requirements.splitlines() if "==" in line)
 
 
 @every_metric
@@ -29,6 +35,12 @@ def test_a_space_is_closed(name):
         assert not re.search(r"^(from|import) hf_longctx", source, re.MULTILINE)
         assert set(re.findall(r"^\s*from \.(\w+)", source, re.MULTILINE)) <= fetched
         assert "from .." not in source
+
+
+def test_versions_are_pinned_to_those_that_are_tested():
+    constraints = versions((ROOT / "scripts" / "constraints.txt").read_text())
+    for name, version in versions(build_space("forgetting_curve").text("requirements.txt")).items():
+        assert version.removesuffix("+cpu") == constraints[name], name
 
 
 def test_a_dry_run_needs_no_hub(capsys):

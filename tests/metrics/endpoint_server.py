@@ -13,23 +13,19 @@ class Server:
     """What is served, and how.
 
     Attributes:
-        form: "vllm" (prompt_logprobs, and echo), "openai" (echo only; unknown fields are ignored), "strict" (echo
-            only; unknown fields are refused), "llama.cpp" (log-probabilities of the completion only),
-            "llama-cpp-python" (echo of text; see `echo_lists_of_llama_cpp`), "chat" (no completions).
+        form: "vllm" (prompt_logprobs, and echo, which lm-eval asks for), "llama.cpp" (log-probabilities of the
+            completion only), "chat" (no completions).
         troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
             handler, or None, nothing.
         spoil: changes a reply before it is sent.
         keys: what each request had for "Authorization".
         decode: text of ids.
         lists_limit: whether /models tells max_model_len.
-        tokenizer: of "llama-cpp-python", which puts a BOS in front if `adds_bos`.
     """
 
-    def __init__(
-        self, model, form="vllm", key=None, max_model_len=None, names=("tiny",), tokenizer=None, adds_bos=False
-    ):
+    def __init__(self, model, form="vllm", key=None, max_model_len=None, names=("tiny",)):
         self.model, self.form, self.key, self.max_model_len, self.names = model, form, key, max_model_len, names
-        self.tokenizer, self.adds_bos, self.lists_limit = tokenizer, adds_bos, True
+        self.lists_limit = True
         self.decode = lambda ids: "".join(map(text_of, ids))
         self.troubles, self.spoil, self.requests, self.keys = deque(), lambda choice: choice, [], []
         self.lock = threading.Lock()
@@ -44,15 +40,8 @@ class Server:
 
     def complete(self, body):
         """Status and reply."""
-        unknown = body.keys() - {"model", "prompt", "max_tokens", "temperature", "echo", "logprobs"}
         if self.form == "chat":
             return 404, {"detail": "Not Found"}
-        if self.form == "strict" and unknown:
-            return 400, {"error": {"message": f"Unrecognized request arguments: {sorted(unknown)}"}}
-        if self.form == "llama-cpp-python":
-            if not isinstance(body["prompt"], str):
-                return 500, {"error": {"message": "4 validation errors: Input should be a valid string"}}
-            body["prompt"] = self.encode(body["prompt"])
         if isinstance(body["prompt"][0], list):  # a batch of one, as lm-eval sends it
             (body["prompt"],) = body["prompt"]
         if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
@@ -67,17 +56,10 @@ class Server:
             choice["prompt_logprobs"] = vllm_entries(body["prompt"], log_probs)
         if body.get("logprobs") is not None:
             prompt = body["prompt"] if body.get("echo") and self.form != "llama.cpp" else []
-            if self.form == "llama-cpp-python":
-                choice["logprobs"] = echo_lists_of_llama_cpp(prompt, log_probs, self.tokenizer)
-            else:
-                choice["logprobs"] = echo_lists(prompt, log_probs)
+            choice["logprobs"] = echo_lists(prompt, log_probs)
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1}
         reply = {"object": "text_completion", "model": body["model"], "choices": [self.spoil(choice)], "usage": usage}
         return 200, reply
-
-    def encode(self, text):
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return [self.tokenizer.bos_token_id, *ids] if self.adds_bos else ids
 
     def say(self, ids, tokens):
         """Greedy decoding, token by token."""
@@ -111,20 +93,6 @@ def echo_lists(prompt, log_probs):
         top.append({text_of(token): values[-1], text_of(int(row.argmax())): float(row.max())})
     texts = [*map(text_of, tokens)]
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": [*range(len(tokens))]}
-
-
-def echo_lists_of_llama_cpp(prompt, log_probs, tokenizer):
-    """As llama-cpp-python makes them: a BOS in front has log-probabilities and no token, and no BOS has an entry."""
-    new = int(log_probs[-1].argmax())
-    bos = tokenizer.bos_token_id
-    tokens, values, top = [], [], []
-    for token, row in zip([*prompt[prompt[0] == bos :], new], log_probs):
-        if token != bos:
-            tokens.append(tokenizer.decode(token))
-            values.append(float(row[token]))
-            top.append({tokenizer.decode(int(row.argmax())): float(row.max()), tokens[-1]: values[-1]})
-    values[0] = top[0] = None
-    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": top, "text_offset": list(range(len(tokens)))}
 
 
 def text_of(token):

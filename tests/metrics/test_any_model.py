@@ -71,7 +71,10 @@ MODELS = {
 }
 
 
-@pytest.fixture(params=MODELS, scope="module")
+MARKS = {"prefix tuning": pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")}  # PEFT's
+
+
+@pytest.fixture(params=[pytest.param(name, marks=MARKS.get(name, ())) for name in MODELS], scope="module")
 def model(request):
     return MODELS[request.param]()
 

@@ -10,6 +10,7 @@ from tiny_models import CORPUS, RemoteCode, tiny_llama
 
 from hf_longctx.metrics import ForgettingCurve
 from hf_longctx.metrics.curve import protocol as core
+from hf_longctx.metrics.run.logits import CACHES
 
 
 PROTOCOLS = ["reference", "adaptive"]
@@ -165,7 +166,7 @@ def fail_on(model, too_much):
 
     def check(_, args, options):
         ids = args[0] if args else options["input_ids"]
-        cache = options.get("past_key_values")
+        cache = next((options[name] for name in CACHES if name in options), None)
         if too_much(ids.numel(), 0 if cache is None else cache.get_seq_length()):
             raise torch.OutOfMemoryError("no memory")
 

@@ -81,7 +81,7 @@ def lm(request, model, tokenizer, monkeypatch):
 
 @pytest.fixture
 def served(model):
-    with serving(model, form="openai") as server:
+    with serving(model) as server:
         yield server
 
 

@@ -12,6 +12,7 @@ from tiny_models import LLAMA, RemoteCode, build
 from hf_longctx.metrics import Run, position_loss
 from hf_longctx.metrics.run import engine as engine_module
 from hf_longctx.metrics.run.engine import Engine
+from hf_longctx.metrics.run.logits import CACHES
 
 
 CORPUS = np.random.default_rng(0).integers(3, 32, size=400)
@@ -90,7 +91,8 @@ def spoil(model, position, value):
     seen = []
 
     def count(_, args, options):
-        seen.append(options["past_key_values"].get_seq_length() if options.get("past_key_values") else 0)
+        cache = next((options[name] for name in CACHES if name in options), None)
+        seen.append(cache.get_seq_length() if cache else 0)
 
     def change(_, args, output):
         index = position - seen[-1]

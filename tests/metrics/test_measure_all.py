@@ -65,7 +65,7 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tm
     assert all(read(tmp_path / f"{name}.json")["saved"]["time"] for name in METRICS)
     assert not (tmp_path / "unfinished").exists()
 
-    assert report.page == tmp_path / "report.html" and report.page.read_text().count("<img") == 6  # two of the curve
+    assert report.page == tmp_path / "report.html" and report.page.read_text().count("<img") == 5
     card = ModelCard.load(report.card).data
     assert card.model_name == "llama"
     sizes = len(report.results["needle"].lengths) + len(report.results["lines"].points)

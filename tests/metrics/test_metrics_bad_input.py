@@ -83,7 +83,6 @@ def measured():
 WRONG_KIND = [
     refused("repeats: True", lambda: curve(repeats=True), "repeats must be a whole number, got True"),
     refused("seed: a letter", lambda: curve(seed="a"), "seed must be a whole number, got 'a'"),
-    refused("samples: a word", lambda: curve(samples="no"), "samples must be True or False, got 'no'"),
     *(
         refused(
             f"tokenizer of {name}: {type(tokenizer).__name__}",

@@ -97,7 +97,7 @@ def saved(name, text, says):
     return refused(name, read, f"result.json is no saved result of ours: .*({says})")
 
 
-KINDS = "expected a result of forgetting_curve, line_retrieval, multi_needle, needle"
+KINDS = "expected a result of forgetting_curve, line_retrieval, needle"
 NEEDLE = '{"metric": "needle", "format": 1, "settings": {}, "cells": [%s]}'
 FILES = [
     saved("empty file", "", "Expecting value"),

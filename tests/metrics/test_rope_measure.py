@@ -79,7 +79,9 @@ def test_golden_models(golden):
 @pytest.mark.parametrize("name", ROPES)
 def test_frequencies_are_those_the_model_computes_with(name):
     """Glm takes a partial rotary factor for every type; its buffer after a forward at full length is the truth."""
-    config = tf.GlmConfig(**TINY, head_dim=16, rope_parameters={"partial_rotary_factor": 1.0, **rope(name)})
+    parameters = {"partial_rotary_factor": 1.0, **rope(name)}
+    factor = parameters["partial_rotary_factor"]  # older versions of transformers take it from the argument
+    config = tf.GlmConfig(**TINY, head_dim=16, partial_rotary_factor=factor, rope_parameters=parameters)
     model = tf.GlmModel(config)
     model.rotary_emb(torch.zeros(1), torch.arange(512)[None])
     held = model.rotary_emb.inv_freq.double().numpy()

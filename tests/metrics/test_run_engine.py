@@ -1,5 +1,7 @@
 """The engine against its definition, one plain forward pass per input: any model, any budget, bounded passes."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -123,10 +125,11 @@ def test_a_cache_that_does_not_do_what_it_says_is_not_used():
     model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
     forward = model.model.forward
 
-    def forgetful(input_ids, past_key_values=None, **options):
+    @functools.wraps(forward)
+    def forgetful(input_ids, **options):
         """Positions start anew in each call."""
         options["position_ids"] = torch.arange(input_ids.shape[1])[None]
-        return forward(input_ids, past_key_values=past_key_values, **options)
+        return forward(input_ids, **options)
 
     model.model.forward = forgetful
     with torch.inference_mode():

@@ -1,21 +1,18 @@
-"""Served models: both wire formats against the model itself, refusals, broken connections, unsuited endpoints."""
+"""Served models: its log-probabilities against the model itself, refusals, broken connections, unsuited endpoints."""
 
 import time
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
-import transformers
 from endpoint_server import serving
 from tiny_models import tiny_llama
 
 from hf_longctx.metrics import Run, forgetting_curve
-from hf_longctx.metrics.run.served import ANOTHER, ServedModel
+from hf_longctx.metrics.run.served import ServedModel
 
 
 CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
-FORMS = {"vllm": "prompt_logprobs", "strict": "echo"}
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +34,8 @@ def connect(server, **options):
 
 
 def make_nan(choice):
-    if choice["prompt_logprobs"]:
-        for value in choice["prompt_logprobs"][-3].values():
-            value["logprob"] = float("nan")
-    else:
-        choice["logprobs"]["token_logprobs"][-4] = None  # the last one is of the generated token
+    for value in choice["prompt_logprobs"][-3].values():
+        value["logprob"] = float("nan")
     return choice
 
 
@@ -63,16 +57,14 @@ def half_a_reply(handler):
 # -- the same as the model itself
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_scores_are_those_of_the_model(model, form):
+def test_scores_are_those_of_the_model(model):
     with torch.inference_mode():
         log_probs = model(torch.tensor(CORPUS[None, :60])).logits[0].log_softmax(-1)
     likeliest, right = log_probs.argmax(-1)[:-1].numpy(), CORPUS[1:60]
-    with serving(model, form) as server:
+    with serving(model) as server:
         endpoint = connect(server)
         top, token_log_probs, highest = endpoint.score_prompt(CORPUS[:60])
         some, some_top = endpoint.score(CORPUS[:59], CORPUS[40:60], range(39, 59))
-        assert endpoint.form == FORMS[form]
     assert np.array_equal(some, token_log_probs[40:]) and np.array_equal(
         some_top, top[40:]
     )  # for the token after each position
@@ -80,19 +72,15 @@ def test_scores_are_those_of_the_model(model, form):
     assert np.allclose(highest[1:], log_probs.max(-1).values[:-1], rtol=1e-6)
     assert np.isnan(token_log_probs[0]) and np.isnan(highest[0])
     assert top[0] == -1
-    if form == "vllm":
-        assert np.array_equal(top[1:], likeliest)
-    else:
-        assert np.array_equal(top[1:], np.where(likeliest == right, right, ANOTHER))
+    assert np.array_equal(top[1:], likeliest)
     assert 0 < (likeliest == right).sum() < 59
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_predictions_at_positions(model, form):
+def test_predictions_at_positions(model):
     rows = np.stack([CORPUS[:30], CORPUS[50:80], CORPUS[:30]])
     with torch.inference_mode():
         likeliest = model(torch.tensor(rows)).logits.argmax(-1).numpy()
-    with serving(model, form) as server:
+    with serving(model) as server:
         endpoint = connect(server)
         asked = len(server.requests)
         predictions = endpoint.predict(rows, 0, range(4, 29))
@@ -110,18 +98,15 @@ def test_predictions_at_positions(model, form):
 OPTIONS = {"lengths": [4, 9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id": 2}
 
 
-@pytest.mark.parametrize(
-    "form, data, protocol",
-    [("strict", "random", "reference"), ("vllm", "order", "adaptive")],
-)
-def test_curve_is_that_of_the_local_model(model, form, data, protocol):
+@pytest.mark.parametrize("data, protocol", [("random", "reference"), ("order", "adaptive")])
+def test_curve_is_that_of_the_local_model(model, data, protocol):
     options = OPTIONS | {"data_type": data, "protocol": protocol, "id_range": (3, 11) if data == "random" else None}
     expected = forgetting_curve(model, CORPUS, **options)
-    with serving(model, form) as server:
+    with serving(model) as server:
         curve = forgetting_curve(connect(server), CORPUS, **options)
     assert curve.points == expected.points
     assert sum(p.copy_mean + p.lm_mean for p in curve.points) > 0
-    served = {"model": "tiny", "dtype": None, "attention": None, "served_with": FORMS[form]}
+    served = {"model": "tiny", "dtype": None, "attention": None, "served_with": "prompt_logprobs"}
     served |= {"endpoint": server.url, "device": None, "tokens_per_pass": None, "parameters": None, "hardware": None}
     assert {name: curve.settings.get(name) for name in served} == served
     same = expected.settings.keys() - served.keys() - {"weights_sha256"}
@@ -200,7 +185,7 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
         with pytest.raises(RuntimeError, match=r"401: invalid key.*answer to the key that was given"):
             connect(server, model="tiny", api_key="wrong")
         endpoint = connect(server, api_key="secret")
-        assert endpoint.form == "prompt_logprobs" and "secret" not in repr(endpoint)
+        assert "secret" not in repr(endpoint)
         server.troubles.append(redirect)
         endpoint._send("/completions", {})
         assert other.keys == [None] and "Bearer secret" in server.keys
@@ -212,11 +197,8 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
 @pytest.mark.parametrize(
     "form, message",
     [
-        (
-            "llama.cpp",
-            "no log-probabilities of the tokens of a prompt.*with prompt_logprobs it left them out; with echo",
-        ),
-        ("chat", r"no log-probabilities of the tokens of a prompt.*prompt_logprobs failed \(.*404: .*Not Found"),
+        ("llama.cpp", "must give log-probabilities of the tokens of a prompt.*has no log-probabilities.*with vLLM"),
+        ("chat", "must give log-probabilities of the tokens of a prompt.*404: .*Not Found"),
     ],
 )
 def test_no_log_probabilities(model, form, message):
@@ -235,9 +217,7 @@ def test_nobody_there(model):
 
 
 def drop_entry(choice):
-    for lists in (choice["prompt_logprobs"], *(choice["logprobs"] or {}).values()):
-        if lists:
-            del lists[5:7]
+    del choice["prompt_logprobs"][5:7]
     return choice
 
 
@@ -246,25 +226,16 @@ def shift_entries(choice):
     return choice
 
 
-def only_of_the_completion(choice):
-    """Alternatives of the generated token, and none of the prompt's."""
-    lists = choice["logprobs"]
-    lists["top_logprobs"] = [None] * (len(lists["top_logprobs"]) - 1) + lists["top_logprobs"][-1:]
-    return choice
-
-
 @pytest.mark.parametrize(
-    "form, spoil, message",
+    "spoil, message",
     [
-        ("vllm", drop_entry, "returned log-probabilities of 28 tokens for a prompt of 30"),
-        ("openai", drop_entry, "returned log-probabilities of 29 tokens for a prompt of 30"),
-        ("vllm", shift_entries, r"not those of the prompt: at position 1 of \["),
-        ("openai", only_of_the_completion, "gave no log-probabilities for a prompt of 30 tokens"),
-        ("vllm", lambda choice: {}, "gave no log-probabilities for a prompt of 30 tokens"),
+        (drop_entry, "returned log-probabilities of 28 tokens for a prompt of 30"),
+        (shift_entries, r"not those of the prompt: at position 1 of \["),
+        (lambda choice: {}, "a prompt of 30 tokens has no log-probabilities"),
     ],
 )
-def test_replies_that_do_not_fit(model, form, spoil, message):
-    with serving(model, form) as server:
+def test_replies_that_do_not_fit(model, spoil, message):
+    with serving(model) as server:
         endpoint = connect(server)
         server.spoil = spoil
         with pytest.raises(ValueError, match=message):
@@ -327,58 +298,3 @@ def test_lengths_that_only_the_server_knows_to_be_too_long(model):
         curve = forgetting_curve(endpoint, CORPUS, **OPTIONS)
     assert [point.length for point in curve.points] == [4, 9]
     assert curve.not_measured[20].endswith("answered 400: maximum context length is 30 tokens")
-
-
-# -- texts instead of ids
-
-
-def tiny_tokenizer(words="<unk> <s> </s> the cat sat on mat sun dog very old"):
-    """Words of a vocabulary, which are joined by spaces; BOS and EOS are recognised in a text."""
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words.split())}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-@pytest.mark.parametrize("adds_bos", [False, True])
-@pytest.mark.filterwarnings("ignore:.*answered 500")
-def test_a_server_of_texts_counts_as_the_local_model(model, adds_bos):
-    tokenizer = tiny_tokenizer()
-    expected = forgetting_curve(model, CORPUS, **OPTIONS)
-    with serving(model, "llama-cpp-python", tokenizer=tokenizer, adds_bos=adds_bos) as server:
-        endpoint = connect(server, tokenizer=tokenizer)
-        curve = forgetting_curve(endpoint, CORPUS, **OPTIONS)
-        with pytest.raises(ValueError, match="leaves out the log-probability of the first token"):
-            endpoint.score(np.append(1, CORPUS[:4]), CORPUS[:5], range(5))
-        with pytest.raises(ValueError, match=r"begins with id 5.*behind the BOS 1 only"):
-            endpoint.score_prompt(CORPUS[:5] * 0 + 5)
-    assert curve.points == expected.points and curve.settings["served_with"] == "echo of text"
-
-
-@pytest.mark.filterwarnings("ignore:.*answered 500")
-def test_values_at_the_wrong_tokens_are_noticed(model):
-    """Without a BOS, llama-cpp-python's lists are one position late."""
-    tokenizer = tiny_tokenizer()
-    tokenizer.bos_token = None
-    with (
-        serving(model, "llama-cpp-python", tokenizer=tokenizer) as server,
-        pytest.raises(ValueError, match="with echo of text they are those of other tokens, as if one position late"),
-    ):
-        connect(server, tokenizer=tokenizer)
-
-
-@pytest.mark.filterwarnings("ignore:.*answered 500")
-def test_a_text_that_is_split_otherwise_is_not_measured(model):
-    """The tokenizer reads two of the tokens as one, so that they cannot be sent side by side."""
-    tokenizer = tiny_tokenizer()
-    with serving(model, "llama-cpp-python", tokenizer=tokenizer) as server:
-        endpoint = connect(server, tokenizer=tokenizer)
-        encode, pair = endpoint._form.prompt.__self__.encode, CORPUS[3:5].tolist()
-        endpoint._form.prompt.__self__.encode = lambda text: [0 if i == pair[1] else i for i in encode(text)]
-        with pytest.raises(
-            RuntimeError, match=r"takes text only.* an input of 6 tokens is split otherwise from position"
-        ):
-            endpoint.score_prompt([1, *CORPUS[:5]])

@@ -1,6 +1,5 @@
 """Every benchmark at a tiny size: it runs, its JSON names command and machine, and its table is that of the JSON."""
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -108,7 +107,7 @@ def test_neighbours(load, tmp_path, capsys, monkeypatch):
 def test_gpu_benchmark_dry_run(load, tmp_path, capsys, monkeypatch):
     pytest.importorskip("triton")
     bench = load("gpu.bench")
-    peers = importlib.import_module("hf_longctx.fox.peers")
+    peers = load("gpu.peers")
     with pytest.MonkeyPatch.context() as patch:
         tiles = bench.launched_tiles("cpu")
         patch.setitem(tiles, 16, tiles[16])  # restores what --tile replaces

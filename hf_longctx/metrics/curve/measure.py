@@ -27,7 +27,6 @@ from ..run.journal import content_hash
 from ..run.reader import Reader, check_positions, reader_for, special_ids
 from ..run.scoring import OVERFLOW
 from .adaptive import BUDGET, locate
-from .errors import pack
 from .protocol import Sample, input_tokens, longest_length, model_inputs, order_samples, random_samples, scored_logits
 from .result import CurvePoint, ForgettingCurve
 
@@ -69,7 +68,6 @@ def forgetting_curve(
     id_range: tuple[int, int] | None = None,
     protocol: str = "reference",
     confidence: float = 0.95,
-    samples: bool = False,
     tokenizer: PreTrainedTokenizerBase | str | None = None,
     corpus_name: str | None = None,
     train_length: int | None = None,
@@ -102,7 +100,6 @@ def forgetting_curve(
             same inputs, but only at those of the `lengths`, and with only so many of the `repeats`, that the fine and
             the coarse length depend on; give a fine grid. See adaptive.py.
         confidence: at which the adaptive protocol is satisfied, between 0 and 1.
-        samples: keep which tokens of each target were copied wrong, in `ForgettingCurve.wrong`.
         tokenizer: name it, or give it, to have its name in the settings. Random data take its special ids from it.
         corpus_name, train_length: name of the corpus and context length of the training, in tokens, for the settings.
         run: journal, memory budget and progress bar; see `Run`, also for several processes and interruptions.
@@ -120,7 +117,6 @@ def forgetting_curve(
     """
     reader = reader_for(model)
     lengths, repeats, seed = check_lengths(lengths), whole_number("repeats", repeats, 1), whole_number("seed", seed)
-    check_kind(bool, samples=samples)
     check_kind(str | None, irrelevant_name=irrelevant_name)
     check_choices(data_type, protocol, confidence)
     bos, eos = special_ids(reader, bos_token_id, eos_token_id)
@@ -137,8 +133,6 @@ def forgetting_curve(
     names = labels(corpus_name, train_length) | ({"irrelevant_text": irrelevant_name} if irrelevant_name else {})
     if protocol == "adaptive":
         settings["confidence"] = confidence
-    if samples:
-        settings["samples"] = True
     if data_type == "order":
         corpus, irrelevant, data = check_corpus(reader, tokens, irrelevant_tokens, id_range)
         targets = order_samples(corpus, lengths, repeats, seed, irrelevant)
@@ -174,8 +168,7 @@ class Measurement:
     """A curve while it is measured.
 
     A task is `(length, first, stop)`: both kinds of input at one length, repeats first to stop - 1. Its result is
-    `{"copy": counts, "LM": counts}` of right predictions, one per repeat, or `{"not_measured": reason}`. With
-    samples it also has "wrong", a row of bits per repeat.
+    `{"copy": counts, "LM": counts}` of right predictions, one per repeat, or `{"not_measured": reason}`.
 
     Attributes:
         samples: by length, one per repeat.
@@ -258,8 +251,6 @@ class Measurement:
                 )
             right = predictions == inputs[:, scored.start + 1 : scored.stop + 1]
             counts[kind] = right.sum(1).tolist()
-            if kind == "copy" and "samples" in self.settings:
-                counts["wrong"] = pack(~right)
         return counts
 
     def result(self, entries: dict[tuple[int, int, int], dict[str, Any]]) -> ForgettingCurve:
@@ -269,11 +260,7 @@ class Measurement:
         missing |= dict.fromkeys(self.samples.keys() - set(self.lengths), beyond)
         if not self.complete:
             missing |= dict.fromkeys(self.samples.keys() - {p.length for p in points} - missing.keys(), "interrupted")
-        wrong = {}
-        for (length, *_), entry in sorted(entries.items()):
-            if "wrong" in entry:
-                wrong[length] = [*wrong.get(length, ()), *entry["wrong"]]
-        return ForgettingCurve(points, self.settings, dict(sorted(missing.items())), wrong)
+        return ForgettingCurve(points, self.settings, dict(sorted(missing.items())))
 
     def points(self, entries: dict[tuple[int, int, int], dict[str, Any]]) -> tuple[list[CurvePoint], dict[int, str]]:
         """Join the tasks of each length to a point, and say why lengths have none."""

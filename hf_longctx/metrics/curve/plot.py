@@ -5,10 +5,7 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 from typing import Any
 
-import numpy as np
-
 from .. import style
-from .errors import share_by_part
 from .lengths import METHODS
 
 
@@ -158,29 +155,3 @@ def draw_accuracy(axes, lengths, moments, colour, marker, label) -> None:
     axes.fill_between(lengths, *ribbon(moments), color=colour, alpha=0.2, linewidth=0, zorder=3)
     means = [mean for mean, _ in moments]
     axes.plot(lengths, means, color=colour, marker=marker, markersize=4.5, linewidth=2, label=label, zorder=4)
-
-
-def plot_errors(curve, path) -> None:
-    """Draw the share of tokens copied wrong, for each length and each tenth of the scored half of a text.
-
-    Args:
-        curve: a `ForgettingCurve` that was measured with `samples=True`.
-        path: as for `Result.plot`.
-    """
-    lengths, parts = [p.length for p in curve.points if p.length in curve.wrong], 10
-    shares = np.array([share_by_part(curve.wrong_tokens(n), parts) for n in lengths])
-    figure = style.figure(style.WIDTH, max(3, 1.9 + 0.3 * len(lengths)))
-    axes = figure.add_subplot()
-    image = axes.imshow(shares, cmap="Reds", vmin=0, vmax=1, aspect="auto")
-    for (row, part), share in np.ndenumerate(shares):
-        words, colour = f"{max(100 * share, 1):.0f}" if share else "0", "white" if share > 0.6 else style.INK
-        axes.text(part, row, words, ha="center", va="center", fontsize=9, color=colour)
-    axes.set_yticks(range(len(lengths)), [f"{n:,}" for n in lengths])
-    axes.set_xticks(np.arange(parts + 1) - 0.5, [f"{50 + 50 * i // parts}%" for i in range(parts + 1)])
-    style.strip_frame(axes, "place in the text that is copied", "length of the text (tokens)", labelsize=9)
-    bar = figure.colorbar(image, ax=axes, format=style.PercentFormatter(1))
-    bar.set_label("tokens copied wrong", color=style.INK, fontsize=10)
-    bar.outline.set_visible(False)
-    style.draw_title(figure, style.heading(curve, "Copying errors"))
-    style.small_print(figure, f"per cent of the tokens of {curve.repeats_in_words}; the first half is not scored")
-    style.save(figure, path)

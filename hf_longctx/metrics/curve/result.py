@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ from scipy.special import stdtr
 from ..checks import entries, integers, whole_number
 from ..overlap import separate
 from ..result import Headline, Overview, Result, Table, plural
-from .errors import unpack
 from .intervals import ENOUGH, SEPARATE, LengthInterval, length_interval, test_result
 from .lengths import METHODS, MemoryLength, margins, memory_lengths, passes
 from .protocol import scored_tokens
@@ -149,7 +147,6 @@ class ForgettingCurve(Result):
     Attributes:
         points: one `CurvePoint` per measured length; they are sorted.
         not_measured: why a length has no point, by length.
-        wrong: by length, which tokens of each repeat were copied wrong, where that was kept; see errors.py.
     """
 
     kind = "forgetting_curve"
@@ -158,29 +155,10 @@ class ForgettingCurve(Result):
     points: Sequence[CurvePoint]
     settings: dict[str, Any] = field(default_factory=dict)
     not_measured: dict[int, str] = field(default_factory=dict)
-    wrong: dict[int, Sequence[str]] = field(default_factory=dict)
 
     def __post_init__(self):
         points = entries(self.points, CurvePoint, lambda point: f"length {point.length}")
         object.__setattr__(self, "points", tuple(sorted(points, key=lambda point: point.length)))
-        for point in self.points:
-            if point.length in self.wrong:
-                errors = self.wrong_tokens(point.length).sum(-1).tolist()
-                expected = [point.scored_tokens - right for right in point.copy_correct]
-                if errors != expected:
-                    raise ValueError(
-                        f"length {point.length}: samples have {errors} wrong tokens, its counts {expected}."
-                    )
-
-    def wrong_tokens(self, length: int) -> np.ndarray:
-        """Return which scored tokens of each repeat were copied wrong, (R, scored tokens) bool.
-
-        The first column is the token at index length // 2 of a target, counted from 0.
-
-        Raises:
-            KeyError: the measurement did not keep them at this length; see `samples` of `forgetting_curve`.
-        """
-        return unpack(self.wrong[length], scored_tokens(length))
 
     @property
     def measured(self) -> bool:
@@ -348,29 +326,22 @@ class ForgettingCurve(Result):
             name: {"length": int(length), "open_ended": length.open_ended, "next_tested": length.next_tested}
             for name, length in self.memory_lengths.items()
         }
-        samples = [{"length": n, "wrong": [*rows]} for n, rows in self.wrong.items()]
         return {
             "settings": self.settings,
             "memory_lengths": lengths,
             "points": [{name: getattr(p, name) for name in names} | {"texts": len(p.texts)} for p in self.points],
             "intervals_95": {method: self.interval(method)._asdict() for method in METHODS},
             "not_measured": [{"length": n, "reason": reason} for n, reason in self.not_measured.items()],
-        } | ({"samples": samples} if samples else {})
+        }
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> ForgettingCurve:
         fields = ("length", "copy_correct", "lm_correct", "begin_locs")
         points = [CurvePoint(*(p[name] for name in fields)) for p in document["points"]]
         missing = {entry["length"]: entry["reason"] for entry in document.get("not_measured", [])}
-        wrong = {entry["length"]: entry["wrong"] for entry in document.get("samples", [])}
-        return cls(points, document["settings"], missing, wrong)
+        return cls(points, document["settings"], missing)
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_curve
 
         plot_curve(self, path, train_length=train_length, title=title)
-
-    def more_pictures(self) -> dict[str, Callable[[Path], None]]:
-        from .plot import plot_errors
-
-        return {"errors": partial(plot_errors, self)} if self.wrong else {}

@@ -16,8 +16,6 @@ from .scores import by_length
 WHAT = {
     "needle": "a sentence hidden in a text",
     "line_retrieval": "one of many lines",
-    "multi_needle": "several numbers hidden in a text",
-    "variable_tracking": "variables that are assigned in a text",
 }
 
 

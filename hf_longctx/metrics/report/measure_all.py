@@ -106,7 +106,6 @@ def measure_curve(subject: Subject, run: Run) -> ForgettingCurve:
         seed=subject.seed,
         eos_token_id=subject.tokenizer.eos_token_id,
         tokenizer=subject.tokenizer,
-        samples=True,
         run=run,
         **subject.names,
     )

@@ -89,7 +89,6 @@ def section(result: Result) -> tuple[str, Result, list[str], list[tuple[str, str
     pictures = []
     if result.measured:
         pictures = [svg(lambda path: result.plot(path, train_length=result.settings.get("train_length")))]
-        pictures += [svg(draw) for draw in result.more_pictures().values()]
     settings = [
         (name, value if isinstance(value, str) else json.dumps(value)) for name, value in result.settings.items()
     ]

@@ -29,7 +29,6 @@ from ..loss.result import PositionLoss
 from ..result import Result
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
-from ..several.result import SeveralRetrieval
 from .scores import by_length, unit
 
 
@@ -41,12 +40,9 @@ SAME = {
     "forgetting_curve": ("data_type", "corpus_sha256"),
     "needle": ("mode", "seed", "repeats", "corpus_sha256", "pieces_sha256"),
     "line_retrieval": ("seed",),
-    "multi_needle": ("seed", "needles", "corpus_sha256"),
-    "variable_tracking": ("seed", "chains", "hops", "corpus_sha256"),
 }
 SAME_RANDOM = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
 VERBS = {"forgetting_curve": "copies", "needle": "finds", "line_retrieval": "answers"}
-VERBS |= dict.fromkeys(("multi_needle", "variable_tracking"), "finds")
 
 
 class Difference(NamedTuple):
@@ -169,8 +165,6 @@ def texts(result: Result) -> dict[int, list]:
         return {p.length: list(p.begin_locs or ()) for p in result.points}
     if isinstance(result, LineRetrieval):
         return {p.lines: list(p.asked_lines) for p in result.points}
-    if isinstance(result, SeveralRetrieval):
-        return {p.length: [answer.positions for answer in p.answers] for p in result.points}
     assert isinstance(result, NeedleGrid)
     return {n: [(c.depth, *c.positions, c.begins) for c in result.cells if c.length == n] for n in result.lengths}
 

@@ -10,7 +10,6 @@ from ..curve.result import ForgettingCurve
 from ..result import Result
 from ..retrieval.haystack import NeedleGrid
 from ..retrieval.lines import LineRetrieval
-from ..several.result import SeveralRetrieval
 
 
 class Score(NamedTuple):
@@ -56,12 +55,6 @@ def by_length(result: Result, replies: bool = True, overlapping: bool = False) -
         for p in result.points:
             right = np.array([getattr(a, field) for a in p.answers], float)
             scores.append(Score(p.lines, right, 1, round(p.mean_tokens), len(right), right.sum()))
-        return scores
-    if isinstance(result, SeveralRetrieval):
-        scores = []
-        for p in result.points:
-            shares, asked = np.array([answer.share for answer in p.answers]), p.facts * len(p.answers)
-            scores.append(Score(p.length, shares, p.facts, p.length, asked, p.match_rate * asked))
         return scores
     if not isinstance(result, NeedleGrid):
         raise ValueError(f"a {type(result).__name__} has no scores by length; give curves, needle or line retrieval.")

@@ -83,7 +83,12 @@ def with_rope_parameters(config: Any) -> Any:
         if getattr(copied, name, values[0]) not in values:
             raise NoRopeError(copied, f"{name} is {getattr(copied, name)!r}")
     copied.rope_parameters = parameters or {}
-    copied.standardize_rope_params()
+    try:
+        copied.standardize_rope_params()
+    except KeyError as error:  # transformers before 5.23 looks each layer type up
+        raise ValueError(
+            f"rope_parameters has no entry for layer type {error}; it has {', '.join(copied.rope_parameters)}."
+        ) from error
     return copied
 
 

@@ -24,6 +24,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from .logits import (
+    CACHES,
     accepted_options,
     argmax,
     check_returned,
@@ -95,8 +96,8 @@ class Engine:
         self.head = plain_head(model, hidden, logits)
         # "dynamic" and "longrope" change all frequencies at some length, so that keys in a cache no longer fit
         fixed = not self._rescales and "longrope" not in rope_types
-        continues = fixed and {"past_key_values", "use_cache"} <= self._accepted[model]
-        self.reuses_prefixes = continues and self._continues_exactly(trial, logits)
+        takes_cache = "use_cache" in self._accepted[model] and not self._accepted[model].isdisjoint(CACHES)
+        self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
 
     def with_less_memory(self, work: Callable[..., T], *args: Any) -> T:
         """Return `work(*args)`; if memory runs out, again with a quarter of the tokens per pass, down to 16.
@@ -222,7 +223,9 @@ class Engine:
 
     def _forward(self, module, ids, cache, **options):
         """Return the output for ids (B, t), read on from a cache or not, with those options that the module takes."""
-        options |= {"past_key_values": cache, "use_cache": cache is not None}
+        options |= {"use_cache": cache is not None}
+        if cache is not None:  # None would replace the prefix of a PEFT model; one of the names is accepted
+            options |= dict.fromkeys(CACHES, cache)
         accepted = {name: value for name, value in options.items() if name in self._accepted[module]}
         return module(torch.from_numpy(ids).to(self.device), **accepted)
 
@@ -251,12 +254,14 @@ class Engine:
         """Check that reading in parts, with the end read again, gives the logits of one pass but for rounding."""
         if not isinstance(self.config, PreTrainedConfig) or getattr(self.model, "_is_stateful", False):
             return False
+        if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
+            return False  # PEFT passes a cache of its own
         if not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
             return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
         cache = DynamicCache(config=self.config)
         parts = [self._logits(ids[:, :a], cache, a)]
-        if cache.get_seq_length() != a or not getattr(cache, "is_croppable", False):
+        if cache.get_seq_length() != a or not getattr(cache, "is_croppable", True):
             return False
         self.read_after(cache, ids[:, a:], 1)
         parts += [self._logits(ids[:, i:j], cache, j - i) for i, j in ((a, b), (b, ids.shape[1]))]

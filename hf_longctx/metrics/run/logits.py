@@ -15,7 +15,11 @@ from torch import nn
 from .model import first_parameter
 
 
-OPTIONS = ("past_key_values", "use_cache", "logits_to_keep")
+OPTIONS = ("use_cache", "logits_to_keep")
+CACHES = (
+    "cache",
+    "past_key_values",
+)  # the names of a cache, in transformers 5.24 and before; remote code keeps the old
 
 
 def predict_plainly(model: nn.Module, ids: np.ndarray, positions: range) -> np.ndarray:
@@ -76,10 +80,26 @@ def check_returned(model: nn.Module, right: bool, returned: int, requested: int,
 
 
 def accepted_options(model: nn.Module) -> set[str]:
-    """Return which of `OPTIONS` the model's forward takes, by name or through **kwargs as wrappers do."""
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name for name in OPTIONS if takes_any or name in parameters}
+    """Return which of `OPTIONS` the model's forward takes, by name or through **kwargs, and its name for a cache.
+
+    Where wrappers take **kwargs, the name is that of the first module in them that has one.
+    """
+    accepted: set[str] = set()
+    for module in model.modules():
+        parameters = inspect.signature(module.forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if module is model:
+            accepted = {name for name in OPTIONS if takes_any or name in parameters}
+        if cache := [name for name in CACHES if name in parameters]:
+            return accepted | {cache[0]}
+        if not takes_any:
+            break
+    return accepted
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of the cache in the arguments and outputs of a model, one of `CACHES`."""
+    return next(name for name in CACHES if name in accepted_options(model))
 
 
 def input_device(model: nn.Module) -> torch.device:

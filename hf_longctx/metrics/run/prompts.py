@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-NO_PREDICTION, ANOTHER = -1, -2  # in place of ids: NaN; a token that the reply does not identify
+NO_PREDICTION = -1  # in place of an id: NaN
 
 
 class Scores(NamedTuple):
@@ -74,10 +74,7 @@ class PromptReader:
         return nullcontext()
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Return predictions at positions up to T - 2, as log-probabilities are those of the prompt's tokens.
-
-        A prediction is -2 where the likeliest id is not that of the input and the reply does not identify it.
-        """
+        """Return predictions at positions up to T - 2, as log-probabilities are those of the prompt's tokens."""
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         best = np.stack([scores.best for scores in self.score_prompts(rows)])
         return best[inverse.reshape(-1)][:, positions.start + 1 : positions.stop + 1]

@@ -1,11 +1,7 @@
-"""A model behind an OpenAI-compatible completions endpoint, such as vLLM serves, as a source of predictions.
+"""A model that vLLM serves, behind an OpenAI-compatible completions endpoint, as a source of predictions.
 
-The reply to a prompt holds the likeliest token at each of its positions in one of these forms, tried in turn:
-
-- `prompt_logprobs` (vLLM): per prompt token a dictionary of token ids with log-probability and rank;
-- `echo` with `logprobs` (OpenAI's completions of old): lists over prompt and completion, with tokens as text. Texts
-  need not be unique, so numbers are compared: a prompt token is the likeliest if none has a higher log-probability.
-- `echo of text`: the same for a prompt that is sent as text, where a tokenizer is given; see text_prompts.py.
+vLLM's `prompt_logprobs` report, for each token of a prompt, a dictionary of token ids with log-probability and rank,
+among them the likeliest token.
 
 What a model expects in place of a token does not depend on that token. Prompts that differ in one token show whether
 that holds for what a server reports, or whether its lists are one position late.
@@ -23,31 +19,28 @@ import time
 import urllib.error
 import urllib.request
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from .engine import Unreadable
-from .prompts import ANOTHER, PromptReader, Scores, no_scores, scores_of_entries
-from .text_prompts import TextPrompts
+from .prompts import PromptReader, Scores, scores_of_entries
 
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # worth another try
 REFUSED = {400, 404, 405, 422, 501}  # the server does not know the request or something in it
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
-SAME = 0.02  # nats by which rounding may change a log-probability from one request to the next
+ASKED = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+ROUNDING = 0.02  # nats by which rounding may change a log-probability from one request to the next
 
 
 class ServedModel(PromptReader):
-    """The `Reader` of one served model. Making one asks the server for its name and for its form of log-probabilities.
+    """The `Reader` of one served model. Making one asks the server for its name and for log-probabilities.
 
     Args:
         base_url: up to and including the version, such as "http://localhost:8000/v1".
         model: its name there; may be left out if the server lists one model only.
-        tokenizer: that of the model, by which servers that take no ids can be measured.
         vocab_size: size of its vocabulary, which no server reports. Needed for random data without id_range.
         api_key: sent as bearer token, but not to where a server redirects. None: no key is sent.
         concurrency: requests in flight. A server batches them.
@@ -71,7 +64,6 @@ class ServedModel(PromptReader):
         base_url: str,
         model: str | None = None,
         *,
-        tokenizer=None,
         vocab_size: int | None = None,
         api_key: str | None = None,
         concurrency: int = 8,
@@ -92,14 +84,13 @@ class ServedModel(PromptReader):
         self._key = api_key
         self.model, self.position_limit = self._choose_model(model)
         self.claimed_context = self.position_limit
-        self._form = self._choose_form(tokenizer)
-        self.form = self._form.name
+        self._check_log_probs()
 
     def __repr__(self):
         return f"ServedModel({self.base_url!r}, {self.model!r})"
 
     def settings(self) -> dict[str, Any]:
-        return {"model": self.model, "dtype": None, "attention": None, "served_with": self.form}
+        return {"model": self.model, "dtype": None, "attention": None, "served_with": "prompt_logprobs"}
 
     def identity(self) -> dict[str, str]:
         return {"endpoint": self.base_url}
@@ -111,15 +102,6 @@ class ServedModel(PromptReader):
         with ThreadPoolExecutor(self.concurrency) as pool:
             return list(pool.map(self.score_prompt, prompts))
 
-    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        log_probs, best = super().score(ids, targets, positions)
-        if positions.start == 0 and self._form.prompt is not list and math.isnan(log_probs[0]):
-            raise ValueError(
-                f"{self.base_url} takes text only and leaves out the log-probability of the first token, without which there "
-                "is no loss by position. What it reports suffices for a forgetting curve, and for questions."
-            )
-        return log_probs, best
-
     def score_prompt(self, ids: np.ndarray) -> Scores:
         """Return what the model expected in place of each token of a prompt.
 
@@ -129,19 +111,12 @@ class ServedModel(PromptReader):
         Raises:
             ConnectionError, RuntimeError: as for the class.
             ValueError: the reply has not one entry per token, or its tokens are others.
-            Unreadable: the prompt is longer than the server allows, or cannot be sent as text.
+            Unreadable: the prompt is longer than the server allows.
         """
         prompt = [int(i) for i in ids]
         if max(prompt) >= self.vocab_size:
             raise ValueError(f"id {max(prompt)} is not in the vocabulary of {self.model}.")
-        scores = self._form.read(self._complete(prompt, self._form), prompt)
-        if scores is None:
-            raise ValueError(f"{self.base_url} gave no log-probabilities for a prompt of {len(prompt)} tokens.")
-        return scores
-
-    def _complete(self, ids, form, **options):
-        body = {"model": self.model, "prompt": form.prompt(ids), **form.options}
-        return self._completion(body, **options)
+        return read_scores(self._completion({"model": self.model, "prompt": prompt, **ASKED}), prompt)
 
     def _completion(self, body, **options):
         reply = self._send("/completions", body, **options)
@@ -151,8 +126,7 @@ class ServedModel(PromptReader):
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer=None) -> str:
         """Return the greedy reply; the server's tokenizer makes the text."""
-        sent = self._form.prompt([int(i) for i in prompt])
-        body = {"model": self.model, "prompt": sent, "max_tokens": tokens, "temperature": 0}
+        body = {"model": self.model, "prompt": [int(i) for i in prompt], "max_tokens": tokens, "temperature": 0}
         return self._completion(body)["choices"][0]["text"]
 
     def _choose_model(self, model):
@@ -172,32 +146,20 @@ class ServedModel(PromptReader):
         limits = [entry.get("max_model_len") for entry in entries if entry.get("id") == model]
         return model, limits[0] - 1 if limits and limits[0] else None  # one token must be generated
 
-    def _choose_form(self, tokenizer):
-        """Return the first form in which the server gives log-probabilities of the right tokens."""
+    def _check_log_probs(self):
+        """Raise ValueError unless the server gives log-probabilities of the right tokens."""
         size = 10 if self.vocab_size == math.inf else int(self.vocab_size)
-        forms = [(form, [[0, 1, 2, size * i // 5] for i in range(1, 5)]) for form in FORMS]
-        if tokenizer is not None:
-            prompts = TextPrompts(tokenizer)
-            forms.append((echo_of_text(prompts), prompts.probes()))
-        failures = []
-        for form, probes in forms:
-            try:
-                reply = self._complete(probes[0], form, retries=1)
-                form.learn(reply, probes[0])
-                scores = [form.read(self._complete(probe, form), probe) for probe in probes]
-                read = [each for each in scores if each is not None]
-                if len(read) < len(scores):
-                    failures.append(f"with {form.name} it left them out")
-                elif np.ptp([each.highest[first_difference(probes)] for each in read]) > SAME:
-                    failures.append(f"with {form.name} they are those of other tokens, as if one position late")
-                else:
-                    return form
-            except (RuntimeError, ValueError) as error:  # a server that does not know a form may fail with status 500
-                failures.append(f"{form.name} failed ({error})")
-        raise ValueError(
-            f"the endpoint {self.base_url} gives no log-probabilities of the tokens of a prompt, without which nothing can "
-            f"be measured: {'; '.join(failures)}. vLLM gives them; chat endpoints and llama.cpp's own server do not."
-        )
+        probes = np.array([[0, 1, 2, size * i // 5] for i in range(1, 5)])
+        try:
+            highest = [self.score_prompt(probe).highest[3] for probe in probes]
+            failure = "they are those of other tokens, as if one position late"
+        except (RuntimeError, ValueError) as error:  # a server that does not know the option may fail with status 500
+            highest, failure = None, str(error)
+        if highest is None or np.ptp(highest) > ROUNDING:
+            raise ValueError(
+                f"{self.base_url} must give log-probabilities of the tokens of a prompt (prompt_logprobs): {failure}. Serve "
+                "the model with vLLM."
+            )
 
     def _send(self, path, body=None, retries=None):
         """Return the JSON of a reply, tried again as long as that may help.
@@ -251,11 +213,6 @@ class Refused(RuntimeError):
     """The server does not take this request."""
 
 
-def first_difference(rows: list[list[int]]) -> int:
-    """Return the first position at which not all rows have the same id."""
-    return next(i for i, column in enumerate(zip(*rows)) if len(set(column)) > 1)
-
-
 def failure_kind(code: int, message: str) -> type[RuntimeError]:
     if TOO_LONG.search(message):
         return Unreadable
@@ -274,78 +231,19 @@ def read_message(error: urllib.error.HTTPError) -> str:
     return " ".join(str(text).split())[:500] or str(error.reason)
 
 
-def parse_prompt_logprobs(choice: dict[str, Any], ids: list[int]) -> Scores | None:
-    """Parse vLLM's form: `[None, {"17": {"logprob": -0.3, "rank": 1}, ...}, ...]`."""
-    entries = choice.get("prompt_logprobs")
+def read_scores(reply: dict[str, Any], ids: list[int]) -> Scores:
+    """Read the scores of a prompt from a reply of vLLM: `[None, {"17": {"logprob": -0.3, "rank": 1}, ...}, ...]`.
+
+    Raises:
+        ValueError: there is none, or the server has read another number of tokens.
+    """
+    check_logprob_count((reply.get("usage") or {}).get("prompt_tokens", len(ids)), len(ids))
+    entries = reply["choices"][0].get("prompt_logprobs")
     if not entries:
-        return None
+        raise ValueError(f"the reply to a prompt of {len(ids)} tokens has no log-probabilities.")
     check_logprob_count(len(entries), len(ids))
     numbers = [{int(token): number(x["logprob"]) for token, x in (entry or {}).items()} for entry in entries]
     return scores_of_entries(numbers, ids)
-
-
-def parse_echo(choice: dict[str, Any], ids: list[int]) -> Scores | None:
-    """Parse OpenAI's form: `{"token_logprobs": [None, -0.3, ...], "top_logprobs": [None, {" the": -0.2}, ...]}`."""
-    lists = choice.get("logprobs") or {}
-    tokens, alternatives = lists.get("token_logprobs"), lists.get("top_logprobs")
-    if not tokens or not alternatives or tokens[0] is not None:  # some servers report the completion only
-        return None
-    if len(tokens) != len(ids) + 1:  # one token is generated, but not by every server
-        check_logprob_count(len(tokens), len(ids))
-    if len(alternatives) < len(ids) or not all(alternatives[1 : len(ids)]):  # alternatives of the completion only
-        return None
-    scores = no_scores(len(ids))
-    for i in range(1, len(ids)):
-        values = [number(tokens[i]), *map(number, alternatives[i].values())]
-        if not any(map(math.isnan, values)):
-            scores.highest[i] = max(values)
-            scores.best[i] = ids[i] if values[0] >= scores.highest[i] else ANOTHER
-        scores.log_probs[i] = values[0]
-    return scores
-
-
-@dataclass(frozen=True)
-class Form:
-    """A way to ask for the log-probabilities of a prompt.
-
-    Attributes:
-        options: of the request.
-        parse: scores of a prompt's tokens from the choice of a reply; None if it has none.
-        prompt: what is sent for ids.
-        learn: is told the reply to the first probe, and its ids.
-    """
-
-    name: str
-    options: dict[str, Any]
-    parse: Callable[[dict[str, Any], list[int]], Scores | None]
-    prompt: Callable[[list[int]], list[int] | str] = list
-    learn: Callable[[dict[str, Any], list[int]], None] = lambda reply, ids: None
-
-    def read(self, reply: dict[str, Any], ids: list[int]) -> Scores | None:
-        """Return the scores of a reply; ValueError if the server has read another number of tokens."""
-        check_logprob_count((reply.get("usage") or {}).get("prompt_tokens", len(ids)), len(ids))
-        return self.parse(reply["choices"][0], ids)
-
-
-ECHO = {"max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-FORMS = (
-    Form("prompt_logprobs", {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}, parse_prompt_logprobs),
-    Form("echo", ECHO, parse_echo),
-)
-
-
-def echo_of_text(prompts: TextPrompts) -> Form:
-    def parse(choice, ids):
-        listed = prompts.listed(ids)
-        part = parse_echo(choice, [ids[i] for i in listed])
-        if part is None:
-            return None
-        scores = no_scores(len(ids))
-        for whole, values in zip(scores, part):
-            whole[listed] = values
-        return scores
-
-    return Form("echo of text", ECHO, parse, prompts.text, prompts.learn)
 
 
 def number(value) -> float:

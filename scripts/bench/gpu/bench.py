@@ -26,7 +26,8 @@ if not torch.cuda.is_available():
 from hf_longctx.fox import key_ranges_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys
-from hf_longctx.fox.peers import (
+from scripts.bench import common
+from scripts.bench.gpu.peers import (
     COMPETITORS,
     FLEX_BLOCK,
     LOGIT_BOUND,
@@ -38,7 +39,6 @@ from hf_longctx.fox.peers import (
     ours_bounded,
     ours_pruned,
 )
-from scripts.bench import common
 
 
 ROUNDS = {"cuda": 100, "cpu": 1}

@@ -4,7 +4,7 @@
 
 A step is a forward and backward pass over one row, with gradient checkpointing and the loss in pieces, and an update
 by AdamW. Weights, gradients and moments are bfloat16: 8 bytes a parameter. The Llama runs on SDPA, and FoX on the
-attention that "auto" finds the fastest right one. FLOPs are 6 for each token and parameter and those of causal
+attention that "auto" chooses. FLOPs are 6 for each token and parameter and those of causal
 attention; what checkpointing computes again does not count. Figures are medians of --rounds after a first step.
 `--device cpu` is a dry run with tiny models.
 """

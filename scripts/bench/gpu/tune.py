@@ -35,9 +35,9 @@ import torch
 
 from hf_longctx.fox import key_ranges_fox, tiles_fox
 from hf_longctx.fox.attention_fox import GATE_QUERY
-from hf_longctx.fox.peers import LOGIT_BOUND, folded
 from scripts.bench import common
 from scripts.bench.gpu.bench import draw, draw_decoding, flops, fox, launched_tiles, put_tile
+from scripts.bench.gpu.peers import LOGIT_BOUND, folded
 
 
 # in units of the two products of the forward pass; three of dq and four of dk/dv stand for five

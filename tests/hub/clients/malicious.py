@@ -14,7 +14,6 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, KernelConfig, pipeline
 
-import hf_longctx.hub
 from hf_longctx.corpus import open_source
 from hf_longctx.hmt.reading import load_state
 from hf_longctx.hub.verify import main as verify
@@ -51,14 +50,6 @@ def numbered(name):
             assert i, f"there is no mallory/{name}-0"
             return
         yield f"mallory/{name}-{i}"
-
-
-def check_configurations_that_are_too_much():
-    """The Space reads none of more than 1 MB."""
-    sys.path.append(str(Path(hf_longctx.hub.__file__).with_name("explorer")))
-    import inputs
-
-    refused(inputs.fetch, "mallory/large", "config.json", inputs.MEGABYTE, says="2000002 bytes")
 
 
 def check_a_pickle_runs_no_code():

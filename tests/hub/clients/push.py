@@ -108,6 +108,35 @@ def check_a_second_push_makes_no_commit():
     assert len(titles("alice/fox")) == 2
 
 
+def check_only_the_code_is_updated():
+    push(DEMO, "alice/old")
+    before = {name: Path(hf_hub_download("alice/old", name)).read_bytes() for name in api.list_repo_files("alice/old")}
+    config = json.loads(before["config.json"]) | {"auto_map": {"AutoConfig": "old_fox.FoxConfig"}, "added": 1}
+    for name, text in {
+        "old_fox.py": "",
+        "modeling_fox.py": "",
+        "other.py": "",
+        "config.json": json.dumps(config),
+    }.items():
+        api.upload_file(path_or_fileobj=text.encode(), path_in_repo=name, repo_id="alice/old")
+    commits = len(titles("alice/old"))
+    text = push(DEMO, "alice/old", "--code-only", "--dry-run")
+    assert "removes old_fox.py, which alice/old has" in text and "model.safetensors" not in text
+    assert len(titles("alice/old")) == commits
+    assert "the outputs for 64 tokens are the same" in push(DEMO, "alice/old", "--code-only", "--verify")
+    after = {name: Path(hf_hub_download("alice/old", name)).read_bytes() for name in api.list_repo_files("alice/old")}
+    assert len(titles("alice/old")) == commits + 1 and after.pop("other.py") == b""
+    config = json.loads(after.pop("config.json"))
+    assert config == json.loads(before.pop("config.json")) | {"added": 1}
+    hashes = [json.loads(files.pop("hf_longctx.json"))["sha256"] for files in (after, before)]
+    assert after == before and hashes[0].pop("config.json") != hashes[1].pop("config.json") and hashes[0] == hashes[1]
+    push(DEMO, "alice/old", "--code-only")
+    assert len(titles("alice/old")) == commits + 1
+    assert "holds a model of type 'fox', and the folder one of type 'hmt'" in push(
+        HMT_DEMO, "alice/old", "--code-only", code=2
+    )
+
+
 def check_branch_and_pull_request():
     shutil.copytree(DEMO, "changed")
     Path("changed/README.md").write_text("# Another")
@@ -170,12 +199,11 @@ def check_a_memory_goes_to_the_hub_and_answers_from_there():
     push("alice/hmt", "novel.txt", "--revision", "v1", "--output", "state.safetensors", command="read")
     text = push("state.safetensors", "alice/novel", "--tag", "v1")
     sha = api.repo_info("alice/hmt").sha
-    assert f"--state alice/novel@{api.repo_info('alice/novel').sha}" in text
+    assert f"hf-longctx ask MODEL alice/novel@{api.repo_info('alice/novel').sha} QUESTION" in text
     card = ModelCard.load("alice/novel")
     assert card.data.base_model == "alice/hmt" and f"alice/hmt at {sha}" in card.text
     question = f"{question} the Ada of Ada Ada and Ada answer"
-    options = ["--max-new-tokens", "1", "--state", "alice/novel@v1"]
-    assert push("alice/hmt", question, *options, command="generate").split()[-1] == "red"
+    assert push("alice/hmt", "alice/novel@v1", question, "--max-new-tokens", "1", command="ask").split()[-1] == "red"
     for words in ([], ["--dry-run"]):
         assert "alice/hmt holds a model; beside" in push("state.safetensors", "alice/hmt", *words, code=2)
         assert "alice/novel holds the memory of a text; beside" in push(DEMO, "alice/novel", *words, code=2)
@@ -204,18 +232,6 @@ def check_the_configuration_of_an_hmt_goes_with_its_code():
     config.save_pretrained("hmt-config", push_to_hub=True, repo_id="alice/hmt-config")
     files = api.list_repo_files("alice/hmt-config")
     assert {"config.json", "custom_backbone_hmt.py", "configuration_hmt.py", "modeling_fox.py"} <= set(files)
-
-
-def check_a_kernel_is_on_the_branch_of_its_version_and_its_source_on_main():
-    kernel, options = "alice/forgetting-attention", {"repo_type": "kernel", "revision": "v1"}
-    text = push(kernel, command="push-kernel")
-    sha = api.repo_info(kernel, **options).sha
-    assert f'attn_implementation="{kernel}@{sha}"' in text
-    assert {"build.toml", "README.md"} <= set(api.list_repo_files(kernel, repo_type="kernel"))
-    api.upload_file(path_or_fileobj=b"", path_in_repo="build/torch-cuda/old.py", repo_id=kernel, **options)
-    push(kernel, command="push-kernel")
-    files = api.list_repo_files(kernel, **options)
-    assert "build/torch-cuda/metadata.json" in files and "build/torch-cuda/old.py" not in files
 
 
 def check_what_the_hub_refuses_is_one_line():

@@ -1,0 +1,65 @@
+"""Differences between versions of transformers; no other file asks for a version.
+
+transformers 5.24 renamed `past_key_values` to `cache`. HMT uses the new name, and accepts and returns both names with
+every version from 5.15 on.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+
+import transformers
+from transformers import GenerationMixin
+from transformers.utils import deprecation, logging
+from transformers.utils.versions import require_version
+
+
+TESTED = (5, 15), (5, 24)  # the oldest and the newest minor version with which this code was tested
+OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
+REPAIR = (
+    f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}: "
+    "`pip install -U hf-longctx` and load without trust_remote_code, or pin "
+    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}' (owners of a repository update its code with "
+    "`hf-longctx push --code-only FOLDER REPO`)."
+)
+
+require_version(f"transformers>={OLDEST}", "HMT is tested from there on: pip install -U transformers")
+if tuple(map(int, transformers.__version__.split(".")[:2])) > TESTED[1]:
+    # this logger and text are the same in all copies of this file, so that there is one warning
+    logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
+
+RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+
+
+@functools.cache
+def cache_name(model_class: type) -> str | None:
+    """Return the name under which the forward of a model takes a cache, or None if it takes none.
+
+    Code outside transformers keeps the old name with every version.
+    """
+    parameters = inspect.signature(model_class.forward).parameters  # ty: ignore[missing-attribute]
+    return next((name for name in ("cache", "past_key_values") if name in parameters), None)
+
+
+def accept_both_names(function: Callable) -> Callable:
+    """Return a method with an argument `cache` that accepts `past_key_values` too, with transformers' own warning.
+
+    There is no warning before 5.24, where `past_key_values` is the name that transformers uses.
+    """
+    if RENAMED:
+        return deprecation.deprecate_kwarg("past_key_values", "6.0.0", new_name="cache", raise_if_both_names=True)(
+            function
+        )
+
+    @functools.wraps(function)
+    def renamed(*args, **kwargs):
+        if "past_key_values" in kwargs:
+            if "cache" in kwargs:
+                raise ValueError("`cache` and `past_key_values` are names of the same argument. Give only `cache`.")
+            kwargs["cache"] = kwargs.pop("past_key_values")
+        return function(*args, **kwargs)
+
+    return renamed
+
+
+__all__ = ["RENAMED", "accept_both_names", "cache_name"]

@@ -1,1 +1,0 @@
-"""Several facts in a long text, and one question for all of them: multi-needle, variable tracking."""

@@ -1,0 +1,106 @@
+"""attn_implementation="auto" is a rule: our kernels for long training and prefill on a GPU, else SDPA."""
+
+import pytest
+import torch
+from tiny_fox import TINY, make_from, tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from hf_longctx.fox import FoxConfig, PrunedCache, backend_fox
+from hf_longctx.fox.backend_fox import KERNEL_TOKENS, choose_implementation
+from hf_longctx.training.model_init import set_attention
+
+
+def make():
+    model = make_from(FoxConfig.pro(**TINY))
+    model.set_attn_implementation("auto")
+    return model
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Return the names of the implementations that compute calls of models."""
+    names, run = [], backend_fox.run_backend
+
+    def run_backend(name, *args, **kwargs):
+        names.append(name)
+        return run(name, *args, **kwargs)
+
+    monkeypatch.setattr(backend_fox, "run_backend", run_backend)
+    return names
+
+
+def test_without_a_gpu_auto_is_sdpa_and_is_not_saved(tmp_path, used):
+    model, ids = make(), tokens()
+    model.save_pretrained(tmp_path)
+    assert "attn" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="auto")
+    got = loaded(ids).logits
+    assert loaded.config._attn_implementation == "auto" and set(used) == {"sdpa"}
+    loaded.set_attn_implementation("sdpa")
+    assert torch.equal(got, loaded(ids).logits)
+
+
+def test_the_masks_of_generate_are_those_of_the_choice(monkeypatch, used):
+    monkeypatch.setattr("hf_longctx.fox.modeling_fox.choose_implementation", lambda *args: "eager")
+    model, mask = make(), torch.ones(2, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    model.generate(tokens(2, 9), attention_mask=mask, max_new_tokens=3, pad_token_id=0)
+    assert set(used) == {"eager"}
+
+
+CASES = [  # rows, tokens of a row, changes of the configuration, with gradients, chosen
+    (1, KERNEL_TOKENS, {}, True, "forgetting_triton"),
+    (1, KERNEL_TOKENS, {}, False, "forgetting_triton"),
+    (8, KERNEL_TOKENS // 8, {}, True, "forgetting_triton"),
+    (1, 2048, {}, True, "sdpa"),
+    (KERNEL_TOKENS, 1, {}, False, "sdpa"),
+    (1, KERNEL_TOKENS, {"forget_gate": "none"}, True, "sdpa"),
+    (1, KERNEL_TOKENS, {"attention_dropout": 0.1}, True, "sdpa"),
+    (1, KERNEL_TOKENS, {"attention_dropout": 0.1}, False, "forgetting_triton"),
+]
+
+
+@pytest.mark.parametrize("rows, length, changes, training, chosen", CASES)
+def test_the_rule(rows, length, changes, training, chosen, monkeypatch):
+    """A tensor of a GPU that has no numbers."""
+    monkeypatch.setattr(backend_fox, "why_not", lambda head_dim, dtype, device: None)
+    config = FoxConfig(**TINY, **changes)
+    with FakeTensorMode(), torch.set_grad_enabled(training):
+        x = torch.empty(rows, length, 32, device="cuda")
+        assert choose_implementation(config, x) == chosen
+        assert choose_implementation(config, x, cache=DynamicCache(config=config)) == chosen
+
+
+def test_where_the_kernels_do_not_apply_sdpa_does(monkeypatch):
+    config, asked = FoxConfig.pro(**TINY), []
+    pruned = PrunedCache(make_from(config), 1e-4)
+    monkeypatch.setattr(backend_fox, "why_not", lambda *args: asked.append(args))
+    with FakeTensorMode():
+        x = torch.empty(1, KERNEL_TOKENS, 32, device="cuda", dtype=torch.bfloat16)
+    padding = torch.ones(1, KERNEL_TOKENS, dtype=torch.long)
+    assert choose_implementation(config, x, padding, pruned) == "forgetting_triton"
+    padding[0, 5] = 0
+    assert choose_implementation(config, x, padding, pruned) == "sdpa"
+    monkeypatch.setattr(backend_fox, "why_not", lambda *args: ImportError("no Triton"))
+    assert choose_implementation(config, x) == "sdpa"
+    assert asked == [(8, torch.bfloat16, x.device)]
+
+
+def test_transforms_of_torch_func_take_sdpa(used):
+    """No derivative is asked of kernels that have none."""
+    model, embeds = make(), torch.randn(1, 5, 32)
+    with sdpa_kernel(SDPBackend.MATH):
+        torch.func.jvp(lambda x: model(inputs_embeds=x).logits, (embeds,), (embeds,))
+        with forward_ad.dual_level():
+            model(inputs_embeds=forward_ad.make_dual(embeds, embeds))
+    assert set(used) == {"sdpa"}
+
+
+@pytest.mark.parametrize("attention, chosen", [(None, "auto"), ("auto", "auto"), ("eager", "eager")])
+def test_training_leaves_the_choice_to_each_call(attention, chosen):
+    model = make_from(FoxConfig(**TINY))
+    set_attention(model, type("Settings", (), {"attention": attention}))
+    assert model.config._attn_implementation == chosen

@@ -1,0 +1,216 @@
+"""One checkpoint is one function: `HMTConfig.reread`, with a cache and without, against the definition in loops."""
+
+import json
+import shutil
+import warnings
+
+import pytest
+import torch
+import transformers
+from demo_model import DEMO
+from gradients import assert_same_gradients, gradients
+from plain_hmt import plain_single
+from streams import CHUNKS, stream
+from test_hmt_backbones import BACKBONES
+from tiny_hmt import ROUNDING
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+
+
+FALCON = {
+    **{"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+    **{"mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8},
+}
+LLAMA4 = BACKBONES["Llama4ForCausalLM"]
+# name, sizes, settings, reread
+KINDS = {
+    "Llama": ("LlamaForCausalLM", BACKBONES["LlamaForCausalLM"], {}, False),
+    "Llama reread": ("LlamaForCausalLM", BACKBONES["LlamaForCausalLM"], {"reread": True, "recall_tokens": 2}, True),
+    "Llama4, long chunks": ("Llama4ForCausalLM", LLAMA4, {}, False),
+    "Llama4, short chunks": ("Llama4ForCausalLM", LLAMA4 | {"attention_chunk_size": 12}, {}, True),
+    "Gemma2": ("Gemma2ForCausalLM", BACKBONES["Gemma2ForCausalLM"], {}, True),
+    "BLOOM": ("BloomForCausalLM", BACKBONES["BloomForCausalLM"], {}, True),
+    "Mamba": ("MambaForCausalLM", BACKBONES["MambaForCausalLM"], {}, True),
+    "Falcon-H1": ("FalconH1ForCausalLM", FALCON, {}, True),
+}
+
+# Llama's norms are in float32, also backward, and a token that is read twice has two parts of its gradient.
+NORM = 8 * torch.finfo(torch.float32).eps
+
+
+def make(kind):
+    name, sizes, settings, _ = KINDS[kind]
+    model_class = getattr(transformers, name)
+    torch.manual_seed(0)
+    special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    backbone = model_class(model_class.config_class(**sizes, **special)).eval()
+    with torch.no_grad():  # far from the near-uniform start, so that every input matters visibly
+        for parameter in backbone.parameters():
+            parameter.mul_(3 if parameter.dim() == 2 else 1)
+    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=3, **settings)
+    return HMTWrapper.from_backbone(backbone, config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_its_definition_with_a_cache_and_without(kind, tokens):
+    model, length = make(kind), 21
+    assert model.config.reread == KINDS[kind][3]
+    expected = torch.stack([plain_single(model, row[:length]) for row in tokens])
+    allowed = 256 * torch.finfo(torch.float32).eps * expected.abs().max()  # 1e-2 of it moved between the two models
+    for has_cache in (model.lm._has_dynamic_cache, False):
+        model.lm._has_dynamic_cache = has_cache
+        torch.testing.assert_close(model(tokens[:, :length]).logits, expected, atol=allowed, rtol=0)
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[0, :5] = 0
+        padded = model(tokens[:, :length], attention_mask=mask).logits
+        torch.testing.assert_close(padded[1], expected[1], atol=allowed, rtol=0)
+
+
+SETTINGS = [
+    {},
+    {"sum_fraction": 0.9},
+    {"sensory_tokens": 0, "recall_tokens": 2},
+    {"recall": False},
+    {"recall_tokens": 4, "memory_size": 2},
+    {"neural_cache_weight": 0.5, "recall_tokens": 4},
+    {"recurrence": False, "recall_tokens": 4},
+    {"recurrence": False},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_without_a_cache_it_is_the_same_function(make_wrapper, tokens, settings):
+    model, results = make_wrapper(**settings), []
+    for has_cache in (True, False):
+        model.lm._has_dynamic_cache = has_cache
+        model.zero_grad()
+        out = model(tokens, labels=tokens, output_recall=True)
+        out.loss.backward()
+        with torch.no_grad():
+            chunked, _ = stream(model, tokens, CHUNKS["ragged"])
+            ids = model.generate(tokens[:, :13], max_new_tokens=12, do_sample=False, eos_token_id=None)
+        results.append((out, gradients(model), chunked, ids))
+        assert model.config.reread is False
+    (out, gradient, chunked, ids), (same_out, same_gradient, same_chunked, same_ids) = results
+    torch.testing.assert_close(same_out.logits, out.logits, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(same_out.memories, out.memories, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(same_chunked, chunked, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(chunked, out.logits, atol=ROUNDING, rtol=0)
+    assert torch.equal(same_ids, ids)
+    assert_same_gradients(same_gradient, gradient, NORM)
+
+
+def test_layers_that_are_checkpointed_use_no_cache(make_wrapper, tokens):
+    model, results = make_wrapper().train(), []
+    for checkpointing in (False, True):
+        if checkpointing:
+            backbone = model.backbone
+            getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)()
+        model.zero_grad()
+        out = model(tokens, labels=tokens)
+        out.loss.backward()
+        results.append((out.logits, gradients(model)))
+    torch.testing.assert_close(results[1][0], results[0][0], atol=ROUNDING, rtol=0)
+    assert_same_gradients(results[1][1], results[0][1], NORM)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_mask_under_autocast(make_wrapper, tokens, attention):
+    model = make_wrapper().float()
+    model.set_attn_implementation(attention)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(tokens).logits
+        model.lm._has_dynamic_cache = False
+        torch.testing.assert_close(model(tokens).logits, expected, atol=0.05 * expected.abs().max().item(), rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Falcon-H1"])
+def test_the_dtype_does_not_decide(kind):
+    backbone = make(kind).backbone
+    config = HMTConfig(segment_length=8, sensory_tokens=3)
+    assert HMTWrapper.from_backbone(backbone.bfloat16(), config).config.reread == KINDS[kind][3]
+    with torch.device("meta"):
+        empty = HMTWrapper.from_backbone(type(backbone)(backbone.config), config)
+    assert empty.config.reread is None  # decided when there are weights
+
+
+def test_attention_that_takes_no_mask_is_decided_by_that_of_pytorch(llama, tokens):
+    """So it is with FlashAttention, which may not even run on the device that the weights are on."""
+
+    def without_mask(module, query, key, value, attention_mask, **options):
+        assert attention_mask is None
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, is_causal=len(query) > 0, **options)
+
+    ALL_ATTENTION_FUNCTIONS.register("without_mask", without_mask)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("without_mask", lambda *args, attention_mask=None, **kwargs: attention_mask)
+    llama.config._attn_implementation = "without_mask"
+    model = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=8, sensory_tokens=3))
+    assert model.config.reread is False
+    assert llama.config._attn_implementation == "without_mask"
+    model.lm._has_dynamic_cache = False
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        model(tokens)
+
+
+def test_a_failing_probe_decides_nothing(llama, monkeypatch):
+    forward = llama.model.forward
+
+    def fails(*args, attention_mask=None, **kwargs):
+        if attention_mask is not None:
+            raise RuntimeError("out of order")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(llama.model, "forward", fails)
+    with pytest.raises(ValueError, match=r"or decide: HMTConfig\(reread=False\)"):
+        HMTWrapper.from_backbone(llama, HMTConfig(segment_length=8, sensory_tokens=3))
+    model = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=8, sensory_tokens=3, reread=False))
+    assert model.config.reread is False
+
+
+def test_it_is_saved_and_refused_where_it_cannot_be_computed(make_wrapper, tokens, tmp_path):
+    for reread in (False, True):
+        model = make_wrapper(reread=reread)
+        model.save_pretrained(tmp_path / "hmt")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "hmt")
+        assert again.config.reread is reread
+        assert torch.equal(again(tokens).logits, model(tokens).logits)
+    assert (make_wrapper(reread=False)(tokens).logits - model(tokens).logits).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="belongs to another model"):
+        make_wrapper(reread=False)(tokens, state=model(tokens, use_cache=True).state)
+    for kind in ("Gemma2", "Mamba", "Falcon-H1"):
+        model = make(kind)
+        model.config.reread = False
+        with pytest.raises(ValueError, match="cannot be read so"):
+            model(tokens)
+        model.config.save_pretrained(tmp_path / kind)
+        model.save_pretrained(tmp_path / kind)
+        with pytest.raises(ValueError, match="cannot be read so"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / kind)
+
+
+def test_an_older_checkpoint_is_decided_once_with_a_warning(tokens, tmp_path):
+    folder = shutil.copytree(DEMO.parent / "hmt-demo", tmp_path / "hmt")
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("reread") is False
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match="does not have `reread`.*now False"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    model.save_pretrained(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert AutoModelForCausalLM.from_pretrained(folder).config.reread is False
+
+
+def test_bloom_keeps_its_former_function_on_request(tokens):
+    """Its ALiBi takes no mask of four dimensions, but its cache can be cut."""
+    model = make("BLOOM")
+    former = HMTWrapper.from_backbone(model.backbone, HMTConfig(segment_length=8, sensory_tokens=3, reread=False))
+    former(tokens)
+    former.lm._has_dynamic_cache = False
+    with pytest.raises(ValueError, match="cannot be read so"):
+        former(tokens)
