@@ -93,7 +93,7 @@ def test_segments_of_hmt(llama, check, segments, functions, moves):
 def test_a_curve_of_one_length(llama, check):
     words = np.random.default_rng(0).integers(3, 90, 2000)
     options = dict(lengths=[8], repeats=2, bos_token_id=1, eos_token_id=2)
-    check(lambda: forgetting_curve(llama, words, **options), functions=70, moves=150)
+    check(lambda: forgetting_curve(llama, words, **options), functions=97, moves=190)
 
 
 def test_a_dry_run_of_push(fox, check, tmp_path, capsys, monkeypatch):
@@ -135,4 +135,4 @@ def test_a_training_up_to_its_first_step(check, tmp_path, monkeypatch):
         with pytest.raises(FirstStep):
             cli.main([*words, "--tokenizer", tokenizer, "--output_dir", str(tmp_path / str(next(folders)))])
 
-    check(walk, functions=121, moves=298)
+    check(walk, functions=126, moves=316)

@@ -1,7 +1,8 @@
 """The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
 
-A command's module has `add_arguments(parser)` and `run(args)`; those of `TRAINING`, whose settings are transformers',
-have `run(words)` and their own parser. It imports what is slow to import inside `run`.
+The commands of tasks, such as `curve`, are made of their classes by `task_command`. Any other command has a module
+with `add_arguments(parser)` and `run(args)`; those of `TRAINING`, whose settings are transformers', have `run(words)`
+and their own parser. It imports what is slow to import inside `run`.
 
 Exit codes: 0; 2 where the call has to be changed (an unknown option, a file that is not there, settings that do not
 fit); 1 where it failed although it is right (a full disk, no memory, no network, a training whose numbers overflow);
@@ -15,19 +16,24 @@ import os
 import re
 import sys
 from collections.abc import Collection
+from typing import Any
 
 from .. import __version__
+from ..metrics import tasks  # noqa: F401 - registers them
+from ..metrics.task import Task
 from . import shared
+from .task_command import TaskCommand
 
 
 NAMES = """
-    curve loss needle lines compare rope report lm-eval lm-eval-tasks
+    compare rope report lm-eval lm-eval-tasks
     read ask serve gates
     train finetune convert
     push push-metric register-metrics
 """
 TRAINING = ("train", "finetune")
-COMMANDS = {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
+COMMANDS: dict[str, Any] = {name: TaskCommand(task) for name, task in Task.tasks.items()}
+COMMANDS |= {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
 
 
 def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:

@@ -19,11 +19,11 @@ def run(args: argparse.Namespace) -> None:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise ImportError("lm-eval is missing: pip install 'hf-longctx[lm-eval]'") from error
-    from ..lm_eval import TASKS, model  # noqa: F401 (registers the model type)
+    from ..lm_eval import model, tasks_folder  # noqa: F401 (registers the model type)
 
     words = [*args.words]
     if words[:1] == ["run"] and not {"-h", "--help", "--include_path"} & set(words):
-        words += ["--include_path", str(TASKS)]
+        words += ["--include_path", str(tasks_folder())]
     before, sys.argv = sys.argv, ["lm_eval", *words]
     try:
         cli_evaluate()

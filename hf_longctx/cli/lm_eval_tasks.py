@@ -1,9 +1,9 @@
-"""Print the folder of the tasks forgetting_curve, position_loss and lines, for lm-eval's --include_path.
+"""Print the folder of our tasks, such as forgetting_curve and lines, for lm-eval's --include_path.
 
     lm_eval run --model hf --model_args pretrained=gpt2 --tasks lines --include_path "$(hf-longctx lm-eval-tasks)"
 
-The tasks run with lm-eval's models hf, vllm and local-completions, lines also with those of chats. --metadata gives
-settings: lengths, repeats, seed, text, data_type; context_length, sequences, blocks, text; lines, repeats, seed.
+The tasks run with lm-eval's models hf, vllm and local-completions. --metadata gives options, those of the
+command of the task, and text, named as by --text.
 
 Examples:
   hf-longctx lm-eval-tasks
@@ -17,6 +17,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..lm_eval import TASKS
+    from ..lm_eval import tasks_folder
 
-    print(TASKS)
+    print(tasks_folder())

@@ -1,11 +1,11 @@
-"""What the measuring commands have in common: served models, texts, numbers on the command line, what is written."""
+"""What the measuring commands have in common: served models, texts, what is written."""
 
 import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from . import shared
 
@@ -17,15 +17,10 @@ if TYPE_CHECKING:
     from ..metrics import Reader
     from ..metrics.result import Result
 
-T = TypeVar("T")
-
 PICTURES = (".png", ".svg", ".pdf")
 OTHER_PICTURES = (".gif", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".eps", ".ps")
 # the least that an option may be, by its name in the namespace
-LEAST = {
-    **dict.fromkeys(("repeats", "sequences", "tokens_per_pass", "train_length", "context_length", "tokens"), 1),
-    **dict.fromkeys(("points", "depths"), 2),
-}
+LEAST = dict.fromkeys(("repeats", "tokens_per_pass", "train_length", "context_length", "tokens"), 1)
 
 
 # Arguments ----------------------------------------------------------------------------------------------------------
@@ -55,22 +50,6 @@ def add_text(parser: argparse._ActionsContainer) -> None:
     )
 
 
-class Numbers(argparse.Action):
-    """Whole numbers, separated by spaces or commas."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        try:
-            setattr(namespace, self.dest, [int(word) for value in values for word in value.split(",") if word])
-        except ValueError as error:
-            raise argparse.ArgumentError(self, f"{error}; give whole numbers, such as 500,1000") from None
-
-
 def add_repeats(parser: argparse._ActionsContainer, of: str, default: int = 10) -> None:
     """Add the number of repeats; `of` says of what."""
     parser.add_argument("--repeats", type=int, default=default, metavar="N", help=f"{of} (default: %(default)s)")
@@ -81,41 +60,6 @@ def add_train_length(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the pictures"
     )
-
-
-def add_chat_template(parser: argparse._ActionsContainer) -> None:
-    """Add the switch that asks in a chat."""
-    parser.add_argument(
-        "--chat-template", action="store_true", help="ask as the user of a chat, by the tokenizer's template"
-    )
-
-
-def add_no_replies(parser: argparse._ActionsContainer) -> None:
-    """Add the switch that leaves replies out."""
-    parser.add_argument(
-        "--no-replies", action="store_true", help="score the answer's tokens only; the model generates nothing"
-    )
-
-
-def add_run(parser: argparse.ArgumentParser, output: str) -> argparse._ArgumentGroup:
-    """Add the arguments of commands that measure one metric, and return their group; see `measure_and_write`."""
-    group = parser.add_argument_group("run")
-    group.add_argument("--bos-token-id", type=int, metavar="ID", help="default: the tokenizer's, or the model's")
-    group.add_argument(
-        "--journal", metavar="FILE", help="keep every finished part there; with the same FILE, a killed run goes on"
-    )
-    group.add_argument(
-        "--output",
-        default=output,
-        metavar="PATH",
-        help="of JSON and picture, which is a PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
-    )
-    return group
-
-
-def default(value: T | None, fallback: T) -> T:
-    """Return the value, or the fallback where the value is None."""
-    return fallback if value is None else value
 
 
 # Checks before anything is loaded -----------------------------------------------------------------------------------
@@ -168,32 +112,34 @@ def picture_path(name: str, endings: Sequence[str] = PICTURES) -> Path:
 # Models and texts ---------------------------------------------------------------------------------------------------
 
 
-def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, int | None, Callable[[], Reader]]":
+def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Reader, Callable[[], Reader]]":
     """Read what is known of a model before its weights are loaded; joins other processes first.
 
     Returns:
-        the tokenizer, the context that the model claims, in tokens, or None, and a function that makes the reader.
+        the tokenizer, a reader that knows the configuration at least, and a function that makes the reader to measure
+        with.
     """
     from transformers import AutoConfig
 
     from ..metrics import LocalReader, ServedModel
     from ..metrics.run.model import check_decoder
+    from ..metrics.run.reader import UnloadedModel
 
     options = served_options(args)
     join_processes()
     if args.endpoint is not None:
         tokenizer = shared.load_tokenizer(args)
         reader = ServedModel(args.endpoint, vocab_size=len(tokenizer), **options)
-        return tokenizer, reader.claimed_context, lambda: reader
+        return tokenizer, reader, lambda: reader
     shared.choose_device(args.device)
     try:
         config = AutoConfig.from_pretrained(args.model, **shared.source(args)).get_text_config()
     except Exception:  # an adapter has none, and loading the model says best what is wrong with another
         local = LocalReader(shared.load_weights(args))
-        return shared.load_tokenizer(args), local.claimed_context, lambda: local
+        return shared.load_tokenizer(args), local, lambda: local
     check_decoder(config)
-    claimed = getattr(config, "max_position_embeddings", None)
-    return shared.load_tokenizer(args), claimed, lambda: LocalReader(shared.load_weights(args))
+    tokenizer = shared.load_tokenizer(args)
+    return tokenizer, UnloadedModel(config, args.model), lambda: LocalReader(shared.load_weights(args))
 
 
 def served_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -241,6 +187,12 @@ def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longes
 
 
 # What is told and written -------------------------------------------------------------------------------------------
+
+
+def print_first(message: str) -> None:
+    """Print a line, in one process only where several run."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(message)
 
 
 def log(message: str) -> None:

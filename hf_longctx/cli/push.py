@@ -26,14 +26,14 @@ def add_arguments(parser):
     parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or a file of a memory")
     add_destination(parser)
     parser.add_argument(
-        "--code-only",
-        action="store_true",
-        help="replace only the code, its auto_map and its hashes; DIR is the model in REPO",
-    )
-    parser.add_argument(
         "--write-card",
         action="store_true",
         help="write the card into DIR, say what it lacks, and send nothing; a README.md of your own stays",
+    )
+    parser.add_argument(
+        "--code-only",
+        action="store_true",
+        help="replace only the code, its auto_map and its hashes; DIR is the model in REPO",
     )
     parser.add_argument(
         "--verify",
@@ -75,24 +75,22 @@ def run(args):
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
     if Path(args.folder).is_file():
-        if args.verify or args.code_only or args.write_card:
+        if args.verify or args.write_card or args.code_only:
             raise ValueError(
-                "--verify, --code-only and --write-card are for models: a memory has no code, and its push makes its card. "
-                "Leave them out."
+                "--verify, --write-card and --code-only are for models, not for memories. Leave them out."
             )
         commit = send(build_state(args.folder, args.repo, args.tag), args)
         if commit is not None:
             print(f"hf-longctx ask MODEL {args.repo}@{commit.oid} QUESTION")
         return
-    bundle = build_bundle(args.folder)
+    given = build_bundle(args.folder)
     if args.write_card:
-        write_card(args.folder, bundle, with_card(bundle, args.repo, args.tag))
+        write_card(args.folder, given, with_card(given, args.repo, args.tag))
         return
     if args.code_only:
-        bundle = code_only(bundle, args.repo, args.revision)
+        bundle = code_only(given, args.repo, args.revision)
     else:
-        bundle = bundle if args.dry_run else pin_base(bundle)
-        bundle = with_card(bundle, args.repo, args.tag)
+        bundle = with_card(given if args.dry_run else pin_base(given), args.repo, args.tag)
     commit = send(bundle, args)
     if commit is None:
         return

@@ -39,11 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..metrics import measure_all
-    from ..metrics.report.defaults import NO_CLAIM
+    from ..metrics.task import NO_CLAIM
 
     measuring.check(args, folder=True)
-    tokenizer, claimed, open_reader = measuring.open_model(args)
-    corpus = measuring.load_corpus(args.text, tokenizer, measuring.default(args.context_length, claimed or NO_CLAIM))
+    tokenizer, claims, open_reader = measuring.open_model(args)
+    longest = args.context_length or claims.claimed_context or NO_CLAIM
+    corpus = measuring.load_corpus(args.text, tokenizer, longest)
     report = measure_all(
         open_reader(),
         tokenizer,

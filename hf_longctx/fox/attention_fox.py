@@ -34,6 +34,9 @@ GATE_QUERY = 64.0
 # A closed gate (log f = -inf) must not turn `c_i - c_j` into inf - inf. exp(-120) is 0 in float32; a larger constant
 # would cost resolution, since every closed gate adds it to c.
 CLOSED_GATE = -120.0
+# An additive mask below -1e4 hides a key. It is applied again as a minimum of float32, because a decay can exceed the
+# minimum of float16, -65504.
+MASKED = -1e4
 
 
 def check_inputs(
@@ -419,3 +422,21 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_f
     if token_mask is not None:
         out = out.masked_fill(~token_mask[:, None, -q_length:, None], 0.0)
     return out
+
+
+def decay_along_paths(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return the decay of each key for each query, the sum of log f over the later keys that it sees; else a minimum.
+
+    Each path through a tree of tokens is then computed as if no other branch stood in the row. This decay is not a
+    property of the key: it cannot be folded into the keys, and is added to the logits.
+
+    Args:
+        log_f: log gates of all keys, (B, H, keys), fp32.
+        visible: (1 or B, 1, T, keys) bool.
+
+    Returns:
+        (B, H, T, keys) fp32.
+    """
+    seen = log_f[:, :, None] * visible  # (B, H, T, keys)
+    later = F.pad(cumulative_sum(seen[..., 1:].flip(-1)).flip(-1), (0, 1))
+    return later.masked_fill(~visible, torch.finfo(log_f.dtype).min)

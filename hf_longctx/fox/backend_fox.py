@@ -24,8 +24,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from .attention_fox import (
     GATE_PARTS,
     GATE_QUERY,
+    MASKED,
     autocast_dtype,
     autocast_inputs,
+    decay_along_paths,
     fold_keys,
     fold_queries,
     running_sum,
@@ -34,7 +36,6 @@ from .attention_fox import (
 from .call_fox import Call
 from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
-from .masks_fox import MASKED, decay_along_paths
 from .state_fox import AttendingCache, CachedLayer
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
@@ -376,7 +377,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
 
 
 def attend_along_paths(module, q, k, v, log_f, visible: torch.Tensor, call: Call, past: CachedLayer | None):
-    """Return `attend` under a mask of four dimensions, in plain PyTorch for every implementation; see masks_fox.py."""
+    """Return `attend` under a mask of four dimensions, in plain PyTorch for every implementation."""
     if past is not None:
         _, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
         k, v = past.append(k, v)

@@ -36,10 +36,9 @@ from transformers.utils.output_capturing import capture_outputs
 from .attention_fox import CLOSED_GATE, folded_width
 from .backend_fox import AUTO, attend, check_implementation, choose_implementation, with_implementation
 from .call_fox import PLAIN_CALL, Call, Shard
-from .checks_fox import NO_QUANTIZED_CACHE
 from .compat_fox import CACHE, accept_both_names, adapt
 from .configuration_fox import FoxConfig
-from .inputs_fox import can_be_cached, create_attention_mask, read_call, read_token_mask
+from .inputs_fox import NO_QUANTIZED_CACHE, can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
 from .state_fox import CachedLayer, keep_token_shift, previous_tokens

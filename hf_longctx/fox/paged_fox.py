@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from transformers.generation import GenerationMixin
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .attention_fox import fold_keys, fold_queries, folded_width, running_sum, unfold_decay
+from .attention_fox import MASKED, fold_keys, fold_queries, folded_width, running_sum, unfold_decay
 from .backend_fox import run_backend
-from .masks_fox import MASKED
 
 
 def has_pages(cache) -> bool:

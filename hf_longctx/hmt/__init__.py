@@ -4,7 +4,6 @@ from .configuration_hmt import HMTConfig
 from .convert import from_official, official_parameters
 from .memory_hmt import HMTMemory, HMTState
 from .modeling_hmt import HMTOutput, HMTWrapper
-from .official_file import load_official
 
 
 # `save_pretrained` puts these files beside the weights, for trust_remote_code where the package is not installed
@@ -18,6 +17,5 @@ __all__ = [
     "HMTState",
     "HMTWrapper",
     "from_official",
-    "load_official",
     "official_parameters",
 ]

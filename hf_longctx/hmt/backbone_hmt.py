@@ -219,17 +219,21 @@ class Backbone:
             ) from error
         return hides
 
-    def check_mask(self, positions: int) -> None:
-        """Raise ValueError if a prompt can be hidden neither by cutting a cache nor by a mask.
-
-        FlashAttention takes no such mask.
-        """
+    def takes_mask(self, positions: int) -> bool:
+        """Say whether a mask can hide a prompt in passes over so many positions. FlashAttention takes none."""
         attention = getattr(self.model.config, "_attn_implementation", None)
-        if not self.has_data:
-            return
+        if attention not in (None, "eager", "sdpa"):
+            return False
         if self._hides is None:
+            if not self.has_data:
+                return False
             self._hides = self.can_hide(positions, only_short=True)
-        if not self._hides or not self.keeps_all_keys(positions) or attention not in (None, "eager", "sdpa"):
+        return self._hides and self.keeps_all_keys(positions)
+
+    def check_mask(self, positions: int) -> None:
+        """Raise ValueError if a prompt can be hidden neither by cutting a cache nor by a mask."""
+        if self.has_data and not self.takes_mask(positions):
+            attention = getattr(self.model.config, "_attn_implementation", None)
             raise ValueError(
                 f"config.reread is False, and {type(self.model).__name__} with attention {attention!r} cannot be read so: "
                 "tokens would see a prompt that was hidden from them in training. Set attn_implementation='sdpa', use a "
@@ -379,7 +383,7 @@ class Backbone:
 
         Args:
             embeds: (B, T, d).
-            mask: (B, cached + T), bool, False is padding; or (1, 1, T, T), see `hide_prompt`; or None.
+            mask: (B, cached + T), bool, False is padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
             keep: the positions among the T that get logits, (n,) long; or None for no logits.
             kv_cache: a `Cache` to continue from and to extend, or None.
             skip_padding: let position ids count unmasked positions only, where the backbone takes position ids.
@@ -446,14 +450,18 @@ class Backbone:
         return self.embed(ids[None]).float().std().item()
 
 
-def hide_prompt(embeds: Tensor, hidden_from: int) -> Tensor:
-    """Make the causal mask of embeddings (B, T, d) whose first column the next `hidden_from` columns do not see.
+def hide_prompt(embeds: Tensor, hidden_from: int, cached: int = 0) -> Tensor:
+    """Make the causal mask of embeddings (B, T, d) behind `cached` positions, whose first column is a prompt.
+
+    The prompt sees itself alone, and the next `hidden_from` columns do not see it.
 
     Returns:
-        what is added to the scores, (1, 1, T, T), in the dtype of the embeddings.
+        what is added to the scores, (1, 1, T, cached + T), in the dtype of the embeddings.
     """
-    visible = torch.ones(embeds.shape[1], embeds.shape[1], dtype=torch.bool, device=embeds.device).tril()
-    visible[1 : 1 + hidden_from, 0] = False
+    columns = embeds.shape[1]
+    visible = torch.ones(columns, cached + columns, dtype=torch.bool, device=embeds.device).tril(cached)
+    visible[0, :cached] = False
+    visible[1 : 1 + hidden_from, cached] = False
     mask = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
     return mask.masked_fill(~visible, torch.finfo(embeds.dtype).min)[None, None]
 

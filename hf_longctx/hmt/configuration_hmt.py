@@ -53,7 +53,7 @@ class HMTConfig(PreTrainedConfig):
             d = 576 and the defaults); in a training, each segment of a call keeps them for its gradients. None: no
             cache.
         recurrence: False makes the memories without their recall, in the single-pass mode: no memory waits for
-            another, so a text of any length takes three calls of the backbone (of `summary_batch` segments each), and
+            another, so a text of any length takes two calls of the backbone (of `summary_batch` segments each), and
             gradients pass through one recall. A memory then knows its own segment alone: what takes a chain of recalls
             is out of reach. See `no_recurrence_hmt.py`.
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary token as the first

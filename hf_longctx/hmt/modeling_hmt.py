@@ -335,7 +335,15 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
         with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
-            layout = self.layout(output_recall)
+            checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+            layout = LAYOUTS[self.config.recall_mode, self.config.recurrence](
+                self.config,
+                self.lm,
+                self.memory,
+                self.loss_function,
+                self._gradient_checkpointing_func if checkpoints else None,
+                output_recall,
+            )
             state, passes, segments = layout.read(state, rows.chunks(length, first), use_cache)
         passes.sort(key=lambda output: output.order)
         if labels is not None:
@@ -364,18 +372,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             result.recall_distance = torch.stack([no_recall if x is None else x.distance for x in recalls])
             result.memories = tuple(x.memory for x in segments if x.memory is not None)
         return result
-
-    def layout(self, output_recall: bool = False) -> Segments:
-        """Make what reads the segments of a call."""
-        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        return LAYOUTS[self.config.recall_mode, self.config.recurrence](
-            self.config,
-            self.lm,
-            self.memory,
-            self.loss_function,
-            self._gradient_checkpointing_func if checkpoints else None,
-            output_recall,
-        )
 
     def _check_settings(self) -> None:
         """Raise an error for settings that have changed since the parameters were made, and do not fit them."""

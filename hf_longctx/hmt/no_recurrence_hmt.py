@@ -1,14 +1,13 @@
 """Memories that are made without their recall: `recurrence=False`.
 
     first call     sensory tokens, x[:j], summary token, x[j:], summary token     of all segments together
-    second call    the prompts, each alone                                        of all segments together
-    third call     x[j:], below the prompt, the sensory tokens and x[:j]          of all segments together
+    second call    prompt, x[j:]                                                  of all segments together
 
 The first call gives the queries (at the first summary token), the memories (at the second) and the logits of x[:j].
 The summary token between x[:j] and x[j:] is seen by x[j:] in this call alone. All prompts are recalled behind it, and
-the third call gives the logits of x[j:]. Nothing waits for the segment before:
-a text takes three calls whatever its length, in groups of `summary_batch` segments and rows. The cost is that a memory
-lacks what its segment recalled: an answer that takes a chain of recalls needs as many readings.
+the second call gives the logits of x[j:], which see the prompt, the sensory tokens and x[:j]. Nothing waits for the
+segment before: a text takes two calls whatever its length, in groups of `summary_batch` segments and rows. The cost is
+that a memory lacks what its segment recalled: an answer that takes a chain of recalls needs as many readings.
 
 Segments that are not read at once, or whose rows differ, go through `SinglePassSegments`, and their memory is made by
 a pass of its own when they close.
@@ -61,7 +60,7 @@ class NoRecurrenceSegments(SinglePassSegments):
     def read_complete(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
     ) -> tuple[HMTState, list[PassOutput], list[SegmentOutput]]:
-        """Read whole segments together, in three calls. See `Segments.read`."""
+        """Read whole segments together, in two calls. See `Segments.read`."""
         batch, split = len(state.bank), self.k + self.j
         passes = [self.memory_pass(state, chunk) for chunk in chunks]
         outputs, hidden, kv_cache = self.run_passes(passes, None, self.new_cache() if self.cuts else None)
@@ -72,13 +71,15 @@ class NoRecurrenceSegments(SinglePassSegments):
             segments.append(SegmentOutput(recall, memory))
             if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
-                passes.append(one if self.cuts else self.behind_front(one, prompt))
+                passes.append(one if self.cuts and not self.masks else one.behind(prompt, self.hidden_from))
                 again += self.again(state, chunk)
                 prompts.append(prompt)
                 rows += range(i * batch, (i + 1) * batch)
             state = self.close_segment(state.without_kv_cache(), chunk, memory, [True] * batch)
         if passes:
-            below = kv_cache and self.below(torch.cat(prompts), again, fork(kv_cache, rows, split))
+            below = kv_cache and fork(kv_cache, rows, split)
+            if below is not None and not self.masks:
+                below = self.below(torch.cat(prompts), again, below)
             outputs += self.run_passes(passes, None, below)[0]
         return state, outputs, segments
 

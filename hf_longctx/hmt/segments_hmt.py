@@ -31,7 +31,7 @@ class Pass(NamedTuple):
     offset: the column of token 0 of each row; it may lie before the pass.
     begins: the position id of column 0 of each row; None leaves positions to the backbone.
     neural_cache: what is mixed into the logits, if anything.
-    hidden_from: how many columns behind column 0 do not see it.
+    hidden_from: column 0 is a prompt, at position 0, which so many columns behind it do not see; None is no prompt.
     """
 
     chunk: Chunk
@@ -42,7 +42,7 @@ class Pass(NamedTuple):
     offset: list[int]
     begins: list[int] | None = None
     neural_cache: NeuralCache | None = None
-    hidden_from: int = 0
+    hidden_from: int | None = None
 
     def columns(self, least: list[int]) -> list[int]:
         """Return the columns of the tokens that get logits and do not come before `least` of their row, in order."""
@@ -69,11 +69,12 @@ class Pass(NamedTuple):
             pieces.append(row[place : place + len(tokens)])
         return pieces
 
-    def behind(self, front: Tensor) -> "Pass":
-        """Return the pass with embeddings (B, n, d) in front of it."""
+    def behind(self, front: Tensor, hidden_from: int | None = None) -> "Pass":
+        """Return the pass with embeddings (B, n, d) in front of it; with `hidden_from`, the first is a prompt."""
         n, begins = front.shape[1], self.begins and [begin - front.shape[1] for begin in self.begins]
         offset = [column + n for column in self.offset]
-        return self._replace(embeds=torch.cat([front, self.embeds], 1), offset=offset, begins=begins)
+        embeds = torch.cat([front, self.embeds], 1)
+        return self._replace(embeds=embeds, offset=offset, begins=begins, hidden_from=hidden_from)
 
 
 class PassOutput(NamedTuple):
@@ -272,8 +273,10 @@ class Segments:
         if passes[0].begins is not None:
             begins = torch.tensor([begin for one in passes for begin in one.begins or ()], device=embeds.device)
             positions = begins[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
-        if passes[0].hidden_from:
-            mask = hide_prompt(embeds, passes[0].hidden_from)
+        if passes[0].hidden_from is not None:
+            mask = hide_prompt(embeds, passes[0].hidden_from, 0 if kv_cache is None else kv_cache.get_seq_length())
+            assert positions is not None
+            positions[:, 0] = 0
         skips = kept != columns and torch.is_grad_enabled() and neural_cache is None
         if skips and self.lm.can_skip_logits(embeds.device):
             logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, positions)

@@ -4,16 +4,16 @@ The backbone reads each token of a segment once:
 
     position    0        1 .. k            1+k .. k+j   1+k+j
     first part           sensory tokens    x[:j]        summary token
-    prompt      prompt
-    second part                                         x[j:], summary token
+    second part prompt                                  x[j:], summary token
 
-The hidden state of the first summary token is the recall query. Its key and value are dropped from the cache, and
-those of the prompt, which is read alone, are put in front of the others. The second part is read below that cache: it
-sees the prompt, the sensory tokens and x[:j]. The hidden state of the second summary token is the memory of the
-segment, so that query and memory are the same function of a text. Causality is all the masking there is, nothing
-stands between neighbouring tokens, and what stands in front of them is not random but recalled: an untrained HMT reads
-as its backbone reads a window of as many tokens. The first segment of a text has nothing to recall, and is read in one
-piece.
+The hidden state of the first summary token is the recall query. Its key and value are dropped from the cache. Prompt
+and second part are read below that cache in one pass, in which a mask lets the prompt see itself alone; the second
+part sees the prompt, the sensory tokens and x[:j]. Position ids say that the prompt stands in front; the order of the
+cached keys does not matter. Attention that takes no mask (FlashAttention) reads the prompt in a pass of its own, and
+its key and value are put in front of the others: the same function. The hidden state of the second summary token is
+the memory of the segment, so that query and memory are the same function of a text. Nothing stands between
+neighbouring tokens, and what stands in front of them is not random but recalled: an untrained HMT reads as its
+backbone reads a window of as many tokens. The first segment of a text has nothing to recall, and is read in one piece.
 
 First parts depend on no recall, so those of several segments go through the backbone together; the rest follows
 segment by segment. Where a cache cannot be cut (`Backbone.cuts`), the whole segment is read once more, as [prompt,
@@ -22,8 +22,8 @@ With `reread=True` of the configuration there is no such mask, and x[:j] sees th
 function, which every backbone computes.
 
 With `recall_tokens`, r tokens of the remembered segments (`search_hmt.py`) stand behind the prompt, and all that
-follows is r positions later. Once they are found, the first part is read behind them, as [tokens, sensory tokens,
-x[:j]], and gives the keys and values that the second part sees.
+follows is r positions later. Once they are found, the whole segment is read behind them, with the prompt masked as
+above; without masks, a pass over [tokens, sensory tokens, x[:j]] gives the keys and values that the second part sees.
 
 With `neural_cache_weight`, the prediction of a neural cache of the remembered segments (`neural_cache_hmt.py`) is
 mixed into all logits. A segment whose beginning an earlier call has read is read again as a whole when it is full,
@@ -67,10 +67,13 @@ class SinglePassSegments(Segments):
         super().__init__(*arguments)
         self.length = self.config.segment_length
         self.front = 1 + (self.config.recall_tokens or 0)  # positions of a prompt, and of tokens that are read again
-        self.cuts = not self.config.reread and self.lm.cuts(self.config.positions_per_segment)
-        self.masks = not self.config.reread and not self.cuts
-        if self.masks:
-            self.lm.check_mask(self.config.positions_per_segment)
+        reread, positions = self.config.reread, self.config.positions_per_segment
+        self.masks = not reread and self.lm.takes_mask(positions)
+        self.cuts = not reread and not (self.masks and self.front > 1) and self.lm.cuts(positions)
+        if not reread and not self.cuts:
+            self.lm.check_mask(positions)
+        before_recall = 0 if self.cuts else self.front - 1 + self.k + self.j
+        self.hidden_from = before_recall if self.masks else None  # of the columns behind a prompt
 
     def read(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
@@ -174,10 +177,6 @@ class SinglePassSegments(Segments):
         cache = state.neural_cache if self.caches else None
         return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [begin] * rows, cache)
 
-    def behind_front(self, one: Pass, prompt: Tensor) -> Pass:
-        """Return the pass over a whole segment behind a prompt and the tokens that are read again, (B, 1 + r, d)."""
-        return one.behind(prompt)._replace(hidden_from=(self.front - 1 + self.k + self.j) * self.masks)
-
     def new_cache(self) -> Cache:
         """Make an empty cache."""
         return DynamicCache(config=self.lm.model.config)
@@ -270,12 +269,14 @@ class SinglePassSegments(Segments):
                 start = read
             elif first is not None and self.cuts:
                 start, kv_cache = self.j, first.kv_cache
-                if prompt is not None and kv_cache is not None:
+                if self.masks:
+                    in_front = prompt
+                elif prompt is not None and kv_cache is not None:
                     kv_cache = self.below(prompt, self.again(state, chunk), kv_cache)
             else:
-                in_front, kv_cache = prompt, self.new_cache() if keeps and not self.masks else None
+                in_front, kv_cache = prompt, self.new_cache() if keeps else None
             one = self.lay_out(state, chunk, start, count, 1, full and (self.config.recurrence or not later))
-            one = one if in_front is None else self.behind_front(one, in_front)
+            one = one if in_front is None else one.behind(in_front, self.hidden_from)
             if one.embeds.shape[1]:
                 output, hidden, kv_cache = self.run_passes([one], None, kv_cache)
                 outputs, memory = outputs + output, hidden[:, -1:].clone()

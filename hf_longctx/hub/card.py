@@ -124,7 +124,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
 
 
 def model_index(bundle: Bundle) -> list[EvalResult]:
-    """Return the entries of the model-index: headlines of results, and `evaluations` that a benchmark's JSON has.
+    """Return the entries of the model-index: numbers of results, and `evaluations` that a benchmark's JSON has.
 
     Raises:
         ValueError: an evaluation is not a number with the names of its metric and dataset.

@@ -3,7 +3,7 @@
 evaluate fetches the script of a Space, and the files that the script itself imports with `from .x import ...`, all
 from one folder. So the modules that scoring needs are copied beside the script under flat names, `curve/result.py` as
 `longctx_curve_result.py`, and the script imports a name from each. What runs a model is imported inside functions,
-from hf_longctx, of which the Space has a copy for its app, and which evaluate does not fetch.
+from hf_longctx, where that is installed.
 """
 
 import ast
@@ -14,8 +14,6 @@ from ..metrics.evaluate_modules import module_path
 from .bundle import Bundle, with_contents
 
 
-PACKAGE = Path(__file__).parents[1]
-APP_PARTS = ("__init__.py", "_registration.py", "fox/*.py", "hmt/*.py", "metrics/**/*.py")
 REQUIREMENTS = Path(__file__).with_name("space_requirements.txt")
 METRICS = Path(module_path("forgetting_curve")).parents[1]
 # Modules that scoring needs, beside those that they import when they are imported themselves.
@@ -24,38 +22,26 @@ ROOTS = {
     "position_loss": ["evaluate_modules"],
     "rope_base_check": ["evaluate_modules", "rope.base"],
 }
-EVALUATE = b"datasets==5.2.0\nevaluate==0.4.6\n"
 RELATIVE = re.compile(r"^( *)from (\.+)([\w.]*) import ", re.MULTILINE)
 OF_PACKAGE = re.compile(r"^from hf_longctx\.metrics import evaluate_modules.*$", re.MULTILINE)
 
 
 def build_space(name: str) -> Bundle:
-    """Return the files of a metric: its script, card and app, the modules that scoring needs, and what the app needs.
+    """Return the files of a metric: its script, card and app, and the modules that scoring needs.
 
     Raises:
         ValueError: a metric of that name does not exist.
     """
     folder = Path(module_path(name))
     modules = closure(ROOTS[name])
-    files: dict[str, Path | bytes] = {**package_files()}
-    files |= {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")}
-    files["requirements.txt"] = REQUIREMENTS.read_bytes() + EVALUATE
+    files: dict[str, Path | bytes] = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")}
+    files["requirements.txt"] = REQUIREMENTS.read_bytes()
     files |= {f"{flat(module)}.py": flattened(module, modules).encode() for module in modules}
     lines = [f"from .{flat(module)} import {public_name(module)}" for module in modules]
     lines.append(f"from . import {flat('evaluate_modules')} as evaluate_modules")
     script = OF_PACKAGE.sub("\n".join(lines), (folder / f"{name}.py").read_text())
     files[f"{name}.py"] = script.encode()
     return with_contents(Bundle(files, (), {}))
-
-
-def package_files() -> dict[str, Path]:
-    """Return the Python files of this package that the app uses, by their paths in the repository.
-
-    They are copied as a folder: a Space installs its requirements before it has the other files of the repository, so
-    a wheel among those files could not be installed.
-    """
-    code = [path for pattern in APP_PARTS for path in PACKAGE.glob(pattern) if "modules" not in path.parts]
-    return {path.relative_to(PACKAGE.parent).as_posix(): path for path in code}
 
 
 def source(module):

@@ -32,9 +32,9 @@ from .bundle import CONTENTS, Bundle, with_contents
 from .lint import check
 
 
-CODE = r"\w+_(fox|hmt)\.py"
-# Files that are removed from the repository of a model where the bundle lacks them.
-REPLACED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|{CODE}")
+CODE = re.compile(r"\w+_(fox|hmt)\.py")
+# Files that are removed from the repository of a model where the bundle lacks them; by a push of code only, the code.
+REPLACED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|{CODE.pattern}")
 # A file that only such a repository holds; of two, transformers would load one, or the card would be of the other.
 KINDS = {"an adapter": "adapter_config.json", "a model": "config.json", "the memory of a text": STATE}
 # Of branches and tags; what looks like a commit, or like the Hub's own references, would be taken for it.
@@ -99,8 +99,8 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
 def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revision: str | None = None) -> list[str]:
     """List the files of a repository that a push of the bundle removes.
 
-    These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards, and
-    code of older versions of this package.
+    These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards,
+    and code of older versions of this package.
 
     Raises:
         ValueError: it holds another kind of thing, such as a model, which an adapter would hide. Others:
@@ -119,8 +119,7 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
                 f"{repo} holds {kind}; beside each other, one would hide the other. Push {own} to another name."
             )
     old = present - bundle.files.keys() if repo_type == "model" else set()
-    pattern = re.compile(CODE) if bundle.code_only else REPLACED  # the weights stay where only the code is pushed
-    return sorted(path for path in old if pattern.fullmatch(path))
+    return sorted(path for path in old if (CODE if bundle.code_only else REPLACED).fullmatch(path))
 
 
 def push(
@@ -217,7 +216,7 @@ def code_only(bundle: Bundle, repo: str, revision: str | None = None) -> Bundle:
     hashes = {}
     if HfApi().file_exists(repo, CONTENTS, revision=revision):
         hashes = json.loads(Path(hf_hub_download(repo, CONTENTS, revision=revision)).read_text())["sha256"]
-    kept = {path: digest for path, digest in hashes.items() if not re.fullmatch(CODE, path)}
+    kept = {path: digest for path, digest in hashes.items() if not CODE.fullmatch(path)}
     contents = {CONTENTS: json.dumps({"sha256": kept}).encode()}
     return with_contents(replace(bundle, files=contents, code_only=True), {**code, "config.json": text.encode()})
 

@@ -1,10 +1,26 @@
-"""Tasks of lm-eval (forgetting curve, per-token loss, line retrieval), and FoX and HMT as its model type `hf-longctx`.
+"""Every task of `hf_longctx.metrics` as a task of lm-eval, and FoX and HMT as its model type `hf-longctx`.
 
-lm-eval finds the tasks in the folder `TASKS`: `lm_eval run --include_path "$(hf-longctx lm-eval-tasks)" --tasks
-forgetting_curve`. It knows the model type once `model` has been imported, as `hf-longctx lm-eval` does.
+lm-eval finds the tasks in the folder of `tasks_folder`: `lm_eval run --include_path "$(hf-longctx lm-eval-tasks)"
+--tasks forgetting_curve`. It knows the model type once `model` has been imported, as `hf-longctx lm-eval` does.
 """
 
 from pathlib import Path
 
 
-TASKS = Path(__file__).parent / "yaml"
+def tasks_folder() -> Path:
+    """Write a YAML file for each task into the cache of this user, and return its folder."""
+    from huggingface_hub.constants import HF_HOME
+
+    from ..metrics import tasks  # noqa: F401 - registers them
+    from ..metrics.task import Task
+
+    folder = Path(HF_HOME) / "hf_longctx" / "lm_eval"
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [task.result.kind for task in Task.tasks.values()]
+    for file in folder.glob("*.yaml"):
+        if file.stem not in names:
+            file.unlink(missing_ok=True)
+    for name in names:
+        lines = f"task: {name}\nclass: !function hf_longctx.lm_eval.tasks.{name}\n"
+        (folder / f"{name}.yaml").write_text(lines, encoding="utf-8")
+    return folder

@@ -1,76 +1,82 @@
-"""The tasks: settings, documents, requests and metrics. A document is one repeat, with a sample at each length.
+"""Every `Task` as a task of lm-eval: one class, one type of request, and a reader of lm-eval's models.
 
-So every metric has a value for each document: lm-eval's standard errors are over repeats, and `--limit 3` takes three
-repeats at all lengths. Settings come by `--metadata '{"lengths": [64, 128], "repeats": 3}'`.
+A YAML file names a task by what it measures: `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`. Options of
+the task come by `--metadata '{"lengths": [64, 128], "repeats": 3}'`. A document is a share of the trials, so that
+lm-eval's processes divide them. The metrics are the numbers of the result of all documents, with our own intervals
+instead of lm-eval's standard errors.
+
+A PyTorch model is read by its `LocalReader`. Others (vllm, completions endpoints) only report the log-probability of
+some tokens after others, and whether they are all the likeliest: right tokens are counted by bisection, in 1 + about
+2 e log2(k/e) requests for e errors among k tokens, and losses come in blocks.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
-from copy import deepcopy
+from contextlib import nullcontext
 from difflib import get_close_matches
-from functools import partial
-from typing import Any, ClassVar
+from itertools import pairwise
+from typing import Any
 
 import datasets
+import numpy as np
 from lm_eval.api.instance import Instance
-from lm_eval.api.metrics import mean
+from lm_eval.api.model import TemplateLM, hash_args
 from lm_eval.api.task import ConfigurableTask
+from torch import nn
+from tqdm import tqdm
 
-from ..metrics.checks import check_lengths, whole_number
-from ..metrics.curve.lengths import METHODS
-from ..metrics.curve.measure import check_choices
-from ..metrics.curve.protocol import log_lengths, longest_length, scored_tokens
-from ..metrics.curve.result import CurvePoint, ForgettingCurve
-from ..metrics.retrieval.answers import holds_number
-from ..metrics.retrieval.lines import draw_record
-from .requests import add_request_types, block_edges
-
-
-CONTEXT = 2048  # tokens, as lm-eval takes where a model says nothing
-
-add_request_types()
+from ..corpus import load_tokens
+from ..metrics import tasks  # noqa: F401 - registers them
+from ..metrics.run.reader import LocalReader
+from ..metrics.run.runner import first_ids, measure_one
+from ..metrics.task import Subject, Task, as_key, options
 
 
-class LongContextTask(ConfigurableTask):
-    """What the tasks share. A subclass defines `defaults`, and, of the documents, requests and metrics.
+DOCUMENTS = 8  # shares of the trials
+BLOCKS = 8  # parts of a sequence whose mean losses are asked for, where a model reports no more
+ANOTHER = -2  # in place of an id that a model does not report
+
+
+def __getattr__(name: str) -> type[TaskInLmEval]:
+    """Return lm-eval's class of the task that measures `name`."""
+    for task in Task.tasks.values():
+        if task.result.kind == name:
+            return type(name, (TaskInLmEval,), {"task": task})
+    raise AttributeError(name)
+
+
+class TaskInLmEval(ConfigurableTask):
+    """A task of lm-eval, made of `task`.
 
     Attributes:
-        settings: the defaults, and what `--metadata` gives in their place.
-        documents: name of the setting with the number of documents.
+        settings: the defaults, and what `--metadata` gives instead of them.
     """
 
-    defaults: ClassVar[dict[str, Any]]
-    documents: ClassVar[str] = "repeats"
-    request: ClassVar[str]
-    options: ClassVar[dict[str, Any]] = {"output_type": "loglikelihood"}
+    task: type[Task]
 
     def __init__(self, config: dict[str, Any] | None = None):
         config = config or {}
         given = config.get("metadata") or {}
-        for name in given.keys() - self.defaults.keys():  # among the arguments of the model
-            meant = get_close_matches(name, self.defaults, n=1, cutoff=0.8)
+        known = {entry.name: entry.default for entry in options(self.task)} | {"documents": DOCUMENTS, "text": None}
+        for name in given.keys() - known.keys():  # among the arguments of the model
+            meant = get_close_matches(name, known, n=1, cutoff=0.8)
             if meant:
-                raise ValueError(f"--metadata has {name}; did you mean {meant[0]}? Known: {', '.join(self.defaults)}.")
-        self.settings = self.check(
-            self.defaults | {name: given[name] for name in self.defaults if name in given}, given
-        )
-        whole_number(self.documents, self.settings[self.documents], 1)
-        names = {"task": config.get("task"), "num_fewshot": 0, "metadata": {"version": 1, **self.settings}}
-        super().__init__(config=names | deepcopy(self.options))
-        self.OUTPUT_TYPE = self.request  # of which lm-eval evens out the numbers that processes get
-
-    def check(self, settings: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings; raise ValueError where one does not fit. `given`: also arguments of the model."""
-        raise NotImplementedError
-
-    def samples(self, repeat: int) -> list[tuple]:
-        """Return the samples of a document, which name what is asked."""
-        raise NotImplementedError
+                raise ValueError(f"--metadata has {name}; did you mean {meant[0]}? Known: {', '.join(known)}.")
+        self.settings = {name: given.get(name, default) for name, default in known.items()}
+        self.settings["context"] = given.get("max_length")
+        task_of(self.task, self.settings)  # raises where an option does not fit
+        if self.settings.get("protocol") == "adaptive":
+            raise ValueError("protocol must be reference in lm-eval, which asks everything at once, got adaptive.")
+        names = {"task": config.get("task"), "num_fewshot": 0, "output_type": "loglikelihood"}
+        super().__init__(config=names | {"metadata": {"version": 2, **self.settings}})
+        self.OUTPUT_TYPE = "trial_scores"  # of which lm-eval evens out the numbers that processes get
 
     def download(self, *args, **kwargs) -> None:
-        rows = [{"repeat": repeat} for repeat in range(self.settings[self.documents])]
+        rows = [{"share": share} for share in range(self.settings["documents"])]
         self.dataset = {"test": datasets.Dataset.from_list(rows)}
 
     def has_training_docs(self) -> bool:
@@ -87,139 +93,158 @@ class LongContextTask(ConfigurableTask):
     def doc_to_text(self, doc, doc_to_text=None) -> str:
         return ""
 
-    def doc_to_target(self, doc, doc_to_target=None) -> str:
-        return ""
+    doc_to_target = doc_to_text
 
-    def fewshot_context(self, doc, *args, **kwargs) -> Any:
+    def fewshot_context(self, doc, *args, **kwargs) -> str:
         return ""
 
     def build_all_requests(self, **kwargs) -> None:
-        # lm-eval's cache of requests does not tell settings apart, and these are made at once
+        # lm-eval's cache of requests does not tell settings apart, and these are made in no time
         super().build_all_requests(**kwargs | {"cache_requests": False})
 
     def construct_requests(self, doc, ctx, *, metadata=None, **kwargs) -> list[Instance]:
-        settings = json.dumps(self.settings, sort_keys=True)
-        return [
-            Instance(self.request, doc, (settings, *sample), i, metadata)
-            for i, sample in enumerate(self.samples(doc["repeat"]))
-        ]
+        arguments = self.task.name, json.dumps(self.settings, sort_keys=True), doc["share"]
+        return [Instance("trial_scores", doc, arguments, 0, metadata)]
 
-    def higher_is_better(self) -> dict[str, bool]:
-        return dict.fromkeys(self.aggregation(), True)
+    def process_results(self, doc, results) -> dict[str, dict]:
+        scores = {as_key(key): score for key, score in results[0]}
+        return dict.fromkeys(self.numbers([scores]), scores)
 
-    def aggregation(self) -> dict[str, Callable]:
-        raise NotImplementedError
+    def numbers(self, documents: list[dict]) -> dict[str, float]:
+        """Return the numbers of some documents, and the ends of their intervals, by names for lm-eval's tables."""
+        task = task_of(self.task, self.settings)
+        measured, missing = {}, {}
+        for document in documents:
+            for key, score in document.items():
+                (missing if isinstance(score, dict) and score.keys() == {"missing"} else measured)[key] = score
+        scores, _ = task.summarize(measured, missing)
+        named: dict[str, float] = {}
+        for number in self.task.result(scores).numbers():
+            name = re.sub(r"\W+", "_", number.name).strip("_")
+            ends = {"": number.value, "_low": number.low, "_high": number.high}
+            named.update({name + end: math.nan if value is None else float(value) for end, value in ends.items()})
+        return named
 
+    def aggregation(self) -> Named:
+        return Named(lambda name: lambda documents: self.numbers(documents)[name])
 
-class ForgettingCurveTask(LongContextTask):
-    """Copy and LM accuracy for each length, and the fine and the coarse length: "at least", 95 % sure, in tokens."""
-
-    defaults = {"lengths": None, "repeats": 10, "seed": 0, "text": None, "data_type": "order"}
-    request = "greedy_counts"
-
-    def check(self, settings, given):
-        check_choices(settings["data_type"], "reference", 0.95)
-        if settings["lengths"] is None:
-            settings["lengths"] = log_lengths(longest_length(int(given.get("max_length", CONTEXT)) - 1), 8)
-        return settings | {"lengths": check_lengths(settings["lengths"])}
-
-    def samples(self, repeat):
-        return [(length, kind, repeat) for length in self.settings["lengths"] for kind in ("copy", "LM")]
-
-    def process_results(self, doc, results):
-        lengths, counts = self.settings["lengths"], [*zip(results[::2], results[1::2])]
-        accuracies = {
-            f"{kind}_{n}": count / scored_tokens(n)
-            for n, pair in zip(lengths, counts)
-            for kind, count in zip(("copy", "lm"), pair)
-        }
-        return accuracies | {f"{method}_at_least": [*zip(lengths, counts)] for method in METHODS}
-
-    def aggregation(self):
-        names = [f"{kind}_{n}" for n in self.settings["lengths"] for kind in ("copy", "lm")]
-        return dict.fromkeys(names, mean) | {f"{method}_at_least": partial(at_least, method) for method in METHODS}
+    def higher_is_better(self) -> Named:
+        return Named(lambda name: not re.search("loss|perplexity", name))
 
 
-def at_least(method: str, documents: list[list[tuple[int, tuple[int, int]]]]) -> int:
-    """Return the lower end of the fine or coarse length. An upper end is no score, and lm-eval has no place for it."""
-    points = []
-    for at_length in zip(*documents):
-        copy, lm = zip(*(counts for _, counts in at_length))
-        points.append(CurvePoint(at_length[0][0], copy, lm))
-    return ForgettingCurve(points).interval(method).low
+class Named(dict):
+    """A value for each name that is asked for."""
+
+    def __init__(self, value: Callable[[str], Any]):
+        super().__init__()
+        self.value = value
+
+    def __missing__(self, name: str) -> Any:
+        return self.value(name)
 
 
-class PositionLossTask(LongContextTask):
-    """Mean loss of each block of positions, in nats: a model that makes use of more context has less in later ones."""
-
-    defaults = {"context_length": None, "sequences": 16, "blocks": 8, "text": None}
-    documents = "sequences"
-    request = "block_losses"
-
-    def check(self, settings, given):
-        if settings["context_length"] is None:
-            settings["context_length"] = int(given.get("max_length", CONTEXT)) - 2
-        whole_number("blocks", settings["blocks"], 1)
-        whole_number("context_length, in blocks,", settings["context_length"] // settings["blocks"], 1)
-        return settings
-
-    def samples(self, repeat):
-        return [(repeat,)]
-
-    def names(self) -> list[str]:
-        width = len(str(self.settings["context_length"]))  # so that lm-eval's tables, sorted by name, are in order
-        return [f"loss_{a + 1:0{width}}_to_{b:0{width}}" for a, b in block_edges(self.settings)]
-
-    def process_results(self, doc, results):
-        return dict(zip(self.names(), results[0]))
-
-    def aggregation(self):
-        return dict.fromkeys(self.names(), mean)
-
-    def higher_is_better(self):
-        return dict.fromkeys(self.names(), False)
+def task_of(task: type[Task], settings: dict[str, Any]) -> Task:
+    """Return the task with those of the settings that are its options."""
+    return task(**{entry.name: settings[entry.name] for entry in options(task)})
 
 
-class LinesTask(LongContextTask):
-    """Share of numbers found in records of so many lines. The model replies, also through a chat template."""
+def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) -> list[list]:
+    """Answer requests, as a method of lm-eval's models: the scores of a share of the trials of a task."""
+    known = {} if lm.cache_hook.dbdict is None else lm.cache_hook.dbdict
+    prepared: dict[tuple[str, str], Task] = {}
+    bar, replies = tqdm(total=len(requests), desc="trials", disable=disable_tqdm or lm.rank > 0), []
+    for request in requests:
+        name, settings, share = request.args
+        key = hash_args("trial_scores", request.args)
+        if key not in known:
+            if (name, settings) not in prepared:
+                prepared[name, settings] = prepare(lm, name, json.loads(settings))
+            task = prepared[name, settings]
+            trials = task.trials({})
+            with task.subject.reader.reading(first_ids(task.requests(trials[0].key)[0]), None):
+                mine = trials[share :: json.loads(settings)["documents"]]
+                # written when it is complete, so that a killed run resumes after it
+                known[key] = [(trial.key, measure_one(task, trial)) for trial in mine]
+        replies.append(known[key])
+        bar.update()
+    return replies
 
-    defaults = {"lines": [5, 10, 20, 40], "repeats": 10, "seed": 0}
-    request = "generate_until"
-    options = {
-        "output_type": "generate_until",
-        "generation_kwargs": {"until": [], "max_gen_toks": 32, "do_sample": False},
-        "target_delimiter": "",
-    }
 
-    def check(self, settings, given):
-        return settings | {"lines": check_lengths(settings["lines"])}
+TemplateLM.trial_scores = trial_scores
 
-    def records(self, repeat):
-        return [draw_record(n, self.settings["seed"], repeat) for n in self.settings["lines"]]
 
-    def doc_to_text(self, doc, doc_to_text=None):
-        return doc.get("question", "")
+def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
+    """Return a task on a model of lm-eval."""
+    tokenizer, model = lm.tokenizer, getattr(lm, "model", None)
+    if not hasattr(tokenizer, "all_special_ids"):
+        raise ValueError(
+            f"this task sends token ids, and the model's tokenizer is {tokenizer!r}; give one of transformers: "
+            "--model_args tokenizer_backend=huggingface,tokenizer=NAME"
+        )
+    local = isinstance(model, nn.Module) and getattr(lm, "mixed_precision_dtype", None) is None
+    reader: Any = LocalReader(model) if local else SpanReader(lm)
+    task = task_of(Task.tasks[name], settings)
+    text = load_tokens(tokenizer, settings["text"]).tokens if task.uses_text() else None
+    return task.on(Subject(reader, tokenizer, text, context=settings["context"]))
 
-    def fewshot_context(self, doc, *args, gen_prefix=None, **kwargs):
-        contexts = []
-        for record in self.records(doc["repeat"]):
-            question, _, prefix = record.question.rpartition("\n")
-            text = f"{record.text}{question}" + ("" if kwargs.get("apply_chat_template") else "\n")
-            prompt = super(LongContextTask, self).fewshot_context(
-                {"question": text}, *args, gen_prefix=prefix, **kwargs
-            )
-            contexts.append(prompt)
-        return contexts
 
-    def construct_requests(self, doc, ctx, *, metadata=None, **kwargs):
-        options = self.config.generation_kwargs
-        return [
-            Instance("generate_until", doc, (prompt, deepcopy(options)), i, metadata) for i, prompt in enumerate(ctx)
-        ]
+class SpanReader:
+    """The `Reader` of models of lm-eval that score spans of tokens only."""
 
-    def process_results(self, doc, results):
-        found = [holds_number(reply, record.number) for reply, record in zip(results, self.records(doc["repeat"]))]
-        return dict(zip(self.aggregation(), map(float, found)))
+    device = None
+    can_reply, is_distributed = True, False
 
-    def aggregation(self):
-        return {f"found_in_{n}_lines": mean for n in self.settings["lines"]}
+    def __init__(self, lm: Any):
+        self.lm, self.vocab_size = lm, len(lm.tokenizer)
+        self.position_limit = self.claimed_context = lm.max_length  # lm-eval cuts off what is longer without a word
+
+    def settings(self) -> dict[str, Any]:
+        return {"model": getattr(self.lm, "model_name", type(self.lm).__name__)}
+
+    def identity(self) -> dict[str, str]:
+        return {}
+
+    def configured_id(self, name: str) -> None:
+        """Return None: the tokenizer has the special ids."""
+
+    def cost(self, tokens: int) -> float:
+        return tokens
+
+    def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> nullcontext:
+        return nullcontext()
+
+    def log_probs(self, ids: list[int], spans: list[tuple[int, int]]) -> list[tuple[float, bool]]:
+        """Return for each span (a, b) the log-probability of ids[a:b] after ids[:a], and whether all are likeliest."""
+        requests = [(None, ids[:a], ids[a:b]) for a, b in spans]  # None: not for the cache
+        return self.lm._loglikelihood_tokens(requests, disable_tqdm=True)
+
+    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
+        predictions, first = np.full((len(inputs), len(positions)), ANOTHER), positions.start + 1
+        for row, ids in zip(predictions, inputs.tolist()):
+            spans = [(first, positions.stop + 1)]
+            while spans:  # each round is one batch
+                verdicts, halves = self.log_probs(ids, spans), []
+                for (a, b), (_, all_likeliest) in zip(spans, verdicts):
+                    if all_likeliest:
+                        row[a - first : b - first] = ids[a:b]
+                    elif b - a > 1:
+                        halves += [(a, (a + b) // 2), ((a + b) // 2, b)]
+                spans = halves
+        return predictions
+
+    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
+        """Score targets; those of a long span have the mean of their block."""
+        whole, first = [*ids.tolist(), int(targets[-1])], positions.start + 1
+        edges = np.linspace(0, len(targets), min(len(targets), BLOCKS) + 1).astype(int).tolist()
+        spans = [*pairwise(edges if positions.start == 0 else (0, len(targets)))]
+        log_probs, best = np.empty(len(targets)), np.full(len(targets), ANOTHER)
+        replies = self.log_probs(whole, [(first + a, first + b) for a, b in spans])
+        for (a, b), (log_prob, all_likeliest) in zip(spans, replies):
+            log_probs[a:b] = log_prob / (b - a)
+            best[a:b] = targets[a:b] if all_likeliest else ANOTHER
+        return log_probs, best
+
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
+        generation = {"until": [], "max_gen_toks": tokens, "do_sample": False}
+        request = Instance("generate_until", {}, (tokenizer.decode(prompt), generation), 0)
+        return self.lm.generate_until([request], disable_tqdm=True)[0]

@@ -11,18 +11,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .curve.intervals import LengthInterval as LengthInterval
     from .curve.lengths import MemoryLength as MemoryLength
-    from .curve.measure import PositionLimitError as PositionLimitError
-    from .curve.measure import forgetting_curve as forgetting_curve
+    from .curve.points import CurvePoint as CurvePoint
     from .curve.protocol import linear_lengths as linear_lengths
     from .curve.protocol import log_lengths as log_lengths
-    from .curve.result import CurvePoint as CurvePoint
-    from .curve.result import ForgettingCurve as ForgettingCurve
     from .curve.sources import SourceTest as SourceTest
     from .curve.sources import irrelevant_source_test as irrelevant_source_test
     from .evaluate_modules import module_path as module_path
     from .evaluate_modules import register as register
-    from .loss.measure import position_loss as position_loss
-    from .loss.result import PositionLoss as PositionLoss
+    from .read import read_result as read_result
     from .report.card import card_snippet as card_snippet
     from .report.card import eval_results as eval_results
     from .report.comparison import comparison_table as comparison_table
@@ -31,12 +27,8 @@ if TYPE_CHECKING:
     from .report.measure_all import measure_all as measure_all
     from .report.page import write_report as write_report
     from .report.paired import paired_differences as paired_differences
+    from .result import Number as Number
     from .result import Result as Result
-    from .result import read_result as read_result
-    from .retrieval.haystack import NeedleGrid as NeedleGrid
-    from .retrieval.lines import LineRetrieval as LineRetrieval
-    from .retrieval.measure import line_retrieval as line_retrieval
-    from .retrieval.measure import needle_in_a_haystack as needle_in_a_haystack
     from .rope.base import RopeBaseBound as RopeBaseBound
     from .rope.base import rope_base_bound as rope_base_bound
     from .rope.base import rope_base_scan as rope_base_scan
@@ -47,55 +39,61 @@ if TYPE_CHECKING:
     from .rope.measure import rope_report as rope_report
     from .rope.result import RopeLayers as RopeLayers
     from .rope.result import RopeReport as RopeReport
-    from .run.distributed import Run as Run
     from .run.journal import Journal as Journal
     from .run.offline import OfflineModel as OfflineModel
     from .run.reader import LocalReader as LocalReader
     from .run.reader import Reader as Reader
     from .run.reader import reader_for as reader_for
+    from .run.runner import Run as Run
     from .run.served import ServedModel as ServedModel
+    from .task import Subject as Subject
+    from .task import Task as Task
+    from .task import TaskResult as TaskResult
+    from .tasks.curve import Curve as Curve
+    from .tasks.curve import ForgettingCurve as ForgettingCurve
+    from .tasks.curve import forgetting_curve as forgetting_curve
+    from .tasks.lines import LineRetrieval as LineRetrieval
+    from .tasks.lines import Lines as Lines
+    from .tasks.lines import line_retrieval as line_retrieval
+    from .tasks.loss import Loss as Loss
+    from .tasks.loss import PositionLoss as PositionLoss
+    from .tasks.loss import position_loss as position_loss
+    from .tasks.needle import Needle as Needle
+    from .tasks.needle import NeedleGrid as NeedleGrid
+    from .tasks.needle import needle_in_a_haystack as needle_in_a_haystack
 
 # Public names by the module that defines them.
 _NAMES = {
     "evaluate_modules": "module_path register",
     "report.card": "card_snippet eval_results",
     "report.comparison": "comparison_table plot_comparison",
-    "result": "Result read_result",
+    "read": "read_result",
+    "result": "Number Result",
     "report.effective": "effective_length",
     "report.page": "write_report",
     "report.paired": "paired_differences",
     "report.measure_all": "measure_all",
-    "curve.result": "CurvePoint ForgettingCurve",
+    "curve.points": "CurvePoint",
     "curve.lengths": "MemoryLength",
     "curve.intervals": "LengthInterval",
     "curve.sources": "SourceTest irrelevant_source_test",
     "run.journal": "Journal",
     "curve.protocol": "linear_lengths log_lengths",
-    "retrieval.haystack": "NeedleGrid",
-    "retrieval.lines": "LineRetrieval",
-    "loss.result": "PositionLoss",
-    "retrieval.measure": "line_retrieval needle_in_a_haystack",
-    "loss.measure": "position_loss",
-    "run.distributed": "Run",
-    "run.reader": "Reader LocalReader reader_for",
+    "task": "Subject Task TaskResult",
+    "tasks.curve": "Curve ForgettingCurve forgetting_curve",
+    "tasks.lines": "LineRetrieval Lines line_retrieval",
+    "tasks.loss": "Loss PositionLoss position_loss",
+    "tasks.needle": "Needle NeedleGrid needle_in_a_haystack",
+    "run.runner": "Run",
+    "run.reader": "LocalReader Reader reader_for",
     "run.served": "ServedModel",
     "run.offline": "OfflineModel",
-    "curve.measure": "PositionLimitError forgetting_curve",
     "rope.base": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table",
     "rope.bounds": "rope_context_bound rope_decay rope_inv_freq",
     "rope.result": "RopeLayers RopeReport",
     "rope.measure": "rope_report",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
-
-# Where the results of all metrics are defined, for `read_result`.
-RESULT_MODULES = (
-    "curve.result",
-    "loss.result",
-    "retrieval.haystack",
-    "retrieval.lines",
-    "rope.result",
-)
 
 __all__ = sorted(_HOME)
 

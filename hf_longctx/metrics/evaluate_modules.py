@@ -18,19 +18,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .checks import whole_number
 from .curve.lengths import METHODS
-from .curve.protocol import default_lengths, scored_tokens
-from .curve.result import CurvePoint, ForgettingCurve
-from .loss.result import PositionLoss
+from .curve.points import CurvePoint
+from .curve.protocol import scored_tokens
+from .tasks.curve import ForgettingCurve
+from .tasks.loss import PositionLoss
 
-
-if TYPE_CHECKING:
-    from .run.reader import Reader
 
 MODULES = Path(__file__).with_name("modules")
 NAMES = ("forgetting_curve", "position_loss", "rope_base_check")
@@ -131,10 +129,9 @@ def measures(module: Any, model: Any, corpus: Any, options: dict[str, Any], **sc
 
 def option_names() -> dict[str, set[str]]:
     """Return the options of each module: keywords of the function that measures, the fields of `Run`, model_kwargs."""
-    from .curve.measure import forgetting_curve
-    from .loss.measure import position_loss
+    from . import forgetting_curve, position_loss
     from .rope.measure import rope_report
-    from .run.distributed import Run
+    from .run.runner import Run
 
     names = {}
     for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
@@ -158,7 +155,7 @@ def source_of(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def prepare(
     name: str, model: Any, corpus: Any, tokenizer: Any, options: dict[str, Any]
-) -> tuple[Reader, Sequence[int] | None, dict[str, Any]]:
+) -> tuple[Any, Sequence[int] | None, dict[str, Any]]:
     """Load a model and encode a corpus.
 
     Args:
@@ -170,17 +167,16 @@ def prepare(
             for a model given by its name. The tokenizer gets those in SOURCE too.
 
     Returns:
-        the reader, the ids (None without a corpus), and the keywords of the function that measures, among them the
-        tokenizer, and its BOS and EOS where none are given.
+        the model, the ids (None without a corpus), and the keywords of the function that measures, among them the
+        tokenizer.
 
     Raises:
         ValueError: the corpus is missing, or a text came without a tokenizer.
     """
     from transformers import AutoTokenizer
 
-    from .run.distributed import Run
     from .run.model import load_language_model
-    from .run.reader import reader_for
+    from .run.runner import Run
 
     if corpus is None and options.get("data_type") != "random":  # before the model is loaded
         raise ValueError(f"{name} needs a text: corpus=...")
@@ -201,10 +197,7 @@ def prepare(
         corpus = encoding["input_ids"]
     if run.get("journal") is not None:
         run["journal"] = f"{os.fspath(run['journal'])}.{name}"
-    for token in ("bos_token_id", "eos_token_id"):
-        if token in option_names()[name] and getattr(tokenizer, token, None) is not None:
-            keywords.setdefault(token, getattr(tokenizer, token))
-    return reader_for(model), corpus, keywords | {"tokenizer": tokenizer, "run": Run(**run)}
+    return model, corpus, keywords | {"tokenizer": tokenizer, "run": Run(**run)}
 
 
 # The forgetting curve -----------------------------------------------------------------------------------------------
@@ -241,42 +234,44 @@ def score_predictions(
         begin = len(target) - scored_tokens(len(target))
         for kind, row in zip(counts[len(target)], pair):
             kind.append(sum(int(a) == int(b) for a, b in zip(row[begin:], target[begin:])))
-    return ForgettingCurve(tuple(CurvePoint(n, tuple(copy), tuple(lm)) for n, (copy, lm) in sorted(counts.items())))
+    return ForgettingCurve.of_points([CurvePoint(n, copy, lm) for n, (copy, lm) in counts.items()])
 
 
-def measure_curve(
-    model: Any, corpus: Any = None, tokenizer: Any = None, *, lengths: Sequence[int] | None = None, **options: Any
-) -> dict[str, Any]:
+def measure_curve(model: Any, corpus: Any = None, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
     """Measure a forgetting curve.
 
     Args:
-        model, corpus, tokenizer: see `prepare`. The corpus is not used for data_type="random".
-        lengths: by default, `default_lengths` for the model and the corpus.
-        options: see `prepare`.
+        model, corpus, tokenizer, options: see `prepare`. The corpus is not used for data_type="random".
 
     Returns:
         plain JSON types, see `curve_result`.
     """
-    from .curve.measure import forgetting_curve
+    from . import forgetting_curve
 
-    reader, tokens, keywords = prepare("forgetting_curve", model, corpus, tokenizer, options)
-    if lengths is None:
-        corpus_tokens = None if tokens is None else len(tokens)
-        lengths = default_lengths(reader.claimed_context, corpus_tokens, repeats=keywords.get("repeats", 10))
-    return curve_result(forgetting_curve(reader, tokens, lengths=lengths, **keywords))
+    model, tokens, keywords = prepare("forgetting_curve", model, corpus, tokenizer, options)
+    return curve_result(forgetting_curve(model, tokens, **keywords))
 
 
 def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
     """Return a curve in plain JSON types: summary, what is sure, the paper's lengths, and what `from_json` reads."""
     fine, coarse = curve.fine_length, curve.coarse_length
     sure = {f"{method}_{end}": getattr(curve.interval(method), end) for method in METHODS for end in ("low", "high")}
+    names = ("length", "scored_tokens", "copy_correct", "lm_correct", "begin_locs")
+    names += ("copied", "copy_worst", "copy_mean", "copy_std", "lm_mean", "lm_std", "p_value")
+    lengths = {
+        name: {"length": int(length), "open_ended": length.open_ended, "next_tested": length.next_tested}
+        for name, length in curve.memory_lengths.items()
+    }
     return {
         "summary": curve.summary(),
         **sure,
+        "intervals_95": {method: curve.interval(method)._asdict() for method in METHODS},
         "fine_length": int(fine),
         "fine_open_ended": fine.open_ended,
         "coarse_length": int(coarse),
         "coarse_open_ended": coarse.open_ended,
+        "memory_lengths": lengths,
+        "points": json.loads(json.dumps([{name: getattr(p, name) for name in names} for p in curve.points])),
         **json.loads(curve.to_json()),
     }
 
@@ -295,7 +290,7 @@ def average_log_probs(predictions: Sequence[Sequence[float]]) -> PositionLoss:
         ValueError: the list is empty, or the lengths differ, or a number is above 0 or not finite.
 
     >>> average_log_probs([[-1.0, -0.5], [-2.0, -0.5]]).loss
-    (1.5, 0.5)
+    [1.5, 0.5]
     """
     losses = [-np.asarray(row, dtype=np.float64) for row in predictions]
     if not all((row >= 0).all() for row in losses):  # NaN is not
@@ -303,31 +298,32 @@ def average_log_probs(predictions: Sequence[Sequence[float]]) -> PositionLoss:
     return PositionLoss.of_sequences(losses, {})
 
 
-def measure_loss(
-    model: Any, corpus: Any = None, tokenizer: Any = None, *, context_length: int | None = None, **options: Any
-) -> dict[str, Any]:
+def measure_loss(model: Any, corpus: Any = None, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
     """Measure a per-token loss.
 
     Args:
         model, corpus, tokenizer, options: see `prepare`.
-        context_length: default: the context that the model claims, as far as the corpus reaches.
 
     Returns:
         plain JSON types, see `loss_result`.
     """
-    from .loss.measure import position_loss
+    from . import position_loss
 
-    reader, tokens, keywords = prepare("position_loss", model, corpus, tokenizer, options)
-    assert tokens is not None  # as `prepare` refuses
-    if context_length is None:
-        context_length = min(reader.claimed_context or len(tokens), len(tokens))
-    return loss_result(position_loss(reader, tokens, context_length=context_length, **keywords))
+    model, tokens, keywords = prepare("position_loss", model, corpus, tokenizer, options)
+    return loss_result(position_loss(model, tokens, **keywords))
 
 
 def loss_result(result: PositionLoss) -> dict[str, Any]:
     """Return a loss in plain JSON types: the perplexity of all tokens, then what `PositionLoss.from_json` reads."""
-    perplexity = float(result.perplexity[-1])
-    return {"final_perplexity": perplexity, "summary": result.summary(), **json.loads(result.to_json())}
+    perplexity = {str(end): float(value) for end, value in zip(result.ends(), result.perplexity[result.ends() - 1])}
+    return {
+        "final_perplexity": float(result.perplexity[-1]),
+        "summary": result.summary(),
+        "loss": result.loss,
+        "perplexity": perplexity,
+        "sequences": result.sequences,
+        **json.loads(result.to_json()),
+    }
 
 
 # The RoPE bound -----------------------------------------------------------------------------------------------------

@@ -1,14 +1,12 @@
-"""The base class of all results: their JSON texts, files, pictures and what a report says about them.
+"""The base class of all results: their JSON texts, files, figures and what a report says about them.
 
-A metric's result is a frozen dataclass that derives from `Result` and keeps counts; all else follows from the counts.
-This file knows no model and no metric but by name.
+The result of a task is a `task.TaskResult`. This file knows no model and no metric.
 """
 
 from __future__ import annotations
 
 import base64
 import html
-import importlib
 import json
 import os
 import re
@@ -25,34 +23,37 @@ from typing import Any, ClassVar, NamedTuple, Self
 WRITTEN = ("scripts/results", "model_cards")  # by measurements
 
 
-class Headline(NamedTuple):
-    """One number for a model card.
+class Number(NamedTuple):
+    """A number that a result comes down to: a row of a report, an entry of a model card, a metric in lm-eval.
 
     Attributes:
-        metric: what the Hub calls it, such as "perplexity".
+        metric: what the Hub calls it, such as "perplexity"; empty if it is not for a model card.
         name: the same in words, with its unit.
-        value: a plain number.
+        value: a plain number, or a verdict.
+        low, high: where it lies with a confidence of 95 %; None for an end that is not known.
+        sample: what it was measured on, such as "10 sequences".
+        words: value and interval in words, where numbers do not say it all.
+        more_is_better: whether a larger value is better.
     """
 
     metric: str
     name: str
-    value: int | float
-
-
-class Overview(NamedTuple):
-    """A row of the table at the top of a report, all texts; empty where there is nothing to say.
-
-    Attributes:
-        name: what was measured, with its unit.
-        value: the number or verdict.
-        interval: where the number lies with a confidence of 95 %.
-        sample: what it was measured on, such as "10 sequences".
-    """
-
-    name: str
-    value: str
-    interval: str = ""
+    value: int | float | str
+    low: float | None = None
+    high: float | None = None
     sample: str = ""
+    words: str = ""
+    more_is_better: bool = True
+
+    def interval(self) -> str:
+        """Return the interval in words; empty if it is not known.
+
+        >>> Number("", "loss", 3.0, 2.5, 3.5).interval(), Number("", "loss", 3.0).interval()
+        ('2.5 to 3.5', '')
+        """
+        if self.words or self.low is None or self.high is None:
+            return self.words
+        return f"{rounded(self.low)} to {rounded(self.high)}"
 
 
 class Table(NamedTuple):
@@ -63,7 +64,7 @@ class Table(NamedTuple):
 
 
 class Result:
-    """Counts that a metric measured, and how.
+    """What was measured, and how.
 
     A subclass is a frozen dataclass with a field or property `settings`: how it was measured, in plain JSON values. It
     sets `kind` and `title` and defines the methods of the first part.
@@ -71,7 +72,7 @@ class Result:
     Attributes:
         kind: name of the metric in JSON; registers the class for `read_result`.
         title: heading of the metric in a report.
-        version: of the JSON format; raised when an older reader would misread a newer file.
+        version: of the JSON format; raised when the format changes.
     """
 
     kind: ClassVar[str]
@@ -105,16 +106,12 @@ class Result:
         """Return whether the model passes; None if the metric has nothing to pass, or cannot tell."""
         return None
 
-    def overview(self) -> list[Overview]:
-        """Return the result in a few rows; none if nothing was measured."""
-        return [Overview(headline.name, rounded(headline.value)) for headline in self.headlines()]
+    def numbers(self) -> list[Number]:
+        """Return what the result comes down to; nothing if nothing was measured."""
+        return []
 
     def remarks(self) -> list[str]:
         """Return the assumptions and limits that a reader of the result should know."""
-        return []
-
-    def headlines(self) -> list[Headline]:
-        """Return the numbers for a model card; none if nothing was measured on a dataset."""
         return []
 
     def table(self) -> Table:
@@ -227,10 +224,10 @@ class Result:
         if mismatch:
             raise ValueError(mismatch)
         try:
-            if document.get("format", 1) > cls.version:
+            if document.get("format", 1) != cls.version:
                 raise ValueError(
-                    f"this result of {cls.kind} has format {document['format']}, and this version of hf-longctx reads up to "
-                    f"{cls.version}. Upgrade: pip install -U hf-longctx"
+                    f"the format of a result of {cls.kind} must be {cls.version}, got {document.get('format', 1)}. Read it "
+                    "with the version of hf-longctx that wrote it, or measure again."
                 )
             return cls.from_document(document)
         except KeyError as error:
@@ -252,29 +249,6 @@ class Result:
             partial.replace(path)
 
 
-def read_result(path) -> Result:
-    """Read the result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with our modules.
-
-    Raises:
-        ValueError: the file is no JSON, or no result of any metric; it is named.
-        FileNotFoundError: there is no such file.
-    """
-    from . import RESULT_MODULES
-
-    path = Path(path)
-    for module in RESULT_MODULES:
-        importlib.import_module(f".{module}", __package__)
-    try:
-        text = path.read_text(encoding="utf-8")
-        document = json.loads(text)
-        for cls in Result.kinds.values():
-            if isinstance(document, dict) and cls.mismatch(document) is None:
-                return cls.from_json(text)
-        raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
-    except ValueError as error:
-        raise ValueError(f"{path} is no saved result of ours: {error}") from error
-
-
 def plural(number: int, unit: str) -> str:
     """Write a count of something.
 
@@ -284,7 +258,7 @@ def plural(number: int, unit: str) -> str:
     return f"{number:,} {unit}{'s' * (number != 1)}"
 
 
-def rounded(value: int | float) -> str:
+def rounded(value: int | float | str) -> str:
     """Write a number to show: four digits, or all of an integer."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 

@@ -29,6 +29,12 @@ AREAS = {"fine?": "passes as fine, not sure", "amnesia": "no memory", "unsure": 
 # Colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker where colours do not suffice.
 MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+# what a rate of answers counts; colour, marker and dashes of its line
+RATES = {
+    "match_rate": ("answers found in the replies", COPY, "o", "-"),
+    "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),  # shows a line below it
+    "probability": ("probability of an answer's token", PROBABILITY, "^", "-"),
+}
 TOKENS = "{x:,.0f}"  # tick labels with commas between thousands
 WIDTH = 6.6  # inches: a telephone shows this in 390 pixels, with letters of 10 points in 8 pixels
 

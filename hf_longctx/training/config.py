@@ -88,7 +88,7 @@ class RunConfig(TrainingArguments):
     packing: bool = option(True, "Pack several documents into a sequence; they do not see each other")
     streaming: bool = option(False, "Tokenize and pack while training, in the order of the data")
     attn_implementation: str | None = option(
-        None, "Attention implementation (default: auto of a FoX, else that of the model)"
+        None, "Attention implementation (default: the model's; of a FoX on a GPU, auto)"
     )
     sequence_parallel: int = option(1, "Processes that share each sequence of a FoX")
     recipe: str | None = option(None, "Defaults to start from")

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
 from transformers.utils.generic import is_flash_attention_requested
 
-from ..fox import FoxForCausalLM
 from .adapters import add_lora, load_adapter, model_fingerprint, save_fingerprint
 from .boundaries import boundaries, takes_boundaries
 from .config import FinetuneConfig, PretrainConfig, RunConfig, parse, write_yaml
@@ -142,7 +142,9 @@ def make_model(args: RunConfig, tokenizer) -> tuple[Any, dict[str, Any] | None]:
             say(extend_rope(read_config(str(args.model)), args))
         model = load_base(args, tokenizer)
         base = model_fingerprint(model)
-    attention = args.attn_implementation or ("auto" if isinstance(model, FoxForCausalLM) else None)
+    attention = args.attn_implementation
+    if attention is None and model.config.model_type == "fox" and torch.cuda.is_available():
+        attention = "auto"
     if attention is not None:
         model.set_attn_implementation(attention)
     if not isinstance(args, FinetuneConfig) or not args.use_peft:

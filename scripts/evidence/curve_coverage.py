@@ -122,7 +122,7 @@ def adaptive(rng, model, lengths, repeats, curves):
     for _ in range(curves):
         counts = {n: np.empty((2, 0), dtype=int) for n in lengths}
         points = locate(lengths, partial(more_repeats, rng, model, counts), repeats=repeats)
-        curve = ForgettingCurve(points, {"protocol": "adaptive"})
+        curve = ForgettingCurve.of_points(points, {"protocol": "adaptive"})
         places = {0: 0, None: len(lengths)} | {n: i for i, n in enumerate(lengths, start=1)}
         for method in METHODS:
             low, high = curve.interval(method)[:2]

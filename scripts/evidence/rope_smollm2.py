@@ -65,7 +65,7 @@ def train(name, args):
 
 
 def lines(model, tokenizer, size, args, run):
-    (point,) = line_retrieval(model, tokenizer, lines=[size], repeats=args.repeats, generate=False, run=run).points
+    (point,) = line_retrieval(model, tokenizer, lines=[size], repeats=args.repeats, replies=False, run=run).points
     right = round(point.exact_rate * len(point.answers))
     return {
         "tokens": point.mean_tokens,
@@ -85,7 +85,7 @@ def needles(model, tokenizer, size, args, run):
         depths=DEPTHS,
         mode="easy",
         repeats=args.haystacks,
-        generate=False,
+        replies=False,
         run=run,
     )
     right = {f"d{cell.depth:.0%}".strip("%"): round(cell.exact_rate * args.haystacks) for cell in grid.cells}

@@ -27,7 +27,7 @@ PARSER = [
     ("gates {fox} --seed -1", r"--seed: -1 must be from 0 to"),
     ("push {fox} alice/fox --token hf_secret", "unrecognized arguments: --token"),
     ("curve {fox} --protocol fast", "invalid choice: 'fast'"),
-    ("lines {fox} --lines few", "'few'; give whole numbers"),
+    ("lines {fox} --lines few", "'few'; give numbers"),
 ]
 
 # -- options, before the model is loaded
@@ -93,7 +93,7 @@ FILES = [
     ("push-metric perplexity alice/perplexity --dry-run", "no evaluate module 'perplexity'"),
     ("compare", "give result files, or --counts FILE.csv"),
     ("compare {empty}", "empty"),
-    ("compare {fox}/config.json", "no saved result"),
+    ("compare {fox}/config.json", "is not a result file"),
     ("compare {curve} {loss}", "ForgettingCurve, PositionLoss; give forgetting curves only, or"),
     ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different one"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
@@ -104,19 +104,18 @@ FILES = [
 # -- measuring: before a model is loaded, and nothing is written
 
 MEASURING = [
-    ("loss {fox} --sequences 0", "--sequences is 0; it must be at least 1"),
-    ("needle {fox} --depths 1", "--depths is 1; it must be at least 2"),
+    ("loss {fox} --sequences 0", "sequences must be at least 1, got 0"),
+    ("needle {fox} --depths 1.5", "depths must be numbers from 0 to 1, or a single number from 2"),
     ("curve {fox} --lengths 16,8", "strictly ascending"),
-    ("curve {fox} --lengths 8,16 --points 5", "--lengths and --points exclude each other"),
-    ("curve {fox} --data-type random --text {text}", "--data-type random and --text exclude"),
-    ("curve {fox} --confidence 0.9", "--protocol reference and --confidence exclude"),
+    ("curve {fox} --lengths 8,16 --points 5", "lengths and points exclude each other"),
+    ("curve {fox} --data-type random --text {text}", "--text must be left out"),
+    ("curve {fox} --confidence 0.9", "protocol=reference and confidence exclude"),
     ("curve {fox} --text {text} --lengths 99999", r"The longest possible length is \d\d:"),
-    ("curve {fox} --text {text} --lengths 8 --irrelevant-text {short}", "irrelevant_tokens has .* ids, fewer"),
+    ("curve {fox} --text {text} --lengths 8 --irrelevant-text {short}", "irrelevant_text has .* ids, fewer"),
     ("curve {fox} --output {empty_file}/a", "--output .* cannot be written: .*empty_file is not a folder"),
     ("curve {fox} --output a.gif", "a.gif ends with .gif; a picture may end with .png"),
     ("needle {fox} --lengths 100", "length 100 is too short"),
-    ("needle {fox} --no-replies --score match_rate", "--score match_rate looks into replies"),
-    ("lines {fox} --lines 0", "a record has from 1 to 15872 lines, got 0"),
+    ("lines {fox} --lines 0", "lines must be from 1 to 15872, got 0"),
     ("report {fox} --output {empty_file}", "empty_file is not a folder that you may write into"),
     ("curve {nowhere}", "there is no folder"),
     ("curve {fox} --text {empty}", "no text|holds no|no .*txt"),
@@ -145,8 +144,8 @@ def places(folder, tmp_path_factory):
     (root / "empty").mkdir()
     (root / "empty_file").touch()
     (root / "short.txt").write_text("A word.")
-    ForgettingCurve([CurvePoint(8, [4, 4], [1, 1])], {"model": "fox"}).save(root / "curve.json")
-    PositionLoss([2.0, 1.0], 1).save(root / "loss.json")
+    ForgettingCurve.of_points([CurvePoint(8, [4, 4], [1, 1])], {"model": "fox"}).save(root / "curve.json")
+    PositionLoss.of_mean([2.0, 1.0], 1).save(root / "loss.json")
     paths = {"fox": folder, "llama": llama, "curve": root / "curve.json", "loss": root / "loss.json"}
     paths |= {"text": root / "text.txt", "short": root / "short.txt", "hmt": DEMO.parent / "hmt-demo"}
     paths |= {name: root / name for name in ("nowhere", "empty", "empty_file")}

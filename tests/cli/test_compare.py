@@ -16,8 +16,8 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 def files(tmp_path):
     for name, correct in (("fox", 5), ("llama", 1)):
         points = [CurvePoint(8, [4, 4], [1, 1]), CurvePoint(9, [correct] * 2, [1, 1])]
-        ForgettingCurve(points, {"model": name, "train_length": 32}).save(tmp_path / f"{name}.json")
-        PositionLoss([3.0, 2.5, 2.0], 4, {"model": name}).save(tmp_path / f"{name}_loss.json")
+        ForgettingCurve.of_points(points, {"model": name, "train_length": 32}).save(tmp_path / f"{name}.json")
+        PositionLoss.of_mean([3.0, 2.5, 2.0], 4, {"model": name}).save(tmp_path / f"{name}_loss.json")
     return tmp_path
 
 

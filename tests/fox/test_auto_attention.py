@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_longctx.fox import FoxConfig, PrunedCache, backend_fox
 from hf_longctx.fox.backend_fox import KERNEL_TOKENS, choose_implementation
-from hf_longctx.training.model_init import set_attention
 
 
 def make():
@@ -97,10 +96,3 @@ def test_transforms_of_torch_func_take_sdpa(used):
         with forward_ad.dual_level():
             model(inputs_embeds=forward_ad.make_dual(embeds, embeds))
     assert set(used) == {"sdpa"}
-
-
-@pytest.mark.parametrize("attention, chosen", [(None, "auto"), ("auto", "auto"), ("eager", "eager")])
-def test_training_leaves_the_choice_to_each_call(attention, chosen):
-    model = make_from(FoxConfig(**TINY))
-    set_attention(model, type("Settings", (), {"attention": attention}))
-    assert model.config._attn_implementation == chosen

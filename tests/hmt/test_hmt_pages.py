@@ -11,6 +11,7 @@ from tiny_hmt import ROUNDING
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTState, HMTWrapper
+from hf_longctx.hmt.multi_pass_hmt import MultiPassSegments
 from hf_longctx.hmt.pages_hmt import MemoryPages, PageFile
 
 
@@ -228,7 +229,7 @@ def test_a_fact_ten_thousand_segments_back():
     ids = torch.randint(3, 61, (1, 8))
     with torch.no_grad():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
-        fact = model.layout().summarize(ids[:, :4])
+        fact = MultiPassSegments(model.config, model.lm, model.memory, model.loss_function).summarize(ids[:, :4])
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
         state.bank, state.ends, state.lengths = everything[:, -4:], state.ends + 8 * 9991, (8 * 10_001,)
         state.pages = (filled(everything[0, :-4], page_size=16, recalled=8, at_once=1000),)

@@ -139,19 +139,26 @@ def test_the_dtype_does_not_decide(kind):
     assert empty.config.reread is None  # decided when there are weights
 
 
-def test_attention_that_takes_no_mask_is_decided_by_that_of_pytorch(llama, tokens):
+@pytest.mark.parametrize("settings", [{}, {"recall_tokens": 4}, {"recurrence": False}], ids=str)
+def test_attention_that_takes_no_mask_reads_the_prompt_alone(llama, tokens, settings):
     """So it is with FlashAttention, which may not even run on the device that the weights are on."""
 
-    def without_mask(module, query, key, value, attention_mask, **options):
+    def like_flash(module, query, key, value, attention_mask, **options):
         assert attention_mask is None
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, None, is_causal=len(query) > 0, **options)
+        visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, visible, **options)
 
-    ALL_ATTENTION_FUNCTIONS.register("without_mask", without_mask)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("without_mask", lambda *args, attention_mask=None, **kwargs: attention_mask)
-    llama.config._attn_implementation = "without_mask"
-    model = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=8, sensory_tokens=3))
+    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, **settings)
+    torch.manual_seed(1)
+    expected = HMTWrapper.from_backbone(llama, config)(tokens).logits
+    ALL_ATTENTION_FUNCTIONS.register("like_flash", like_flash)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("like_flash", lambda *args, attention_mask=None, **kwargs: attention_mask)
+    llama.config._attn_implementation = "like_flash"
+    torch.manual_seed(1)
+    model = HMTWrapper.from_backbone(llama, config)
     assert model.config.reread is False
-    assert llama.config._attn_implementation == "without_mask"
+    assert llama.config._attn_implementation == "like_flash"
+    torch.testing.assert_close(model(tokens).logits, expected, atol=ROUNDING, rtol=0)
     model.lm._has_dynamic_cache = False
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
         model(tokens)

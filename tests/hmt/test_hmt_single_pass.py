@@ -96,9 +96,8 @@ def test_each_token_is_read_once(make_single, tokens):
     model.backbone.model.register_forward_hook(lambda module, args, out: shapes.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
         model(tokens[:, :40])
-        # segment 0; the first parts of 1 to 3; prompts and second parts; segment 4
-        behind_recall = [(2, 1), (2, 5)]
-        assert shapes == [(2, 9), (6, 8), *3 * behind_recall, (2, 8), *behind_recall]
+        # segment 0; the first parts of 1 to 3; second parts with their prompts; segment 4
+        assert shapes == [(2, 9), (6, 8), *3 * [(2, 6)], (2, 8), (2, 6)]
         shapes.clear()
         stream(model, tokens, [1] * 43)
     assert {length for _, length in shapes} == {1, 2, 4}  # a segment begins with 3 sensory tokens

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CARDS = sorted(path.parent for path in ROOT.glob("model_cards/*/config.json"))
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
 LLAMA = LlamaConfig(**SIZES, max_position_embeddings=512)
-CURVE = ForgettingCurve(
+CURVE = ForgettingCurve.of_points(
     [CurvePoint(64, [30] * 5, [1] * 5), CurvePoint(128, [5, 6, 5, 6, 5], [5, 5, 6, 5, 6])],
     {"seed": 3, "repeats": 5, "corpus": "a novel"},
 )
@@ -58,7 +58,7 @@ def llama(tmp_path_factory):
     LlamaForCausalLM(LLAMA).save_pretrained(folder)
     CURVE.save(folder / "curve.json")
     (folder / "curve.png").write_bytes(b"picture")
-    PositionLoss([3.0, 2.5, 2.25, 2.0], 4, {"corpus": "a novel"}).save(folder / "loss.json")
+    PositionLoss.of_mean([3.0, 2.5, 2.25, 2.0], 4, {"corpus": "a novel"}).save(folder / "loss.json")
     rope_report(LLAMA, minimum_base=False).save(folder / "rope.json")
     (folder / "speed.json").write_text(json.dumps(BENCHMARK))
     (folder / "sample.json").write_text(json.dumps(SAMPLE))
@@ -111,9 +111,9 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
         "| positions | RoPE of base 10000 |",
         "| claimed | 512 tokens | `max_position_embeddings` | [config.json](config.json) |",
         "| trained | 256 tokens | a row | [training.yaml](training.yaml) |",
-        "| measured | coarse length, tokens: at least 64 (95 % sure) | 2 lengths, 5 repeats; the paper's, of means: 64 | "
+        "| measured | coarse memory length, at least (tokens, 95 % sure): 64 | at least 64 (95 % sure); 2 lengths, 5 repeats; the paper's, of means: 64 | "
         "[curve.json](curve.json) |",
-        "| measured | loss at 4 tokens, nats: 2.000 | 4 sequences | [loss.json](loss.json) |",
+        "| measured | loss at 4 tokens, nats: 2 | 4 sequences | [loss.json](loss.json) |",
         "| 64 | 32 | 0 of 5 | 93.8% | 93.8% | 0.0% | 3.1% | 0.0% | 0 | coarse |",
         "![Forgetting curve](curve.png)",
         "| Llama | 1179 | 69,219,072 |",
@@ -141,7 +141,9 @@ def test_the_model_index_is_that_of_the_results(llama):
     data = ModelCard(with_card(build_bundle(llama), "alice/llama", "v1").text("README.md")).data
     assert data.model_name == "llama" and data["library_name"] == "transformers"
     assert data.widget == [{"text": SAMPLE["prompt"], "output": {"text": SAMPLE["text"]}}]
-    figures = {(e.metric_name, e.metric_value) for e in eval_results([CURVE, PositionLoss([3.0, 2.5, 2.25, 2.0], 4)])}
+    figures = {
+        (e.metric_name, e.metric_value) for e in eval_results([CURVE, PositionLoss.of_mean([3.0, 2.5, 2.25, 2.0], 4)])
+    }
     figures |= {("answers", 0.75)}
     assert {(entry.metric_name, entry.metric_value) for entry in data.eval_results} == figures
     assert {entry.source_url for entry in data.eval_results} == {"https://huggingface.co/alice/llama/tree/v1"}
@@ -308,7 +310,7 @@ def test_the_command_writes_the_card_and_says_what_it_lacks(folder, capsys):
             cli.main(["push", str(folder), "alice/llama", "--tag", "v1", "--write-card"]) == 0
             and (folder / "README.md").read_text() == text
         )
-    write(folder / "curve.json", ForgettingCurve(CURVE.points[:1], CURVE.settings).to_json())
+    write(folder / "curve.json", ForgettingCurve.of_points(CURVE.points[:1], CURVE.settings).to_json())
     assert cli.main(["push", str(folder), "alice/llama", "--tag", "v1", "--write-card"]) == 0
     assert "| 128 | 64 |" in text and "| 128 | 64 |" not in (folder / "README.md").read_text()
 

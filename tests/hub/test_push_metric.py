@@ -45,7 +45,7 @@ def test_versions_are_pinned_to_those_that_are_tested():
 
 def test_a_dry_run_needs_no_hub(capsys):
     assert cli.main(["push-metric", "position_loss", "alice/position_loss", "--dry-run"]) == 0
-    assert "loss_result.py" in capsys.readouterr().out
+    assert "longctx_tasks_loss.py" in capsys.readouterr().out
 
 
 def test_a_line_that_would_not_load_is_not_printed(capsys):

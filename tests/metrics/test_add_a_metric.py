@@ -1,23 +1,28 @@
-"""The metric of CONTRIBUTING.md runs, resumes, is saved, read, drawn and reported like those that come with us."""
+"""The metric of CONTRIBUTING.md is a single file: function, command, journal, page, card and task of lm-eval."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from demo_model import DEMO
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.metrics import Run, card_snippet, read_result, write_report
-from hf_longctx.metrics.report import measure_all as report
+from hf_longctx import cli
+from hf_longctx.cli.task_command import TaskCommand
+from hf_longctx.metrics import Run, card_snippet, measure_all, read_result, write_report
 from hf_longctx.metrics.result import Result
+from hf_longctx.metrics.task import Task
 
 
 GUIDE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-EXAMPLE = re.search(r"^## Add a metric\n.*?^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)[1]
+FILE = re.search(r"^## Add a metric\n.*?^```python\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)[1]
 
 
 @pytest.fixture
@@ -28,52 +33,79 @@ def model():
 
 
 @pytest.fixture
-def example(model, monkeypatch):
-    """What the block of CONTRIBUTING.md defines, and its `result` on a tiny model with random weights."""
-    monkeypatch.setitem(Result.kinds, "repeats", None)  # registered by the block, and forgotten after the test
-    names = {"model": model}
-    exec(re.sub(r"^model = .*\n", "", EXAMPLE, flags=re.MULTILINE), names)
-    return names
+def added(monkeypatch):
+    """The module of the file in CONTRIBUTING.md, which is forgotten after the test."""
+    monkeypatch.setitem(Task.tasks, "repeats", None)
+    monkeypatch.setitem(Result.kinds, "repeats", None)
+    module = ModuleType("repeats")
+    monkeypatch.setitem(sys.modules, "repeats", module)
+    exec(compile(FILE, "repeats.py", "exec"), module.__dict__)
+    monkeypatch.setitem(cli.COMMANDS, "repeats", TaskCommand(module.Repeats))  # as when the package is imported
+    return module
 
 
-def test_the_numbers_are_those_of_a_plain_loop(example, model):
-    rng = np.random.default_rng(0)
-    for n, correct in example["result"].correct.items():
-        ids = torch.from_numpy(np.tile(rng.integers(10, 64, n), 2))[None]
+def test_the_numbers_are_those_of_a_plain_loop(added, model):
+    for n, right in added.repeats(model, lengths=[16, 32]).scores.items():
+        ids = np.append(1, np.random.default_rng(0).integers(10, 64, n - 1))
+        ids = torch.from_numpy(np.tile(ids, 2))[None]
         with torch.no_grad():
             predictions = model(ids).logits.argmax(-1)
-        assert correct == (predictions[0, n:-1] == ids[0, n + 1 :]).sum()
+        assert right == (predictions[0, n:-1] == ids[0, n + 1 :]).sum()
 
 
-def test_a_run_goes_on_from_its_journal(example, model, tmp_path):
+def test_a_run_resumes_from_its_journal(added, model, tmp_path):
     journal = tmp_path / "repeats.jsonl"
-    result = example["repeats"](model, lengths=[32, 128], run=Run(journal))
-    assert result == example["result"]
+    result = added.repeats(model, run=Run(journal))
     whole = journal.read_bytes()
     journal.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
-    assert example["repeats"](model, lengths=[32, 128], run=Run(journal)) == result
+    assert added.repeats(model, run=Run(journal)) == result
     assert journal.read_bytes() == whole
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_the_result_is_saved_read_and_drawn_and_has_its_place_in_page_and_card(example, tmp_path):
-    result = example["result"]
+def test_the_result_is_saved_read_and_drawn_and_has_its_place_in_page_and_card(added, model, tmp_path):
+    result = added.repeats(model)
     result.save(tmp_path / "repeats.json")
     assert read_result(tmp_path / "repeats.json") == result
     write_report([result], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert result.title in page and result.summary() in page and page.count("<img") == 1
-    assert "repeated text of 128 tokens" in card_snippet("tiny", [result])
+    assert "repeated sequence of 128 tokens" in card_snippet("tiny", [result])
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_one_function_and_one_entry_put_it_into_the_report(example, model, tmp_path, monkeypatch):
-    def measure_repeats(subject, run):
-        return example["repeats"](subject.reader, lengths=[32], seed=subject.seed, run=run)
+def test_it_is_in_the_report(added, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(Task, "tasks", {"repeats": added.Repeats})
+    written = measure_all(model, None, [1, 2, 3], tmp_path)
+    assert [*written.results] == ["repeats", "rope"] and not written.missing
+    files = {"repeats.json", "repeats.png", "report.html", "model_card.md"}
+    assert files <= {path.name for path in tmp_path.iterdir()}
 
-    monkeypatch.setattr(report, "METRICS", {"repeats": (example["Repeats"], measure_repeats)})
-    written = report.measure_all(model, None, [1, 2, 3], tmp_path)
-    assert [*written.results] == ["repeats"] and not written.missing
-    assert {"repeats.json", "repeats.png", "report.html", "model_card.md"} <= {
-        path.name for path in tmp_path.iterdir()
-    }
+
+@pytest.mark.usefixtures("undrawn", "added")
+def test_its_command_has_help_and_checks_and_writes(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["repeats", "--help"])
+    told = " ".join(capsys.readouterr().out.split())
+    assert "when it reads the sequence again" in told and "in tokens (default: 32, 128)" in told
+    assert cli.main(["repeats", str(DEMO), "--lengths", "1"]) == 2
+    assert "lengths must be at least 2, got 1" in capsys.readouterr().err
+    assert cli.main(["repeats", str(DEMO), "--lengths", "8", "16", "--output", str(tmp_path / "a")]) == 0
+    assert [*read_result(tmp_path / "a.json").scores] == [8, 16]
+
+
+def test_it_is_a_task_of_lm_eval(added, model):
+    pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'hf-longctx[lm-eval]'")
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoTokenizer
+
+    from hf_longctx.lm_eval import tasks_folder
+    from hf_longctx.lm_eval.model import LongContextLM
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    lm = LongContextLM(pretrained=model, tokenizer=tokenizer, device="cpu")
+    manager = TaskManager(include_path=str(tasks_folder()), include_defaults=False, metadata={"lengths": [8, 16]})
+    results = lm_eval.simple_evaluate(lm, tasks=["repeats"], task_manager=manager)["results"]["repeats"]
+    expected = added.repeats(model, tokenizer=tokenizer, lengths=[8, 16]).rates
+    assert results["repeated_sequence_of_16_tokens,none"] == pytest.approx(expected[16], abs=1e-4)

@@ -9,12 +9,12 @@ from hf_longctx.metrics import CurvePoint, ForgettingCurve
 from hf_longctx.metrics.report.card import card_snippet, eval_results
 
 
-CURVE = ForgettingCurve(
+CURVE = ForgettingCurve.of_points(
     [CurvePoint(800, [400] * 2, [1, 0]), CurvePoint(1600, [600] * 2, [1, 0])],
     {"seed": 5, "repeats": 2, "corpus": "PG 19: test"},
 )
 _, LOSS, *RETRIEVALS, ROPE = one_of_each()
-RESULTS = [CURVE, ForgettingCurve(CURVE.points, {"data_type": "random"}), LOSS, *RETRIEVALS]
+RESULTS = [CURVE, ForgettingCurve.of_points(CURVE.points, {"data_type": "random"}), LOSS, *RETRIEVALS]
 
 
 def test_the_hub_reads_what_we_wrote():
@@ -42,14 +42,14 @@ def test_arguments_are_kept():
 
 def test_nothing_to_say():
     with pytest.raises(ValueError, match="without a number for a model card"):
-        card_snippet("fox", [ForgettingCurve([])])
+        card_snippet("fox", [ForgettingCurve.of_points([])])
 
 
 EVIL = 'fox"><script>alert(1)</script>\n---\nlicense: [x](y) `z` **'
 
 
 def test_a_name_cannot_end_the_header_or_become_markup():
-    curve = ForgettingCurve(CURVE.points, {"corpus": EVIL})
+    curve = ForgettingCurve.of_points(CURVE.points, {"corpus": EVIL})
     text = card_snippet(EVIL, [curve, ROPE], picture="curve.png")
     card = ModelCard(text, ignore_metadata_errors=False)
     assert card.data.model_name == " ".join(EVIL.split()) and "license" not in card.data.to_dict()

@@ -17,7 +17,7 @@ from hf_longctx.metrics.report.comparison import (
     named,
     plot_comparison,
 )
-from hf_longctx.metrics.retrieval.lines import LinesPoint
+from hf_longctx.metrics.tasks.lines import LinesPoint
 
 
 def curve(*accuracies, lengths=(80, 640, 5120), repeats=10, **settings):
@@ -25,7 +25,7 @@ def curve(*accuracies, lengths=(80, 640, 5120), repeats=10, **settings):
         CurvePoint(n, [round(copy * n / 2)] * repeats, [round(lm * n / 2)] * repeats)
         for n, (copy, lm) in zip(lengths, accuracies, strict=True)
     ]
-    return ForgettingCurve(points, settings)
+    return ForgettingCurve.of_points(points, settings)
 
 
 CURVES = {
@@ -96,7 +96,7 @@ def test_names_hold_no_mathematics(words):
     name = "a$x_{$b"
     measured = curve((1, 0), (1, 0), (1, 0), model=name, data_type=name)
     assert name in words(plot_comparison, {name: measured, "other": CURVES["long"]})
-    assert name in words(compare, {name: PositionLoss([1.0] * 3, 2)})
+    assert name in words(compare, {name: PositionLoss.of_mean([1.0] * 3, 2)})
     assert name in words(type(measured).plot, measured)
 
 
@@ -151,7 +151,7 @@ def test_settings_that_are_not_alike_are_named(tmp_path, change, words):
 
 
 def test_losses_of_several_lengths_are_named(tmp_path, words):
-    losses = {"one": PositionLoss([1.0] * 3, 2), "two": PositionLoss([1.0] * 4, 2)}
+    losses = {"one": PositionLoss.of_mean([1.0] * 3, 2), "two": PositionLoss.of_mean([1.0] * 4, 2)}
     assert "not alike: context lengths (3, 4)" in words(compare, losses)
     text = compare(losses, tmp_path / "losses.md")
     assert "Not alike: context lengths (3, 4)." in text and "| two | 1.000 | 1.000 | 2.72 | 4 | 2 |" in text
@@ -161,8 +161,11 @@ def test_each_model_is_tested_against_the_first(tmp_path):
     points = [CurvePoint(n, [n // 2] * 8, [0] * 8, range(0, 8 * n, n)) for n in (400, 800)]
     points += [CurvePoint(n, [n // 4] * 8, [0] * 8, range(0, 8 * n, n)) for n in (400, 800)]
     settings = {"data_type": "order", "corpus_sha256": "ab"}
-    curves = {"a": ForgettingCurve(points[2:], settings), "b": ForgettingCurve(points[:2], settings)}
-    text = compare(curves | {"other": ForgettingCurve(points[:2])}, tmp_path / "x.md")
+    curves = {
+        "a": ForgettingCurve.of_points(points[2:], settings),
+        "b": ForgettingCurve.of_points(points[:2], settings),
+    }
+    text = compare(curves | {"other": ForgettingCurve.of_points(points[:2])}, tmp_path / "x.md")
     assert "\nb copies further than a: fine length at least 800 against below 400 tokens, sure. b copies more" in text
     assert "| tokens | a | b | difference | 95 % interval | p | p of all lengths (Holm) | pairs |" in text
     assert "| 400 | 50.0% | 100.0% | +50.0% | +49.9% to +50.1% | 0.0078 | 0.016 | 8 |" in text
@@ -172,7 +175,7 @@ def test_each_model_is_tested_against_the_first(tmp_path):
 
 
 def lines(right):
-    return LineRetrieval([LinesPoint(answers(*r), n, [9 * n] * 7, [0] * 7) for n, r in right], {"seed": 0})
+    return LineRetrieval.of_points([LinesPoint(answers(*r), n, [9 * n] * 7, [0] * 7) for n, r in right], {"seed": 0})
 
 
 def test_retrieval_is_compared_too(tmp_path, words):
@@ -182,7 +185,7 @@ def test_retrieval_is_compared_too(tmp_path, words):
     assert "b answers more than a at 1 of 1 lengths, 64 lines: sure." in text
     assert "length of the prompt (lines)" in words(compare, results)
     with pytest.raises(ValueError, match="nothing was measured: b"):
-        compare(results | {"b": LineRetrieval([])}, tmp_path / "x.md")
+        compare(results | {"b": LineRetrieval.of_points([])}, tmp_path / "x.md")
 
 
 def test_markdown_goes_to_a_file(tmp_path):
@@ -190,18 +193,18 @@ def test_markdown_goes_to_a_file(tmp_path):
     assert "| long | RULER | 85.6% | 5120 | at least 5,120 | 80 to 5120 |" in text
     assert (tmp_path / "table.md").read_text() == f"# My models\n\n{text}"
     assert text.startswith("| model | data |") and "| fades \\| early |" in text
-    compare({"a": PositionLoss([2.0], 1)}, tmp_path / "loss.md")
+    compare({"a": PositionLoss.of_mean([2.0], 1)}, tmp_path / "loss.md")
     assert (tmp_path / "loss.md").read_text().startswith("# Per-token loss\n\n| model |")
 
 
 def test_curves_are_named_by_model_then_file():
     def curve(model):
-        return ForgettingCurve([], {"model": model} if model else {})
+        return ForgettingCurve.of_points([], {"model": model} if model else {})
 
     files = [(Path("a/x.json"), curve("fox")), (Path("b/x.json"), curve("fox")), (Path("y.json"), curve("llama"))]
     assert list(named(files)) == ["fox (x)", "fox (x)'", "llama"]
     folders = [(Path("a.json"), curve("m/llama")), (Path("b.json"), curve("someone/fox"))]
     assert list(named(folders)) == ["llama", "fox"]
-    measured = [ForgettingCurve(CURVES["long"].points, {"model": model}) for model in ("a/fox", "b/fox")]
+    measured = [ForgettingCurve.of_points(CURVES["long"].points, {"model": model}) for model in ("a/fox", "b/fox")]
     assert list(comparable(measured)) == ["fox (a/fox)", "fox (b/fox)"]
     assert list(named([(Path("results/my_fox.json"), curve(None))])) == ["my_fox"]

@@ -6,18 +6,18 @@ from examples import answers, lines
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, NeedleGrid, PositionLoss
 from hf_longctx.metrics.report.conclusion import conclusion, facts
 from hf_longctx.metrics.report.page import write_report
-from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.tasks.needle import NeedleCell
 
 
 def curve(*shares, **settings):
     """Copied shares of texts of 400, 800 and 1600 tokens, of which 20 % can be guessed."""
     points = [CurvePoint(n, [int(n * s / 2)] * 10, [n // 10] * 10) for n, s in zip((400, 800, 1600), shares)]
-    return ForgettingCurve(points, settings)
+    return ForgettingCurve.of_points(points, settings)
 
 
 def needle(*rights):
     found = [answers(*(i < right for i in range(10))) for right in rights]
-    return NeedleGrid([NeedleCell(each, 300 * i, 0.5, [1] * 10) for i, each in enumerate(found, start=1)])
+    return NeedleGrid.of_cells([NeedleCell(each, 300 * i, 0.5, [1] * 10) for i, each in enumerate(found, start=1)])
 
 
 @pytest.mark.parametrize(
@@ -43,12 +43,12 @@ def test_a_curve_says_how_much_to_use(shares, use, exact):
 
 
 def test_what_is_not_known_is_said():
-    unsure = ForgettingCurve([CurvePoint(400, [200, 20], [40, 100])])
+    unsure = ForgettingCurve.of_points([CurvePoint(400, [200, 20], [40, 100])])
     first, second = conclusion([unsure])
     assert (
         first.startswith("How many tokens can be used is not known: the repeats differ") and "is not known: " in second
     )
-    one_text = ForgettingCurve([CurvePoint(400, [200] * 10, [40] * 10, [0] * 10)])
+    one_text = ForgettingCurve.of_points([CurvePoint(400, [200] * 10, [40] * 10, [0] * 10)])
     assert [words.partition(": ")[2] for words in conclusion([one_text])] == ["a longer text is needed."] * 2
 
 
@@ -62,12 +62,12 @@ def test_what_is_not_known_is_said():
 )
 def test_what_is_found(result, words):
     assert conclusion([result]) == [words]
-    assert conclusion([result, PositionLoss([2.0, 1.0], 2), curve(1, 1, 1), result])[2:] == [words]
+    assert conclusion([result, PositionLoss.of_mean([2.0, 1.0], 2), curve(1, 1, 1), result])[2:] == [words]
 
 
 def test_nothing_measured_says_nothing():
-    assert conclusion([ForgettingCurve([]), NeedleGrid([])]) == []
-    assert conclusion([PositionLoss([2.0, 1.0], 2)])[0].startswith("The loss after 2 tokens is 1.000 nats")
+    assert conclusion([ForgettingCurve.of_points([]), NeedleGrid.of_cells([])]) == []
+    assert conclusion([PositionLoss.of_mean([2.0, 1.0], 2)])[0].startswith("The loss after 2 tokens is 1.000 nats")
 
 
 @pytest.mark.usefixtures("undrawn")

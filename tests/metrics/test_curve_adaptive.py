@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from hf_longctx.metrics.curve.adaptive import locate
+from hf_longctx.metrics.curve.points import CurvePoint
 from hf_longctx.metrics.curve.protocol import input_tokens, linear_lengths
-from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
+from hf_longctx.metrics.tasks.curve import ForgettingCurve
 
 
 GRID = linear_lengths(1400, 32)
@@ -20,7 +21,7 @@ def run(points, **options):
         calls.append((length, first, stop))
         return full[length].first(stop)
 
-    curve = ForgettingCurve(locate(list(full), measure, **options), ADAPTIVE)
+    curve = ForgettingCurve.of_points(locate(list(full), measure, **options), ADAPTIVE)
     assert len(calls) == len(set(calls))  # nothing twice
     return curve, sum(2 * (stop - first) * input_tokens(length) for length, first, stop in calls)
 
@@ -60,7 +61,7 @@ def test_simulated_curves(name):
         assert 5 * cost <= full_cost
         costs.append(cost)
         for method in ("fine", "coarse"):
-            intervals = [c.interval(method) for c in (curve, ForgettingCurve(points, ADAPTIVE))]
+            intervals = [c.interval(method) for c in (curve, ForgettingCurve.of_points(points, ADAPTIVE))]
             ends = [(i.low, 1450 if i.high is None else i.high) for i in intervals]
             covered += ends[0][0] <= truth[method] < ends[0][1]
             widths[method].append([high - low for low, high in ends])

@@ -47,9 +47,7 @@ def test_adaptive_curve_is_a_part_of_the_reference_curve(counting):
     assert all(p == whole[p.length].first(p.repeats) for p in curve.points)
     assert sum(p.repeats * p.length for p in curve.points) < 0.6 * sum(6 * n for n in whole)
     assert curve.settings["confidence"] == 0.9
-    assert set(json.loads(curve.to_json())["intervals_95"]["fine"]) == {
-        *("low", "high", "repeats_needed", "longest", "text_too_short")
-    }
+    assert json.loads(curve.to_json())["settings"]["confidence"] == 0.9
 
 
 # -- processes
@@ -147,7 +145,7 @@ def test_journal_of_another_run(tmp_path):
     model = tiny_llama()
     forgetting_curve(model, CORPUS, **options)
     changes = {"seed": ("seed", 1), "lengths": ("lengths", [8]), "protocol": ("protocol", "adaptive")}
-    changes["irrelevant_sha256"] = ("irrelevant_tokens", CORPUS[:50])
+    changes["irrelevant_sha256"] = ("irrelevant_text", CORPUS[:50])
     for name, (option, value) in changes.items():
         with pytest.raises(ValueError, match=f"another run: .*{name} is"):
             forgetting_curve(model, CORPUS, **options | {option: value})

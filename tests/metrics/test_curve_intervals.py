@@ -15,7 +15,8 @@ from hf_longctx.metrics.curve.intervals import (
     test_result as t_test,
 )
 from hf_longctx.metrics.curve.lengths import margins
-from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
+from hf_longctx.metrics.curve.points import CurvePoint
+from hf_longctx.metrics.tasks.curve import ForgettingCurve
 
 
 def test_the_test_result_is_a_paired_t_test():
@@ -65,14 +66,14 @@ def test_a_few_texts_that_are_not_copied_do_not_hide_behind_the_others():
     """Ten perfect texts show no mean above 99 %, as 3 of 100 may be lost; and the typical text is what is claimed."""
     curve = step_curve(800)
     assert curve.interval("fine").low == 800 and "fine length of the typical text >=800" in curve.summary()
-    lost = ForgettingCurve([CurvePoint(800, [400] * 9 + [100], [0] * 10)])
+    lost = ForgettingCurve.of_points([CurvePoint(800, [400] * 9 + [100], [0] * 10)])
     assert lost.interval("fine").low == 800 and lost.fine_length == 0
     assert lost.table().rows[0][2:5] == ("9 of 10", "25.0%", "92.5%")
 
 
 def step_curve(fine, lengths=(100, 200, 400, 600, 800), repeats=10, **settings):
     points = [CurvePoint(n, [n // 2 if n <= fine else n // 4] * repeats, [0] * repeats) for n in lengths]
-    return ForgettingCurve(points, settings)
+    return ForgettingCurve.of_points(points, settings)
 
 
 @pytest.mark.parametrize("protocol", ["reference", "adaptive"])
@@ -118,7 +119,7 @@ def test_a_length_that_fails_ends_what_is_sure_below():
     """200 tokens fail: longer ones that pass do not show that memory reaches 200, as it would have to fade first."""
     accuracies = {100: 1, 200: 0.5, 400: 1, 600: 1, 800: 0}
     points = [CurvePoint(n, [int(n // 2 * share)] * 10, [0] * 10) for n, share in accuracies.items()]
-    curve = ForgettingCurve(points)
+    curve = ForgettingCurve.of_points(points)
     assert curve.interval("fine").low == 100
     assert curve.first_failures() == {"fine": 200, "coarse": 800}
     assert "fine 600 (fails first at 200), coarse 600;" in curve.summary()
@@ -178,8 +179,10 @@ def test_the_repeats_that_are_asked_for_suffice(spread, repeats):
 def test_an_open_end_says_how_many_repeats_would_close_it():
     rng = np.random.default_rng(0)
     points = [CurvePoint(int(n), *rng.binomial(n // 2, 0.3, (2, 3)).tolist()) for n in GRID[:4]]
-    curve = ForgettingCurve(points)
+    curve = ForgettingCurve.of_points(points)
     interval = curve.interval("coarse")
     assert interval[:2] == (0, None) and interval.repeats_needed > 3
     assert f"coarse length unknown (about {interval.repeats_needed} repeats needed);" in curve.summary()
-    assert str(ForgettingCurve([points[0].first(1)]).interval("coarse")) == "unknown (about 3 repeats needed)"
+    assert (
+        str(ForgettingCurve.of_points([points[0].first(1)]).interval("coarse")) == "unknown (about 3 repeats needed)"
+    )

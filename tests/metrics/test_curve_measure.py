@@ -14,7 +14,6 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import ForgettingCurve, Run
 from hf_longctx.metrics import forgetting_curve as measure
 from hf_longctx.metrics.curve import protocol as core
-from hf_longctx.metrics.curve.measure import PositionLimitError
 from hf_longctx.metrics.run.journal import content_hash
 from hf_longctx.metrics.run.model import position_limit, weights_hash
 
@@ -113,7 +112,7 @@ def test_counts_are_those_of_the_definition(irrelevant):
     corpus = CORPUS % 8
     lengths = [1, 2, 5, 8]
     irrelevant = None if irrelevant is None else irrelevant % 8
-    curve = forgetting_curve(model, corpus, lengths=lengths, repeats=12, seed=3, irrelevant_tokens=irrelevant)
+    curve = forgetting_curve(model, corpus, lengths=lengths, repeats=12, seed=3, irrelevant_text=irrelevant)
     total = 0
     for point, samples in zip(curve.points, core.order_samples(corpus, lengths, 12, 3, irrelevant).values()):
         n, scored = point.length, -(-point.length // 2)
@@ -204,9 +203,9 @@ def test_runs_in_eval_mode_and_restores_training_also_after_a_failure():
 
 def test_tokens_of_any_kind():
     model, options = tiny_llama(), {"lengths": [8, 9], "repeats": 2}
-    expected = forgetting_curve(model, CORPUS, irrelevant_tokens=CORPUS[:20], **options)
+    expected = forgetting_curve(model, CORPUS, irrelevant_text=CORPUS[:20], **options)
     irrelevant = CORPUS[:20].astype(np.uint16)
-    assert forgetting_curve(model, torch.tensor(CORPUS), irrelevant_tokens=irrelevant, **options) == expected
+    assert forgetting_curve(model, torch.tensor(CORPUS), irrelevant_text=irrelevant, **options) == expected
 
 
 def test_the_size_of_a_token_is_in_the_settings():
@@ -289,21 +288,20 @@ def test_a_position_table_that_serves_one_segment_at_a_time():
 
 def test_beyond_the_position_table():
     model = tiny_gpt2(n_positions=23)
-    with pytest.raises(
-        PositionLimitError, match=r"length 11 needs an input of 25 tokens.*ends at 23.*is 10; .* has been measured"
-    ) as caught:
-        forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3)
-    error = caught.value
-    assert (error.limit, error.longest_length, isinstance(error, ValueError)) == (23, 10, True)
-    assert error.result.points == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3).points
-    assert error.result.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
-    assert [p.length for p in error.result.points] == [2, 10]
-    assert error.result.summary().endswith("; 2 lengths from 11 to 20 not measured: beyond the model's 23 positions")
+    curve = forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3)
+    assert curve.points == forgetting_curve(model, CORPUS, lengths=[2, 10], repeats=3).points
+    assert curve.not_measured == dict.fromkeys((11, 20), "beyond the model's 23 positions")
+    assert [p.length for p in curve.points] == [2, 10]
+    assert curve.summary().endswith("; 2 lengths from 11 to 20 not measured: beyond the model's 23 positions")
+    adaptive = forgetting_curve(model, CORPUS, lengths=[2, 10, 11, 20], repeats=3, protocol="adaptive")
+    assert adaptive.points[-1].length == 10 and set(adaptive.not_measured) == {11, 20}
+    with pytest.raises(ValueError, match="nothing could be measured: beyond the model's 23 positions"):
+        forgetting_curve(model, CORPUS, lengths=[11, 20])
 
 
 def test_beyond_the_claim_of_a_rotary_model():
     model = tiny_llama(max_position_embeddings=19)
-    with pytest.warns(UserWarning, match="length 20 needs 43 positions, more than the 19") as caught:
+    with pytest.warns(UserWarning, match="longest input needs 43 positions, more than the 19") as caught:
         curve = forgetting_curve(model, CORPUS, lengths=[8, 9, 20], repeats=2)
     assert len(caught) == 1
     assert len(curve.points) == 3
@@ -359,7 +357,7 @@ def test_a_full_disk_loses_nothing(tmp_path, room):
     assert (tmp_path / "journal").read_bytes() == b"".join(lines)
 
 
-@pytest.mark.parametrize("call, message", [(7, "repeat 1, copy"), (9, "repeat 1, LM")])
+@pytest.mark.parametrize("call, message", [(7, "input 1"), (9, "input 1")])
 def test_nan_logits(call, message):
     """Length 9 of repeat 1, whose copies are read before its LM inputs; logits 14 to 18 are scored."""
     model = whole_inputs(tiny_llama())
@@ -373,7 +371,7 @@ def test_nan_logits(call, message):
 
     model.lm_head.register_forward_hook(spoil)
     with pytest.raises(
-        ValueError, match=f"length 9, {message} input: the logits at position 17 of 21 are NaN"
+        ValueError, match=rf"curve, trial \(9, 0, 2\): {message}: the logits at position 17 are NaN"
     ) as caught:
         forgetting_curve(model, CORPUS, lengths=[8, 9], repeats=2)
     assert [p.length for p in caught.value.result.points] == [8]

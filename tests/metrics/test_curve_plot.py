@@ -9,7 +9,7 @@ from hf_longctx.metrics import CurvePoint, ForgettingCurve
 from hf_longctx.metrics.curve.plot import areas
 
 
-CURVE = ForgettingCurve(
+CURVE = ForgettingCurve.of_points(
     [
         CurvePoint(18, [9, 9], [0, 1], [33, 1]),
         CurvePoint(20, [4, 5], [1, 0], [2, 39]),
@@ -41,7 +41,9 @@ def test_the_picture_says_what_was_measured(words):
 def curve(fine, coarse=0, dip=None, lengths=(100, 200, 400, 600, 800), repeats=10):
     """Copies exactly up to `fine` tokens, half of it up to `coarse`, except at `dip`."""
     shares = [1 if n <= fine and n != dip else 0.5 if n <= max(fine, coarse) else 0 for n in lengths]
-    return ForgettingCurve([CurvePoint(n, [int(n * s / 2)] * repeats, [0] * repeats) for n, s in zip(lengths, shares)])
+    return ForgettingCurve.of_points(
+        [CurvePoint(n, [int(n * s / 2)] * repeats, [0] * repeats) for n, s in zip(lengths, shares)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def curve(fine, coarse=0, dip=None, lengths=(100, 200, 400, 600, 800), repeats=1
         (curve(0), [(50, 900, "amnesia")]),
         (curve(400, dip=200), [(50, 150, "fine"), (150, 300, "coarse"), (300, 500, "fine?"), (500, 900, "amnesia")]),
         (curve(800, repeats=1, lengths=(100, 200)), [(50, 900, "fine?")]),
-        (ForgettingCurve([CurvePoint(100, [1, 0, 1], [0, 0, 0])]), [(50, 900, "unsure")]),
+        (ForgettingCurve.of_points([CurvePoint(100, [1, 0, 1], [0, 0, 0])]), [(50, 900, "unsure")]),
     ],
     ids=["all three", "fine only", "nothing", "a dip", "too few repeats", "luck"],
 )
@@ -69,5 +71,5 @@ def test_areas_of_a_logarithmic_axis_meet_at_the_ratio():
 def test_the_first_failure_has_a_ring(words):
     assert "first failure: 200 (fine), 600 (coarse)" in words(curve(400, dip=200).plot)
     assert "first failure" not in words(
-        ForgettingCurve([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]).plot
+        ForgettingCurve.of_points([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]).plot
     )

@@ -97,5 +97,5 @@ def test_corpus_too_short():
         core.order_samples(corpus, [5, 10], 1, 0)
     samples = core.order_samples(corpus, [9], 50, 0)[9]
     assert {sample.begin for sample in samples} == {0, 1, 2}
-    with pytest.raises(ValueError, match=r"irrelevant_tokens has 5 ids.*longest possible length is 5:"):
+    with pytest.raises(ValueError, match=r"irrelevant_text has 5 ids.*longest possible length is 5:"):
         core.order_samples(np.arange(100), [6], 1, 0, irrelevant=np.arange(5))

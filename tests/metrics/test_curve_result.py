@@ -8,12 +8,13 @@ import pytest
 
 from hf_longctx.metrics.curve.intervals import p_values
 from hf_longctx.metrics.curve.lengths import METHODS
-from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
+from hf_longctx.metrics.curve.points import CurvePoint
+from hf_longctx.metrics.tasks.curve import ForgettingCurve
 
 
 def curve_of(run):
     names = ("length", "copy_correct", "lm_correct", "begin_locs")
-    return ForgettingCurve(
+    return ForgettingCurve.of_points(
         [CurvePoint(*(row.get(name) for name in names)) for row in run["rows"]], {"seed": run["seed"]}
     )
 
@@ -52,7 +53,7 @@ def test_memory_lengths_match_reference(reference):
 
 
 def small_curve():
-    return ForgettingCurve(
+    return ForgettingCurve.of_points(
         [
             CurvePoint(18, [9, 9], [0, 1], [33, 1]),
             CurvePoint(20, [4, 5], [1, 0], [2, 39]),
@@ -70,26 +71,29 @@ def test_lengths_and_summary():
         "(about 600 repeats needed); 6 repeats are needed for a lower end of the fine length at each length; the paper's "
         "definition, of means: fine 18, coarse 20; 3 lengths from 18 to 40, 2 repeats"
     )
-    open_ended = ForgettingCurve(curve.points[:2])
+    open_ended = ForgettingCurve.of_points(curve.points[:2])
     assert "the paper's definition, of means: fine 18, coarse >20; 2 lengths" in open_ended.summary()
 
 
 def test_passages_that_overlap_are_named():
     """Ten targets of 163 tokens in 490 can only begin at 0 or 1; of 30 tokens they have room."""
     points = [CurvePoint(30, [15] * 10, [0] * 10, range(0, 400, 40)), CurvePoint(163, [82] * 10, [0] * 10, [0, 1] * 5)]
-    curve, words = ForgettingCurve(points), "the text is too short: its passages overlap from 163 tokens on, where 10"
+    curve, words = (
+        ForgettingCurve.of_points(points),
+        "the text is too short: its passages overlap from 163 tokens on, where 10",
+    )
     assert curve.overlapping == [163] and f"; {words} of them count as 1 text;" in curve.summary()
-    assert not ForgettingCurve(points[:1]).shortage
-    assert [row["texts"] for row in curve.document()["points"]] == [10, 1]
+    assert not ForgettingCurve.of_points(points[:1]).shortage
+    assert [len(point.texts) for point in curve.points] == [10, 1]
 
 
 @pytest.mark.parametrize("protocol", ["reference", "adaptive"])
 def test_one_text_is_one_text_however_often_it_is_read(protocol):
     point = CurvePoint(64, [32] * 10, [3] * 10, [0] * 10)
-    curve = ForgettingCurve([point], {"protocol": protocol})
+    curve = ForgettingCurve.of_points([point], {"protocol": protocol})
     assert all(curve.interval(method)[:2] == (0, None) for method in METHODS)
     assert str(curve.interval("fine")) == "unknown (a longer text is needed)"
-    apart = ForgettingCurve([CurvePoint(64, [32] * 10, [3] * 10, range(0, 320, 32))], {"protocol": protocol})
+    apart = ForgettingCurve.of_points([CurvePoint(64, [32] * 10, [3] * 10, range(0, 320, 32))], {"protocol": protocol})
     assert all(apart.interval(method).low == 64 for method in METHODS)
 
 
@@ -111,7 +115,8 @@ def test_headlines_are_the_lower_ends_that_are_sure():
 
     def headlines(*accuracies):
         points = [CurvePoint(n, [round(a * n / 2)] * 10, [0] * 10) for n, a in zip((400, 800, 1600), accuracies)]
-        return {name.partition(" (")[0]: value for _, name, value in ForgettingCurve(points).headlines()}
+        numbers = ForgettingCurve.of_points(points).numbers()
+        return {n.name.partition(" (")[0]: n.value for n in numbers if n.metric}
 
     fine, coarse = "fine memory length of the typical text", "coarse memory length"
     assert headlines(1, 0.5, 0) == {f"{fine}, at least": 400, f"{coarse}, at least": 800}
@@ -122,27 +127,27 @@ def test_headlines_are_the_lower_ends_that_are_sure():
 def test_one_lucky_token_is_no_coarse_memory():
     """An untrained model: one token right of 81 is more than 1 %."""
     points = [CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]
-    curve = ForgettingCurve(points)
+    curve = ForgettingCurve.of_points(points)
     assert curve.coarse_length == 54
     assert curve.interval("coarse").low == 0
-    assert not curve.headlines()
+    assert not any(number.metric for number in curve.numbers())
     assert (
         "fine length of the typical text unknown (about 9 repeats needed), coarse length unknown (" in curve.summary()
     )
 
 
-def test_results_of_older_runs_are_read():
+def test_the_results_of_the_model_cards_are_read():
     cards = Path(__file__).resolve().parents[2] / "model_cards"
     files = [*cards.glob("evidence/curves/*.json"), *cards.glob("*/forgetting_curve.json")]
     assert len(files) >= 6
     for file in files:
         curve, document = ForgettingCurve.from_json(file.read_text()), json.loads(file.read_text())
-        assert curve.document()["memory_lengths"] == document["memory_lengths"]
+        assert json.loads(curve.to_json())["numbers"] == document["numbers"]
         assert (curve.interval("coarse").low > 0) == (curve.coarse_length > 0)
 
 
 def test_empty_curve():
-    curve = ForgettingCurve([])
+    curve = ForgettingCurve.of_points([])
     assert (curve.fine_length, curve.coarse_length, curve.fine_length.open_ended) == (0, 0, False)
-    assert curve.summary() == "no length measured"
+    assert curve.summary() == "nothing measured"
     assert ForgettingCurve.from_json(curve.to_json()) == curve

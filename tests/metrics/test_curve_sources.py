@@ -4,14 +4,15 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve
+from hf_longctx.metrics.curve.points import CurvePoint
 from hf_longctx.metrics.curve.sources import irrelevant_source_test
+from hf_longctx.metrics.tasks.curve import ForgettingCurve
 
 
 def test_irrelevant_sources():
     lm = {"books": [50, 52, 49, 51, 50], "code": [48, 51, 50, 53, 49], "random": [30, 33, 31, 29, 32]}
     curves = {
-        name: ForgettingCurve([CurvePoint(100, [50] * 5, [3] * 5), CurvePoint(200, [90] * 5, counts)])
+        name: ForgettingCurve.of_points([CurvePoint(100, [50] * 5, [3] * 5), CurvePoint(200, [90] * 5, counts)])
         for name, counts in lm.items()
     }
     same, different = irrelevant_source_test(curves)
@@ -26,7 +27,7 @@ def test_irrelevant_sources():
 
 
 def test_sources_without_spread():
-    curves = [ForgettingCurve([CurvePoint(100, [50] * 5, [count] * 5)]) for count in (3, 4)]
+    curves = [ForgettingCurve.of_points([CurvePoint(100, [50] * 5, [count] * 5)]) for count in (3, 4)]
     (test,) = irrelevant_source_test(curves)
     assert (test.f, test.anova_p) == (np.inf, 0.0)
     assert test.kruskal_p < 0.01

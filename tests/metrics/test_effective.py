@@ -7,7 +7,7 @@ from examples import answers
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, PositionLoss
 from hf_longctx.metrics.report.effective import RULES, Shares, effective_length, read_counts
-from hf_longctx.metrics.retrieval.lines import LinesPoint
+from hf_longctx.metrics.tasks.lines import LinesPoint
 
 
 @pytest.mark.parametrize("right, asked, level", [(0, 5, 0.025), (5, 5, 0.001), (430, 500, 0.025), (17, 20, 0.001)])
@@ -47,7 +47,7 @@ def test_a_weak_model_has_a_low_base():
 
 
 def curve(*copied):
-    return ForgettingCurve(
+    return ForgettingCurve.of_points(
         [CurvePoint(n, [round(40 * c) for c in row], [0] * len(row)) for n, row in zip((79, 80), copied)]
     )
 
@@ -62,7 +62,7 @@ def test_of_a_curve_the_typical_text_is_judged():
 
 def test_lines_count_in_tokens():
     points = [LinesPoint(answers(*[True] * 40), 5, [90, 110] * 20, [0] * 40)]
-    assert effective_length(LineRetrieval(points))[:3] == (100, 100, None)
+    assert effective_length(LineRetrieval.of_points(points))[:3] == (100, 100, None)
 
 
 LENGTHS = (500, 1000, 2000, 4000, 8000, 16000)
@@ -99,7 +99,7 @@ def test_texts_copied_wholly_or_not_fool_nobody(repeats):
         points = [
             CurvePoint(n, [n // 2 * (rng.random() < 0.45) for _ in range(repeats)], [0] * repeats) for n in LENGTHS
         ]
-        missed += effective_length(ForgettingCurve(points)).low > 0
+        missed += effective_length(ForgettingCurve.of_points(points)).low > 0
     assert missed <= scipy.stats.binom.ppf(0.99, 150, 0.025)
 
 
@@ -113,7 +113,7 @@ def test_texts_copied_wholly_or_not_fool_nobody(repeats):
         ([(512, 6, 5)], {}, "length 512: 6 right of 5 answers cannot be"),
         ([(512, 0.9, 1)], {}, "give whole numbers"),
         ([(512, 5)], {}, r"rows of \(length, right answers, answers\)"),
-        (PositionLoss([1.0], 2), {}, "a PositionLoss has no scores by length"),
+        (PositionLoss.of_mean([1.0], 2), {}, "a PositionLoss has no scores by length"),
     ],
 )
 def test_what_is_refused(counts, options, message):

@@ -3,7 +3,6 @@
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from demo_model import DEMO
@@ -12,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hf_longctx import HMTConfig, HMTWrapper, cli
 from hf_longctx.corpus import load_tokens
-from hf_longctx.lm_eval import TASKS
+from hf_longctx.lm_eval import tasks_folder
 from hf_longctx.metrics import forgetting_curve, line_retrieval, position_loss
 
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'hf-longctx[lm-eval]'")
 
 CURVE = {"lengths": [8, 17], "repeats": 3, "seed": 1, "text": "stdlib"}
-LOSS = {"context_length": 50, "sequences": 3, "blocks": 4, "text": "stdlib"}
+LOSS = {"context_length": 50, "sequences": 3, "text": "stdlib"}
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +43,15 @@ def evaluate(lm, task, settings, **options):
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata=settings)
+    manager = TaskManager(include_path=str(tasks_folder()), include_defaults=False, metadata=settings)
     result = lm_eval.simple_evaluate(lm, tasks=[task], task_manager=manager, bootstrap_iters=10, **options)
     return result["results"][task] | {"samples": result["samples"][task], "config": result["configs"][task]}
 
 
 def counts(result):
     """By length, (copy, LM) of the repeats."""
-    lengths = result["config"]["metadata"]["lengths"]
-    replies = np.array([[reply[0] for reply in sample["resps"]] for sample in result["samples"]])
-    return {n: (replies[:, 2 * i].tolist(), replies[:, 2 * i + 1].tolist()) for i, n in enumerate(lengths)}
+    scores = [entry for sample in result["samples"] for entry in sample["resps"][0][0]]
+    return {key[0]: (score["copy"], score["LM"]) for key, score in scores}
 
 
 def own_counts(model, tokenizer, settings):
@@ -75,7 +73,7 @@ def lm(request, model, tokenizer, monkeypatch):
         yield LocalCompletionsAPI(base_url=f"{server.url}/completions", model="tiny", tokenizer=str(DEMO))
     else:
         if request.param == "bisection":
-            monkeypatch.setattr("hf_longctx.lm_eval.requests.nn", SimpleNamespace(Module=()))
+            monkeypatch.setattr("hf_longctx.lm_eval.tasks.nn", SimpleNamespace(Module=()))
         yield hf(model, tokenizer)
 
 
@@ -92,33 +90,31 @@ def test_counts_are_those_of_our_curve(lm, model, tokenizer, data_type):
     curve = own_counts(model, tokenizer, settings)
     expected = {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in curve.points}
     assert counts(result) == expected
-    assert result["copy_17,none"] == pytest.approx(curve.points[1].copy_mean)
-    error = np.std(curve.points[1].copy_correct, ddof=1) / 9 / 3**0.5
-    assert result["copy_17_stderr,none"] == pytest.approx(error)
-    assert result["coarse_at_least,none"] == curve.interval("coarse").low
+    assert result["coarse_memory_length_at_least_tokens_95_sure,none"] == curve.interval("coarse").low
 
 
 def test_losses_are_those_of_our_loss(lm, model, tokenizer):
     result = evaluate(lm, "position_loss", LOSS)
     tokens = load_tokens(tokenizer, "stdlib").tokens
-    loss = position_loss(model, tokens, context_length=50, sequences=3, bos_token_id=tokenizer.bos_token_id).loss
-    assert result["loss_01_to_12,none"] == pytest.approx(np.mean(loss[:12]), abs=1e-4)
-    assert result["loss_38_to_50,none"] == pytest.approx(np.mean(loss[37:]), abs=1e-4)
+    loss = position_loss(model, tokens, context_length=50, sequences=3, tokenizer=tokenizer)
+    assert result["perplexity_of_50_tokens,none"] == pytest.approx(loss.perplexity[-1], rel=1e-4)
+    assert result["loss_at_50_tokens_nats,none"] == pytest.approx(loss.smoothed()[-1], abs=1)  # by blocks, of spans
 
 
 def test_lines_are_those_of_our_lines(model, tokenizer):
     result = evaluate(hf(model, tokenizer), "lines", {"lines": [1, 3], "repeats": 3})
-    ours = line_retrieval(model, tokenizer, lines=[1, 3], repeats=3, bos_token_id=tokenizer.bos_token_id)
-    assert [result[f"found_in_{p.lines}_lines,none"] for p in ours.points] == [p.match_rate for p in ours.points]
-    reply = ours.points[0].answers[0].reply.strip()
-    assert result["samples"][0]["resps"][0][0].strip().startswith(reply)
+    ours = line_retrieval(model, tokenizer, lines=[1, 3], repeats=3)
+    rates = [result[f"line_retrieval_found_{p.lines}_lines,none"] for p in ours.points]
+    assert rates == pytest.approx([p.match_rate for p in ours.points], abs=1e-4)
+    scores = {key: score for sample in result["samples"] for key, score in sample["resps"][0][0]}
+    assert [scores[n]["answers"] for n in (1, 3)] == [p.to_list() for p in ours.points]
 
 
-def test_a_limit_takes_repeats_and_the_cache_answers_again(model, tokenizer, tmp_path, monkeypatch):
-    first = evaluate(hf(model, tokenizer), "forgetting_curve", CURVE, limit=2, use_cache=str(tmp_path / "cache"))
-    assert {n: len(copy) for n, (copy, _) in counts(first).items()} == {8: 2, 17: 2}
+def test_a_limit_takes_trials_and_the_cache_answers_again(model, tokenizer, tmp_path, monkeypatch):
+    first = evaluate(hf(model, tokenizer), "forgetting_curve", CURVE, limit=1, use_cache=str(tmp_path / "cache"))
+    assert {n: len(copy) for n, (copy, _) in counts(first).items()} == {8: 3}
     monkeypatch.setattr("hf_longctx.metrics.run.engine.Engine.predict", None)
-    again = evaluate(hf(model, tokenizer), "forgetting_curve", CURVE, limit=2, use_cache=str(tmp_path / "cache"))
+    again = evaluate(hf(model, tokenizer), "forgetting_curve", CURVE, limit=1, use_cache=str(tmp_path / "cache"))
     assert counts(again) == counts(first)
 
 
@@ -128,7 +124,7 @@ def test_a_limit_takes_repeats_and_the_cache_answers_again(model, tokenizer, tmp
         ({"repeat": 3}, {}, "did you mean repeats"),
         ({"lengths": [17, 8]}, {}, "strictly ascending"),
         ({"data_type": "text"}, {}, "data_type must be one of"),
-        (CURVE, {"max_length": 36}, "length 17 needs 37 tokens, and the model takes 36"),
+        ({"protocol": "adaptive"}, {}, "protocol must be reference in lm-eval"),
     ],
 )
 def test_a_setting_that_does_not_fit(model, tokenizer, settings, options, message):
@@ -151,7 +147,7 @@ def test_the_command_runs_lm_eval(tmp_path, capsys):
     command = ["lm-eval", "run", "--model", "hf-longctx", "--tasks", "forgetting_curve", "--log_samples"]
     command += ["--model_args", f"pretrained={DEMO},dtype=float32", "--output_path", str(tmp_path)]
     assert cli.main([*command, "--metadata", json.dumps(CURVE | {"repeats": 1})]) == 0
-    assert "copy_17" in capsys.readouterr().out
+    assert "coarse_memory_length" in capsys.readouterr().out
     (results,) = tmp_path.rglob("results_*.json")
     assert json.loads(results.read_text())["configs"]["forgetting_curve"]["metadata"]["lengths"] == [8, 17]
     assert [*tmp_path.rglob("samples_forgetting_curve_*.jsonl")]

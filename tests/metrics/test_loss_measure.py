@@ -109,7 +109,7 @@ def spoil(model, position, value):
 def test_nan_is_named_with_its_position():
     model = spoil(MODELS["llama"](), 17, torch.nan)
     with pytest.raises(
-        ValueError, match=r"sequence from 0: the loss of token 18 of 30 is nan: the logits at position 17"
+        ValueError, match="loss, trial 0: the log-probability of token 18 is nan: the logits at position 17"
     ):
         position_loss(model, CORPUS, context_length=30, sequences=2, run=Run(tokens_per_pass=7))
 
@@ -117,7 +117,7 @@ def test_nan_is_named_with_its_position():
 def test_a_table_of_positions_is_a_limit():
     model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=24)
     model.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ValueError, match="needs 25 positions, and the model's position table ends at 24"):
+    with pytest.raises(ValueError, match="nothing could be measured: beyond the model's 24 positions"):
         position_loss(model, CORPUS, context_length=25)
     with pytest.raises(ZeroDivisionError):  # it fits, and is read
         position_loss(model, CORPUS, context_length=24)

@@ -9,17 +9,16 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.corpus import stdlib_text
-from hf_longctx.metrics import ForgettingCurve, PositionLoss, measure_all
+from hf_longctx.metrics import ForgettingCurve, LocalReader, Needle, PositionLoss, Subject, Task, measure_all
 from hf_longctx.metrics.output import run_measurement
-from hf_longctx.metrics.report.defaults import line_counts, needle_lengths, record_tokens
-from hf_longctx.metrics.report.measure_all import METRICS
 from hf_longctx.metrics.retrieval.haystack import needle_pieces
-from hf_longctx.metrics.retrieval.measure import encoder
 from hf_longctx.metrics.retrieval.wording import wording
+from hf_longctx.metrics.tasks.lines import line_counts, record_tokens
 
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-TITLES = {name: result_class.title for name, (result_class, _) in METRICS.items()}
+TITLES = {"curve": "Forgetting curve", "lines": "Line retrieval", "loss": "Per-token loss"}
+TITLES |= {"needle": "Needle in a haystack", "rope": "RoPE bound"}
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +60,8 @@ def measured(capsys):
 def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tmp_path, capsys):
     options = dict(context_length=600, train_length=512, repeats=1, corpus_name="Python: a text", progress=True)
     report = measure_all(llama, tokenizer, tokens, tmp_path, **options)
-    assert measured(capsys) == list(METRICS) == list(report.results) and not report.missing
-    assert all(read(tmp_path / f"{name}.json")["saved"]["time"] for name in METRICS)
+    assert measured(capsys) == list(TITLES) == list(report.results) and not report.missing
+    assert all(read(tmp_path / f"{name}.json")["saved"]["time"] for name in TITLES)
     assert not (tmp_path / "unfinished").exists()
 
     assert report.page == tmp_path / "report.html" and report.page.read_text().count("<img") == 5
@@ -75,7 +74,7 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tm
         assert (settings["corpus"], settings["train_length"]) == ("Python: a text", 512)
     assert report.results["curve"].points[-1].length == (600 - 3) // 2
     assert report.results["loss"].context_length == 600 == report.results["rope"].claimed_context
-    needed = needle_pieces(encoder(tokenizer), 0, wording("easy")).tokens  # a haystack without hay
+    needed = needle_pieces(Subject(llama, tokenizer).encode, 0, wording("easy")).tokens  # a haystack without hay
     assert min(report.results["needle"].lengths) > needed and max(report.results["needle"].lengths) <= 600
 
     again = measure_all(llama, tokenizer, tokens, tmp_path, **options)
@@ -85,31 +84,34 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tm
         measure_all(llama, tokenizer, tokens, tmp_path, **options, seed=1)
 
 
-def test_retrieval_ends_where_the_context_does(tokenizer):
-    assert needle_lengths(800, tokenizer, wording("easy")) == [192, 288, 384, 480, 576, 672, 768]
-    assert needle_lengths(64, tokenizer, wording("easy")) == [32]  # too short, which is an error of its own
-    counts = line_counts(2000, tokenizer)
+def test_retrieval_ends_where_the_context_does(llama, tokenizer, tokens):
+    subject = Subject(LocalReader(llama), tokenizer, tokens, context=800)
+    assert Needle().on(subject).lengths == [192, 288, 384, 480, 576, 672, 768]
+    with pytest.raises(ValueError, match="length 32 is too short"):
+        Needle().on(Subject(llama, tokenizer, tokens, context=64))
+    counts = line_counts(2000, subject.encode)
     assert counts == [5 * 2**i for i in range(len(counts))] and len(counts) > 1
-    assert record_tokens(counts[-1], tokenizer) <= 2000 < record_tokens(2 * counts[-1], tokenizer)
+    assert record_tokens(counts[-1], subject.encode) <= 2000 < record_tokens(2 * counts[-1], subject.encode)
 
 
 def test_what_fails_is_named_and_tried_again(tokenizer, tokens, tmp_path, capsys):
     """FoX has no RoPE, and this context is too short for all but the loss."""
     fox = AutoModelForCausalLM.from_pretrained(DEMO)
-    for tried in (["curve", "loss", "needle", "lines", "rope"], ["curve", "needle", "lines", "rope"]):
+    for tried in (["curve", "lines", "loss", "needle", "rope"], ["curve", "lines", "needle", "rope"]):
         report = measure_all(fox, tokenizer, tokens[:30], tmp_path, context_length=20, progress=True)
         assert measured(capsys) == tried
         assert list(report.results) == ["loss"] and list(report.missing) == [
-            TITLES[name] for name in METRICS if name != "loss"
+            TITLES[name] for name in TITLES if name != "loss"
         ]
     page = report.page.read_text()
-    assert page.count("Not measured") == 4 and "has no rotary" in page and "up to 8 is too small" in page
+    assert page.count("Not measured") == 4 and "has no rotary" in page and "too few for 10 passages" in page
     assert {path.name for path in tmp_path.glob("*.json")} == {"arguments.json", "loss.json"}
 
 
-def test_nothing_can_be_measured(tokenizer, tmp_path):
+def test_nothing_can_be_measured(tokenizer, tmp_path, monkeypatch):
     fox = AutoModelForCausalLM.from_pretrained(DEMO)
-    with pytest.raises(ValueError, match=r"nothing could be measured.*Per-token loss: "):
+    monkeypatch.delitem(Task.tasks, "loss")
+    with pytest.raises(ValueError, match=r"nothing could be measured.*Needle in a haystack: "):
         measure_all(fox, tokenizer, [1], tmp_path, context_length=2)
 
 
@@ -152,7 +154,7 @@ def test_a_run_that_failed_at_once_blocks_nothing(llama, tokenizer, tokens, tmp_
 
 def test_a_failure_before_anything_was_measured_leaves_no_result():
     error = KeyboardInterrupt()
-    error.result = ForgettingCurve([])
+    error.result = ForgettingCurve.of_points([])
 
     def measure():
         raise error

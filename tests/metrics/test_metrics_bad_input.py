@@ -69,15 +69,15 @@ NAMED = ATokenizer()
 
 
 def asked(tokenizer=NAMED, **options):
-    return line_retrieval(NeverRun(), tokenizer, **{"lines": [2], "generate": False, **options})
+    return line_retrieval(NeverRun(), tokenizer, **{"lines": [2], "replies": False, **options})
 
 
 def needle(tokenizer=NAMED, **options):
-    return needle_in_a_haystack(NeverRun(), tokenizer, CORPUS, **{"lengths": [400], "generate": False, **options})
+    return needle_in_a_haystack(NeverRun(), tokenizer, CORPUS, **{"lengths": [400], "replies": False, **options})
 
 
 def measured():
-    return ForgettingCurve([CurvePoint(8, [4], [0])])
+    return ForgettingCurve.of_points([CurvePoint(8, [4], [0])])
 
 
 WRONG_KIND = [
@@ -96,15 +96,14 @@ WRONG_KIND = [
         )
     ),
     refused("corpus_name: a number", lambda: curve(corpus_name=7), "corpus_name must be a text, or None, got 7"),
-    refused("irrelevant_name: a number", lambda: curve(irrelevant_name=3), "irrelevant_name must be a text"),
     refused("train_length: negative", lambda: curve(train_length=-4), "train_length must be at least 1, got -4"),
     refused("train_length: a word", lambda: loss(train_length="many"), "train_length must be a whole number"),
     refused("starts: a word", lambda: loss(starts="abc"), "starts must be a list of numbers, got 'abc'"),
     refused("journal: a number", lambda: curve(run=Run(journal=3)), "os.PathLike object"),
     refused("progress: a word", lambda: Run(progress="yes"), "progress must be True or False"),
     refused("depths: a word", lambda: needle(depths="abc"), "depths must be a list of numbers, got 'abc'"),
-    refused("depths: NaN", lambda: needle(depths=[float("nan")]), "numbers from 0 to 1"),
-    refused("generate: a word", lambda: needle(generate="no"), "generate must be True or False, got 'no'"),
+    refused("depths: NaN", lambda: needle(depths=[float("nan")]), "depths must be at least 0, got nan"),
+    refused("replies: a word", lambda: needle(replies="no"), "replies must be True or False, got 'no'"),
     refused("chat_template: a word", lambda: asked(chat_template="x"), "chat_template must be True or False"),
     *(
         refused(
@@ -114,7 +113,7 @@ WRONG_KIND = [
         )
         for name, call, tokenizer in (("needle", needle, None), ("lines", asked, "x"))
     ),
-    *(refused(f"lines: {lines!r}", partial(asked, lines=lines), "lines must be a ") for lines in (None, ["a"], [2.5])),
+    *(refused(f"lines: {lines!r}", partial(asked, lines=lines), "lines must be a ") for lines in (5, ["a"], [2.5])),
     refused("weights on the meta device", lambda: curve(model=tiny_llama().to("meta")), "on the meta device"),
     refused("endpoint: None", lambda: ServedModel(None), "base_url is None; give one like http"),
     refused("picture: None", lambda: measured().plot(None), "os.PathLike object"),
@@ -144,11 +143,11 @@ def test_activations_quantized_for_all_tokens_are_named():
 
 
 CURVE = [
-    refused("lengths: a number", lambda: curve(lengths=5), "lengths must be a list of integers .*got 5"),
-    refused("lengths: True", lambda: curve(lengths=[True]), r"list of integers .*\[True\]"),
-    refused("lengths: fractions", lambda: curve(lengths=[8.5]), r"list of integers .*\[8.5\]"),
-    refused("lengths: none", lambda: curve(lengths=[]), "one or more token counts"),
-    refused("lengths: zero", lambda: curve(lengths=[0, 8]), "token counts >= 1"),
+    refused("lengths: a number", lambda: curve(lengths=5), "lengths must be a list of numbers, got 5"),
+    refused("lengths: True", lambda: curve(lengths=[True]), "lengths must be a whole number, got True"),
+    refused("lengths: fractions", lambda: curve(lengths=[8.5]), "lengths must be a whole number, got 8.5"),
+    refused("lengths: none", lambda: curve(lengths=[]), "one or more numbers in strictly"),
+    refused("lengths: zero", lambda: curve(lengths=[0, 8]), "lengths must be at least 1, got 0"),
     refused("lengths: falling", lambda: curve(lengths=[9, 8]), "strictly ascending order"),
     refused("lengths: beyond the text", lambda: curve(lengths=[67]), "longest possible length is 66"),
     refused(
@@ -158,26 +157,44 @@ CURVE = [
     refused("repeats: none", lambda: curve(repeats=0), "repeats must be at least 1, got 0"),
     refused("protocol: misspelt", lambda: curve(protocol="nestd"), "protocol must be one of .*'nestd'"),
     refused("data_type: misspelt", lambda: curve(data_type="rand"), "data_type must be one of .*'rand'"),
-    refused("confidence: per cent", lambda: curve(confidence=95), "confidence must be a number between 0 and 1"),
+    refused(
+        "confidence: per cent",
+        lambda: curve(confidence=95, protocol="adaptive"),
+        "confidence must be from 0.01 to 0.9999, got 95",
+    ),
     refused("BOS: beyond the vocabulary", lambda: curve(bos_token_id=32), "bos_token_id is 32"),
     refused("BOS: a string", lambda: curve(bos_token_id="<s>"), "bos_token_id is '<s>'"),
     refused("EOS: negative", lambda: curve(eos_token_id=-1), "eos_token_id is -1"),
     refused("tokens: none", lambda: curve([]), "tokens is empty"),
     refused("tokens: a text", lambda: curve("text"), "flat sequence of token ids, got text"),
     refused("tokens: fractions", lambda: curve([5.5] * 200), "flat sequence of token ids, got float64"),
-    refused("tokens: None", lambda: curve(None), "tokens is None"),
+    refused("tokens: None", lambda: curve(None), "tokens must be the ids of a text, got None"),
     refused("tokens: a batch", lambda: curve(CORPUS.reshape(2, 100)), r"flat sequence .* of shape \(2, 100\)"),
     refused("tokens: negative", lambda: curve([5] * 99 + [-1]), r"tokens\[99\] is -1"),
     refused("tokens: of another tokenizer", lambda: curve([5] * 99 + [32]), r"tokens\[99\] is 32"),
-    refused("irrelevant: of another tokenizer", lambda: curve(irrelevant_tokens=[40] * 9), r"\[0\] is 40"),
-    refused("id_range: for a text", lambda: curve(id_range=(10, 20)), 'id_range is for data_type="random"'),
     refused(
-        "id_range: beyond the vocabulary", lambda: random_curve(id_range=(10, 32)), r"id_range=\(10, 32\) must lie"
+        "irrelevant: of another tokenizer", lambda: curve(irrelevant_text=[40] * 9), r"irrelevant_text\[0\] is 40"
     ),
-    refused("id_range: falling", lambda: random_curve(id_range=(20, 11)), r"id_range=\(20, 11\) must lie"),
+    refused(
+        "id_range: for a text", lambda: curve(id_range=(10, 20)), "data_type=order and id_range exclude each other"
+    ),
+    refused(
+        "id_range: beyond the vocabulary",
+        lambda: random_curve(id_range=(10, 32)),
+        r"id_range must lie within .*got \(10, 32\)",
+    ),
+    refused(
+        "id_range: falling",
+        lambda: random_curve(id_range=(20, 11)),
+        "id_range must be one or more numbers in strictly ascending",
+    ),
     refused("id_range: special ids only", lambda: random_curve(id_range=(1, 2)), "no choice"),
     refused("id_range: one id", lambda: random_curve(id_range=(5,)), "id_range must be two ids"),
-    refused("irrelevant: of random data", lambda: random_curve(irrelevant_tokens=CORPUS), "drop irrelevant_tokens"),
+    refused(
+        "irrelevant: of random data",
+        lambda: random_curve(irrelevant_text=CORPUS),
+        "data_type=random and irrelevant_text exclude",
+    ),
     harmless("lengths: of NumPy", lambda: (counts(lengths=np.array([8], dtype=np.uint16)), counts())),
     harmless("tokens: a list", lambda: (counts(), counts(tokens=CORPUS.tolist()))),
     harmless(
@@ -187,13 +204,17 @@ CURVE = [
 ]
 
 LOSS = [
-    refused("loss: no text", lambda: loss(None), "flat sequence of token ids, got None"),
+    refused("loss: no text", lambda: loss(None), "tokens must be the ids of a text, got None"),
     refused("loss: no context", lambda: loss(context_length=0), "context_length must be at least 1, got 0"),
-    refused("loss: too long", lambda: loss(context_length=201), "200 tokens, fewer than context_length=201"),
+    refused(
+        "loss: too long",
+        lambda: loss(context_length=201),
+        "context_length must be at most 200, the tokens of the text, got 201",
+    ),
     refused("loss: no sequence", lambda: loss(sequences=0), "sequences must be at least 1, got 0"),
     refused("loss: beyond the text", lambda: loss(starts=[193]), "must lie between 0 and 192"),
-    refused("loss: no starts", lambda: loss(starts=[]), "must lie between 0 and 192"),
-    refused("loss: starts and sequences", lambda: loss(starts=[1], sequences=2), "sequences or starts, not both"),
+    refused("loss: no starts", lambda: loss(starts=[]), "starts must be one or more numbers"),
+    refused("loss: starts and sequences", lambda: loss(starts=[1], sequences=2), "sequences or starts, and not both"),
     refused("loss: BOS beyond the vocabulary", lambda: loss(bos_token_id=32), "bos_token_id is 32"),
 ]
 

@@ -13,13 +13,14 @@ from transformers import LlamaConfig
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, NeedleGrid, PositionLoss, rope_report
+from hf_longctx.metrics.report.page import overview as overview_rows
 from hf_longctx.metrics.report.page import write_report
-from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.tasks.needle import NeedleCell
 
 
 EVIL = "<script>alert('&')</script>"
 RESULTS = one_of_each(model=EVIL, reply=EVIL)
-RESULTS[0] = ForgettingCurve(
+RESULTS[0] = ForgettingCurve.of_points(
     [CurvePoint(8, [4, 4], [1, 0]), CurvePoint(64, [30, 20], [1, 0])], RESULTS[0].settings | {"train_length": 100}
 )
 
@@ -66,7 +67,10 @@ def test_notebooks_show_a_picture_and_numbers():
 
 
 def test_notebooks_without_a_picture(monkeypatch):
-    assert ForgettingCurve([])._repr_png_() is None and "no length measured" in ForgettingCurve([])._repr_html_()
+    assert (
+        ForgettingCurve.of_points([])._repr_png_() is None
+        and "nothing measured" in ForgettingCurve.of_points([])._repr_html_()
+    )
 
     def plot(self, path):
         raise ImportError("matplotlib")
@@ -98,7 +102,7 @@ def test_the_overview_leads_to_every_section(page):
     assert anchors == [a["id"] for tag, a in page.tags if tag == "section"]
     overview = page.text[: page.text.index(RESULTS[0].explanation())]
     for result in RESULTS:
-        for row in result.overview():
+        for row in overview_rows(result):
             assert all(text in overview for text in row), row
     assert "not measured to its end" in overview and "Not measured to its end: interrupted" in page.text
     assert f"Not measured: because {EVIL}" in page.text
@@ -125,22 +129,22 @@ def test_the_frame_tells_what_holds(base, frame, tmp_path):
 
 def test_without_replies_nothing_is_found_in_them(tmp_path):
     silent = lines([True], lines=10, tokens=200)
-    write_report([NeedleGrid([NeedleCell(answers(True), 100, 0.5, [40])]), silent], tmp_path / "report.html")
+    write_report([NeedleGrid.of_cells([NeedleCell(answers(True), 100, 0.5, [40])]), silent], tmp_path / "report.html")
     text = Page(tmp_path / "report.html").text
     assert "repl" not in text and "found" not in text and text.count("the model's first choice") == 2
     assert silent.summary() == "given token for token: 100% of 10 lines (200 tokens); 1 repeat"
 
 
 def test_several_models_share_a_picture(tmp_path):
-    other = ForgettingCurve(RESULTS[0].points, {"model": "other"})
+    other = ForgettingCurve.of_points(RESULTS[0].points, {"model": "other"})
     write_report([RESULTS[0], other], tmp_path / "report.html", title="Two & more")
     page = Page(tmp_path / "report.html")
     assert len(page.images()) == 3 and "Two & more" in page.text
 
 
 def test_what_measured_nothing_is_still_reported(tmp_path):
-    write_report([ForgettingCurve([], {"model": "fox"})], tmp_path / "report.html")
+    write_report([ForgettingCurve.of_points([], {"model": "fox"})], tmp_path / "report.html")
     page = Page(tmp_path / "report.html")
-    assert "no length measured" in page.text and not page.images()
+    assert "nothing measured" in page.text and not page.images()
     with pytest.raises(ValueError, match="results are missing"):
         write_report([], tmp_path / "report.html")

@@ -17,7 +17,7 @@ from hf_longctx.metrics.report.paired import (
     p_values,
     paired_differences,
 )
-from hf_longctx.metrics.retrieval.haystack import NeedleCell
+from hf_longctx.metrics.tasks.needle import NeedleCell
 
 
 @pytest.mark.parametrize("pairs", [2, 10])
@@ -122,7 +122,7 @@ def curve(*counts, settings=ORDER, lengths=(400, 800, 1600), begins=0):
         CurvePoint(n, c, [0] * len(c), None if settings is RANDOM else range(begins, begins + n * len(c), n))
         for n, c in zip(lengths, counts)
     ]
-    return ForgettingCurve(points, settings)
+    return ForgettingCurve.of_points(points, settings)
 
 
 RNG = np.random.default_rng(0)
@@ -168,7 +168,7 @@ def needle(right, settings=None, position=3):
     cells = [
         NeedleCell(answers(*map(bool, row)), 500, depth, [position] * len(row)) for depth, row in zip((0, 1), right)
     ]
-    return NeedleGrid(cells, {"mode": "easy", "seed": 0, "repeats": len(right[0])} | (settings or {}))
+    return NeedleGrid.of_cells(cells, {"mode": "easy", "seed": 0, "repeats": len(right[0])} | (settings or {}))
 
 
 def test_the_depths_of_a_haystack_are_one_observation():
@@ -186,7 +186,7 @@ def test_lines_are_paired_by_record():
 @pytest.mark.parametrize(
     "one, other, message",
     [
-        (curve(*SHORT), lines([True]), "forgetting_curve and line_retrieval are two metrics"),
+        (curve(*SHORT), lines([True]), "forgetting_curve and lines are two metrics"),
         (curve(*SHORT), curve(*LONG, settings=ORDER | {"corpus_sha256": "cd"}), "they differ in corpus_sha256"),
         (curve(*SHORT, settings={}), curve(*LONG, settings={}), "a text without a hash may be another"),
         (curve(*SHORT), curve(*LONG, begins=1), "the texts of length 400 are not the same"),
@@ -197,7 +197,7 @@ def test_lines_are_paired_by_record():
         (lines([True] * 8), lines([True] * 8, asked=2), "the texts of length 5 are not the same"),
         (needle([[1]]), needle([[1]], {"pieces_sha256": "cd"}), "they differ in pieces_sha256"),
         (needle([[1]]), needle([[1]], position=4), "the texts of length 500 are not the same"),
-        (PositionLoss([1.0], 2), PositionLoss([2.0], 2), "keep the mean over sequences only"),
+        (PositionLoss.of_mean([1.0], 2), PositionLoss.of_mean([2.0], 2), "keep the mean over sequences only"),
     ],
 )
 def test_what_did_not_get_the_same_texts_is_not_paired(one, other, message):

@@ -8,7 +8,8 @@ import pytest
 from examples import one_of_each
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
-from hf_longctx.metrics.result import Result, commit, read_result
+from hf_longctx.metrics.read import read_result
+from hf_longctx.metrics.result import Number, Result, commit
 
 
 *EXAMPLES, ROPE = one_of_each()
@@ -25,81 +26,71 @@ def test_saved_results(result, tmp_path):
 def test_a_model_is_named_as_on_the_hub_or_by_its_folder():
     names = {"someone/fox": "someone/fox", "/data/models/fox/": "fox", "fox": "fox", None: "a model"}
     for model, name in names.items():
-        assert ForgettingCurve([], {"model": model}).model_name == name
+        assert ForgettingCurve.of_points([], {"model": model}).model_name == name
 
 
-HEADLINES = [
-    [
-        ("forgetting_curve", f"{name}, at least (tokens, 95 % sure)", 800)
-        for name in ("fine memory length of the typical text", "coarse memory length")
-    ],
-    [("perplexity", "perplexity of 2 tokens", 15.6426)],
-    [("accuracy", "needle in a haystack, found: 100 tokens", 1.0)],
-    [("accuracy", "line retrieval, found: 10 lines", 1.0)],
-]
-
-
-OVERVIEWS = [
+LENGTHS = "1 length, 6 repeats; the paper's, of means: >800"
+FAR = "at least 800 (95 % sure; the longest tested)"
+NUMBERS = [
     [
         *(
-            (name, "at least 800 (95 % sure; the longest tested)", "1 length, 6 repeats; the paper's, of means: >800")
-            for name in ("fine length of the typical text, tokens", "coarse length, tokens")
+            ("forgetting_curve", f"{name}, at least (tokens, 95 % sure)", 800, FAR, LENGTHS)
+            for name in ("fine memory length of the typical text", "coarse memory length")
         ),
-        ("texts of 800 tokens copied above 99 %", "6 of 6, the worst to 100.0%", ""),
+        ("", "share of texts copied above 99 %", 1.0, "6 of 6, the worst to 100.0%", "800 tokens"),
     ],
-    [("loss at 2 tokens, nats", "2.500", "4 sequences"), ("perplexity of 2 tokens", "15.64", "4 sequences")],
-    [("100 tokens, found", "100.0%", "1 question")],
-    [("10 lines, found", "100.0%", "1 question")],
+    [
+        ("perplexity", "perplexity of 2 tokens", 15.6426, "", "4 sequences"),
+        ("", "loss at 2 tokens, nats", 2.5, "", "4 sequences"),
+    ],
+    [("accuracy", "needle in a haystack, found: 100 tokens", 1.0, "", "1 question")],
+    [("accuracy", "line retrieval, found: 10 lines", 1.0, "", "1 question")],
 ]
 
 
-SAID = list(zip(EXAMPLES, HEADLINES, OVERVIEWS))
-
-
-@pytest.mark.parametrize("result, headlines, overview", SAID, ids=[result.kind for result in EXAMPLES])
-def test_what_a_report_says(result, headlines, overview):
+@pytest.mark.parametrize("result, numbers", zip(EXAMPLES, NUMBERS), ids=[result.kind for result in EXAMPLES])
+def test_what_a_report_says(result, numbers):
     assert result.measured and result.title and result.summary() and result.explanation()
-    assert result.headlines() == headlines
-    assert [(row.name, row.value, row.sample) for row in result.overview()] == overview
+    assert [(n.metric, n.name, n.value, n.interval(), n.sample) for n in result.numbers()] == numbers
     assert result.holds is None and result.remarks() == []
     columns, rows = result.table()
     assert rows and all(len(row) == len(columns) for row in rows)
 
 
 def test_luck_is_no_memory_in_an_overview():
-    curve = ForgettingCurve([CurvePoint(54, [0, 0, 1] * 2, [0] * 6), CurvePoint(108, [0] * 6, [0] * 6)])
-    fine, coarse, copied = curve.overview()
+    curve = ForgettingCurve.of_points([CurvePoint(54, [0, 0, 1] * 2, [0] * 6), CurvePoint(108, [0] * 6, [0] * 6)])
+    fine, coarse, copied = curve.numbers()
     sample = "2 lengths, 6 repeats; the paper's, of means: "
-    assert (fine.value, fine.sample) == ("below 54 (95 % sure)", sample + "0")
-    assert (coarse.value, coarse.sample) == ("below 108 (95 % sure)", sample + "54")
-    assert copied[:2] == ("texts of 54 tokens copied above 99 %", "0 of 6, the worst to 0.0%")
+    assert (fine.metric, fine.value, fine.words, fine.sample) == ("", 0, "below 54 (95 % sure)", sample + "0")
+    assert (coarse.value, coarse.words, coarse.sample) == (0, "below 108 (95 % sure)", sample + "54")
+    assert (copied.value, copied.words, copied.sample) == (0, "0 of 6, the worst to 0.0%", "54 tokens")
 
 
 def test_the_interval_of_a_loss():
     """Student's t of few sequences; of many, 1.96 standard errors to each side."""
-    assert PositionLoss([3.0], 4).overview()[0].interval == ""
-    intervals = {n: PositionLoss([3.0], n, {}, [0.1]).overview()[0].interval for n in (2, 4, 1000)}
+    assert PositionLoss.of_mean([3.0], 4).numbers()[1].interval() == ""
+    intervals = {n: PositionLoss.of_mean([3.0], n, {}, [0.1]).numbers()[1].interval() for n in (2, 4, 1000)}
     assert intervals == {2: "1.729 to 4.271", 4: "2.682 to 3.318", 1000: "2.804 to 3.196"}
 
 
 def test_what_a_report_says_of_a_rope_base():
     report = ROPE
     assert report.summary() == "holds at 512 tokens (max_position_embeddings): up to distance 511"
-    assert report.overview() == [("at 512 tokens", "holds", "", "B_m < 0 at 0 of 512 distances")]
+    assert report.numbers() == [Number("", "at 512 tokens", "holds", sample="B_m < 0 at 0 of 512 distances")]
     assert report.remarks()[-1] == report.caveat
-    assert report.headlines() == [] and report.settings["claimed_context"] == 512
+    assert report.settings["claimed_context"] == 512
     assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == 511
 
 
-def test_what_is_not_measured_has_no_headline():
-    for result in (ForgettingCurve([]), NeedleGrid([]), LineRetrieval([])):
-        assert not result.measured and result.headlines() == result.overview() == [] == result.table().rows
+def test_what_is_not_measured_has_no_number():
+    for result in (ForgettingCurve.of_points([]), NeedleGrid.of_cells([]), LineRetrieval.of_points([])):
+        assert not result.measured and result.numbers() == [] == result.table().rows
 
 
 def test_a_dataset_has_a_name_and_an_identifier():
-    assert ForgettingCurve([], {"corpus": "My Text, 2nd"}).dataset() == ("My Text, 2nd", "my-text-2nd")
-    assert ForgettingCurve([], {"data_type": "random"}).dataset() == ("random tokens", "random-tokens")
-    assert LineRetrieval([]).dataset() == ("generated records", "line-retrieval")
+    assert ForgettingCurve.of_points([], {"corpus": "My Text, 2nd"}).dataset() == ("My Text, 2nd", "my-text-2nd")
+    assert ForgettingCurve.of_points([], {"data_type": "random"}).dataset() == ("random tokens", "random-tokens")
+    assert LineRetrieval.of_points([]).dataset() == ("generated records", "line-retrieval")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -112,7 +103,7 @@ def git(folder, *arguments):
 
 
 def test_a_saved_result_has_its_time_and_reads_the_same(tmp_path):
-    curve = ForgettingCurve([], {"seed": 3})
+    curve = ForgettingCurve.of_points([], {"seed": 3})
     before = datetime.now(UTC).replace(microsecond=0)
     curve.save(tmp_path / "curve.json")
     document = json.loads((tmp_path / "curve.json").read_text())
@@ -124,9 +115,9 @@ def test_a_saved_result_has_its_time_and_reads_the_same(tmp_path):
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(PositionLoss, "to_json", lambda self: self.settings["text"])
-    PositionLoss([1.0], 1, {"text": '{"x": 1}'}).save(tmp_path / "a.json")
+    PositionLoss.of_mean([1.0], 1, {"text": '{"x": 1}'}).save(tmp_path / "a.json")
     with pytest.raises(ValueError, match="JSON"):
-        PositionLoss([1.0], 1, {"text": '{"x": NaN}'}).save(tmp_path / "a.json")
+        PositionLoss.of_mean([1.0], 1, {"text": '{"x": NaN}'}).save(tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text())["x"] == 1
 
 

@@ -15,16 +15,15 @@ from hf_longctx.metrics import (
     comparison_table,
     read_result,
 )
-from hf_longctx.metrics.loss.averages import moving_average
-from hf_longctx.metrics.loss.result import window_starts
 from hf_longctx.metrics.retrieval.answers import Answer, Answers
-from hf_longctx.metrics.retrieval.haystack import NeedleCell
-from hf_longctx.metrics.retrieval.lines import LinesPoint, draw_record
+from hf_longctx.metrics.tasks.lines import LinesPoint, draw_record
+from hf_longctx.metrics.tasks.loss import moving_average, window_starts
+from hf_longctx.metrics.tasks.needle import NeedleCell
 
 
 POINTS = [CurvePoint(100, [50] * 3, [1] * 3), CurvePoint(200, [100] * 3, [1] * 3)]
-CURVE = ForgettingCurve(POINTS, {"model": "fox"})
-LOSS = PositionLoss([3.0, 2.0], 4)
+CURVE = ForgettingCurve.of_points(POINTS, {"model": "fox"})
+LOSS = PositionLoss.of_mean([3.0, 2.0], 4)
 ANSWER = Answer(-1.0, 2, exact=True, reply=None, matched=True)
 CELL, LINES = NeedleCell([ANSWER], 100, 0.5, [4]), LinesPoint([ANSWER], 3, [10], [0])
 
@@ -36,7 +35,7 @@ def counts(copy, lm=(0, 0), length=8, begins=None):
 def curve_text(**change):
     """The JSON of a curve with changes in its first point."""
     document = json.loads(CURVE.to_json())
-    document["points"][0] |= change
+    document["scores"][0][1] |= change
     return json.dumps(document)
 
 
@@ -48,13 +47,17 @@ MEASURED = [
     refused("another number of begins", counts([4, 4], begins=[3]), r"begin_locs \(3,\); give one of each"),
     refused("no repeats of a point", lambda: POINTS[0].first(0), "repeats must be at least 1"),
     refused(
-        "a length twice", lambda: ForgettingCurve([POINTS[0], POINTS[0]]), "two of the CurvePoint are of length 100"
+        "a length twice",
+        lambda: ForgettingCurve.of_points([POINTS[0], POINTS[0]]),
+        "two of the CurvePoint are of length 100",
     ),
-    refused("loss of no position", lambda: PositionLoss([], 1), "loss must be one finite number"),
-    refused("no sequences", lambda: PositionLoss([3.0], 0), "sequences must be at least 1, got 0"),
-    refused("error of fewer positions", lambda: PositionLoss([3.0, 2.0], 2, {}, [0.1]), "error must be 2 numbers"),
-    refused("negative error", lambda: PositionLoss([3.0], 2, {}, [-0.1]), "none below 0"),
-    refused("error of one sequence", lambda: PositionLoss([3.0], 1, {}, [0.1]), "must be at least 2, got 1"),
+    refused("loss of no position", lambda: PositionLoss.of_mean([], 1), "loss must be one finite number"),
+    refused("no sequences", lambda: PositionLoss.of_mean([3.0], 0), "sequences must be at least 1, got 0"),
+    refused(
+        "error of fewer positions", lambda: PositionLoss.of_mean([3.0, 2.0], 2, {}, [0.1]), "error must be 2 numbers"
+    ),
+    refused("negative error", lambda: PositionLoss.of_mean([3.0], 2, {}, [-0.1]), "none below 0"),
+    refused("error of one sequence", lambda: PositionLoss.of_mean([3.0], 1, {}, [0.1]), "must be at least 2, got 1"),
     refused(
         "sequences of unequal length", lambda: PositionLoss.of_sequences([[1.0, 2.0], [1.0]], {}), r"lengths \[1, 2\]"
     ),
@@ -65,25 +68,37 @@ MEASURED = [
     ),
     refused("probability above 1", lambda: Answer(3.0, 2, True, None, True), "none above 0, got 3.0"),
     refused("more needles than answers", lambda: NeedleCell([ANSWER], 100, 0.5, [4, 5]), "2 numbers for 1 answers"),
-    refused("a cell twice", lambda: NeedleGrid([CELL, CELL]), "two of the NeedleCell are of length 100 and depth 0.5"),
+    refused(
+        "a cell twice",
+        lambda: NeedleGrid.of_cells([CELL, CELL]),
+        "two of the NeedleCell are of length 100 and depth 0.5",
+    ),
     refused(
         "line after the last", lambda: LinesPoint([ANSWER], 3, [10], [3]), "asked_lines must hold integers from 0 to 2"
     ),
-    refused("a number of lines twice", lambda: LineRetrieval([LINES, LINES]), "two of the LinesPoint are of 3 lines"),
+    refused(
+        "a number of lines twice",
+        lambda: LineRetrieval.of_points([LINES, LINES]),
+        "two of the LinesPoint are of 3 lines",
+    ),
     harmless("counts of NumPy", lambda: (CurvePoint(8, np.array([4]), np.array([1])).copy_correct, (4,))),
-    harmless("one point, not a list", lambda: (ForgettingCurve(POINTS[0]).points[0].length, 100)),
-    harmless("points out of order", lambda: ([p.length for p in ForgettingCurve(POINTS[::-1]).points], [100, 200])),
+    harmless("one point, not a list", lambda: (ForgettingCurve.of_points(POINTS[0]).points[0].length, 100)),
+    harmless(
+        "points out of order", lambda: ([p.length for p in ForgettingCurve.of_points(POINTS[::-1]).points], [100, 200])
+    ),
 ]
 
 ARGUMENTS = [
     refused("misspelt reading", lambda: CURVE.interval("Fine"), "one of .*'fine', 'coarse'.*'Fine'"),
     refused("confidence in per cent", lambda: CURVE.interval("fine", 95), "between 0 and 1, got 95"),
     refused("unknown protocol", lambda: CURVE.with_settings(protocol="fast").interval("fine"), "protocol must be"),
-    refused("even window", lambda: moving_average([1.0], 2), "window is 2; it must be odd"),
-    refused("corpus too short", lambda: window_starts(9, 10, None), "9 tokens, fewer than context_length=10"),
-    refused("misspelt score", lambda: NeedleGrid([CELL]).grid("accuracy"), "score must be one of"),
+    refused("even window", lambda: moving_average([1.0], 2), "window must be odd and positive, .*got 2"),
+    refused("corpus too short", lambda: window_starts(9, 10, None), "context_length must be at most 9, .*got 10"),
+    refused("misspelt score", lambda: NeedleGrid.of_cells([CELL]).grid("accuracy"), "score must be one of"),
     refused("record of 0 lines", lambda: draw_record(0, 0, 0), "from 1 to 15872 lines, got 0"),
-    refused("table of an empty curve", lambda: comparison_table({"fox": ForgettingCurve([])}), "measured: fox"),
+    refused(
+        "table of an empty curve", lambda: comparison_table({"fox": ForgettingCurve.of_points([])}), "measured: fox"
+    ),
 ]
 
 
@@ -94,24 +109,26 @@ def saved(name, text, says):
         (folder / "result.json").write_bytes(text if isinstance(text, bytes) else text.encode())
         return read_result(folder / "result.json")
 
-    return refused(name, read, f"result.json is no saved result of ours: .*({says})")
+    return refused(name, read, f"result.json is not a result file of hf-longctx: .*({says})")
 
 
-KINDS = "expected a result of forgetting_curve, line_retrieval, needle"
-NEEDLE = '{"metric": "needle", "format": 1, "settings": {}, "cells": [%s]}'
+KINDS = "expected a result of forgetting_curve, lines, needle"
+TEXT = '{"metric": "%s", "format": 2, "settings": {}, "missing": [], "scores": [%s]}'
+OLD = '{"metric": "forgetting_curve", "format": 1, "settings": {}, "points": []}'
 FILES = [
     saved("empty file", "", "Expecting value"),
     saved("picture", b"\x89PNG\xff\xfe", "can't decode byte 0x89"),
     saved("result of lm-eval", '{"results": {"arc": {"acc": 1}}}', KINDS),
-    saved("newer format", CURVE.to_json().replace('"format": 1', '"format": 9'), "Upgrade"),
-    saved("count above the scored tokens", curve_text(copy_correct=[999] * 3), "copy_correct at length 100"),
-    saved("loss without sequences", '{"metric": "position_loss", "loss": [1.0], "settings": {}}', "lacks 'sequences'"),
+    saved("newer format", CURVE.to_json().replace('"format": 2', '"format": 9'), "must be 2, got 9"),
+    saved("older format", OLD, "format of a result of forgetting_curve must be 2, got 1. Read it with the version"),
+    saved("count above the scored tokens", curve_text(copy=[999] * 3), "copy_correct at length 100"),
+    saved("loss without sequences", TEXT % ("position_loss", '["mean", {"loss": [1.0]}]'), "lacks 'sequences'"),
     saved(
         "loss with NaN",
-        '{"metric": "position_loss", "loss": [NaN], "sequences": 1, "settings": {}, "smoothed_error": null}',
+        TEXT % ("position_loss", '["mean", {"loss": [NaN], "sequences": 1, "texts": 1, "error": null}]'),
         "finite number",
     ),
-    saved("cell without answers", NEEDLE % '{"length": 100}', "lacks 'answers'"),
+    saved("cell without answers", TEXT % ("needle", '[[100, 0.5], {"positions": [3]}]'), "lacks 'answers'"),
     refused("folder", read_result, "Is a directory|Permission denied"),
     refused("missing file", lambda folder: read_result(folder / "no.json"), "No such file"),
     refused("curve for a loss", lambda _: PositionLoss.from_json(CURVE.to_json()), "not a result of position_loss"),
@@ -129,11 +146,11 @@ def compared(results, name="x.png"):
 
 
 def pictures():
-    grid = NeedleGrid([CELL])
+    grid = NeedleGrid.of_cells([CELL])
     return [
-        refused("picture of no curve", plotted(ForgettingCurve([])), "no length was measured"),
-        refused("picture of no needle", plotted(NeedleGrid([])), "nothing was measured"),
-        refused("picture of no lines", plotted(LineRetrieval([])), "nothing was measured"),
+        refused("picture of no curve", plotted(ForgettingCurve.of_points([])), "nothing was measured"),
+        refused("picture of no needle", plotted(NeedleGrid.of_cells([])), "nothing was measured"),
+        refused("picture of no lines", plotted(LineRetrieval.of_points([])), "nothing was measured"),
         refused("unknown ending of a curve", plotted(CURVE, "x.xyz"), "Format 'xyz' is not supported"),
         refused("folder that does not exist", plotted(CURVE, "no/x.png"), "No such file or directory"),
         refused("training context as text", plotted(CURVE, train_length="512"), "train_length .*'512'"),

@@ -10,8 +10,6 @@ import pytest
 from hf_longctx.metrics.report.scores import by_length
 from hf_longctx.metrics.retrieval.answers import Answer, rate_interval
 from hf_longctx.metrics.retrieval.haystack import (
-    NeedleCell,
-    NeedleGrid,
     draw_begins,
     haystack_length,
     hide_needle,
@@ -20,6 +18,7 @@ from hf_longctx.metrics.retrieval.haystack import (
     split_encoding,
 )
 from hf_longctx.metrics.retrieval.wording import ANSWER, wording
+from hf_longctx.metrics.tasks.needle import NeedleCell, NeedleGrid
 
 
 def letters(text):
@@ -100,7 +99,9 @@ def cell(length, depth, *matches):
     return NeedleCell(answers, length, depth, [7] * len(matches))
 
 
-GRID = NeedleGrid([cell(100, 0.0, True, False), cell(100, 0.5, True, True), cell(200, 0.0, False, False)], {"seed": 3})
+GRID = NeedleGrid.of_cells(
+    [cell(100, 0.0, True, False), cell(100, 0.5, True, True), cell(200, 0.0, False, False)], {"seed": 3}
+)
 
 
 def test_grid():
@@ -111,25 +112,26 @@ def test_grid():
         "given token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
     )
     assert GRID.haystacks(100) == {i: [cell.answers[i] for cell in GRID.cells[:2]] for i in (0, 1)}
-    assert NeedleGrid(()).summary() == "no length measured"
+    assert NeedleGrid.of_cells(()).summary() == "nothing measured"
 
 
 def apart(depths, repeats, right=True):
     """Answers about haystacks of their own."""
     answers = [Answer(-1.0, 12, right, None, right)] * repeats
     cells = [NeedleCell(answers, 100, d / 10, [7] * repeats, range(d, 1000, 100)[:repeats]) for d in range(depths)]
-    return NeedleGrid(cells)
+    return NeedleGrid.of_cells(cells)
 
 
 def test_an_interval_is_one_over_haystacks():
     """Eleven questions about one haystack are one observation; about eleven haystacks they are eleven."""
-    (row,) = apart(11, 1).overview()
-    assert (row.name, row.interval, row.sample) == ("100 tokens, token for token", "74.1% to 100.0%", "11 questions")
-    shared = NeedleGrid([cell(100, d / 10, True) for d in range(11)])
-    (row,) = shared.overview()
-    assert (row.interval, row.sample) == ("", "11 questions about 1 haystack")
-    assert [row.interval for row in GRID.overview()] == ["", ""]  # of two haystacks at each length
-    assert len({headline.name for headline in GRID.headlines()}) == 2
+    (row,) = apart(11, 1).numbers()
+    assert row.name == "needle in a haystack, token for token: 100 tokens"
+    assert (row.interval(), row.sample) == ("0.7412 to 1", "11 questions")
+    shared = NeedleGrid.of_cells([cell(100, d / 10, True) for d in range(11)])
+    (row,) = shared.numbers()
+    assert (row.interval(), row.sample) == ("", "11 questions about 1 haystack")
+    assert [row.interval() for row in GRID.numbers()] == ["", ""]  # of two haystacks at each length
+    assert len({number.name for number in GRID.numbers()}) == 2
     assert [len(score.shares) for score in by_length(shared) + by_length(apart(11, 1))] == [1, 11]
 
 
@@ -146,4 +148,4 @@ def test_the_interval_holds_however_alike_the_depths_of_a_haystack_are(haystacks
 def test_json():
     text = GRID.to_json()
     assert NeedleGrid.from_json(text) == GRID and NeedleGrid.from_json(apart(2, 3).to_json()) == apart(2, 3)
-    assert json.loads(text)["cells"][0]["exact_rate"] == 0.5 and "match_rate" not in text
+    assert json.loads(text)["numbers"][0]["value"] == 0.75 and "match_rate" not in text

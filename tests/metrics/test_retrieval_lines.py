@@ -7,7 +7,7 @@ import pytest
 from examples import lines
 
 from hf_longctx.metrics.retrieval.answers import holds_number
-from hf_longctx.metrics.retrieval.lines import NAMES, draw_record
+from hf_longctx.metrics.tasks.lines import NAMES, LineRetrieval, draw_record
 
 
 @pytest.mark.parametrize("lines", [1, 2, 40, len(NAMES)])
@@ -35,5 +35,7 @@ def test_names_are_unique():
 
 
 def test_json():
-    point = json.loads(lines([True, False], tokens=205).to_json())["points"][0]
-    assert (point["exact_rate"], point["mean_tokens"]) == (0.5, 205)
+    result = lines([True, False], tokens=205)
+    document = json.loads(result.to_json())
+    assert document["numbers"][0]["value"] == 0.5 and document["scores"][0][1]["tokens"] == [205, 205]
+    assert LineRetrieval.from_json(result.to_json()) == result

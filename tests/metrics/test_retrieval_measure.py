@@ -1,5 +1,7 @@
 """Running models over needles and lines, and what all measured parts share: resuming, processes, failures."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -60,7 +62,7 @@ def prose(bytes_tokenizer):
 
 
 def test_needles_are_found(bytes_tokenizer, prose):
-    options = dict(lengths=[700, 900], depths=[0, 0.5, 1], mode="easy", repeats=2, generate=False)
+    options = dict(lengths=[700, 900], depths=[0, 0.5, 1], mode="easy", repeats=2, replies=False)
     result = needle_in_a_haystack(Copier(12), bytes_tokenizer, prose, **options)
     assert (result.lengths, result.depths) == ([700, 900], [0, 0.5, 1])
     assert (result.grid("exact_rate") == 1).all()
@@ -76,7 +78,9 @@ def test_a_needle_lies_between_sentences(bytes_tokenizer, prose):
     asked = []
     model = Copier(12)
     model.register_forward_pre_hook(lambda _, args: asked.append(args[0][0].tolist()))
-    (cell,) = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[900], depths=[0.6], generate=False).cells
+    (cell,) = needle_in_a_haystack(
+        model, bytes_tokenizer, prose, lengths=[900], depths=[0.6], mode="standard", replies=False
+    ).cells
     ids = asked[-1]
     assert len(ids) == 900 - 1  # all but the last token of the answer
     before, _, after = bytes_tokenizer.decode(ids[1:]).partition("\nThe best thing to do in San Francisco is" + ANSWER)
@@ -108,7 +112,7 @@ def test_replies_of_a_real_model(bytes_tokenizer, prose):
 
 
 def test_lines_are_found(bytes_tokenizer):
-    result = line_retrieval(Talker(30), bytes_tokenizer, lines=[9, 1, 5, 5], repeats=3)
+    result = line_retrieval(Talker(30), bytes_tokenizer, lines=[1, 5, 9], repeats=3)
     assert [point.match_rate for point in result.points] == [1, 1, 1]
     assert [point.exact_rate for point in result.points] == [1, 1, 1]
     assert [point.lines for point in result.points] == [1, 5, 9]
@@ -163,10 +167,10 @@ RUNS = {
         model, prose, context_length=50, sequences=4, **options
     ),
     "needle": lambda model, tokenizer, prose, **options: needle_in_a_haystack(
-        model, tokenizer, prose, lengths=[500, 600], depths=[0, 1], generate=False, **options
+        model, tokenizer, prose, lengths=[500, 600], depths=[0, 1], replies=False, **options
     ),
     "lines": lambda model, tokenizer, prose, **options: line_retrieval(
-        model, tokenizer, lines=[1, 2, 3, 4], repeats=1, generate=False, **options
+        model, tokenizer, lines=[1, 2, 3, 4], repeats=1, replies=False, **options
     ),
 }
 
@@ -191,9 +195,9 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path, capsys, bytes_tokenizer,
             run(model, bytes_tokenizer, prose, run=Run(path))
         hook.remove()
         partial = caught.value.result
-        done = 0 if partial is None else len(getattr(partial, "cells", getattr(partial, "points", range(kept))))
+        done = len(getattr(partial, "cells", getattr(partial, "points", range(kept))))
         assert done == kept == len(path.read_bytes().splitlines()) - 1
-        told = "nothing had been measured" if partial is None else partial.summary()
+        told = partial.summary() if partial.measured else "nothing had been measured"
         assert caught.value.__notes__ == [f"What had been measured is in this error's .result: {told}"]
         assert run(model, bytes_tokenizer, prose, run=Run(path)) == expected
         assert path.read_bytes() == whole
@@ -202,28 +206,32 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path, capsys, bytes_tokenizer,
 
 
 def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose):
-    """One after the other here, so that the second one finds what both have."""
-    run = RUNS["needle"]
-    expected = run(Copier(12), bytes_tokenizer, prose)
-    shared = {}
+    """Two threads stand for processes, which exchange what they have measured."""
+    run, expected = RUNS["needle"], RUNS["needle"](Copier(12), bytes_tokenizer, prose)
+    here, barrier, parts = threading.local(), threading.Barrier(2), [{}, {}]
 
-    def exchange(entries, failure, processes):
-        assert processes == 2
-        shared.update(entries)
-        return dict(shared), failure
+    def exchange(scores, failure, processes):
+        parts[here.rank] = scores
+        barrier.wait()
+        together = parts[0] | parts[1]
+        barrier.wait()
+        return together, failure
+
+    def measure(rank):
+        here.rank = rank
+        return run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
 
     monkeypatch.setattr(distributed_module, "exchange", exchange)
-    for rank in (0, 1):
-        monkeypatch.setattr(distributed_module, "process_place", lambda reader, rank=rank: (rank, 2))
-        result = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
-        assert len(shared) == 2 * (rank + 1)
-    assert result == expected
-    assert len((tmp_path / "journal").read_bytes().splitlines()) == 3
-    assert len((tmp_path / "journal.1").read_bytes().splitlines()) == 3
+    monkeypatch.setattr(distributed_module, "rank_and_world_size", lambda reader: (here.rank, 2))
+    with ThreadPoolExecutor(2) as pool:
+        results = [*pool.map(measure, (0, 1))]
+    assert results == [expected, expected]
+    for name in ("journal", "journal.1"):
+        assert len((tmp_path / name).read_bytes().splitlines()) == 3
 
 
 def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_tokenizer):
-    options = dict(repeats=1, generate=False, run=Run(tmp_path / "journal"))
+    options = dict(repeats=1, replies=False, run=Run(tmp_path / "journal"))
     line_retrieval(Copier(12), bytes_tokenizer, lines=[2, 3], **options)
     result = line_retrieval(Copier(12), bytes_tokenizer, lines=[2], **options)
     assert [point.lines for point in result.points] == result.settings["lines"] == [2]
@@ -235,7 +243,7 @@ def test_nan_logits(bytes_tokenizer, prose, run):
         def forward(self, input_ids):
             return (super().forward(input_ids)[0] * torch.nan,)
 
-    with pytest.raises(ValueError, match=r"logits at position \d+ are (NaN|not finite).*bfloat16"):
+    with pytest.raises(ValueError, match=r"logits at position \d+ are not finite.*bfloat16"):
         RUNS[run](Broken(12), bytes_tokenizer, prose)
 
 
@@ -249,9 +257,8 @@ def test_memory_that_does_not_suffice(bytes_tokenizer, prose):
                 raise torch.OutOfMemoryError("no memory")
             return super().forward(input_ids)
 
-    with pytest.raises(RuntimeError, match="tokens do not fit into memory, even in the smallest passes") as caught:
-        RUNS["needle"](Large(12), bytes_tokenizer, prose)
-    assert caught.value.result is not None
+    needle = RUNS["needle"](Large(12), bytes_tokenizer, prose)
+    assert needle.measured and set(needle.missing.values()) == {"out of memory, even in the smallest passes"}
 
 
 # -- bad input
@@ -271,11 +278,11 @@ class OneId:
     "options, message",
     [
         ({"lengths": [9000]}, "a haystack needs 8"),
-        ({"depths": [50]}, r"numbers from 0 to 1, got \[50.0\]"),
+        ({"depths": [50.5]}, r"numbers from 0 to 1, .* got \[50.5\]"),
         ({"tokens": [400, 5]}, r"tokens\[0\] is 400"),
         ({"tokenizer": OneId()}, "does not know this language"),
-        ({"generate": True}, "Copier has no generate method; measure without replies: generate=False"),
-        ({"lines": [0, 3]}, "a record has from 1 to"),
+        ({"replies": True}, "Copier has no generate method; measure without replies: replies=False"),
+        ({"lines": [0, 3]}, "lines must be from 1 to 15872, got 0"),
         ({"lines": [2], "tokenizer": OneId()}, "does not know this language"),
         (
             {"lines": [2], "model": Copier(12, vocab_size=40)},
@@ -284,7 +291,7 @@ class OneId:
     ],
 )
 def test_bad_arguments(bytes_tokenizer, prose, options, message):
-    arguments = {"model": Copier(10**6), "tokenizer": bytes_tokenizer, "generate": False} | options
+    arguments = {"model": Copier(10**6), "tokenizer": bytes_tokenizer, "replies": False} | options
     with pytest.raises(ValueError, match=message):
         if "lines" in options:
             line_retrieval(**arguments)
@@ -295,10 +302,16 @@ def test_bad_arguments(bytes_tokenizer, prose, options, message):
 def test_prompts_beyond_the_positions(bytes_tokenizer, prose):
     model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=520, vocab_size=384)
     model.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ValueError, match=r"the longest length needs 521 positions, and .* ends at 520"):
-        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 521], generate=False)
-    told = r"longest length needs 536 positions, 16 of them for a reply, .* or below 504 tokens, or at 520 .* --no-replies"
-    with pytest.raises(ValueError, match=told):
-        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 520])
-    with pytest.raises(ValueError, match=r"a record of 30 lines needs .* ends at 520"):
-        line_retrieval(model, bytes_tokenizer, lines=[1, 30], generate=False)
+    with pytest.raises(ValueError, match="nothing could be measured: beyond the model's 520 positions"):
+        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[521], replies=False)
+    with pytest.raises(ValueError, match="nothing could be measured: beyond the model's 520 positions"):
+        needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[520])  # and a reply
+    with pytest.raises(ValueError, match="nothing could be measured: beyond the model's 520 positions"):
+        line_retrieval(model, bytes_tokenizer, lines=[30], replies=False)
+
+
+def test_lengths_beyond_the_positions_are_named(bytes_tokenizer, prose):
+    model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=520, vocab_size=384)
+    needle = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 521], depths=[0, 1], replies=False)
+    assert needle.lengths == [500] and {length for length, _ in needle.missing} == {521}
+    assert needle.summary().endswith("521 tokens not measured: beyond the model's 520 positions")

@@ -105,7 +105,7 @@ class Reader(torch.nn.Module):
 
 def test_models_read_the_chat(tokenizer):
     model, tokens = Reader(len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
-    options = dict(generate=False, chat_template=True)
+    options = dict(replies=False, chat_template=True)
     needle = needle_in_a_haystack(model, tokenizer, tokens, lengths=[300], depths=[0.5], **COW, **options)
     lines = line_retrieval(model, tokenizer, lines=[3], repeats=1, **options)
     texts = [tokenizer.decode(ids) for ids in model.read]

@@ -37,8 +37,8 @@ def test_an_interrupted_run_is_called_so(result):
 def test_pictures_leave_the_display_alone(tmp_path):
     pytest.importorskip("matplotlib")
     script = (
-        "import sys; from hf_longctx.metrics.curve.result import CurvePoint, ForgettingCurve;"
-        f"ForgettingCurve([CurvePoint(8, [4], [1])]).plot({str(tmp_path / 'x.png')!r});"
+        "import sys; from hf_longctx.metrics import CurvePoint, ForgettingCurve;"
+        f"ForgettingCurve.of_points([CurvePoint(8, [4], [1])]).plot({str(tmp_path / 'x.png')!r});"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     assert run(["python", "-c", script]).returncode == 0

@@ -35,7 +35,9 @@ def test_vectorised_ends_are_those_of_the_curve(coverage):
     rng = np.random.default_rng(1)
     counts = [coverage.draw(rng, model, n, (9, 7)) for n in lengths]
     for i in range(9):
-        curve = ForgettingCurve([CurvePoint(n, *(x[i].tolist() for x in pair)) for n, pair in zip(lengths, counts)])
+        curve = ForgettingCurve.of_points(
+            [CurvePoint(n, *(x[i].tolist() for x in pair)) for n, pair in zip(lengths, counts)]
+        )
         for method, (low, high) in ends.items():
             interval = curve.interval(method)
             assert (low[i], high[i]) == (places[interval.low], places[interval.high] - (interval.high is not None))

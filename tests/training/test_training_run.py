@@ -75,9 +75,11 @@ def test_a_process_that_sees_several_gpus_is_refused(text, tmp_path, monkeypatch
         train(args)
 
 
-def test_a_fox_takes_auto_unless_another_attention_is_given(text, tmp_path, monkeypatch):
+def test_a_fox_on_a_gpu_takes_the_fastest_attention_that_is_right(text, tmp_path, monkeypatch):
     args, tokenizer, taken = make(settings(text, tmp_path)), AutoTokenizer.from_pretrained(TOKENIZER), []
     monkeypatch.setattr(FoxForCausalLM, "set_attn_implementation", lambda self, name: taken.append(name))
+    make_model(args, tokenizer)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     make_model(args, tokenizer)
     args.attn_implementation = "eager"
     make_model(args, tokenizer)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from .intervals import STAGES, adaptive_tests, centre
 from .lengths import METHODS
+from .points import CurvePoint
 from .protocol import input_tokens
-from .result import CurvePoint
 
 
 BUDGET = 64  # most tokens to read, in inputs of the longest length; 32 points of 10 repeats on a linear grid are 330

@@ -35,7 +35,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import bdtrc, bdtrik, stdtr, stdtrit
+import scipy  # imports scipy.special when that is first used, which the help of the command line does without
 
 from ..overlap import separate
 
@@ -98,11 +98,11 @@ def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int
     if method == "fine":
         passing, samples = sum((m > 0).sum(-1) for m in margins), sum(m.shape[-1] for m in margins)
         shown = passing if direction > 0 else samples - passing
-        return np.where(shown > 0, bdtrc(np.maximum(shown - 1, 0), samples, 0.5), 1.0)
+        return np.where(shown > 0, scipy.special.bdtrc(np.maximum(shown - 1, 0), samples, 0.5), 1.0)
     mean = mean_margin(margins, scored)
     if mean.samples < 2:
         return np.ones(margins[0].shape[:-1])
-    return stdtr(mean.samples - 1, -direction * mean.value / mean.error)
+    return scipy.special.stdtr(mean.samples - 1, -direction * mean.value / mean.error)
 
 
 def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: str) -> int:
@@ -351,10 +351,10 @@ def suffices(margins, scored, direction: int, factors: np.ndarray, level: float,
         shown = passing if direction > 0 else samples - passing
         share, targets = (shown + 0.5) / (samples + 1), (samples * factors + 1e-9).astype(int)
         share -= 0.5 * (share * (1 - share) / (samples + 1)) ** 0.5
-        critical = np.ceil(bdtrik(1 - level, targets, 0.5)).astype(int) + 1  # as few of them as reject
-        return (share > 0.5) & (critical <= targets) & (bdtrc(critical - 1, targets, share) >= POWER)
+        critical = np.ceil(scipy.special.bdtrik(1 - level, targets, 0.5)).astype(int) + 1  # as few of them as reject
+        return (share > 0.5) & (critical <= targets) & (scipy.special.bdtrc(critical - 1, targets, share) >= POWER)
     mean = mean_margin(margins, scored)
     margin, freedom = direction * mean.value, np.maximum(mean.samples * factors - 1, 1)
-    reach = stdtrit(freedom, 1 - level) + stdtrit(freedom, POWER)  # standard errors
+    reach = scipy.special.stdtrit(freedom, 1 - level) + scipy.special.stdtrit(freedom, POWER)  # standard errors
     error = mean.error / np.sqrt(factors)
     return (mean.samples > 1) & (margin > -mean.error) & (max(margin - mean.error, RESOLUTION) >= reach * error)

@@ -12,7 +12,7 @@ from .lengths import METHODS
 SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # settings, and how they are written
 
 
-def plot_curve(curve, path, *, train_length: int | None = None, title: str | None = None) -> None:
+def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = None) -> None:
     """Draw copy and LM accuracy over the length of the target, and the memory that they show for sure.
 
     Lines are means over repeats, ribbons one population standard deviation to each side, triangles the worst repeat.
@@ -22,10 +22,6 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     fails after others have passed. The upper axis counts what the model reads, 2n + 3 tokens at length n, and a line
     marks where they are as many as `train_length`. See `Result.plot`.
     """
-    if not curve.points:
-        raise ValueError("the curve has no point to draw: no length was measured.")
-    style.check_train_length(train_length)
-    figure = style.figure(style.WIDTH, 5.6)
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
     log = logarithmic(lengths)
@@ -62,9 +58,8 @@ def plot_curve(curve, path, *, train_length: int | None = None, title: str | Non
     style.strip_frame(reads, "tokens the model reads", colour=style.QUIET, length=3)
 
     lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
-    style.titled_legend(figure, [*lines, *keys], title or style.heading(curve))
+    style.titled_legend(figure, [*lines, *keys], title)
     style.small_print(figure, *notes)
-    style.save(figure, path)
 
 
 def logarithmic(lengths) -> bool:

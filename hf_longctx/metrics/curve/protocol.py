@@ -117,7 +117,7 @@ def order_samples(
     irrelevant = corpus if irrelevant is None else irrelevant
     if len(irrelevant) < longest:
         raise ValueError(
-            f"irrelevant_tokens has {len(irrelevant)} ids, fewer than length {longest} needs. The longest possible "
+            f"irrelevant_text has {len(irrelevant)} ids, fewer than length {longest} needs. The longest possible "
             f"length is {len(irrelevant)}: drop the lengths above it or give more text."
         )
     rng, samples = random.Random(seed), {}

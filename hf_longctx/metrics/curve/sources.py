@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .result import ForgettingCurve
+from ..tasks.curve import ForgettingCurve
 
 
 class SourceTest(NamedTuple):
@@ -30,7 +30,7 @@ def irrelevant_source_test(curves: Mapping[str, ForgettingCurve] | Sequence[Forg
     """Compare curves that differ in the source of their irrelevant text only (Appendix A of the paper).
 
     Args:
-        curves: two or more, measured with different `irrelevant_tokens`.
+        curves: two or more, measured with different `irrelevant_text`.
 
     Returns:
         One test for each length that all of them have.

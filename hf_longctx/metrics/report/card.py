@@ -14,20 +14,21 @@ from ..result import Result, rounded
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
-    """Return one entry for each headline number: fine and coarse length, perplexity, rates of right answers."""
+    """Return one entry for each number that the Hub has a name for: memory lengths, perplexity, rates of answers."""
     return [
         EvalResult(
             task_type="text-generation",
             dataset_type=identifier,
             dataset_name=dataset,
-            metric_type=headline.metric,
-            metric_name=headline.name,
-            metric_value=headline.value,
+            metric_type=number.metric,
+            metric_name=number.name,
+            metric_value=number.value,
             metric_args={key: result.settings[key] for key in ("seed", "repeats") if key in result.settings} or None,
         )
         for result in results
         for dataset, identifier in [result.dataset()]
-        for headline in result.headlines()
+        for number in result.numbers()
+        if number.metric
     ]
 
 
@@ -37,7 +38,7 @@ def card_snippet(model: str, results: Sequence[Result], picture: str | None = No
     Args:
         model: name of the model. Its line breaks become spaces, and characters that Markdown or HTML would read are
             escaped, as in all texts that come from a result.
-        results: of one model. A result without headline numbers is listed by its summary.
+        results: of one model. A result without such numbers is listed by its summary.
         picture: file name or address of a picture to show.
 
     Raises:
@@ -53,7 +54,7 @@ def card_snippet(model: str, results: Sequence[Result], picture: str | None = No
     lines += [
         f"- {result.title}: {plain(result.summary())}"
         for result in results
-        if result.measured and not result.headlines()
+        if result.measured and not any(number.metric for number in result.numbers())
     ]
     image = "" if picture is None else f"\n![How far {plain(model)} remembers]({picture})\n"
     return f"---\n{header}\n---\n\n## How far it remembers\n\n" + "\n".join(lines) + "\n" + image

@@ -14,11 +14,10 @@ import numpy as np
 from .. import style
 from ..curve.lengths import METHODS
 from ..curve.plot import areas, logarithmic, ribbon
-from ..curve.result import ForgettingCurve
-from ..loss.plot import plot_losses
-from ..loss.result import PositionLoss
 from ..result import Result
 from ..retrieval.answers import Retrieval
+from ..tasks.curve import ForgettingCurve
+from ..tasks.loss import PositionLoss, draw_losses
 from .effective import effective_length, effective_rows
 from .paired import conclusion, further, paired_differences
 from .scores import by_length, unit
@@ -79,7 +78,9 @@ def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str |
         plot_shares(shares, path, title=title or first.title, unit=unit(first), unlike=unlike)
     else:
         named_losses = [loss.with_settings(model=name) for name, loss in losses.items()]
-        plot_losses(named_losses, path, title=title, differences=unlike)
+        figure = style.figure(*PositionLoss.inches)
+        draw_losses(figure, named_losses, title or PositionLoss.title, differences=unlike)
+        style.save(figure, path)
     return text
 
 
@@ -159,7 +160,7 @@ def differences(results: Mapping[str, Result]) -> list[str]:
     """Return the settings in which the measurements of these results differ, in words.
 
     >>> def curve(data):
-    ...     return PositionLoss([1.0], 4, {"data_type": data, "tokenizer": "models/" + data})
+    ...     return PositionLoss.of_mean([1.0], 4, {"data_type": data, "tokenizer": "models/" + data})
     >>> differences({"fox": curve("order"), "llama": curve("random")})
     ['data (order, random)', 'tokenizers, whose tokens differ in size (order, random)']
     """

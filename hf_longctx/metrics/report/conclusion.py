@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..curve.result import ForgettingCurve
-from ..loss.result import PositionLoss
 from ..result import Result, plural
 from ..retrieval.answers import Retrieval
+from ..tasks.curve import ForgettingCurve
+from ..tasks.loss import PositionLoss
 from .effective import RULES
 from .scores import by_length
 
 
 WHAT = {
     "needle": "a sentence hidden in a text",
-    "line_retrieval": "one of many lines",
+    "lines": "one of many lines",
 }
 
 
@@ -82,7 +82,7 @@ def found(result: Retrieval) -> str:
 def facts(results: Sequence[Result]) -> str:
     """Return size, dtype and hardware of the measurements in a line, as far as they are known.
 
-    >>> facts([ForgettingCurve([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
+    >>> facts([ForgettingCurve.of_points([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
     '5.3 million parameters, float32, AMD EPYC'
     """
     known: dict[str, Any] = {}

@@ -14,7 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..result import Result
+from ..result import Result, rounded
 from .conclusion import conclusion, facts
 
 
@@ -56,6 +56,7 @@ def write_report(
         several_models=len(models) > 1,
         comparison=svg(lambda path: plot_comparison(curves, path)) if len(curves) > 1 else None,
         conclusions=conclusions(results),
+        rows=overview,
         sections=[section(result) for result in results],
         missing=missing or {},
         partial={result.title for result in results},
@@ -63,6 +64,12 @@ def write_report(
         time=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     )
     Path(path).write_text(html, encoding="utf-8")
+
+
+def overview(result: Result) -> list[tuple[str, str, str, str]]:
+    """Return name, value, interval and sample of each number of a result; empty where there is nothing to say."""
+    rows = [(n.name, rounded(n.value), n.interval(), n.sample) for n in result.numbers()]
+    return rows or [("", "nothing measured", "", "")]
 
 
 def conclusions(results: Sequence[Result]) -> list[tuple[str, str, list[str]]]:

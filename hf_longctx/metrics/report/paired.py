@@ -24,11 +24,11 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from ..curve.lengths import METHODS
-from ..curve.result import ForgettingCurve
-from ..loss.result import PositionLoss
 from ..result import Result
-from ..retrieval.haystack import NeedleGrid
-from ..retrieval.lines import LineRetrieval
+from ..tasks.curve import ForgettingCurve
+from ..tasks.lines import LineRetrieval
+from ..tasks.loss import PositionLoss
+from ..tasks.needle import NeedleGrid
 from .scores import by_length, unit
 
 
@@ -39,10 +39,10 @@ DRAWN = 10_000
 SAME = {
     "forgetting_curve": ("data_type", "corpus_sha256"),
     "needle": ("mode", "seed", "repeats", "corpus_sha256", "pieces_sha256"),
-    "line_retrieval": ("seed",),
+    "lines": ("seed",),
 }
 SAME_RANDOM = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
-VERBS = {"forgetting_curve": "copies", "needle": "finds", "line_retrieval": "answers"}
+VERBS = {"forgetting_curve": "copies", "needle": "finds", "lines": "answers"}
 
 
 class Difference(NamedTuple):
@@ -187,7 +187,7 @@ def paired_differences(first: Result, second: Result) -> list[Difference]:
     reason = obstacle(first, second)
     if reason is not None:
         raise ValueError(f"the differences cannot be paired: {reason}.")
-    replies = all("match_rate" in getattr(result, "scores", ()) for result in (first, second))
+    replies = all("match_rate" in getattr(result, "rates_measured", ()) for result in (first, second))
     one, other = ({score.length: score for score in by_length(r, replies, True)} for r in (first, second))
     places = texts(first), texts(second)
     lengths = [n for n in one if n in other]

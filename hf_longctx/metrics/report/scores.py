@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..curve.result import ForgettingCurve
 from ..result import Result
-from ..retrieval.haystack import NeedleGrid
-from ..retrieval.lines import LineRetrieval
+from ..tasks.curve import ForgettingCurve
+from ..tasks.lines import LineRetrieval
+from ..tasks.needle import NeedleGrid
 
 
 class Score(NamedTuple):

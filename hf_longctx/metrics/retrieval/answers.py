@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import stdev
 from typing import Any, ClassVar, Self
 
-from scipy.special import stdtrit
+import scipy
 
 from ..checks import entries, integers, whole_number
-from ..result import Headline, Overview, Result, plural
+from ..result import Number, plural
+from ..task import Answered, TaskResult
 
 
+REPLY_MARGIN = 16  # tokens that a generated text may have beyond the answer
 SCORES = ("match_rate", "exact_rate", "probability")
 FEWEST = 5  # haystacks or records below which a rate has no interval
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Chinese
@@ -53,6 +55,12 @@ class Answer:
         whole_number("tokens of an answer", self.tokens, 1)
         if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
             raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
+
+    @classmethod
+    def of(cls, response: Answered, tokens: int, matches: Callable[[str], bool]) -> Answer:
+        """Score a response; `matches` says whether a generated text holds the answer of so many tokens."""
+        matched = response.exact if response.reply is None else matches(response.reply)
+        return cls(response.log_prob, tokens, response.exact, response.reply, matched)
 
     @property
     def probability(self) -> float:
@@ -116,7 +124,11 @@ class Answers:
             return math.nan, math.nan
         if score != "probability":
             return wilson(rate, n)
-        width = float(stdtrit(n - 1, 0.975)) * stdev(answer.probability for answer in self.answers) / math.sqrt(n)
+        width = (
+            float(scipy.special.stdtrit(n - 1, 0.975))
+            * stdev(answer.probability for answer in self.answers)
+            / math.sqrt(n)
+        )
         return max(rate - width, 0.0), min(rate + width, 1.0)
 
     def to_list(self) -> list[dict[str, Any]]:
@@ -178,18 +190,18 @@ def holds_number(reply: str, expected: int) -> bool:
     return number is not None and int(number.group().replace(",", "")) == expected
 
 
-class Retrieval(Result):
+class Retrieval(TaskResult):
     """The base class of results that keep `Answers` for each of several kinds of prompts.
 
-    A subclass also sets `task`, the question in words, and defines `parts`. Numbers in a few words are those of the
-    first of the `scores` that were measured.
+    A subclass also sets `question`, the question in words, and defines `parts`. Numbers in a few words are those of
+    the first of the `rates_measured`.
 
     Attributes:
-        size_unit: of the `size` of a prompt.
+        size_unit: of the `size_of` a prompt.
         drawn: what is drawn at random for a prompt.
     """
 
-    task: ClassVar[str]
+    question: ClassVar[str]
     size_unit: ClassVar[str] = "tokens"
     drawn: ClassVar[str] = "haystack"
 
@@ -198,17 +210,16 @@ class Retrieval(Result):
         """The answers, by kind of prompt."""
         raise NotImplementedError
 
-    @property
-    def measured(self) -> bool:
-        return bool(self.parts)
+    def check(self):
+        assert self.parts is not None  # whose numbers are checked when they are made
 
     @property
-    def scores(self) -> tuple[str, ...]:
+    def rates_measured(self) -> tuple[str, ...]:
         """Names of the rates that were measured."""
         return self.parts[0].scores if self.parts else SCORES[1:]
 
     def explanation(self) -> str:
-        return f"{self.task} {HEADLINE_SCORE[self.scores[0]]}"
+        return f"{self.question} {HEADLINE_SCORE[self.rates_measured[0]]}"
 
     def size(self, part: Any) -> int:
         """Return the length of a part in tokens, or in what `size_unit` names."""
@@ -223,30 +234,33 @@ class Retrieval(Result):
         return sum(len(part.answers) for part in self.parts if self.size(part) == size)
 
     def rates(self) -> dict[int, float]:
-        """Return the first of the `scores` for each size, over all questions."""
+        """Return the first of the `rates_measured` for each size, over all questions."""
         right: dict[int, float] = {}
         for part in self.parts:
             size = self.size(part)
-            right[size] = right.get(size, 0) + getattr(part, self.scores[0]) * len(part.answers)
+            right[size] = right.get(size, 0) + getattr(part, self.rates_measured[0]) * len(part.answers)
         return {size: right[size] / self.questions(size) for size in sorted(right)}
 
-    def headlines(self) -> list[Headline]:
-        """Return the rate of each size: sizes differ too much for a mean."""
-        names = {n: f"{self.title.lower()}, {COLUMNS[self.scores[0]]}: {n} {self.size_unit}" for n in self.rates()}
-        return [Headline("accuracy", names[n], round(rate, 4)) for n, rate in self.rates().items()]
-
-    def overview(self) -> list[Overview]:
-        """Return the rate of each size with its interval, by `rate_interval`."""
-        rows = []
+    def numbers(self):
+        """Return the rate of each size with its interval: sizes differ too much for a mean."""
+        numbers = []
         for n, rate in self.rates().items():
-            units, interval = self.independent(n), rate_interval(rate, self.independent(n))
-            words = f"{interval[0]:.1%} to {interval[1]:.1%}" if interval else ""
+            units = self.independent(n)
             asked = plural(self.questions(n), "question")
             sample = asked if units == self.questions(n) else f"{asked} about {plural(units, self.drawn)}"
-            name = f"{n:,} {self.size_unit}, {COLUMNS[self.scores[0]]}"
-            rows.append(Overview(name, f"{rate:.1%}", words, sample))
-        return rows
+            name = f"{self.title.lower()}, {COLUMNS[self.rates_measured[0]]}: {n} {self.size_unit}"
+            low, high = rate_interval(rate, units) or (None, None)
+            numbers.append(Number("accuracy", name, round(rate, 4), low, high, sample))
+        return numbers
 
     def score_columns(self) -> tuple[str, ...]:
         """Return headings for the `rates` of the parts."""
-        return tuple(COLUMNS[score] for score in self.scores) if self.parts else ()
+        return tuple(COLUMNS[score] for score in self.rates_measured) if self.parts else ()
+
+
+def check_replies(reader: Any, replies: bool) -> None:
+    """Raise ValueError if the model is to generate and cannot."""
+    if replies and not reader.can_reply:
+        raise ValueError(
+            f"{reader.settings()['model']} has no generate method; measure without replies: replies=False, or --no-replies."
+        )

@@ -14,15 +14,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import entries
-from ..result import Table, plural
-from .answers import SCORES, SUMMARY, Answer, Answers, Retrieval
 from .wording import Frame, Wording
 
 
@@ -151,132 +146,23 @@ def ends_sentence(text: str) -> bool:
     return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # the last three are Chinese and Japanese
 
 
-@dataclass(frozen=True)
-class NeedleCell(Answers):
-    """The answers at one length and depth.
+class Haystacks:
+    """Haystacks of a corpus, which get the needle between two sentences.
 
-    Attributes:
-        length: tokens of prompt and answer together.
-        depth: intended place of the needle, 0 (begin) to 1 (end of the haystack).
-        positions: tokens before the needle in each prompt, BOS included.
-        begins: where each haystack starts in the corpus; None in results of former versions, all of whose depths have
-            the same haystacks.
+    Args:
+        corpus: (N,) ids.
+        pieces: what is put around a haystack.
+        tokenizer: tells by its `decode` where sentences end.
     """
 
-    length: int
-    depth: float
-    positions: Sequence[int]
-    begins: Sequence[int] | None = None
+    def __init__(self, corpus: np.ndarray, pieces: Pieces, tokenizer: Any):
+        self.corpus, self.pieces, self.tokenizer = corpus, pieces, tokenizer
+        self.sentence_ends: dict[int, bool] = {}  # of the ids met so far
 
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_one_each("positions", 0)
-        if self.begins is not None:
-            self.check_one_each("begins", 0)
-
-
-@dataclass(frozen=True)
-class NeedleGrid(Retrieval):
-    """A measured grid of lengths and depths.
-
-    Attributes:
-        cells: one `NeedleCell` per length and depth that was measured, length by length.
-    """
-
-    kind = "needle"
-    title = "Needle in a haystack"
-    task = "One sentence is hidden in a long text, at several depths, and asked for at the end."
-
-    cells: Sequence[NeedleCell]
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self):
-        cells = entries(self.cells, NeedleCell, lambda cell: f"length {cell.length} and depth {cell.depth}")
-        object.__setattr__(self, "cells", cells)
-
-    @property
-    def parts(self) -> Sequence[NeedleCell]:
-        return self.cells
-
-    def haystacks(self, length: int) -> dict[int, list[Answer]]:
-        """Return the answers at a length by their haystacks, each named by where it starts, or by its repeat."""
-        answers: dict[int, list[Answer]] = {}
-        for cell in self.cells:
-            if cell.length == length:
-                for name, answer in zip(cell.begins or range(len(cell.answers)), cell.answers):
-                    answers.setdefault(name, []).append(answer)
-        return answers
-
-    def independent(self, size: int) -> int:
-        return len(self.haystacks(size))
-
-    @property
-    def lengths(self) -> list[int]:
-        """The lengths that were measured, ascending."""
-        return sorted({cell.length for cell in self.cells})
-
-    @property
-    def depths(self) -> list[float]:
-        """The depths that were measured, ascending."""
-        return sorted({cell.depth for cell in self.cells})
-
-    def grid(self, score: str = "match_rate") -> np.ndarray:
-        """Return one score as (depths, lengths) float64, NaN where it was not measured.
-
-        Args:
-            score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
-
-        Raises:
-            ValueError: the score is unknown.
-        """
-        if score not in SCORES:
-            raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
-        lengths, depths = self.lengths, self.depths
-        grid = np.full((len(depths), len(lengths)), np.nan)
-        for cell in self.cells:
-            grid[depths.index(cell.depth), lengths.index(cell.length)] = getattr(cell, score)
-        return grid
-
-    def summary(self) -> str:
-        if not self.cells:
-            return "no length measured"
-        rates = ", ".join(f"{rate:.0%} of {length} tokens" for length, rate in self.rates().items())
-        units = sorted({self.independent(length) for length in self.lengths})
-        drawn = plural(units[0], self.drawn) if len(units) == 1 else f"{units[0]} to {units[-1]} {self.drawn}s"
-        depths = plural(len(self.depths), "depth")
-        return f"{SUMMARY[self.scores[0]]}: {rates}; {depths}, {drawn} for each length{self.interruption}"
-
-    def table(self) -> Table:
-        rows = [
-            (cell.length, f"{cell.depth:.0%}", *(f"{rate:.1%}" for rate in cell.rates().values()), len(cell.answers))
-            for cell in self.cells
-        ]
-        return Table(("length", "depth", *self.score_columns(), "haystacks"), rows)
-
-    def document(self) -> dict[str, Any]:
-        cells = [
-            {"length": c.length, "depth": c.depth, **c.rates(), "positions": c.positions, "answers": c.to_list()}
-            | ({} if c.begins is None else {"begins": c.begins})
-            for c in self.cells
-        ]
-        return {"settings": self.settings, "cells": cells}
-
-    @classmethod
-    def from_document(cls, document: dict[str, Any]) -> NeedleGrid:
-        names = ("answers", "length", "depth", "positions")
-        cells = [
-            NeedleCell.from_list(*(cell[name] for name in names), cell.get("begins")) for cell in document["cells"]
-        ]
-        return cls(cells, document["settings"])
-
-    def plot(
-        self,
-        path: str | PathLike,
-        *,
-        train_length: int | None = None,
-        title: str | None = None,
-        score: str | None = None,
-    ) -> None:
-        from .plot import plot_needle
-
-        plot_needle(self, path, score=score, train_length=train_length, title=title)
+    def prompt(self, length: int, depth: float, begin: int) -> tuple[np.ndarray, int]:
+        """Return the prompt of a haystack that starts at `begin`, and how many of its tokens precede the needle."""
+        haystack = self.corpus[begin : begin + haystack_length(length, self.pieces)]
+        for i in set(haystack.tolist()) - self.sentence_ends.keys():
+            self.sentence_ends[i] = ends_sentence(self.tokenizer.decode([i]))
+        at = insertion_point(np.array([self.sentence_ends[i] for i in haystack.tolist()]), depth)
+        return hide_needle(haystack, at, self.pieces), len(self.pieces.bos) + at

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from typing import Any
 
-from ..result import Overview, Result, Table
+from ..result import Number, Result, Table
 
 
 CAVEAT = (
@@ -172,11 +172,11 @@ class RopeReport(Result):
         details = "; ".join(f"{group.layer_type}: {group.detail}" if several else group.detail for group in decisive)
         return f"{self.verdict} at {self.claimed_context} tokens ({self.claimed_by}): {details}"
 
-    def overview(self) -> list[Overview]:
+    def numbers(self) -> list[Number]:
         negative = sum(group.negative_distances or 0 for group in self.groups)
         needed = sum(group.max_distance + 1 for group in self.groups if group.rope_type)
         sample = f"B_m < 0 at {negative} of {needed} distances"
-        return [Overview(f"at {self.claimed_context} tokens", self.verdict, sample=sample)]
+        return [Number("", f"at {self.claimed_context} tokens", self.verdict, sample=sample)]
 
     def remarks(self) -> list[str]:
         return [*self.notes, self.caveat]

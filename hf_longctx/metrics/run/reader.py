@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
@@ -165,11 +165,7 @@ class LocalReader:
 
     def configured_id(self, name: str) -> int | None:
         """Return the id in the model's config, else in its generation config."""
-        for config in (self.config, getattr(self.model, "generation_config", None)):
-            value = getattr(config, name, None)
-            if value is not None:
-                return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
-        return None
+        return configured_id(name, self.config, getattr(self.model, "generation_config", None))
 
     def cost(self, tokens: int) -> float:
         """Return the cost: attention to n tokens is n * width / matrices times all matrix products of a token."""
@@ -230,6 +226,57 @@ class LocalReader:
         return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
 
 
+class UnloadedModel:
+    """What a configuration says of a model, by which options are checked before weights are loaded. It reads nothing.
+
+    Args:
+        config: of the language model.
+        name: of the model.
+    """
+
+    is_distributed = False
+
+    def __init__(self, config: Any, name: str):
+        self.config, self.name, self.can_reply = config, name, True
+        self.position_limit: int | None = None
+        self.device: str | None = None
+        self.vocab_size: int | float = getattr(config, "vocab_size", None) or math.inf
+        self.claimed_context: int | None = getattr(config, "max_position_embeddings", None)
+
+    def settings(self) -> dict[str, Any]:
+        return {"model": self.name}
+
+    def identity(self) -> dict[str, str]:
+        return {}
+
+    def configured_id(self, name: str) -> int | None:
+        return configured_id(name, self.config)
+
+    def cost(self, tokens: int) -> float:
+        return tokens
+
+    def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Any:
+        raise NotImplementedError
+
+    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
+        raise NotImplementedError
+
+    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
+        raise NotImplementedError
+
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
+        raise NotImplementedError
+
+
+def configured_id(name: str, *configs: Any) -> int | None:
+    """Return the special id of that name in the first configuration that has it."""
+    for config in configs:
+        value = getattr(config, name, None)
+        if value is not None:
+            return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
+    return None
+
+
 def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:
     """Return BOS and EOS as the caller names them, or else as the model is configured, each in place of the other.
 
@@ -249,25 +296,3 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
             raise ValueError(f"{name} is {value!r}, but the model's vocabulary has {reader.vocab_size} ids.")
     assert bos is not None and eos is not None
     return int(bos), int(eos)
-
-
-def check_positions(reader: Reader, tokens: int, what: str, reply: int = 0) -> None:
-    """Warn if an input of so many tokens, named `what`, is longer than the context that a model claims.
-
-    Raises:
-        ValueError: input and reply (of `reply` tokens) are longer than the model's table of positions.
-    """
-    tokens += reply
-    limit, claim = reader.position_limit, reader.claimed_context
-    if limit is not None and tokens > limit:
-        raise ValueError(
-            f"{what} needs {tokens} positions{f', {reply} of them for a reply' if reply else ''}, and the model's "
-            f"position table ends at {limit}. Stay at or below {limit - reply} tokens"
-            + (f", or at {limit} without replies: --no-replies, or generate=False." if reply else ".")
-        )
-    if limit is None and claim is not None and tokens > claim:
-        warnings.warn(
-            f"{what} needs {tokens} positions, more than the {claim} (max_position_embeddings) that the model claims to "
-            "support. It is measured all the same.",
-            stacklevel=3,
-        )

@@ -1,6 +1,14 @@
-"""Checkpoint files of the official HMT code, and of RMT's, whose names it keeps: one pickled state dict."""
+"""Make an HMT folder of a checkpoint file of the official HMT code, or of RMT's, whose names it keeps.
 
+    python -m scripts.convert_hmt weights_700.pth hmt --base facebook/opt-350m --segment-length 990 --sensory-tokens 32
+
+The file is model_weights_*.pth, such as those of OswaldHe123/hmt_pretrained. The folder appears when it is complete.
+"""
+
+import argparse
+import math
 import re
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,10 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from .convert import BACKBONE, OFFICIAL_NAMES, from_official
-from .modeling_hmt import HMTWrapper
+from hf_longctx.corpus import load_tokens
+from hf_longctx.fox.checkpoint_files import new_folder
+from hf_longctx.hmt import HMTWrapper, from_official
+from hf_longctx.hmt.convert import BACKBONE, OFFICIAL_NAMES
 
 
 MEMORY_SIZE = 100  # of the official code, which has it from the command line and in no file
@@ -20,6 +30,50 @@ LORA_ALPHA = 32  # of every training of the official code, whatever the rank
 LORA = re.compile(r"(.*)\.lora_(embedding_)?([AB])\.\w+(?:\.weight)?")
 OF_ARMT = re.compile(r"\.W_m[qkvb]\.")
 OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # in files of old versions of transformers
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Convert a file, and print the perplexity of a text if one is given."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", metavar="FILE", help="file of weights")
+    parser.add_argument("destination", metavar="DST", help="folder to make")
+    parser.add_argument(
+        "--base", required=True, metavar="MODEL", help="folder or Hub name of the model that was wrapped"
+    )
+    parser.add_argument(
+        "--segment-length",
+        type=int,
+        required=True,
+        metavar="TOKENS",
+        help="new tokens of a segment: the official segment_length (1024, 512 or 256), less 2, less num_sensory",
+    )
+    parser.add_argument(
+        "--sensory-tokens", type=int, required=True, metavar="TOKENS", help="official num_sensory, 32; 0 for RMT"
+    )
+    parser.add_argument(
+        "--memory-size", type=int, default=MEMORY_SIZE, metavar="N", help="official mem_recall_context (default: 100)"
+    )
+    parser.add_argument(
+        "--text", metavar="TEXT", help="file whose perplexity is printed, as published and without looking ahead"
+    )
+    args = parser.parse_args(argv)
+    sizes = {name: getattr(args, name) for name in ("segment_length", "sensory_tokens", "memory_size")}
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(args.base)
+        if not tokenizer("word", add_special_tokens=False)["input_ids"]:  # an empty one, made of config.json
+            tokenizer = None
+    except (OSError, ValueError):
+        tokenizer = None
+    if tokenizer is None and args.text is not None:
+        raise ValueError(f"--text needs a tokenizer, and {args.base} has none that can be loaded.")
+    with new_folder(Path(args.destination)) as folder:
+        model = load_official(args.source, args.base, **sizes).eval()
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    print(f"wrote {args.destination}" + " without a tokenizer, as its base has none" * (tokenizer is None))
+    if args.text is not None:
+        print_perplexity(model, tokenizer, args.text)
 
 
 def load_official(
@@ -147,4 +201,19 @@ def same(weights, *ends):
     return len(tensors) < len(ends) or torch.equal(*tensors)
 
 
-__all__ = ["load_official"]
+def print_perplexity(model, tokenizer, text: str) -> None:
+    """Print the perplexity of a text in both modes that have the published parameters."""
+    ids = torch.as_tensor(load_tokens(tokenizer, text).tokens)[None].long()
+    model.config.loss_scope = "all"
+    for mode, words in {"paper": "as published, looking ahead", "three_pass": "without looking ahead"}.items():
+        model.config.recall_mode = mode
+        with torch.no_grad():
+            loss = model(ids, labels=ids, logits_to_keep=1).loss
+        print(f"perplexity of {ids.shape[1]:,} tokens, {mode} ({words}): {math.exp(loss):.4g}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")

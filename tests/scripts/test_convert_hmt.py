@@ -10,8 +10,8 @@ from mistakes import refused
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, OPTForCausalLM
 
-from hf_longctx import cli
-from hf_longctx.hmt import HMTConfig, HMTWrapper, load_official, official_parameters
+from hf_longctx.hmt import HMTConfig, HMTWrapper, official_parameters
+from scripts.convert_hmt import load_official, main
 
 
 SIZES = {"segment_length": 8, "sensory_tokens": 3}
@@ -64,20 +64,22 @@ def test_the_command_makes_a_folder_with_the_logits_of_the_authors(case, golden,
     sizes = {"--segment-length": info["L"], "--sensory-tokens": info["k"], "--memory-size": info.get("N")}
     options = [word for name, size in sizes.items() if size is not None for word in (name, str(size))]
     options += ["--base", str(tmp_path / "base")]
-    command = ["convert", str(tmp_path / "model.pth"), str(tmp_path / "hmt"), "--from", "hmt", *options]
-    assert cli.main(command) == 0 and "without a tokenizer" in capsys.readouterr().out
+    command = [str(tmp_path / "model.pth"), str(tmp_path / "hmt"), *options]
+    main(command)
+    assert "without a tokenizer" in capsys.readouterr().out
     hmt = AutoModelForCausalLM.from_pretrained(tmp_path / "hmt")
     assert type(hmt) is HMTWrapper and hmt.config.recall_mode == "paper" and hmt.config.recall == info["recall"]
     logits = hmt(tensors["inputs/input_ids"]).logits
     torch.testing.assert_close(logits, tensors["expected/logits"], atol=2e-5, rtol=0)
-    assert cli.main(command) == 2, "a second time, over the first"
+    with pytest.raises(ValueError, match="exists and is not an empty folder"):
+        main(command)
 
 
 def test_the_perplexity_of_a_text_in_both_modes(model, base, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("She looked at him, and he looked at her. " * 8)
     source = official_file(tmp_path / "model_weights_0.pth", model)
-    command = ["convert", str(source), str(tmp_path / "hmt"), "--from", "hmt", "--base", str(base), *OPTIONS]
-    assert cli.main([*command, "--text", str(tmp_path / "text.txt")]) == 0
+    command = [str(source), str(tmp_path / "hmt"), "--base", str(base), *OPTIONS]
+    main([*command, "--text", str(tmp_path / "text.txt")])
     ids = AutoTokenizer.from_pretrained(tmp_path / "hmt")(
         (tmp_path / "text.txt").read_text(), return_tensors="pt", add_special_tokens=False
     )
@@ -134,16 +136,6 @@ def changing(**changed):
     return mistake
 
 
-def with_settings(*options):
-    def mistake(model, base, path):
-        from hf_longctx.cli import parser
-
-        args = parser().parse_args(["convert", str(official_file(path, model)), str(path.parent / "new"), *options])
-        args.run(args)
-
-    return mistake
-
-
 def of_another_base(model, base, path):
     tiny_llama(vocab_size=61).config.save_pretrained(base)
     load_official(official_file(path, model), base, **SIZES)
@@ -162,8 +154,6 @@ MISTAKES = [
     refused("no projection", changing(**{"cross_attn.wk.weight": None}), r"missing \['cross_attn.wk.weight'\]"),
     refused("an absent tensor", changing(**{NORM: None}), r"missing keys: model\.norm\.weight\); name the model"),
     refused("another base", of_another_base, "does not hold the weights of .*mismatched keys"),
-    refused("no settings", with_settings("--from", "hmt"), "needs --base, --segment-length and --sensory-tokens"),
-    refused("settings of nothing", with_settings("--from", "fla", "--base", "x"), "--base: for --from hmt only"),
 ]
 
 

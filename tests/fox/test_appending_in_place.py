@@ -11,7 +11,7 @@ from torch.func import functional_call, jvp
 from transformers import DynamicCache, StaticCache
 
 from hf_longctx.fox import FoxConfig, PrunedCache, inputs_fox
-from hf_longctx.fox.growing_fox import FREE, Growing
+from hf_longctx.fox.state_fox import FREE, Growing
 
 
 def saved(x):

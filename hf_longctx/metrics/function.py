@@ -1,0 +1,45 @@
+"""The Python function of a task, made of its class."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from .task import Subject, Task, options
+
+
+def function(task: type[Task]) -> Callable[..., Any]:
+    """Return the Python function of a task: `measure(model, [tokenizer,] [tokens,] *, ..., run=None)`.
+
+    Its keywords are the options of the task, and those of `Subject` but for `context`.
+    """
+    data = ["model", *["tokenizer"] * task.asks, *["tokens"] * task.reads_text]
+    kept = [p for p in inspect.signature(Subject).parameters.values() if p.name not in (*data, "context", "tokens")]
+    of_task = [entry.name for entry in options(task)]
+    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in data]
+    parameters += [
+        inspect.Parameter(entry.name, inspect.Parameter.KEYWORD_ONLY, default=entry.default) for entry in options(task)
+    ]
+    parameters += [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in kept]
+    parameters.append(inspect.Parameter("run", inspect.Parameter.KEYWORD_ONLY, default=None))
+    signature = inspect.Signature(parameters)
+
+    def measure(*arguments: Any, **keywords: Any) -> Any:
+        from .run.runner import run as run_task  # imports PyTorch
+
+        given = signature.bind(*arguments, **keywords).arguments
+        run, chosen = given.pop("run", None), {name: given.pop(name) for name in of_task if name in given}
+        return run_task(task(**chosen), Subject(**given), run)
+
+    lines = [f"    {entry.name}: {entry.help}." for entry in options(task)]
+    measure.__doc__ = (
+        f"{inspect.getdoc(task)}\n\nArgs:\n    model, {', '.join([*data[1:], *(p.name for p in kept)])}: see `Subject`.\n"
+        + "\n".join(lines)
+        + "\n    run: journal, memory budget and progress bar; see `Run`.\n\nReturns:\n"
+        f"    `{task.result.__name__}`. An exception that ends the run early has it as its attribute `result`.\n\n"
+        "Raises:\n    ValueError: an argument does not fit, which is raised before the model runs; or nothing could be "
+        "measured, or a\n        logit is NaN.\n"
+    )
+    measure.__signature__ = signature  # ty: ignore[missing-attribute]
+    return measure

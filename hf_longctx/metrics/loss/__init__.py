@@ -1,1 +1,0 @@
-"""The loss of each token, given those before it."""

@@ -1,0 +1,250 @@
+"""Run a task on a subject: journal, several processes, progress, and what is left after an interruption."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from tqdm.auto import tqdm
+
+from ... import __version__
+from ..checks import check_kind, whole_number
+from ..task import Answered, Key, Missing, Predict, Request, Score, Subject, Task, TaskResult, Trial
+from . import distributed
+from .engine import TOKENS_PER_PASS, Unreadable
+from .journal import Journal
+from .model import size_and_hardware
+from .reader import Reader
+
+
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # counts cost, not trials: long inputs are slow
+OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
+VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Options of a run that change the numbers by rounding at most.
+
+    Where torch.distributed is initialized (`torchrun`, `accelerate launch`), every process, with its own copy of the
+    model, measures a share, and all return the whole result. An exception that ends a run once measuring has begun,
+    also KeyboardInterrupt, has an attribute `result`: what was measured until then, or None.
+
+    Attributes:
+        journal: path of a file that gets a line for every finished trial. Given again after a crash, the run resumes
+            there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no file.
+        tokens_per_pass: memory budget: most tokens in a forward pass, see `engine.Engine`.
+        progress: show a progress bar, in work to do: long inputs count for more than their tokens.
+
+    Raises:
+        ValueError: tokens_per_pass is below 1, or progress is neither True nor False.
+    """
+
+    journal: str | os.PathLike | None = None
+    tokens_per_pass: int | None = None
+    progress: bool = False
+
+    def __post_init__(self):
+        if self.tokens_per_pass is not None:
+            whole_number("tokens_per_pass", self.tokens_per_pass, 1)
+        check_kind(bool, progress=self.progress)
+
+
+def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
+    """Measure, and return the result of the task.
+
+    Raises:
+        ValueError: an option does not fit, which is raised before the model runs; or nothing could be measured, the
+            journal is of another run, or a logit is NaN.
+        BaseException: whatever ends the run early, with an attribute `result`: what was measured until then.
+    """
+    run, reader = run or Run(), subject.reader
+    rank, subject.processes = distributed.rank_and_world_size(reader)
+    task = task.on(subject)
+    depends_on, labels = task.settings()
+    longest = max(task.trials({}), key=lambda trial: trial.tokens)
+    check_claim(reader, longest.tokens)
+    with open_journal(task, depends_on, run, rank) as journal, progress_bar(task, run, rank) as bar:
+        failure = read_all(task, run, journal, bar, rank)
+    outcome = result_of(task, journal.done, depends_on | labels | facts(reader, run), failure)
+    if failure is None and not outcome.measured:
+        failure = not_measured(outcome)
+    if failure is None:
+        return outcome
+    failure.result = outcome if outcome.measured or outcome.missing else None  # ty: ignore[missing-attribute]
+    told = outcome.summary() if outcome.measured else "nothing had been measured"
+    failure.add_note(f"What had been measured is in this error's .result: {told}")
+    raise failure
+
+
+def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> BaseException | None:
+    """Measure all trials that the task asks for, and return what ended the run early, or None.
+
+    Afterwards `journal.done` has what all processes have measured.
+    """
+    subject, failure = task.subject, None
+    typical = first_ids(task.requests(min(task.trials({}), key=lambda trial: trial.tokens).key)[0])
+    typical = typical[: subject.reader.position_limit]
+    try:
+        journal.done, _ = distributed.exchange(journal.done, None, subject.processes)
+        with subject.reader.reading(typical, run.tokens_per_pass):
+            while trials := unread(task, journal.done):
+                place = (rank + len(journal.done) // subject.processes) % subject.processes  # in turn, round by round
+                try:
+                    measure(task, share(trials, subject.reader, place, subject.processes), journal, bar)
+                except Exception as error:
+                    failure = error
+                journal.done, failure = distributed.exchange(journal.done, failure, subject.processes)
+                if failure is not None:
+                    return failure
+    except BaseException as error:
+        failure = error
+    return failure
+
+
+def open_journal(task: Task, depends_on: dict[str, Any], run: Run, rank: int) -> Journal:
+    """Open the journal of this process."""
+    reader, settings = task.subject.reader, {"metric": task.result.kind, **depends_on}
+    if task.subject.processes > 1:
+        settings |= {"process": rank, "processes": task.subject.processes}
+    if run.journal is None:
+        return Journal(None, settings)
+    return Journal(f"{run.journal}.{rank}" if rank else run.journal, settings | reader.identity())
+
+
+def progress_bar(task: Task, run: Run, rank: int) -> tqdm:
+    return tqdm(desc=task.name, bar_format=BAR, total=0, smoothing=0, disable=not run.progress or rank > 0)
+
+
+def check_claim(reader: Reader, tokens: int) -> None:
+    """Warn if the longest input is longer than the context that the model claims."""
+    claimed = reader.claimed_context
+    if reader.position_limit is None and claimed is not None and tokens > claimed:
+        warnings.warn(
+            f"the longest input needs {tokens} positions, more than the {claimed} (max_position_embeddings) that the model "
+            "claims to support. It is measured all the same.",
+            stacklevel=4,
+        )
+
+
+def facts(reader: Reader, run: Run) -> dict[str, Any]:
+    """Return settings that change a number by rounding at most."""
+    tokens_per_pass = run.tokens_per_pass
+    if tokens_per_pass is None and reader.device is not None:
+        tokens_per_pass = TOKENS_PER_PASS["cpu" if reader.device == "cpu" else "accelerator"]
+    how = {"device": reader.device, "tokens_per_pass": tokens_per_pass, "versions": VERSIONS, **reader.identity()}
+    return how | size_and_hardware(getattr(reader, "model", None), reader.device)
+
+
+def unread(task: Task, entries: dict[Key, Any]) -> list[Trial]:
+    """Return the trials that the task asks for and that have no score."""
+    scores = {key: Missing.of(entry) for key, entry in entries.items()}
+    return [trial for trial in task.trials(scores) if trial.key not in scores]
+
+
+def result_of(
+    task: Task, entries: dict[Key, Any], settings: dict[str, Any], failure: BaseException | None = None
+) -> TaskResult:
+    """Make the result of the trials that the task asks for; a journal may have others too."""
+    scores = {key: Missing.of(entry) for key, entry in entries.items()}
+    trials = [trial.key for trial in task.trials(scores)]
+    measured = {key: scores[key] for key in trials if key in scores and not isinstance(scores[key], Missing)}
+    missing = {key: str(scores[key]) for key in trials if isinstance(scores.get(key), Missing)}
+    if failure is not None:
+        missing |= dict.fromkeys([key for key in trials if key not in scores], "interrupted")
+        settings = settings | {"interrupted": describe(failure)}
+    measured, missing = task.summarize(measured, missing)
+    return task.result(measured, settings, missing)
+
+
+def not_measured(outcome: TaskResult) -> Exception:
+    """Return the error of a run that measured nothing: a mistake, if only the positions do not reach."""
+    reasons = [*dict.fromkeys(outcome.missing.values())]
+    kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else Unreadable
+    return kind(f"nothing could be measured: {'; '.join(reasons)}.")
+
+
+def describe(failure: BaseException) -> str:
+    """Describe what ended a run, in one line."""
+    if isinstance(failure, KeyboardInterrupt):
+        return "Ctrl-C"
+    return (str(failure) or type(failure).__name__).splitlines()[0][:200]
+
+
+def measure(task: Task, trials: list[Trial], journal: Journal, bar: tqdm) -> None:
+    """Read and score trials, and write each score into the journal as soon as it is known."""
+    costs = {trial.key: trial.inputs * task.subject.reader.cost(trial.tokens) for trial in trials}
+    bar.total = (bar.total or 0) + sum(costs.values())
+    for trial in trials:
+        bar.set_postfix_str(f"{trial.key}: {trial.tokens:,} tokens")
+        journal.append(trial.key, measure_one(task, trial))
+        bar.update(costs[trial.key])
+
+
+def measure_one(task: Task, trial: Trial) -> Any:
+    """Return the score of a trial, or the reason why it cannot be read."""
+    subject, limit = task.subject, task.subject.reader.position_limit
+    if limit is not None and trial.tokens > limit:
+        return {"missing": f"beyond the model's {limit} positions"}
+    try:
+        responses = [answer(subject.reader, request, subject.tokenizer) for request in task.requests(trial.key)]
+    except Unreadable as error:
+        return {"missing": str(error)}
+    except NotFinite as error:
+        raise ValueError(f"{task.name}, trial {trial.key}: {error} {OVERFLOW}") from None
+    return task.score(trial.key, responses)
+
+
+class NotFinite(ValueError):
+    """The logits at a position are NaN or infinite."""
+
+
+def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
+    """Let a model answer one request."""
+    if isinstance(request, Predict):
+        predictions, positions = reader.predict(*request), request.positions
+        bad = np.argwhere(predictions == -1)
+        if len(bad):
+            raise NotFinite(f"input {bad[0][0]}: the logits at position {positions[bad[0][1]]} are NaN.")
+        return predictions == request.rows[:, positions.start + 1 : positions.stop + 1]
+    if isinstance(request, Score):
+        return score(reader, request.ids, request.first)[0]
+    ids = np.concatenate([request.prompt, request.answer])
+    log_probs, best = score(reader, ids, len(request.prompt), finite=False)
+    exact, reply = bool((best == request.answer).all()), None
+    if request.reply:
+        reply = tokenizer.decode(request.answer) if exact else reader.reply(request.prompt, request.reply, tokenizer)
+    return Answered(float(max(log_probs.sum(), -1e9)), exact, reply)  # JSON has no infinity
+
+
+def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Return the log-probabilities of ids[first:], and the likeliest ids in their places."""
+    log_probs, best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1))
+    bad = np.flatnonzero(~np.isfinite(log_probs) if finite else np.isnan(log_probs))
+    if len(bad):
+        raise NotFinite(
+            f"the log-probability of token {first + bad[0]} is {log_probs[bad[0]]}: the logits at position "
+            f"{first + bad[0] - 1} are not finite."
+        )
+    return log_probs, best
+
+
+def first_ids(request: Request) -> np.ndarray:
+    """Return a typical input: the first one of a request."""
+    if isinstance(request, Predict):
+        return request.rows[0]
+    return request.ids[:-1] if isinstance(request, Score) else request.prompt
+
+
+def share(trials: list[Trial], reader: Reader, rank: int, processes: int) -> list[Trial]:
+    """Return the trials of this process: the costliest are dealt out first, to the process with the least to do."""
+    loads, owner = [0.0] * processes, {}
+    for trial in sorted(trials, key=lambda trial: -trial.inputs * reader.cost(trial.tokens)):
+        owner[trial.key] = loads.index(min(loads))
+        loads[owner[trial.key]] += trial.inputs * reader.cost(trial.tokens)
+    return [trial for trial in trials if owner[trial.key] == rank]

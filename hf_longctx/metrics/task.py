@@ -1,0 +1,461 @@
+"""What a metric is: a `Task` says what a model reads and how that is scored, a `TaskResult` what the scores mean.
+
+    @dataclass(frozen=True)
+    class Repeats(Task):
+        '''Measure how much of a random sequence a model predicts right when it reads the sequence again.'''
+
+        name, result, reads_text = "repeats", RepeatsResult, False
+        lengths: list[int] = option([32, 128], "tokens of the sequence", least=2)
+
+        def trials(self, scores):
+            return [Trial(n, 2 * n) for n in self.lengths]
+
+        def requests(self, n):
+            ids = np.tile(self.sequence(n), 2)
+            return [Predict(ids[None], 0, range(n, 2 * n - 1))]
+
+        def score(self, n, responses):
+            return int(responses[0].sum())
+
+    repeats = function(Repeats)
+
+`run.runner.run` reads the requests and makes the result. The Python function, the command, the task of lm-eval, the
+section of a report and the entry of a model card follow from these two classes. This file runs no model, and imports
+neither PyTorch nor scipy.special, so that the command line can ask it for options.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from .checks import check_kind, check_token_ids, numbers, tokenizer_name, whole_number
+from .result import Result
+from .run.journal import content_hash
+
+
+if TYPE_CHECKING:
+    from .run.reader import Reader
+
+NO_CLAIM = 4096  # context in tokens where a model claims none
+Key = Any  # of a trial: a number, a text, or a tuple of these
+
+
+# What a model reads --------------------------------------------------------------------------------------------------
+
+
+class Predict(NamedTuple):
+    """Greedy predictions at `positions` of rows of one length, (R, T) int64.
+
+    The response is whether each prediction is the next id of its row, (R, len(positions)) bool. Rows may share their
+    first `prefix` ids, which are then read once.
+    """
+
+    rows: np.ndarray
+    prefix: int
+    positions: range
+
+
+class Score(NamedTuple):
+    """Log-probabilities of `ids[first:]`, each given all ids before it.
+
+    The response is (T - first,) float64, in nats.
+    """
+
+    ids: np.ndarray
+    first: int
+
+
+class Ask(NamedTuple):
+    """A question whose answer is known. The response is an `Answered`.
+
+    `reply` is how many tokens the model may generate where its likeliest tokens are not the answer; 0 for none.
+    """
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    reply: int
+
+
+class Answered(NamedTuple):
+    """The log-probability of an answer, whether all its tokens are the likeliest, and the generated text or None."""
+
+    log_prob: float
+    exact: bool
+    reply: str | None
+
+
+Request = Predict | Score | Ask
+
+
+class Trial(NamedTuple):
+    """What is read, scored, kept in the journal and given to a process as a whole.
+
+    Attributes:
+        key: its name in the journal and in the result.
+        tokens: positions that its longest input takes, with the generated text.
+        inputs: number of inputs, for the progress bar.
+    """
+
+    key: Key
+    tokens: int
+    inputs: int = 1
+
+
+class Missing(str):
+    """The reason why a trial has no score."""
+
+    @classmethod
+    def of(cls, entry: Any) -> Any:
+        """Return the score that an entry of a journal holds, or the reason for its absence."""
+        return cls(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
+
+
+# Options -------------------------------------------------------------------------------------------------------------
+
+
+def option(
+    default: Any,
+    text: str,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    choices: Sequence[str] = (),
+    selects: bool = False,
+) -> Any:
+    """Make a field of a task, which is also an option of its function and its command.
+
+    Args:
+        default: None where `prepare` chooses by the model and the text.
+        text: the help, a noun phrase. The command line adds the default.
+        least, most: bounds of a number, or of each number of a list. A list must ascend.
+        choices: the values that it may have.
+        selects: whether it only says which trials are read, so that a journal can be resumed with another value.
+    """
+    metadata = {"help": text, "least": least, "most": most, "choices": tuple(choices), "selects": selects}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class Option(NamedTuple):
+    """A field of a task, as the command line and the checks see it.
+
+    `kind` is the type of the value, or of each value of a list; `np.ndarray` stands for the token ids of a text.
+    """
+
+    name: str
+    kind: type
+    listed: bool
+    default: Any
+    help: str
+    least: float | None
+    most: float | None
+    choices: tuple[str, ...]
+    selects: bool
+
+    def check(self, value: Any) -> Any:
+        """Return the value in plain types; raise ValueError if it does not fit."""
+        if value is None and self.default is None:
+            return None
+        if not self.listed:
+            return self.check_one(value)
+        values = [self.check_one(one) for one in numbers(self.name, value)]
+        if not values or any(a >= b for a, b in pairwise(values)):
+            raise ValueError(
+                f"{self.name} must be one or more numbers in strictly ascending order, got {values}. Give each once, and "
+                "the smallest first."
+            )
+        return values
+
+    def check_one(self, value: Any) -> Any:
+        """Return a value, or one of a list, in plain types."""
+        if self.kind is np.ndarray:
+            return value
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}.")
+        if self.kind is int:
+            value = whole_number(self.name, value)
+        elif self.kind is float and not isinstance(value, bool) and hasattr(value, "__float__"):
+            value = float(value)
+        if not isinstance(value, self.kind):
+            kinds: dict[type, str] = {bool: "True or False", str: "a text", float: "a number"}
+            raise ValueError(f"{self.name} must be {kinds[self.kind]}, got {value!r}.")
+        low, high = self.least, self.most
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{self.name} must be {bounds}, got {value}.")
+        return value
+
+
+def options(task: type[Task]) -> list[Option]:
+    """Return the options of a task, in the order of its fields."""
+    hints, found = get_type_hints(task), []
+    for entry in dataclasses.fields(task):
+        hint: Any = hints[entry.name]
+        if get_origin(hint) is types.UnionType:
+            (hint,) = (kind for kind in get_args(hint) if kind is not types.NoneType)
+        listed = get_origin(hint) is list
+        factory = entry.default_factory
+        default = entry.default if factory is dataclasses.MISSING else factory()
+        found.append(Option(entry.name, get_args(hint)[0] if listed else hint, listed, default, **entry.metadata))
+    return found
+
+
+# Subject, task, result -----------------------------------------------------------------------------------------------
+
+
+class Subject:
+    """A model, its tokenizer and a text: what a task is run on.
+
+    Args:
+        model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such
+            as `ServedModel`.
+        tokenizer: that of the model. Tasks that ask no questions in words need none, and then also take its name.
+        tokens: the text, a flat sequence of ids, encoded without special tokens.
+        context: longest input to measure with, in tokens. Default: the context that the model claims, else 4096.
+        bos_token_id, eos_token_id: default to those of the tokenizer, then of the model's configuration, each in place
+            of the other.
+        corpus_name, train_length: name of the text and context length of the training, in tokens, for the settings.
+
+    Raises:
+        ValueError: an argument does not fit, or there is neither a BOS nor an EOS.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        tokens: Any = None,
+        *,
+        context: int | None = None,
+        bos_token_id: int | None = None,
+        eos_token_id: int | None = None,
+        corpus_name: str | None = None,
+        train_length: int | None = None,
+    ):
+        from .run.reader import reader_for, special_ids  # imports PyTorch
+
+        self.reader: Reader = reader_for(model)
+        self.tokenizer, self.tokenizer_name = tokenizer, None
+        if tokenizer is not None:
+            self.tokenizer_name = tokenizer_name(tokenizer, or_name=True)
+        self.tokens = None if tokens is None else check_token_ids(tokens, "tokens", self.reader.vocab_size)
+        check_kind(str | None, corpus_name=corpus_name)
+        self.labels = {"corpus": corpus_name, "train_length": train_length}
+        self.labels = {name: value for name, value in self.labels.items() if value is not None}
+        if train_length is not None:
+            self.labels["train_length"] = whole_number("train_length", train_length, 1)
+        self.limit = context
+        self.claimed = self.reader.claimed_context if context is None else whole_number("context", context, 1)
+        self.context = self.claimed or NO_CLAIM
+        bos = getattr(tokenizer, "bos_token_id", None) if bos_token_id is None else bos_token_id
+        eos = getattr(tokenizer, "eos_token_id", None) if eos_token_id is None else eos_token_id
+        self.bos, self.eos = special_ids(self.reader, bos, eos)
+        self.processes = 1  # the runner sets it
+
+    @property
+    def text(self) -> np.ndarray:
+        """The ids of the text, (N,) int64; ValueError if there is none."""
+        if self.tokens is None:
+            raise ValueError("tokens must be the ids of a text, got None. Encode one without special tokens.")
+        return self.tokens
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text without special tokens."""
+        if not callable(self.tokenizer):
+            raise ValueError(f"tokenizer must be the tokenizer of the model, got {self.tokenizer!r}.")
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def settings(self, reads_text: bool) -> dict[str, Any]:
+        """Return what the numbers depend on: model, tokenizer, special ids and text."""
+        settings = self.reader.settings() | {"tokenizer": self.tokenizer_name}
+        settings |= {"bos_token_id": self.bos, "eos_token_id": self.eos}
+        if reads_text:
+            settings |= {"corpus_tokens": len(self.text), "corpus_sha256": content_hash(self.text)}
+        return settings
+
+
+@dataclass(frozen=True)
+class Task:
+    """How something is measured. A subclass is a frozen dataclass of `option`s, whose docstring is the help.
+
+    Attributes:
+        name: of the command, and of the files of a report.
+        result: class of the result.
+        reads_text: whether it needs a text.
+        asks: whether it asks in words, and so needs a tokenizer.
+        examples: words of the command line, a line for each example, without `hf-longctx`.
+        tasks: all tasks, by their names.
+        subject: what the task is run on. `on` sets it.
+    """
+
+    name: ClassVar[str]
+    result: ClassVar[type[TaskResult]]
+    reads_text: ClassVar[bool] = True
+    asks: ClassVar[bool] = False
+    examples: ClassVar[str] = ""
+    tasks: ClassVar[dict[str, type[Task]]] = {}
+    subject: ClassVar[Subject]
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...  # what `fill` sets
+
+    def __init_subclass__(cls, **keywords):
+        super().__init_subclass__(**keywords)
+        Task.tasks[cls.name] = cls
+
+    def __post_init__(self):
+        self.fill(**{entry.name: entry.check(getattr(self, entry.name)) for entry in options(type(self))})
+
+    @classmethod
+    def in_report(cls, **arguments: Any) -> Self:
+        """Return the task as a report measures it; `arguments` are `seed` and `repeats` of the report."""
+        return cls(**{entry.name: arguments["seed"] for entry in options(cls) if entry.name == "seed"})
+
+    def fill(self, **values: Any) -> None:
+        """Set fields or attributes, in `prepare`; the task is frozen for everybody else."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def on(self, subject: Subject) -> Self:
+        """Return a copy that knows its subject and has no open options; raise ValueError if they do not fit."""
+        task = copy.copy(self)
+        task.fill(subject=subject)
+        task.prepare()
+        return task
+
+    def prepare(self) -> None:
+        """Choose what was left open, by the subject, and raise ValueError where it does not suit the task."""
+
+    def trials(self, scores: dict[Key, Any]) -> list[Trial]:
+        """Return the trials that are needed, as far as `scores` tell; the run ends when all of them have a score.
+
+        Most tasks ignore the scores. An adaptive one returns those that it has asked for so far, and the next ones: it
+        is called again after each round. The score of a trial that could not be read is a `Missing`.
+        """
+        raise NotImplementedError
+
+    def requests(self, key: Key) -> list[Request]:
+        """Return what is read in a trial."""
+        raise NotImplementedError
+
+    def score(self, key: Key, responses: list[Any]) -> Any:
+        """Return the score of a trial, as JSON values."""
+        raise NotImplementedError
+
+    def summarize(self, scores: dict[Key, Any], missing: dict[Key, str]) -> tuple[dict, dict]:
+        """Return scores and reasons as a result has them: unchanged, unless a mean says the same in fewer numbers."""
+        return scores, missing
+
+    def uses_text(self) -> bool:
+        """Return whether these options need the text."""
+        return self.reads_text
+
+    def facts(self) -> dict[str, Any]:
+        """Return further settings that the numbers depend on."""
+        return {}
+
+    def labels(self) -> dict[str, Any]:
+        """Return further settings that change no number."""
+        return {}
+
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the settings that a trial's score depends on, and the others."""
+        fields = {
+            entry.name: getattr(self, entry.name) for entry in options(type(self)) if entry.kind is not np.ndarray
+        }
+        fields = {name: value for name, value in fields.items() if value is not None}
+        selected = [entry.name for entry in options(type(self)) if entry.selects and entry.name in fields]
+        selecting = {name: fields.pop(name) for name in selected}
+        depends = {**self.subject.settings(self.uses_text()), **fields, **self.facts()}
+        return depends, selecting | self.subject.labels | self.labels()
+
+
+@dataclass(frozen=True)
+class TaskResult(Result):
+    """The scores of the trials of a task, and what follows from them.
+
+    A subclass sets `kind` and `title` and defines `explanation`, `numbers`, `table` and `draw`.
+
+    Attributes:
+        scores: by the keys of the trials, as JSON values.
+        settings: how they were measured.
+        missing: why a trial has no score, by its key.
+        inches: width and height of the figure.
+    """
+
+    version = 2
+    inches: ClassVar[tuple[float, float]] = (6.6, 5)
+
+    scores: dict[Key, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    missing: dict[Key, str] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.check()
+
+    def check(self) -> None:
+        """Raise ValueError for scores that no measurement gives."""
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.scores)
+
+    def summary(self) -> str:
+        return self.with_gaps(self.in_words() if self.scores else "nothing measured")
+
+    def in_words(self) -> str:
+        """Return what was measured, in one line."""
+        return ", ".join(f"{number.name}: {number.interval() or number.value}" for number in self.numbers())
+
+    def with_gaps(self, text: str) -> str:
+        """Return the text with what was not measured, and with what ended the run early."""
+        for reason in dict.fromkeys(self.missing.values()):
+            keys = [key for key, why in self.missing.items() if why == reason]
+            text += f"; {self.span(keys)} not measured: {reason}"
+        return text + self.interruption
+
+    def span(self, keys: list[Key]) -> str:
+        """Name trials, such as "3 lengths from 8 to 64"."""
+        return f"{keys[0]}" if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
+
+    def draw(self, figure: Any, title: str, train_length: int | None) -> None:
+        """Draw the result with its title into an empty figure of matplotlib; see `style`."""
+        raise NotImplementedError
+
+    def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options: Any) -> None:
+        from . import style
+
+        if not self.measured:
+            raise ValueError("the result must have something to draw; nothing was measured.")
+        style.check_train_length(train_length)
+        figure = style.figure(*self.inches)
+        self.draw(figure, title or style.heading(self), train_length, **options)
+        style.save(figure, path)
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "settings": self.settings,
+            "numbers": [number._asdict() for number in self.numbers()],
+            "scores": [*self.scores.items()],
+            "missing": [*self.missing.items()],
+        }
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Self:
+        scores, missing = ({as_key(key): value for key, value in document[name]} for name in ("scores", "missing"))
+        return cls(scores, document["settings"], missing)
+
+
+def as_key(key: Any) -> Key:
+    """Return a key as it was before JSON made a list of a tuple."""
+    return tuple(key) if isinstance(key, list) else key

@@ -1,0 +1,279 @@
+"""Line retrieval: many lines with a name and a number each, and a question for the number of one of them.
+
+As in the line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, so that
+models without instruction tuning know what to do.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import product
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from ..checks import check_token_ids, entries
+from ..function import function
+from ..result import Table, plural
+from ..retrieval.answers import REPLY_MARGIN, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_number
+from ..retrieval.haystack import split_encoding
+from ..retrieval.wording import Frame, chat_frame
+from ..task import Ask, Task, Trial, option
+
+
+LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
+
+ADJECTIVES = (
+    "able amber ample arid basic bold brave brief bright broad calm cheap clean clear clever close cold cool curly damp "
+    "dark deep dense dim dry dull eager early easy empty exact faint fair fast fine firm flat fresh full gentle glad grand "
+    "great green happy hard heavy high honest huge idle kind large late lazy lean level light little lively local lonely "
+    "long loose loud loyal lucky major mellow merry mild minor modern narrow neat new noble odd old open pale plain polite "
+    "proud quick quiet rapid rare ready rich round rough royal safe sharp short shy silent simple slow small smart smooth "
+    "soft solid spare steep still strict strong sunny sweet swift tall tame tidy tiny tough vast warm wide wild wise young"
+)
+NOUNS = (
+    "anchor apple arrow autumn badge barrel basket beach bell bench bird blanket boat book bottle branch bridge brush "
+    "bucket button cabin camel candle carpet castle chair cherry circle cloud coat copper corner cotton cradle crown cup "
+    "desk door dragon drum eagle engine fabric feather fence field finger flag flute forest fountain garden gate glove "
+    "guitar hammer harbor hat helmet hill horse house island jacket jar jungle kettle key ladder lake lamp leaf lemon "
+    "letter lion lock maple market meadow mirror moon mountain needle nest oak ocean onion orange paddle paper parrot "
+    "pencil pepper piano pillow planet pocket pond pumpkin rabbit ribbon river road rocket roof rope saddle sail sandal "
+    "school shell ship silver sky spoon spring stable star stone table tiger tower train tree tunnel valley violin wagon"
+)
+NAMES = ["-".join(pair) for pair in product(ADJECTIVES.split(), NOUNS.split())]
+
+
+class Record(NamedTuple):
+    """One record and the question about it."""
+
+    text: str
+    question: str
+    answer: str  # follows the question
+    number: int
+    asked_line: int  # counted from 0
+
+
+def draw_record(lines: int, seed: int, repeat: int) -> Record:
+    """Draw a record of `lines` lines; the same for the same three numbers.
+
+    Raises:
+        ValueError: fewer than one line, or more than there are names for.
+
+    >>> print(draw_record(2, 0, 0).text.splitlines()[-1].split()[2:4])
+    ['REGISTER_CONTENT', 'is']
+    """
+    if not 1 <= lines <= len(NAMES):
+        raise ValueError(f"a record has from 1 to {len(NAMES)} lines, got {lines}.")
+    rng = random.Random(f"{seed} {lines} {repeat}")
+    names = rng.sample(NAMES, lines)
+    numbers = [rng.randint(1, LARGEST) for _ in names]
+    asked_line = rng.randrange(lines)
+    text = "".join(f"line {name}: REGISTER_CONTENT is <{number}>\n" for name, number in zip(names, numbers))
+    return Record(
+        "This is a record of lines. Each has a name and a REGISTER_CONTENT, which is a number. At the end of the record "
+        f"you will be asked for the REGISTER_CONTENT of one of them. The record begins:\n\n{text}",
+        f"\nThe record is over. Which number is the REGISTER_CONTENT of line {names[asked_line]}?\n"
+        f"Answer: line {names[asked_line]}: REGISTER_CONTENT is",
+        f" <{numbers[asked_line]}>",
+        numbers[asked_line],
+        asked_line,
+    )
+
+
+@dataclass(frozen=True)
+class LinesPoint(Answers):
+    """The answers for one number of lines.
+
+    Attributes:
+        lines: in the record.
+        tokens: of prompt and answer together, one number per repeat.
+        asked_lines: the line that was asked for in each, counted from 0.
+    """
+
+    lines: int
+    tokens: Sequence[int]
+    asked_lines: Sequence[int]
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_one_each("tokens", 1)
+        self.check_one_each("asked_lines", 0, self.lines - 1)
+
+    @property
+    def mean_tokens(self) -> float:
+        """Mean of `tokens`."""
+        return sum(self.tokens) / len(self.tokens)
+
+
+@dataclass(frozen=True)
+class LineRetrieval(Retrieval):
+    """Measured line retrieval, whose scores have numbers of lines as keys."""
+
+    kind = "lines"
+    title = "Line retrieval"
+    question = "The model is asked for the number in one of many lines."
+    size_unit, drawn = "lines", "record"
+
+    @classmethod
+    def of_points(cls, points: Sequence[LinesPoint], settings: dict[str, Any] | None = None) -> Self:
+        """Return the result with these points, ascending."""
+        points = entries(points, LinesPoint, lambda point: f"{point.lines} lines")
+        scores = {
+            p.lines: {"tokens": [*p.tokens], "asked_lines": [*p.asked_lines], "answers": p.to_list()} for p in points
+        }
+        return cls(scores, settings or {})
+
+    @cached_property
+    def points(self) -> tuple[LinesPoint, ...]:
+        """One `LinesPoint` per number of lines, ascending."""
+        scores = self.scores.items()
+        return tuple(LinesPoint.from_list(s["answers"], n, s["tokens"], s["asked_lines"]) for n, s in scores)
+
+    @property
+    def parts(self) -> Sequence[LinesPoint]:
+        return self.points
+
+    def size(self, part: LinesPoint) -> int:
+        return part.lines
+
+    def in_words(self) -> str:
+        score = self.rates_measured[0]
+        rates = ", ".join(
+            f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
+        )
+        return f"{SUMMARY[score]}: {rates}; {plural(len(self.points[0].answers), 'repeat')}"
+
+    def dataset(self) -> tuple[str, str]:
+        return "generated records", "line-retrieval"
+
+    def table(self) -> Table:
+        rows = [
+            (p.lines, f"{p.mean_tokens:.0f}", *(f"{rate:.1%}" for rate in p.rates().values()), len(p.answers))
+            for p in self.points
+        ]
+        return Table(("lines", "tokens", *self.score_columns(), "records"), rows)
+
+    def draw(self, figure, title, train_length):
+        """Draw the result; `train_length` is not marked, as the figure counts lines and not tokens."""
+        draw_rates(figure, self, title)
+
+
+@dataclass(frozen=True)
+class Lines(Task):
+    """Ask for the number in one of many lines, as LongEval does, and count right answers by the number of lines."""
+
+    name, result, reads_text, asks = "lines", LineRetrieval, False, True
+    examples = """
+  lines gpt2
+  lines model_cards/fox-demo --lines 5 10 --repeats 2 --no-replies"""
+
+    lines: list[int] | None = option(
+        None,
+        "lines in a record (default: 5, 10, 20 ... as far as the claimed context reaches)",
+        least=1,
+        most=len(NAMES),
+        selects=True,
+    )
+    repeats: int = option(10, "records of each number of lines, each with one question", least=1)
+    chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    seed: int = option(0, "random seed of the records")
+    replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
+
+    def prepare(self):
+        check_replies(self.subject.reader, self.replies)
+        frame = chat_frame(self.subject.tokenizer) if self.chat_template else None
+        lines, limit = self.lines or line_counts(self.subject.context, self.subject.encode), self.subject.limit
+        if self.lines is None and limit is not None and record_tokens(lines[0], self.subject.encode) > limit:
+            raise ValueError(f"{limit} tokens are too few for a record of {lines[0]} lines.")
+        self.fill(lines=lines, questions={n: [self.ask(n, i, frame) for i in range(self.repeats)] for n in lines})
+
+    def ask(self, n: int, repeat: int, frame: Frame | None) -> tuple[Record, np.ndarray, np.ndarray]:
+        """Return record, prompt and answer of a repeat."""
+        record, subject = draw_record(n, self.seed, repeat), self.subject
+        prompt, answer = split_encoding(subject.encode, record_prompt(record, frame), record.answer)
+        before, vocab_size = [] if frame else [subject.bos], subject.reader.vocab_size
+        prompt = check_token_ids([*before, *prompt], "the record as the tokenizer encodes it", vocab_size)
+        answer = check_token_ids(answer, "the answer as the tokenizer encodes it", vocab_size)
+        if len(set(prompt[1:].tolist())) < 2:
+            raise ValueError(
+                "the tokenizer turns a record of lines into one id over and over: it does not know this language. Give "
+                "the tokenizer of the model."
+            )
+        return record, prompt, answer
+
+    def trials(self, scores):
+        margin = REPLY_MARGIN * self.replies
+        longest = {
+            n: max(len(prompt) + len(answer) for _, prompt, answer in asked) for n, asked in self.questions.items()
+        }
+        return [Trial(n, longest[n] + margin, self.repeats) for n in self.questions]
+
+    def requests(self, n):
+        margin = REPLY_MARGIN
+        return [Ask(prompt, answer, self.replies * (len(answer) + margin)) for _, prompt, answer in self.questions[n]]
+
+    def score(self, n, responses):
+        answers, tokens, asked_lines = [], [], []
+        for (record, prompt, answer), response in zip(self.questions[n], responses):
+            answers.append(Answer.of(response, len(answer), partial(holds_number, expected=record.number)))
+            tokens.append(len(prompt) + len(answer))
+            asked_lines.append(record.asked_line)
+        return {"tokens": tokens, "asked_lines": asked_lines, "answers": Answers(answers).to_list()}
+
+
+line_retrieval = function(Lines)
+
+
+def record_prompt(record: Record, frame: Frame | None) -> str:
+    """Return record and question, up to where the answer begins; in a chat, it begins in the reply."""
+    if frame is None:
+        return record.text + record.question
+    question, _, begin = record.question.rpartition("\nAnswer: ")
+    return frame.head + record.text + question + frame.tail + begin
+
+
+def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
+    """Return 5, 10, 20 ... lines, as far as they are sure to fit into the context; 5 in any case."""
+    counts = [5]
+    while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
+        counts.append(2 * counts[-1])
+    return counts
+
+
+def record_tokens(lines: int, encode: Callable[[str], Sequence[int]]) -> float:
+    """Return tokens that are sure to suffice for a record of so many lines, its question and the reply."""
+    return 1.1 * len(encode(draw_record(lines, seed=0, repeat=0).text)) + 200
+
+
+def draw_rates(figure: Any, result: LineRetrieval, title: str) -> None:
+    """Draw every rate by the number of lines, with its 95 % interval; the upper axis has the tokens of the prompts."""
+    from .. import style
+
+    axes = figure.add_subplot()
+    scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced: lines double, as a rule
+    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # beside each other where they are equal
+        label, colour, marker, dashes = style.RATES[score]
+        rates = np.array([getattr(point, score) for point in result.points])
+        low, high = np.transpose([point.interval(score) for point in result.points])
+        bars: dict[str, Any] = dict(
+            yerr=[np.maximum(rates - low, 0), np.maximum(high - rates, 0)], capsize=3, elinewidth=1
+        )
+        line: dict[str, Any] = dict(color=colour, marker=marker, linestyle=dashes, linewidth=1.6, label=label)
+        axes.errorbar(places + shift, rates, **bars, **line)
+    style.percent_axis(axes)
+    style.grid(axes)
+    style.strip_frame(axes, "lines in the record", "questions answered")
+    axes.set_xlim(-0.4, len(places) - 0.6)
+    axes.set_xticks(places, [f"{point.lines:,}" for point in result.points])
+    reads = axes.twiny()
+    reads.set_xlim(axes.get_xlim())
+    reads.set_xticks(places, [f"{point.mean_tokens:,.0f}" for point in result.points])
+    style.strip_frame(reads, "tokens the model reads", colour=style.QUIET)
+    style.titled_legend(figure, axes.get_legend_handles_labels()[0], title, columns=1)
+    repeats = sorted({len(point.answers) for point in result.points})
+    style.small_print(
+        figure, f"{' or '.join(map(str, repeats))} records of each number of lines, bars: 95 % intervals"
+    )

@@ -1,0 +1,383 @@
+"""Per-token loss: how well a model predicts the i-th token of a text, given the i - 1 before it.
+
+L(i) is the mean over M sequences of the negative log-probability of token i, in nats. While it falls with i, the model
+makes use of what it read that far back; where it stays level, the model gains nothing from more context. The
+perplexity P(l) = exp(mean of L(1) .. L(l)) says less: it can keep falling after L has become level.
+
+Source: Lin et al. 2025, "Forgetting Transformer", section 4.2 and appendix C (arXiv 2503.02130).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any, Self
+
+import numpy as np
+import scipy
+
+from ..checks import whole_number
+from ..function import function
+from ..overlap import separate
+from ..result import Number, Table, plural
+from ..task import Score, Task, TaskResult, Trial, option
+
+
+MOST_SEQUENCES = 32  # by default
+WINDOW = 101  # tokens in the moving average of the paper's figures
+LEAST_SPAN = 0.5  # nats from the bottom to the top of a figure: less would make noise look like a trend
+
+
+# Averages ------------------------------------------------------------------------------------------------------------
+
+
+def smoothing_window(context_length: int) -> int:
+    """Return the tokens in the moving average: the paper's 101, but at most a tenth of the context.
+
+    >>> [smoothing_window(tokens) for tokens in (8, 64, 400, 16384)]
+    [1, 5, 39, 101]
+    """
+    return min(WINDOW, max(1, (context_length // 10 - 1) // 2 * 2 + 1))
+
+
+def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
+    """Average over a window centred on each value, cut off at both ends; float64, as long as `values`.
+
+    Raises:
+        ValueError: the window is not odd and positive.
+
+    >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
+    [1.5, 3.0, 3.0, 3.0]
+    """
+    if window < 1 or window % 2 == 0:
+        raise ValueError(f"window must be odd and positive, to have a centre, got {window}. The paper takes {WINDOW}.")
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    centres = np.arange(len(values))
+    begins, ends = np.maximum(centres - window // 2, 0), np.minimum(centres + window // 2 + 1, len(values))
+    return (sums[ends] - sums[begins]) / (ends - begins)
+
+
+def standard_error(losses: np.ndarray, window: int) -> np.ndarray | None:
+    """Compute the standard error over sequences of the mean loss after `moving_average`.
+
+    Args:
+        losses: of M sequences, (M, T), in nats.
+
+    Returns:
+        (T,) float64; None for a single sequence.
+
+    >>> standard_error(np.array([[1.0, 3.0], [2.0, 5.0]]), 1).tolist()
+    [0.5, 1.0]
+    """
+    if len(losses) < 2:
+        return None
+    smoothed = np.stack([moving_average(loss, window) for loss in losses])
+    return smoothed.std(axis=0, ddof=1) / len(losses) ** 0.5
+
+
+def perplexity(loss: Sequence[float]) -> np.ndarray:
+    """Compute P(l) for l = 1, 2, ...: exp of the mean of the first l losses (nats); float64, as long as `loss`.
+
+    >>> perplexity(np.log([8.0, 2.0])).round(6).tolist()
+    [8.0, 4.0]
+    """
+    return np.exp(np.cumsum(loss, dtype=np.float64) / np.arange(1, len(loss) + 1))
+
+
+def window_starts(corpus_tokens: int, context_length: int, sequences: int | None) -> list[int]:
+    """Return where `sequences` evenly spaced windows start; by default as many as fit side by side, but at most 32.
+
+    Raises:
+        ValueError: the corpus is shorter than one window.
+
+    >>> window_starts(100, 30, None)
+    [0, 35, 70]
+    """
+    if corpus_tokens < context_length:
+        raise ValueError(
+            f"context_length must be at most {corpus_tokens}, the tokens of the text, got {context_length}. Or give more "
+            "text."
+        )
+    if sequences is None:
+        sequences = min(corpus_tokens // context_length, MOST_SEQUENCES)
+    return sorted(set(np.linspace(0, corpus_tokens - context_length, sequences).astype(int).tolist()))
+
+
+# The result ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PositionLoss(TaskResult):
+    """A measured per-token loss. Its one score, `"mean"`, has `loss`, `error`, `sequences` and `texts`."""
+
+    kind, title, inches = "position_loss", "Per-token loss", (6.6, 7)
+
+    @classmethod
+    def of_mean(
+        cls,
+        loss: Sequence[float],
+        sequences: int,
+        settings: dict[str, Any] | None = None,
+        error: Sequence[float] | None = None,
+        texts: int = 0,
+    ) -> Self:
+        """Return the result of a mean loss.
+
+        Args:
+            loss: L(1) .. L(T) in nats, one float per position, the mean over sequences.
+            sequences: over how many.
+            error: standard error over sequences of `smoothed()`, one float per position; None if not known.
+            texts: how many of the sequences do not overlap; the error is that of their mean. Default (0): all.
+        """
+        parts = {"loss": listed(loss, "loss"), "error": None if error is None else listed(error, "error")}
+        return cls({"mean": {**parts, "sequences": sequences, "texts": texts or sequences}}, settings or {})
+
+    @classmethod
+    def of_sequences(cls, losses: Any, settings: dict[str, Any], starts: Sequence[int] | None = None) -> Self:
+        """Return the mean over sequences, and its error by those that do not overlap.
+
+        Args:
+            losses: of M sequences of T tokens, (M, T), in nats.
+            starts: where the sequences start in one text; None if they do not overlap.
+
+        Raises:
+            ValueError: the sequences are missing, or not of one length.
+        """
+        return cls.of_mean(settings=settings, **mean_of(losses, starts))
+
+    def check(self):
+        if not self.scores:
+            return
+        sequences, texts = (whole_number(name, self.scores["mean"][name], 1) for name in ("sequences", "texts"))
+        loss, error = listed(self.loss, "loss"), self.error
+        assert texts <= sequences or sequences >= 1
+        if error is None:
+            return
+        whole_number("sequences of a loss with an error", texts, 2)
+        if len(listed(error, "error")) != len(loss) or min(error) < 0:
+            raise ValueError(f"error must be {len(loss)} numbers, one for each position, and none below 0.")
+
+    @property
+    def loss(self) -> list[float]:
+        """L(1) .. L(T) in nats, the mean over sequences."""
+        return self.scores["mean"]["loss"]
+
+    @property
+    def error(self) -> list[float] | None:
+        """Standard error over sequences of `smoothed()`; None if not known."""
+        return self.scores["mean"]["error"]
+
+    @property
+    def sequences(self) -> int:
+        """Number of sequences."""
+        return self.scores["mean"]["sequences"]
+
+    @property
+    def texts(self) -> int:
+        """Number of sequences that do not overlap."""
+        return self.scores["mean"]["texts"]
+
+    @property
+    def context_length(self) -> int:
+        """T, the number of positions."""
+        return len(self.loss)
+
+    @property
+    def perplexity(self) -> np.ndarray:
+        """P(1) .. P(T), float64; see the function `perplexity`."""
+        return perplexity(self.loss)
+
+    @property
+    def window(self) -> int:
+        """Tokens in the moving average of `smoothed`."""
+        return smoothing_window(self.context_length)
+
+    def smoothed(self) -> np.ndarray:
+        """Return L(i) with a centred moving average; see `moving_average` and `smoothing_window`."""
+        return moving_average(self.loss, self.window)
+
+    def smoothed_at(self, position: int) -> str:
+        """Return the smoothed loss at a position, counted from 1, with its standard error if that is known."""
+        error = "" if self.error is None else f" ± {self.error[position - 1]:.3f}"
+        return f"{self.smoothed()[position - 1]:.3f}{error}"
+
+    def explanation(self) -> str:
+        return (
+            "The mean negative log-probability of the i-th token of a text, in nats, given those before it. Where it "
+            "stays level, the model gains nothing from more context; what lies within its standard error over sequences is "
+            "level. P(l) is the perplexity of the first l tokens."
+        )
+
+    def in_words(self) -> str:
+        end = self.context_length
+        how = f"nats, mean of {self.window} tokens" + ("" if self.error is None else " ± standard error")
+        return (
+            f"loss {self.smoothed_at(end // 2 + 1)} in the middle and {self.smoothed_at(end)} at the end of {end} tokens "
+            f"({how}), perplexity {self.perplexity[-1]:.2f}; {plural(self.sequences, 'sequence')}{self.shortage}"
+        )
+
+    @property
+    def shortage(self) -> str:
+        """Return the part of the summary that says that the text is too short for its sequences not to overlap."""
+        if self.texts == self.sequences:
+            return ""
+        return f"; the text is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'text')}"
+
+    def numbers(self):
+        if not self.scores:
+            return []
+        end, loss, sample = self.context_length, float(self.smoothed()[-1]), plural(self.sequences, "sequence")
+        low = high = None
+        if self.error is not None:  # Student's t: of two sequences, 95 % take 13 standard errors, and not 1.96
+            width = float(scipy.special.stdtrit(self.texts - 1, 0.975) * self.error[-1])
+            low, high = loss - width, loss + width
+        last = round(float(self.perplexity[-1]), 4)
+        return [
+            Number("perplexity", f"perplexity of {end} tokens", last, sample=sample, more_is_better=False),
+            Number("", f"loss at {end} tokens, nats", loss, low, high, sample, more_is_better=False),
+        ]
+
+    def table(self) -> Table:
+        """Return the smoothed loss and the perplexity at powers of two and at the end."""
+        perplexity = self.perplexity
+        rows = [(end, self.smoothed_at(end), f"{perplexity[end - 1]:.2f}") for end in self.ends().tolist()]
+        return Table(("tokens", "L(i), smoothed", "P(l)"), rows)
+
+    def ends(self) -> np.ndarray:
+        """Return the powers of two up to the context length, and that."""
+        return np.unique([*(2**i for i in range(self.context_length.bit_length())), self.context_length])
+
+    def draw(self, figure, title, train_length):
+        draw_losses(figure, [self], title, train_length)
+
+
+def listed(values: Sequence[float], name: str) -> list[float]:
+    """Return the values as floats; raise ValueError if they are not one or more finite numbers."""
+    numbers = np.asarray(values, dtype=np.float64)
+    if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all():
+        raise ValueError(f"{name} must be one finite number for each of one or more positions, got {values!r:.200}.")
+    return numbers.tolist()
+
+
+def mean_of(losses: Any, starts: Sequence[int] | None) -> dict[str, Any]:
+    """Return `loss`, `error`, `sequences` and `texts` of sequences; see `PositionLoss.of_sequences`."""
+    lengths = sorted({np.size(row) for row in losses})
+    if len(lengths) != 1 or np.ndim(losses[0]) != 1:
+        raise ValueError(f"losses must be one or more sequences of one length, got lengths {lengths}.")
+    losses = np.asarray(losses, dtype=np.float64)
+    texts = [*range(len(losses))] if starts is None else separate([(i, i + lengths[0]) for i in starts])
+    error = standard_error(losses[texts], smoothing_window(*lengths))
+    mean = losses.mean(axis=0).tolist()
+    error = None if error is None else error.tolist()
+    return {"loss": mean, "error": error, "sequences": len(losses), "texts": len(texts)}
+
+
+# The task ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss(Task):
+    """Measure how the loss falls with the context that came before: per-token loss and perplexity (Lin et al. 2025).
+
+    Where the loss stays level, the model gains nothing from more context. A sequence of T tokens is read as `[bos]`
+    and all of them but the last.
+    """
+
+    name, result = "loss", PositionLoss
+    examples = """
+  loss gpt2 --text book.txt
+  loss model_cards/fox-demo --context-length 256 --sequences 2 --text stdlib"""
+
+    context_length: int | None = option(None, "tokens per sequence (default: the claimed context)", least=1)
+    sequences: int | None = option(
+        None, "number of sequences (default: as many as fit side by side, but at most 32)", least=1, selects=True
+    )
+    starts: list[int] | None = option(None, "where the sequences start in the text", least=0, selects=True)
+
+    def prepare(self):
+        text, length, starts = len(self.subject.text), self.context_length, self.starts
+        length = min(self.subject.context, text) if length is None else length
+        if starts is None:
+            starts = window_starts(text, length, self.sequences)
+        elif self.sequences is not None:
+            raise ValueError("starts says how many sequences there are; give sequences or starts, and not both.")
+        elif starts[-1] + length > text:
+            raise ValueError(
+                f"starts must lie between 0 and {text - length}, so that {length} tokens follow each in a text of {text}; "
+                f"got {starts}."
+            )
+        self.fill(context_length=length, starts=starts)
+
+    def trials(self, scores):
+        assert self.context_length is not None and self.starts is not None  # `prepare` sets them
+        return [Trial(start, self.context_length) for start in self.starts]
+
+    def requests(self, start):
+        return [Score(np.append(self.subject.bos, self.subject.text[start : start + self.context_length]), 1)]
+
+    def score(self, start, responses):
+        return (-responses[0]).tolist()
+
+    def summarize(self, scores, missing):
+        return ({"mean": mean_of([*scores.values()], [*scores])} if scores else {}), missing
+
+
+position_loss = function(Loss)
+
+
+# The figure ----------------------------------------------------------------------------------------------------------
+
+
+def draw_losses(
+    figure: Any,
+    results: Sequence[PositionLoss],
+    title: str,
+    train_length: int | None = None,
+    differences: Sequence[str] = (),
+) -> None:
+    """Draw the smoothed L(i) in a ribbon of its standard error, and below it P(l), from half a window of tokens on.
+
+    `differences` are settings in which the measurements differ, named in the figure.
+    """
+    from .. import style
+
+    figure.set_layout_engine("constrained", h_pad=0.12)  # inches, so that the two axes are told apart
+    above, below = figure.subplots(2, 1, sharex=True)
+    longest = max(result.context_length for result in results)
+    for result, colour in zip(results, cycle(style.MODELS)):
+        positions, smoothed = np.arange(1, result.context_length + 1), result.smoothed()
+        if result.error is not None:
+            edges = smoothed - result.error, smoothed + result.error
+            above.fill_between(positions, *edges, color=colour, alpha=0.2, linewidth=0)
+        label = f"{style.literal(result.model_name)}, {plural(result.sequences, 'sequence')}"
+        above.plot(positions, smoothed, color=colour, linewidth=1.6, label=label)
+        begin = result.window // 2  # few tokens have perplexities far off the scale
+        below.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
+    above.set_ylim(*least_span(*above.get_ylim()))
+    below.set_ylim(*np.exp(least_span(*np.log(np.maximum(below.get_ylim(), 1)))))
+    style.strip_frame(above, up="loss L(i), nats")
+    style.strip_frame(below, "position i, or context length l (tokens)", "perplexity P(l)")
+    for axes in (above, below):
+        style.grid(axes)
+        axes.set_xlim(0, longest)
+        axes.xaxis.set_major_formatter(style.TOKENS)
+        if train_length is not None and train_length <= longest:
+            words = f"training context: {train_length:,} tokens"
+            style.mark_training(axes, train_length).set_label(words if axes is above else None)
+    style.name_differences(above, differences)
+    style.titled_legend(figure, above.get_lines(), title)
+    windows = " or ".join(map(str, sorted({result.window for result in results})))
+    notes = [f"loss: moving average of {windows} tokens"]
+    notes += ["ribbon: standard error over sequences"] if any(result.error is not None for result in results) else []
+    style.small_print(figure, *notes)
+
+
+def least_span(low: float, high: float) -> tuple[float, float]:
+    """Return the ends of an axis, moved apart if they are nearer than half a nat.
+
+    >>> least_span(6.25, 6.75), least_span(6.5, 6.5)
+    ((6.25, 6.75), (6.25, 6.75))
+    """
+    more = max(LEAST_SPAN - (high - low), 0) / 2
+    return low - more, high + more

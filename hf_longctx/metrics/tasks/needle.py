@@ -1,0 +1,279 @@
+"""A needle in a haystack: one sentence hidden in a long text, and a question that only it answers.
+
+In the standard mode the sentence is alone; in the easy mode the question precedes it, as at the end of the prompt,
+which suits models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
+
+Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
+and Qin et al. 2024. How prompts are made is in `haystack`, their texts are in `wording`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, Self
+
+import numpy as np
+
+from ..checks import check_token_ids, entries
+from ..function import function
+from ..result import Table, plural
+from ..retrieval.answers import REPLY_MARGIN, SCORES, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_text
+from ..retrieval.haystack import DEPTHS, Haystacks, draw_begins, haystack_length, needle_pieces
+from ..retrieval.wording import MODES, chat_frame, wording
+from ..run.journal import content_hash
+from ..task import Ask, Task, Trial, option
+
+
+@dataclass(frozen=True)
+class NeedleCell(Answers):
+    """The answers at one length and depth.
+
+    Attributes:
+        length: tokens of prompt and answer together.
+        depth: intended place of the needle, 0 (begin) to 1 (end of the haystack).
+        positions: tokens before the needle in each prompt, BOS included.
+        begins: where each haystack starts in the corpus; None if not known.
+    """
+
+    length: int
+    depth: float
+    positions: Sequence[int]
+    begins: Sequence[int] | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.check_one_each("positions", 0)
+        if self.begins is not None:
+            self.check_one_each("begins", 0)
+
+
+@dataclass(frozen=True)
+class NeedleGrid(Retrieval):
+    """A measured grid of lengths and depths, whose scores have keys (length, depth)."""
+
+    kind = "needle"
+    title = "Needle in a haystack"
+    question = "One sentence is hidden in a long text, at several depths, and asked for at the end."
+
+    @classmethod
+    def of_cells(cls, cells: Sequence[NeedleCell], settings: dict[str, Any] | None = None) -> Self:
+        """Return the result with these cells, length by length."""
+        cells = entries(cells, NeedleCell, lambda cell: f"length {cell.length} and depth {cell.depth}")
+        scores = {
+            (cell.length, cell.depth): {"positions": [*cell.positions], "answers": cell.to_list()}
+            | ({} if cell.begins is None else {"begins": [*cell.begins]})
+            for cell in cells
+        }
+        return cls(scores, settings or {})
+
+    @cached_property
+    def cells(self) -> tuple[NeedleCell, ...]:
+        """One `NeedleCell` per length and depth that was measured, length by length."""
+        scores = self.scores.items()
+        return tuple(NeedleCell.from_list(s["answers"], *key, s["positions"], s.get("begins")) for key, s in scores)
+
+    @property
+    def parts(self) -> Sequence[NeedleCell]:
+        return self.cells
+
+    def span(self, keys):
+        lengths = sorted({length for length, _ in keys})
+        return f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
+
+    def haystacks(self, length: int) -> dict[int, list[Answer]]:
+        """Return the answers at a length by their haystacks, each named by where it starts, or by its repeat."""
+        answers: dict[int, list[Answer]] = {}
+        for cell in self.cells:
+            if cell.length == length:
+                for name, answer in zip(cell.begins or range(len(cell.answers)), cell.answers):
+                    answers.setdefault(name, []).append(answer)
+        return answers
+
+    def independent(self, size: int) -> int:
+        return len(self.haystacks(size))
+
+    @property
+    def lengths(self) -> list[int]:
+        """The lengths that were measured, ascending."""
+        return sorted({cell.length for cell in self.cells})
+
+    @property
+    def depths(self) -> list[float]:
+        """The depths that were measured, ascending."""
+        return sorted({cell.depth for cell in self.cells})
+
+    def grid(self, score: str = "match_rate") -> np.ndarray:
+        """Return one score as (depths, lengths) float64, NaN where it was not measured.
+
+        Args:
+            score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
+
+        Raises:
+            ValueError: the score is unknown.
+        """
+        if score not in SCORES:
+            raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
+        lengths, depths = self.lengths, self.depths
+        grid = np.full((len(depths), len(lengths)), np.nan)
+        for cell in self.cells:
+            grid[depths.index(cell.depth), lengths.index(cell.length)] = getattr(cell, score)
+        return grid
+
+    def in_words(self) -> str:
+        rates = ", ".join(f"{rate:.0%} of {length} tokens" for length, rate in self.rates().items())
+        units = sorted({self.independent(length) for length in self.lengths})
+        drawn = plural(units[0], self.drawn) if len(units) == 1 else f"{units[0]} to {units[-1]} {self.drawn}s"
+        depths = plural(len(self.depths), "depth")
+        return f"{SUMMARY[self.rates_measured[0]]}: {rates}; {depths}, {drawn} for each length"
+
+    def table(self) -> Table:
+        rows = [
+            (cell.length, f"{cell.depth:.0%}", *(f"{rate:.1%}" for rate in cell.rates().values()), len(cell.answers))
+            for cell in self.cells
+        ]
+        return Table(("length", "depth", *self.score_columns(), "haystacks"), rows)
+
+    def draw(self, figure, title, train_length, score=None):
+        mode = self.settings.get("mode")
+        title = title.replace(self.title, f"{self.title}, {mode} mode") if mode else title
+        draw_grid(figure, self, title, train_length, score)
+
+
+@dataclass(frozen=True)
+class Needle(Task):
+    """Hide one sentence in long texts, and see whether the model finds it: needle in a haystack, without a judge.
+
+    Every question has a haystack of its own, as far as the text has room.
+    """
+
+    name, result, asks = "needle", NeedleGrid, True
+    examples = """
+  needle gpt2 --text book.txt
+  needle MODEL --mode standard --lengths 4096 8192 16384 --depths 5
+  needle MODEL --chat-template --text buch.txt --needle "Die Kuh Berta steht auf der Alm." --question "Wo steht die Kuh Berta? Antwort: auf der" --answer "Alm"
+  needle model_cards/fox-demo --lengths 400 500 --depths 3 --no-replies --text stdlib"""
+
+    lengths: list[int] | None = option(
+        None,
+        "lengths of prompt and answer, in tokens (default: 8, evenly spaced up to the claimed context, but those too short)",
+        least=1,
+        selects=True,
+    )
+    depths: list[float] = option(
+        [*DEPTHS], "places of the needle, from 0 (beginning) to 1 (end), or a single number from 2: how many", least=0
+    )
+    mode: str | None = option(
+        None,
+        "easy: the needle holds the question too, which suits models without instruction tuning (default: easy, but "
+        "standard for a needle of one's own)",
+        choices=MODES,
+    )
+    needle: str | None = option(None, "sentence to hide, in the language of the text")
+    question: str | None = option(None, "all that is asked at the end; needs an answer")
+    answer: str | None = option(None, "what the model is to say after the question")
+    chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    repeats: int = option(1, "haystacks per length and depth", least=1)
+    seed: int = option(0, "random seed of the places of the haystacks")
+    replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
+
+    def __post_init__(self):
+        super().__post_init__()
+        depths = self.depths
+        if len(depths) == 1 and depths[0] >= 2 and depths[0] == int(depths[0]):
+            depths = [i / (int(depths[0]) - 1) for i in range(int(depths[0]))]
+        if depths[-1] > 1:
+            raise ValueError(f"depths must be numbers from 0 to 1, or a single number from 2, got {depths}.")
+        mode = self.mode or ("easy" if self.needle is None else "standard")
+        self.fill(depths=depths, mode=mode, words=wording(mode, self.needle, self.question, self.answer))
+
+    def prepare(self):
+        subject = self.subject
+        check_replies(subject.reader, self.replies)
+        frame = chat_frame(subject.tokenizer) if self.chat_template else None
+        pieces = needle_pieces(subject.encode, subject.bos, self.words, frame)
+        for piece, ids in zip(pieces._fields, pieces):
+            check_token_ids(ids, f"the {piece} as the tokenizer encodes it", subject.reader.vocab_size)
+        lengths = self.lengths
+        if lengths is None:
+            longest = subject.context - 2 * REPLY_MARGIN
+            lengths = [n for n in (longest * i // 8 for i in range(1, 9)) if n > pieces.tokens] or [longest]
+        questions, begins = [(depth, repeat) for repeat in range(self.repeats) for depth in self.depths], {}
+        for length in lengths:
+            room = haystack_length(length, pieces)
+            for (depth, _), begin in zip(questions, draw_begins(len(subject.text), room, len(questions), self.seed)):
+                begins.setdefault((length, depth), []).append(begin)
+        haystacks = Haystacks(subject.text, pieces, subject.tokenizer)
+        self.fill(lengths=lengths, pieces=pieces, haystacks=haystacks, begins=begins)
+
+    def facts(self):
+        return {"pieces_sha256": content_hash(np.concatenate(self.pieces))}
+
+    def trials(self, scores):
+        margin = REPLY_MARGIN * self.replies
+        return [Trial((n, depth), n + margin, self.repeats) for n, depth in self.begins]
+
+    def requests(self, key):
+        reply = self.replies * (len(self.pieces.answer) + REPLY_MARGIN)
+        prompts = (self.haystacks.prompt(*key, begin)[0] for begin in self.begins[key])
+        return [Ask(prompt, self.pieces.answer, reply) for prompt in prompts]
+
+    def score(self, key, responses):
+        matches, tokens = partial(holds_text, expected=self.words.answer), len(self.pieces.answer)
+        answers = Answers([Answer.of(response, tokens, matches) for response in responses])
+        positions = [self.haystacks.prompt(*key, begin)[1] for begin in self.begins[key]]
+        return {"positions": positions, "begins": self.begins[key], "answers": answers.to_list()}
+
+
+needle_in_a_haystack = function(Needle)
+
+
+def draw_grid(
+    figure: Any, result: NeedleGrid, title: str, train_length: int | None = None, score: str | None = None
+) -> None:
+    """Draw a heat map of one score, length by depth, red (0) to blue (1); what was not measured is left white.
+
+    A cell shows per cent, or where it has fewer than five answers, how many of them are right; where no cell has five,
+    the colours are pale, as so few answers say little about a cell.
+
+    Args:
+        score: "match_rate", "exact_rate" or "probability"; by default, the first one that was measured.
+
+    Raises:
+        ValueError: the score is unknown, or needs replies, which were not measured.
+    """
+    from .. import style
+
+    shown: str = score or result.rates_measured[0]
+    rates, lengths, depths = result.grid(shown), result.lengths, result.depths
+    if shown not in result.rates_measured:
+        raise ValueError(
+            f"the model did not reply, so {shown} was not measured; draw {' or '.join(result.rates_measured)}."
+        )
+    figure.set_size_inches(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
+    axes = figure.add_subplot()
+    pale = max(len(cell.answers) for cell in result.cells) < 5
+    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # told apart by colour-blind readers
+    image = axes.imshow(rates, **colours, vmin=0, vmax=1, aspect="auto")
+    for cell in result.cells:
+        rate, answers = getattr(cell, shown), len(cell.answers)
+        words = f"{100 * rate:.0f}" if answers >= 5 or shown == "probability" else f"{round(rate * answers)}/{answers}"
+        colour = "white" if abs(rate - 0.5) > 0.35 and not pale else style.INK  # the ends of the scale are dark
+        at = lengths.index(cell.length), depths.index(cell.depth)
+        axes.text(*at, words, ha="center", va="center", fontsize=9, color=colour)
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    style.strip_frame(axes, "length of prompt and answer (tokens)", "depth of the needle", labelsize=9)
+    if train_length is not None and train_length < lengths[-1]:
+        style.mark_training(axes, bisect_right(lengths, train_length) - 0.5, width=1.6)
+    bar = figure.colorbar(image, ax=axes, format=style.PercentFormatter(1))
+    bar.set_label(style.RATES[shown][0], color=style.INK, fontsize=10)
+    bar.outline.set_visible(False)
+    style.draw_title(figure, title)
+    haystacks = sorted({len(cell.answers) for cell in result.cells})
+    notes = [f"{' or '.join(map(str, haystacks))} haystack{'s' if haystacks != [1] else ''} in each cell"]
+    if train_length is not None:
+        notes.append(f"training context: {train_length:,} tokens")
+    style.small_print(figure, *notes)
