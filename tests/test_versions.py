@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import transformers
+from transformers.utils import versions
 
 from hf_longctx.fox import versions_fox
-from hf_longctx.hmt import compat_hmt
+from hf_longctx.hmt import versions_hmt
 
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-COPIES = versions_fox, compat_hmt  # each travels with the weights of its models
+COPIES = versions_fox, versions_hmt  # each travels with the weights of its models
+NAMES = [module.__name__.rpartition(".")[2] for module in COPIES]
 
 
 def load_copy(module):
@@ -22,7 +24,7 @@ def load_copy(module):
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-@pytest.mark.parametrize("version, count", [("5.24.3", 0), ("5.25.0.dev0", 1), ("6.0.0rc1", 1)])
+@pytest.mark.parametrize("version, count", [("5.15.0", 0), ("5.24.3", 0), ("5.25.0.dev0", 1), ("6.0.0rc1", 1)])
 def test_an_untested_version_warns_once(version, count, monkeypatch):
     warnings = []
     monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
@@ -37,7 +39,14 @@ def test_an_untested_version_warns_once(version, count, monkeypatch):
         assert "`hf-longctx push --code-only FOLDER REPO`" in warning
 
 
-@pytest.mark.parametrize("module", COPIES, ids=lambda module: module.__name__.rpartition(".")[2])
+@pytest.mark.parametrize("module", COPIES, ids=NAMES)
+def test_an_older_version_is_an_error(module, monkeypatch):
+    monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "5.14.0")
+    with pytest.raises(ImportError, match=r"(?s)transformers>=5.15.*is tested from there on"):
+        load_copy(module)
+
+
+@pytest.mark.parametrize("module", COPIES, ids=NAMES)
 def test_the_tested_range_is_that_of_the_constraints(module):
     files = "constraints-oldest.txt", "constraints.txt"
     pins = [re.search(r"^transformers==(\d+)\.(\d+)\.", (SCRIPTS / file).read_text(), re.MULTILINE) for file in files]

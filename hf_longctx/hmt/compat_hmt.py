@@ -1,4 +1,4 @@
-"""Differences between versions of transformers; no other file asks for a version.
+"""The name of the cache, which depends on the version of transformers.
 
 transformers 5.24 renamed `past_key_values` to `cache`. HMT uses the new name, and accepts and returns both names with
 every version from 5.15 on.
@@ -8,25 +8,9 @@ import functools
 import inspect
 from collections.abc import Callable
 
-import transformers
 from transformers import GenerationMixin
-from transformers.utils import deprecation, logging
-from transformers.utils.versions import require_version
+from transformers.utils import deprecation
 
-
-TESTED = (5, 15), (5, 24)  # the oldest and the newest minor version with which this code was tested
-OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
-REPAIR = (
-    f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}: "
-    "`pip install -U hf-longctx` and load without trust_remote_code, or pin "
-    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}' (owners of a repository update its code with "
-    "`hf-longctx push --code-only FOLDER REPO`)."
-)
-
-require_version(f"transformers>={OLDEST}", "HMT is tested from there on: pip install -U transformers")
-if tuple(map(int, transformers.__version__.split(".")[:2])) > TESTED[1]:
-    # this logger and text are the same in all copies of this file, so that there is one warning
-    logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
 RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 

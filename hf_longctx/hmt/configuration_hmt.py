@@ -12,6 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
+from .versions_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
 
 
 # Names that the base class takes beside its fields.
