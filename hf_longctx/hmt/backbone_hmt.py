@@ -227,7 +227,10 @@ class Backbone:
         if self._hides is None:
             if not self.has_data:
                 return False
-            self._hides = self.can_hide(positions, only_short=True)
+            try:
+                self._hides = self.can_hide(positions, only_short=True)
+            except ValueError:  # a cache, or nothing, gives the same function
+                self._hides = False
         return self._hides and self.keeps_all_keys(positions)
 
     def check_mask(self, positions: int) -> None:

@@ -214,10 +214,11 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         config = self.config
         if not config.single_pass or not self.lm.has_data:
             return
+        positions = config.positions_per_segment
         if config.reread is None:
-            config.reread = not self.lm.can_hide(config.positions_per_segment)
-        elif not config.reread and not self.lm.cuts(config.positions_per_segment):
-            self.lm.check_mask(config.positions_per_segment)
+            config.reread = not self.lm.can_hide(positions)
+        elif not config.reread and not self.lm.takes_mask(positions) and not self.lm.cuts(positions):
+            self.lm.check_mask(positions)
 
     def initialize_weights(self) -> None:
         """Initialise the backbone as a model of its own first, then what is left.

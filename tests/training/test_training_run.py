@@ -123,6 +123,10 @@ def test_a_run_resumes_as_if_nothing_had_happened(apart, text, tmp_path):
     assert weights[0] == weights[1]
 
 
+@pytest.mark.skipif(
+    CHECKPOINTING == "gradient_checkpointing",
+    reason="an older transformers loads no optimizer in several processes on a CPU",
+)
 def test_processes_share_rows_and_resume_too(apart, in_one_process, evaluated, text, tmp_path):
     run = settings(text, tmp_path, sequence_parallel=2, **{CHECKPOINTING: True}, **evaluated)
     assert apart(run, *FAULTS["killed after a checkpoint"], processes=2) != 0
