@@ -93,7 +93,7 @@ def test_segments_of_hmt(llama, check, segments, functions, moves):
 def test_a_curve_of_one_length(llama, check):
     words = np.random.default_rng(0).integers(3, 90, 2000)
     options = dict(lengths=[8], repeats=2, bos_token_id=1, eos_token_id=2)
-    check(lambda: forgetting_curve(llama, words, **options), functions=97, moves=190)
+    check(lambda: forgetting_curve(llama, words, **options), functions=93, moves=184)
 
 
 def test_a_dry_run_of_push(fox, check, tmp_path, capsys, monkeypatch):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -80,24 +79,6 @@ def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, 
         end = "" if high == math.inf else f" to {high}"
         raise ValueError(f"{name} must hold integers from {low}{end}, got {values!r}.")
     return numbers
-
-
-def check_lengths(lengths: Sequence[int]) -> list[int]:
-    """Return the lengths as a list of plain integers.
-
-    Raises:
-        ValueError: there is none, one is not an integer or below 1, or they do not strictly ascend.
-    """
-    try:
-        lengths = [whole_number("a length", length) for length in lengths]
-    except (TypeError, ValueError):
-        raise ValueError(f"lengths must be a list of integers (tokens), got {lengths!r}.") from None
-    if not lengths or lengths[0] < 1 or any(a >= b for a, b in pairwise(lengths)):
-        raise ValueError(
-            f"lengths must be one or more token counts >= 1 in strictly ascending order, got {lengths}. "
-            "Drop what is below 1 and pass sorted(set(lengths))."
-        )
-    return lengths
 
 
 def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:

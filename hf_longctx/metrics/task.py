@@ -384,7 +384,8 @@ class Task:
 class TaskResult(Result):
     """The scores of the trials of a task, and what follows from them.
 
-    A subclass sets `kind` and `title` and defines `explanation`, `numbers`, `table` and `draw`.
+    A subclass sets `kind` and `title` and defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
+    may raise ValueError for scores that no measurement gives.
 
     Attributes:
         scores: by the keys of the trials, as JSON values.
@@ -399,12 +400,6 @@ class TaskResult(Result):
     scores: dict[Key, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     missing: dict[Key, str] = field(default_factory=dict)
-
-    def __post_init__(self):
-        self.check()
-
-    def check(self) -> None:
-        """Raise ValueError for scores that no measurement gives."""
 
     @property
     def measured(self) -> bool:

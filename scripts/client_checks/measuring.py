@@ -65,8 +65,10 @@ def lm_eval_curve(folder):
     if not any(map(sum, expected)):
         raise AssertionError("the model predicts nothing right, so there is nothing to compare")
     (samples,) = output.rglob("samples_forgetting_curve_*.jsonl")
-    replies = [[int(reply) for (reply,) in json.loads(line)["resps"]] for line in samples.read_text().splitlines()]
-    return float(sum(a != b for row, counts in zip(zip(*replies), expected) for a, b in zip(row, counts)))
+    shares = [json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines()]
+    scores = {key[0]: score for share in shares for key, score in share}
+    counted = [scores[p.length][kind] for p in points for kind in ("copy", "LM")]
+    return float(sum(a != b for row, counts in zip(counted, expected) for a, b in zip(row, counts)))
 
 
 def count_differences(address, folder):

@@ -210,7 +210,7 @@ class Retrieval(TaskResult):
         """The answers, by kind of prompt."""
         raise NotImplementedError
 
-    def check(self):
+    def __post_init__(self):
         assert self.parts is not None  # whose numbers are checked when they are made
 
     @property

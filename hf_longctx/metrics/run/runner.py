@@ -69,7 +69,8 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     depends_on, labels = task.settings()
     longest = max(task.trials({}), key=lambda trial: trial.tokens)
     check_claim(reader, longest.tokens)
-    with open_journal(task, depends_on, run, rank) as journal, progress_bar(task, run, rank) as bar:
+    options: dict[str, Any] = dict(total=0, smoothing=0, disable=not run.progress or rank > 0)
+    with open_journal(task, depends_on, run, rank) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
     outcome = result_of(task, journal.done, depends_on | labels | facts(reader, run), failure)
     if failure is None and not outcome.measured:
@@ -115,10 +116,6 @@ def open_journal(task: Task, depends_on: dict[str, Any], run: Run, rank: int) ->
     if run.journal is None:
         return Journal(None, settings)
     return Journal(f"{run.journal}.{rank}" if rank else run.journal, settings | reader.identity())
-
-
-def progress_bar(task: Task, run: Run, rank: int) -> tqdm:
-    return tqdm(desc=task.name, bar_format=BAR, total=0, smoothing=0, disable=not run.progress or rank > 0)
 
 
 def check_claim(reader: Reader, tokens: int) -> None:

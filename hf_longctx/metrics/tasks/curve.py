@@ -72,7 +72,7 @@ class ForgettingCurve(TaskResult):
         }
         return cls(scores, settings or {}, not_measured or {})
 
-    def check(self):
+    def __post_init__(self):
         assert self.points is not None  # whose numbers are checked when they are made
 
     @cached_property
@@ -316,7 +316,8 @@ class Curve(Task):
         subject, lengths = self.subject, self.choose_lengths()
         drawing = lengths, self.repeats, self.seed
         if self.uses_text():
-            self.fill(irrelevant=self.check_irrelevant())
+            ids, vocab_size = getattr(self.irrelevant_text, "tokens", self.irrelevant_text), subject.reader.vocab_size
+            self.fill(irrelevant=None if ids is None else check_token_ids(ids, "irrelevant_text", vocab_size))
             samples = order_samples(subject.text, *drawing, self.irrelevant)
         else:
             id_range = self.check_id_range()
@@ -343,13 +344,6 @@ class Curve(Task):
             return grid(self.max_length, points)
         corpus_tokens = len(subject.text) if self.uses_text() else None
         return default_lengths(subject.claimed, corpus_tokens, points, grid, self.repeats)
-
-    def check_irrelevant(self) -> np.ndarray | None:
-        """Return the ids of the unrelated text; None if it is the end of the text."""
-        given = self.irrelevant_text
-        if given is None:
-            return None
-        return check_token_ids(getattr(given, "tokens", given), "irrelevant_text", self.subject.reader.vocab_size)
 
     def check_id_range(self) -> list[int]:
         """Return lowest and highest random id."""

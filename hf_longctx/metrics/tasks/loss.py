@@ -146,7 +146,7 @@ class PositionLoss(TaskResult):
         """
         return cls.of_mean(settings=settings, **mean_of(losses, starts))
 
-    def check(self):
+    def __post_init__(self):
         if not self.scores:
             return
         sequences, texts = (whole_number(name, self.scores["mean"][name], 1) for name in ("sequences", "texts"))
