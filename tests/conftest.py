@@ -139,9 +139,6 @@ def pytest_terminal_summary(terminalreporter, config):
             f"bad input: {counts.total()} mistakes, {counts['refused']} refused with one clear error, "
             f"{counts['harmless']} harmless"
         )
-    for report in passed:
-        if hops := dict(report.user_properties).get("hops"):
-            terminalreporter.write_line("{}: {} functions, {} changes of file".format(report.nodeid, *hops))
     if path := config.getoption("durations_json"):
         write_durations(Path(path), reports, config.getoption("numprocesses", None) or 1)
 

@@ -105,16 +105,3 @@ def test_links_lead_somewhere(readme):
     links = ["".join(link) for link in re.findall(r"\]\(([^)#]+)[^)]*\)|src=\"([^\"]+)\"", text)]
     broken = [link for link in links if not link.startswith("http") and not (readme.parent / link).exists()]
     assert not broken, f"{readme.name} points to {broken}"
-
-
-def test_readme_is_a_page():
-    """The front page stays one: details belong into the READMEs beside the code."""
-    assert 100 <= len((ROOT / "README.md").read_text().splitlines()) < 140
-
-
-def test_the_readmes_can_be_read_in_an_hour():
-    """What --help or a docstring tells is not repeated. A word has a letter: the figures of a table are none."""
-    readmes = [ROOT / "README.md", *(path for name in FOLDERS for path in (ROOT / name).glob("**/README.md"))]
-    figure = r"(?<!\S)-?[\d.]+e[+-]\d+(?!\S)"  # 1.1e-05
-    words = {path: len(re.findall(rf"(?!{figure})(?<!\S)\S*[A-Za-z]\S*", path.read_text())) for path in readmes}
-    assert sum(words.values()) < 15_000, f"the longest: {sorted(words.items(), key=lambda item: -item[1])[:3]}"
