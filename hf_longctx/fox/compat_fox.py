@@ -75,6 +75,10 @@ class BothNames:
     def cache(self):
         return self.past_key_values
 
+    @cache.setter
+    def cache(self, value):
+        self.past_key_values = value
+
     def __getitem__(self, key):
         return super().__getitem__("past_key_values" if key == "cache" else key)  # ty: ignore[missing-attribute]
 

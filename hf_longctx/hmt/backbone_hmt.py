@@ -162,8 +162,11 @@ class Backbone:
 
     def keeps_all_keys(self, positions: int) -> bool:
         """Say whether, by the configuration, each of so many positions sees the keys of all positions before it."""
-        if self.stateful or self.model.config.model_type in _FADING_KEYS:
+        config = self.model.config.get_text_config()
+        if self.stateful or config.model_type in _FADING_KEYS or rotates_by_length(config, positions):
             return False
+        if "local" in (getattr(config, "attention_layers", None) or ()) and config.window_size <= positions:
+            return False  # GPT-Neo, whose cache does not tell of its windows
         layers = DynamicCache(config=self.model.config).layers
         return all(
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
@@ -214,8 +217,8 @@ class Backbone:
         except Exception as error:
             raise ValueError(
                 f"{type(self.model).__name__} failed in a pass with a mask of four dimensions, which decides how HMT reads "
-                "it. Mend the cause, or decide: HMTConfig(reread=False) if it is attention alone, without windows shorter "
-                "than a segment, else HMTConfig(reread=True)."
+                "it. Mend the cause, or decide: HMTConfig(reread=True), which every backbone computes, or reread=False, for "
+                "which the cache of the backbone must be one that HMT can cut."
             ) from error
         return hides
 
@@ -467,6 +470,17 @@ def hide_prompt(embeds: Tensor, hidden_from: int, cached: int = 0) -> Tensor:
     visible[1 : 1 + hidden_from, cached] = False
     mask = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
     return mask.masked_fill(~visible, torch.finfo(embeds.dtype).min)[None, None]
+
+
+def rotates_by_length(config: Any, positions: int) -> bool:
+    """Say whether RoPE has other frequencies in a pass over so many positions than in a shorter one."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for entry in parameters.values() if all(isinstance(x, dict) for x in parameters.values()) else [parameters]:
+        default = getattr(config, "max_position_embeddings", math.inf)
+        longest = entry.get("original_max_position_embeddings") or default
+        if entry.get("rope_type") in ("longrope", "dynamic") and positions > longest:
+            return True
+    return False
 
 
 def equal_up_to_rounding(x: Tensor, y: Tensor, least: float = 3e-4) -> bool:

@@ -31,15 +31,15 @@ def accept_both_names(function: Callable) -> Callable:
     There is no warning before 5.24, where `past_key_values` is the name that transformers uses.
     """
     if RENAMED:
-        return deprecation.deprecate_kwarg("past_key_values", "6.0.0", new_name="cache", raise_if_both_names=True)(
-            function
-        )
+        function = deprecation.deprecate_kwarg("past_key_values", "6.0.0", new_name="cache")(function)
 
     @functools.wraps(function)
     def renamed(*args, **kwargs):
-        if "past_key_values" in kwargs:
-            if "cache" in kwargs:
+        if "cache" in kwargs and "past_key_values" in kwargs:
+            if kwargs["cache"] is not None and kwargs["past_key_values"] is not None:
                 raise ValueError("`cache` and `past_key_values` are names of the same argument. Give only `cache`.")
+            del kwargs["cache" if kwargs["cache"] is None else "past_key_values"]
+        if not RENAMED and "past_key_values" in kwargs:
             kwargs["cache"] = kwargs.pop("past_key_values")
         return function(*args, **kwargs)
 

@@ -1,5 +1,6 @@
 """The definition of the single-pass mode in plain loops, for the tests."""
 
+import inspect
 import math
 
 import torch
@@ -54,11 +55,12 @@ def plain_single(model, row):
         return torch.stack(mixed)
 
     def reread(prompt, again, sensory, first, second):
-        """As `read`, in two passes without a mask, where columns are positions."""
+        """As `read`, in two passes without a mask; the first one leaves position 0 to a prompt."""
         close, skip = memory.summary_token, len(sensory)
-        early = backbone(
-            inputs_embeds=torch.cat([sensory, first, close])[None], output_hidden_states=True, use_cache=False
-        )
+        x = torch.cat([sensory, first, close])[None]
+        takes = "position_ids" in inspect.signature(backbone.forward).parameters
+        places = {"position_ids": torch.arange(x.shape[1])[None] + bool(bank)} if takes else {}
+        early = backbone(inputs_embeds=x, output_hidden_states=True, use_cache=False, **places)
         whole = torch.cat([prompt, again, sensory, first, second, close])[None]
         late = backbone(inputs_embeds=whole, output_hidden_states=True, use_cache=False)
         logits, hidden = (

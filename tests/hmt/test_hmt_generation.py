@@ -131,8 +131,10 @@ def test_the_former_name_of_the_cache(make_wrapper, tokens):
     with warning:
         torch.testing.assert_close(model(tokens[:, 19:], past_key_values=state).logits, whole[:, 19:])
         ids = model.generate(tokens, past_key_values=state, **options)
+        named = model(tokens[:, 19:], cache=None, past_key_values=state)
+    torch.testing.assert_close(named.logits, whole[:, 19:])
     assert torch.equal(ids, model.generate(tokens, **options))
-    with pytest.raises(ValueError, match=r"`cache` and|`past_key_values` and `cache`"):
+    with pytest.raises(ValueError, match="Give only `cache`"):
         model(tokens[:, 19:], cache=state, past_key_values=state)
 
 
