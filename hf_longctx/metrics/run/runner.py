@@ -178,7 +178,7 @@ def measure(task: Task, trials: list[Trial], journal: Journal, bar: tqdm) -> Non
     costs = {trial.key: trial.inputs * task.subject.reader.cost(trial.tokens) for trial in trials}
     bar.total = (bar.total or 0) + sum(costs.values())
     for trial in trials:
-        bar.set_postfix_str(f"{trial.key}: {trial.tokens:,} tokens")
+        bar.set_postfix_str(f"{trial.tokens:,} tokens")
         journal.append(trial.key, measure_one(task, trial))
         bar.update(costs[trial.key])
 
