@@ -26,8 +26,8 @@ from scripts.bench import common
 
 TABLES = {
     "speed": """
-| L' | task | official loop, us per token | paper | three_pass | single_pass |
-| {segment_length} | {task} | {us:.0f} | {paper:.2f}x | {three_pass:.2f}x | {single_pass:.2f}x |
+| L' | task | official loop, us per token | paper | single_pass |
+| {segment_length} | {task} | {us:.0f} | {paper:.2f}x | {single_pass:.2f}x |
 """,
     "memory": """
 | tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB | perplexity |
@@ -89,7 +89,7 @@ def official_loop(model, ids):
 def speed(args):
     """Microseconds per token of the official loop and of every mode."""
     for length in args.segment_lengths:
-        models = {mode: build(args.size, mode, args, length) for mode in ("paper", "three_pass", "single_pass")}
+        models = {mode: build(args.size, mode, args, length) for mode in ("paper", "single_pass")}
         vocabulary = models["paper"].config.vocab_size
         ids = torch.randint(vocabulary, (1, length * max(2, args.tokens // length)), device=args.device)
 
@@ -116,8 +116,9 @@ def speed(args):
             train_step(paper, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:]))
 
         yield from compare("training step", {"official loop": official_step} | steps, length, ids, args)
-        for name, row in decode({mode: models[mode] for mode in ("three_pass", "single_pass")}, length, args).items():
-            yield {"segment_length": length, "task": "decoding", "name": name} | row
+        yield {"segment_length": length, "task": "decoding", "name": "single_pass"} | decode(
+            models["single_pass"], length, args
+        )
 
 
 def compare(task, readers, length, ids, args):
@@ -140,31 +141,23 @@ def train_step(model, loss):
 
 
 @torch.no_grad()
-def decode(models, length, args):
-    """For each model, of each place in a segment the median over segments: the median and the largest of these.
-
-    Models take turns, segment by segment.
-    """
-    ids = torch.randint(next(iter(models.values())).config.vocab_size, (1, length), device=args.device)
-    states = {name: model(ids, use_cache=True, logits_to_keep=1).state for name, model in models.items()}
-    places = {name: [[] for _ in range(length)] for name in models}
+def decode(model, length, args):
+    """The median step over the places of a segment, and the slowest one; of each place the median over segments."""
+    ids = torch.randint(model.config.vocab_size, (1, length), device=args.device)
+    state, places = model(ids, use_cache=True, logits_to_keep=1).state, [[] for _ in range(length)]
     for _ in range(max(3, args.rounds)):
-        for name, model in models.items():
-            for place in range(length):
-                arguments = ids[:, place : place + 1], None, None, states[name]
-                seconds, out = common.timed(model, *arguments, clock=clock(args), device=args.device)
-                states[name] = out.state
-                places[name][place].append(seconds)
-    rows = {}
-    for name, of_places in places.items():
-        medians = [statistics.median(x) for x in of_places]
-        typical, slowest = statistics.median(medians), max(medians)
-        rows[name] = {
-            "us_per_token": 1e6 * typical,
-            "slowest_to_median": slowest / typical,
-            "slowest_place": medians.index(slowest),
-        }
-    return rows
+        for place in range(length):
+            arguments = ids[:, place : place + 1], None, None, state
+            seconds, out = common.timed(model, *arguments, clock=clock(args), device=args.device)
+            state = out.state
+            places[place].append(seconds)
+    medians = [statistics.median(x) for x in places]
+    typical, slowest = statistics.median(medians), max(medians)
+    return {
+        "us_per_token": 1e6 * typical,
+        "slowest_to_median": slowest / typical,
+        "slowest_place": medians.index(slowest),
+    }
 
 
 def memory(args):
