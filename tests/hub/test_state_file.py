@@ -100,7 +100,7 @@ def test_secrets_and_damage_are_refused(file, hmt):
     tensors = load_file(file)
     tensors["memory.bank.embeddings"][0, 0, 0] = torch.nan
     save_file(tensors, file, metadata={"about": json.dumps(describe(file))})
-    with pytest.raises(ValueError, match="NaN in memory.bank.embeddings"):
+    with pytest.raises(ValueError, match=r"NaN in memory\.bank\.embeddings"):
         build_state(file, "alice/novel")
     file.write_bytes(b"x")
     with pytest.raises(ValueError, match="is not a file of a text that was read"):
