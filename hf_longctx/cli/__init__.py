@@ -30,6 +30,7 @@ NAMES = """
     read ask serve gates
     train finetune convert
     push push-metric register-metrics
+    env
 """
 TRAINING = ("train", "finetune")
 COMMANDS: dict[str, Any] = {name: TaskCommand(task) for name, task in Task.tasks.items()}
