@@ -138,4 +138,4 @@ def test_env_names_versions_and_attention(capsys):
     assert cli.main(["env"]) == 0
     rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["transformers"] == transformers.__version__ and rows["torch"] == torch.__version__
-    assert rows["vllm"] == "not installed" and rows["attention of a FoX ('auto'), 1 tokens"] == "sdpa"
+    assert rows["lm-eval"] and rows["attention of a FoX ('auto'), 1 tokens"] == "sdpa"
