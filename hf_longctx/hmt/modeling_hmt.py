@@ -55,7 +55,7 @@ from .checks_hmt import check_backbone, check_call, check_config, same_state
 from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
-from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory
+from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
 from .no_recurrence_hmt import NoRecurrenceSegments
 from .packing_hmt import PackedSegments
 from .paper_hmt import PaperSegments
@@ -354,7 +354,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         ]
         like = next((piece for row in pieces for piece in row), None)
         if like is None:  # padding alone was asked for
-            like = torch.zeros(0, self.config.vocab_size, dtype=state.dtype, device=input_ids.device)
+            like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
         logits = rows.unpack(pieces, first, input_ids.shape[1], like)
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]

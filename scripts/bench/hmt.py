@@ -4,11 +4,12 @@
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
 
 `speed` compares the modes with the loop of the official code: per segment two calls of the causal LM, each with the
-key/value cache, all hidden states and all logits, and the memories kept on the CPU. It reads with all logits and with
-the last alone, makes a training step (which returns the last logits, as Trainer asks it to), and decodes token by
-token: the median step of a segment, and the slowest place in it. On a CPU times are those of the process. `memory`
-streams a token file from disk, piece by piece, and gives the peak of resident memory at each length, and what the loss
-of all its tokens in one call adds (of CPU memory).
+key/value cache, all hidden states and all logits, and the memories kept on the CPU. `windows` is the backbone alone,
+in windows of a segment; on a GPU there is `cuda_graphs` too. It reads with all logits and with the last alone, makes a
+training step (which returns the last logits, as Trainer asks it to), and decodes token by token: the median step of a
+segment, and the slowest place in it. On a CPU times are those of the process. `memory` streams a token file from disk,
+piece by piece, and gives the peak of resident memory at each length, and what the loss of all its tokens in one call
+adds (of CPU memory).
 """
 
 import statistics
@@ -26,8 +27,8 @@ from scripts.bench import common
 
 TABLES = {
     "speed": """
-| L' | task | official loop, us per token | paper | single_pass |
-| {segment_length} | {task} | {us:.0f} | {paper:.2f}x | {single_pass:.2f}x |
+| L' | task | official loop, us per token | windows | paper | single_pass | cuda_graphs |
+| {segment_length} | {task} | {us:.0f} | {windows:.2f}x | {paper:.2f}x | {single_pass:.2f}x | {cuda_graphs:.2f}x |
 """,
     "memory": """
 | tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB | perplexity |
@@ -98,14 +99,24 @@ def speed(args):
 
         readers = {mode: (lambda model=model, ids=ids: model(ids)) for mode, model in models.items()}
         last = {mode: (lambda model=model, ids=ids: model(ids, logits_to_keep=1)) for mode, model in models.items()}
+
+        def windows(ids=ids, backbone=models["paper"].backbone, length=length):
+            return [backbone(x) for x in ids.split(length, 1)]
+
+        if args.device == "cuda":
+            captured = build(args.size, "single_pass", args, length)
+            captured.config.cuda_graphs = True
+            readers["cuda_graphs"] = lambda captured=captured, ids=ids: captured(ids)
+            last["cuda_graphs"] = lambda captured=captured, ids=ids: captured(ids, logits_to_keep=1)
         with torch.no_grad():
             probe = ids[:, : 2 * length + 3]
             logits = models["paper"](probe).logits.cpu()
             change = (logits - official_loop(models["paper"], probe)).abs().max().item()
             allowed = 1e-3 if args.dtype == "float32" else 0.1 * logits.abs().max().item()
             assert change < allowed, f"the official loop differs from the paper's mode by {change}"
-            yield from compare("all logits", {"official loop": official} | readers, length, ids, args)
-            yield from compare("last logits", {"official loop": official} | last, length, ids, args)
+            others = {"official loop": official, "windows": windows}
+            yield from compare("all logits", others | readers, length, ids, args)
+            yield from compare("last logits", others | last, length, ids, args)
         steps = {
             mode: (lambda model=model, ids=ids: train_step(model, model(ids, labels=ids, logits_to_keep=1).loss))
             for mode, model in models.items()
