@@ -30,6 +30,7 @@ NAMES = """
     read serve gates
     train finetune convert
     push push-metric
+    env
 """
 TRAINING = ("train", "finetune")
 COMMANDS: dict[str, Any] = {name: TaskCommand(task) for name, task in Task.tasks.items()}

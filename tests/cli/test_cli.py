@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 import torch
+import transformers
 from commands import run
 from demo_model import DEMO
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -131,3 +132,10 @@ def test_an_interruption_is_no_traceback(folder, monkeypatch, capsys):
 @pytest.mark.parametrize("module", ["hf_longctx", "hf_longctx.cli"])
 def test_the_package_can_be_run_as_a_module(module):
     assert run(["python", "-m", module, "--version"]).stdout == f"hf-longctx {__version__}\n"
+
+
+def test_env_names_versions_and_attention(capsys):
+    assert cli.main(["env"]) == 0
+    rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["transformers"] == transformers.__version__ and rows["torch"] == torch.__version__
+    assert rows["lm-eval"] and rows["attention of a FoX ('auto'), 1 tokens"] == "sdpa"
