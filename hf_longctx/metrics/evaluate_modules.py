@@ -339,12 +339,8 @@ def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **opt
     from .rope.measure import rope_report
 
     source = source_of(model, model_kwargs or {})
-    if isinstance(model, str):
-        from transformers import AutoConfig
-
-        model = AutoConfig.from_pretrained(model, **source)
     try:
-        return rope_report(model, **options).to_dict()
+        return rope_report(model, model_kwargs=source, **options).to_dict()
     except NoRopeError as error:
         return {"verdict": "no RoPE", "holds": None, "groups": [], "notes": [str(error)]}
 

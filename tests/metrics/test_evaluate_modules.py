@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -36,6 +35,7 @@ from hf_longctx.metrics import (
     rope_report,
 )
 from hf_longctx.metrics.evaluate_modules import NAMES, average_log_probs, check_bases, score_predictions
+from hf_longctx.metrics.rope import reading
 from hf_longctx.training.tokenizer import train_tokenizer
 
 
@@ -293,13 +293,17 @@ def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     calls = defaultdict(list)
-    for loader in (AutoModelForCausalLM, AutoTokenizer, AutoConfig):
+    for loader in (AutoModelForCausalLM, AutoTokenizer):
 
         def spy(name, load=loader.from_pretrained, kind=loader.__name__, **options):
             calls[kind].append(options)
             return load(name, **options)
 
         monkeypatch.setattr(loader, "from_pretrained", spy)
+    load_files = reading.read_files
+    monkeypatch.setattr(
+        reading, "read_files", lambda name, **options: calls["config"].append(options) or load_files(name)
+    )
     source = {"revision": "main", "trust_remote_code": False}
     options = dict(model=str(tmp_path), model_kwargs={**source, "dtype": "float64"})
     loss = loss_module.compute(**options, corpus=TEXT, context_length=16)
@@ -308,7 +312,7 @@ def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
     rope_module.compute(**options, minimum_base=False)
     assert calls["AutoModelForCausalLM"] == [{**source, "dtype": "float64"}] * 2
     assert calls["AutoTokenizer"] == [source] * 2
-    assert calls["AutoConfig"][-1] == source
+    assert calls["config"] == [{"revision": "main"}]
     with pytest.raises(ValueError, match="model_kwargs are for a model given by its name"):
         loss_module.compute(model=model, corpus=[3] * 20, model_kwargs={"revision": "v1"})
     with pytest.raises(ValueError, match="this one is a LlamaConfig"):

@@ -43,15 +43,13 @@ class Report(NamedTuple):
     missing: dict[str, str]  # the reason why a metric was not measured, or not to its end, by its title
 
 
-def metrics(
-    subject: Subject, config: Any, context_length: int | None, **options: Any
-) -> dict[str, tuple[str, Callable[[Run], Result]]]:
+def metrics(subject: Subject, config: Any, **options: Any) -> dict[str, tuple[str, Callable[[Run], Result]]]:
     """Return title and measuring function of all tasks and of the RoPE bound, in the order of the page."""
 
     def check_rope(run: Run) -> RopeReport:
         if config is None:
             raise ValueError("the configuration of a served model is not known: give config=...")
-        return rope_report(config, context_length=context_length)
+        return rope_report(config)  # at the claimed context, however short the measured one is
 
     measured = {
         name: (task.result.title, partial(run_task, task.in_report(**options), subject))
@@ -111,7 +109,7 @@ def measure_all(
     arguments = model_settings | {"context_length": context_length, "train_length": train_length}
     arguments |= {"repeats": repeats, "seed": seed, "model": resolved(str(model_settings["model"]))}
     arguments |= {"text": resolved(corpus_name), "corpus_sha256": content_hash(subject.text)}
-    chosen = metrics(subject, config, context_length, repeats=repeats, seed=seed)
+    chosen = metrics(subject, config, repeats=repeats, seed=seed)
     measured_before = open_folder(folder, arguments | subject.reader.identity(), chosen.keys())
     missing = {}
     for name, (metric_title, measure) in chosen.items():
