@@ -6,6 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -53,12 +54,27 @@ def tokenizer_name(tokenizer, or_name: bool = False) -> str:
         ValueError: this is not a tokenizer: it neither encodes, nor decodes, nor has a vocabulary.
     """
     if or_name and isinstance(tokenizer, str):
-        return tokenizer
+        return public_name(tokenizer)
     if not (callable(tokenizer) or hasattr(tokenizer, "decode") or hasattr(tokenizer, "get_vocab")):
         raise ValueError(
             f"tokenizer must be the tokenizer of the model, such as AutoTokenizer.from_pretrained(NAME), got {tokenizer!r}."
         )
-    return getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
+    return public_name(getattr(tokenizer, "name_or_path", type(tokenizer).__name__))
+
+
+def public_name(name: str) -> str:
+    """Return a name that means the same on every machine: of a path, its last component.
+
+    >>> public_name("/home/ann/my-model"), public_name("../books/emma.txt"), public_name("gpt2")
+    ('my-model', 'emma.txt', 'gpt2')
+    """
+    windows = PureWindowsPath(name)
+    if windows.drive:
+        return windows.name
+    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    if path.exists() or path.is_absolute() or name.startswith(("~", "./", "../")):
+        return path.resolve().name or name
+    return name
 
 
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:

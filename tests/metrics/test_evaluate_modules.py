@@ -178,7 +178,15 @@ def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, token
     tokenizer.save_pretrained(tmp_path)
     by_name = curve_module.compute(corpus=TEXT, **options | {"model": str(tmp_path)})
     assert by_name["points"] == result["points"]
-    assert by_name["settings"]["model"] == by_name["settings"]["tokenizer"] == str(tmp_path)
+    assert by_name["settings"]["model"] == by_name["settings"]["tokenizer"] == tmp_path.name
+    named = curve_module.compute(corpus=TEXT, **options | {"tokenizer": str(tmp_path)})
+    (tmp_path / "book.txt").write_text(TEXT)
+    for corpus in (tmp_path / "book.txt", str(tmp_path / "book.txt")):
+        assert curve_module.compute(corpus=corpus, tokenizer=tokenizer, **options)["points"] == named["points"]
+    with pytest.raises(ValueError, match=r"corpus must be a text or the path of one, got 'no/book\.txt'"):
+        curve_module.compute(corpus="no/book.txt", tokenizer=tokenizer, **options)
+    with pytest.raises(ValueError, match="tokenizer must be a tokenizer or its name, got 3"):
+        curve_module.compute(corpus=TEXT, tokenizer=3, **options)
 
 
 def test_special_tokens_are_those_of_the_tokenizer(curve_module, loss_module, model, tokenizer):

@@ -149,7 +149,7 @@ def test_a_run_that_failed_at_once_blocks_nothing(llama, tokenizer, tokens, tmp_
     (tmp_path / "unfinished" / "loss.jsonl").write_text("its first line\n")
     report = measure_all(llama, tokenizer, tokens[:60], tmp_path, context_length=20)
     assert "loss" in report.results and not (tmp_path / "unfinished" / "loss.jsonl").exists()
-    assert read(tmp_path / "arguments.json")["model"] == llama.config._name_or_path
+    assert read(tmp_path / "arguments.json")["model"] == "llama"
 
 
 def test_a_failure_before_anything_was_measured_leaves_no_result():

@@ -25,7 +25,7 @@ from ..run.journal import content_hash
 from ..run.runner import Run
 from ..run.runner import run as run_task
 from ..task import Subject, Task
-from .arguments import check_unchanged, resolved, write_arguments
+from .arguments import check_unchanged, write_arguments
 from .card import card_snippet, eval_results
 from .page import write_report
 
@@ -107,8 +107,8 @@ def measure_all(
     if config is None:
         config = getattr(getattr(subject.reader, "model", None), "config", None)
     arguments = model_settings | {"context_length": context_length, "train_length": train_length}
-    arguments |= {"repeats": repeats, "seed": seed, "model": resolved(str(model_settings["model"]))}
-    arguments |= {"text": resolved(corpus_name), "corpus_sha256": content_hash(subject.text)}
+    arguments |= {"repeats": repeats, "seed": seed}
+    arguments |= {"text": subject.labels.get("corpus"), "corpus_sha256": content_hash(subject.text)}
     chosen = metrics(subject, config, repeats=repeats, seed=seed)
     measured_before = open_folder(folder, arguments | subject.reader.identity(), chosen.keys())
     missing = {}
@@ -127,9 +127,7 @@ def measure_all(
         return None
     if not any((folder / "unfinished").iterdir()):  # else something is left to go on with
         (folder / "unfinished").rmdir()
-    model_name = str(model_settings["model"])
-    title = Path(model_name).resolve().name if Path(model_name).is_dir() else model_name
-    return write_pages(folder, title, missing, chosen.keys())
+    return write_pages(folder, str(model_settings["model"]), missing, chosen.keys())
 
 
 def open_folder(folder: Path, arguments: dict[str, Any], names: Collection[str]) -> set[str]:

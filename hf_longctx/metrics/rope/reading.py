@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checks import public_name
+
 
 # The names of transformers, and what else a config.json calls the same setting.
 SPELLINGS = {
@@ -93,9 +95,7 @@ def read_source(model: Any, **options: Any) -> Source:
             with suppress(OSError, ValueError):
                 file, tokenizer = read_files(name, local_files_only=True)
         model = config
-    path = Path(name)
-    if path.exists():
-        name = (path.parent if path.is_file() else path).resolve().name
+    name = public_name(str(Path(name).parent) if Path(name).is_file() else name)
     with readable(name):
         return read_decoder(model, file, tokenizer, name)
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import public_name
 from .engine import Unreadable
 from .prompts import PromptReader, Scores, scores_of_entries
 
@@ -90,7 +91,7 @@ class ServedModel(PromptReader):
         return f"ServedModel({self.base_url!r}, {self.model!r})"
 
     def settings(self) -> dict[str, Any]:
-        return {"model": self.model, "dtype": None, "attention": None, "served_with": "prompt_logprobs"}
+        return {"model": public_name(self.model), "dtype": None, "attention": None, "served_with": "prompt_logprobs"}
 
     def identity(self) -> dict[str, str]:
         return {"endpoint": self.base_url}
