@@ -135,8 +135,8 @@ def main():
         command = ("read", "alice/hmt", "facts.txt", "--output", "state.safetensors")
         step("hf-longctx read", *ours, *command, **with_package)
         step("hf-longctx push a memory", *ours, "push", "state.safetensors", "alice/memory", **with_package)
-        command = ("ask", "alice/hmt", "alice/memory@main", QUESTION, "--max-new-tokens", "1")
-        step("hf-longctx ask it", *ours, *command, **with_package)
+        command = ("read", "alice/hmt", "alice/memory@main", QUESTION, "--max-new-tokens", "1")
+        step("hf-longctx read the memory", *ours, *command, **with_package)
         python = bare_python(Path(temporary, "python"))
         arguments = (PROMPT, f"{FACT} {QUESTION}", " ".join(MODELS), *METRICS)
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}

@@ -31,7 +31,8 @@ def add_served(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--endpoint",
         metavar="URL",
-        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded",
+        help="measure MODEL where it is served, such as http://localhost:8000/v1; only its tokenizer is loaded. A forgetting "
+        "curve takes any server that completes text at temperature 0, other metrics take vLLM",
     )
     parser.add_argument("--served-as", metavar="NAME", help="endpoint: name of MODEL there, if several are served")
     parser.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable that holds its key")
@@ -129,7 +130,9 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Read
     join_processes()
     if args.endpoint is not None:
         tokenizer = shared.load_tokenizer(args)
-        reader = ServedModel(args.endpoint, vocab_size=len(tokenizer), **options)
+        journal = getattr(args, "journal", None)
+        options["journal"] = journal and f"{journal}.responses{os.environ.get('RANK', '')}"
+        reader = ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options)
         return tokenizer, reader, lambda: reader
     shared.choose_device(args.device)
     try:

@@ -81,7 +81,7 @@ def run(args):
             )
         commit = send(build_state(args.folder, args.repo, args.tag), args)
         if commit is not None:
-            print(f"hf-longctx ask MODEL {args.repo}@{commit.oid} QUESTION")
+            print(f"hf-longctx read MODEL {args.repo}@{commit.oid} QUESTION")
         return
     given = build_bundle(args.folder)
     if args.write_card:

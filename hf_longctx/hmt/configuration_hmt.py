@@ -65,6 +65,9 @@ class HMTConfig(PreTrainedConfig):
         summary_batch: how many summary passes, first halves or query passes (without recurrence, whole segments) go
             through the backbone together, counted as segments times rows. Fewer need less memory.
         offload_activations: keep the activations saved for the backward pass in CPU memory.
+        cuda_graphs: replay the pass that ends a segment as a CUDA graph where no gradient is needed (`graphs_hmt.py`).
+            Logits are equal. A call notices replaced weights and switched adapters, but not other changes in the code
+            of a backbone: set this to False and to True again, with a call between, to capture such a change.
         backbone_name_or_path, backbone_revision: where the backbone was loaded from.
         backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
             backbone from `backbone_name_or_path`. Only for a frozen backbone: its trained weights would be lost.
@@ -106,6 +109,7 @@ class HMTConfig(PreTrainedConfig):
     bptt_segments: int | None = None
     summary_batch: int = 16
     offload_activations: bool = False
+    cuda_graphs: bool = False
     backbone_name_or_path: str | None = None
     backbone_revision: str | None = None
     backbone_in_checkpoint: bool = True

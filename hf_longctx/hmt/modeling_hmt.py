@@ -329,6 +329,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             state = self.new_state(len(input_ids), device=input_ids.device)
         if mask is not None and self.config.recall_mode == "paper":
             state = replace(state, padded=True)
+        if self.config.cuda_graphs:
+            self.lm.graphs.check_weights(self.backbone)
         length, targets, result = self.config.segment_length, None, HMTOutput()
         if labels is not None:
             targets, n_scored, n_labelled = self._targets(labels, mask, state, score_from)

@@ -144,7 +144,7 @@ class MultiPassSegments(Segments):
             kv_cache = DynamicCache(config=self.lm.model.config) if new_cache else None
             layout = (state, state.prompt, chunk, chunk.counts)
             embeds, mask, offset = self.layout(*layout, ends=not stays_open, left=not new_cache)
-        one = Pass(chunk, 1, embeds, first, chunk.counts, offset)
+        one = Pass(chunk, 1, embeds, first, chunk.counts, offset, last=not stays_open)
         (output,), hidden, kv_cache = self.run_passes([one], mask, kv_cache)
 
         memory = None

@@ -71,6 +71,7 @@ class NoRecurrenceSegments(SinglePassSegments):
             segments.append(SegmentOutput(recall, memory))
             if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
+                one = one._replace(last=True)
                 passes.append(one if self.cuts and not self.masks else one.behind(prompt, self.hidden_from))
                 again += self.again(state, chunk)
                 prompts.append(prompt)

@@ -18,6 +18,7 @@ from transformers import Cache
 
 from .backbone_hmt import Backbone, fork, hide_prompt
 from .configuration_hmt import HMTConfig
+from .graphs_hmt import can_capture
 from .memory_hmt import HMTMemory, HMTState, mean_memory, pad_front, where_rows
 from .neural_cache_hmt import NeuralCache, keys_of
 from .packing_hmt import Chunk
@@ -32,6 +33,7 @@ class Pass(NamedTuple):
     begins: the position id of column 0 of each row; None leaves positions to the backbone.
     neural_cache: what is mixed into the logits, if anything.
     hidden_from: column 0 is a prompt, at position 0, which so many columns behind it do not see; None is no prompt.
+    last: no pass reads the keys and values that this one adds to a cache.
     """
 
     chunk: Chunk
@@ -43,6 +45,7 @@ class Pass(NamedTuple):
     begins: list[int] | None = None
     neural_cache: NeuralCache | None = None
     hidden_from: int | None = None
+    last: bool = False
 
     def columns(self, least: list[int]) -> list[int]:
         """Return the columns of the tokens that get logits and do not come before `least` of their row, in order."""
@@ -147,6 +150,7 @@ class Segments:
         self.output_recall, self.embed = output_recall, lm.model.get_input_embeddings()
         self.j, self.k = self.config.summary_length, self.config.sensory_tokens
         self.caches = self.config.neural_cache_weight is not None
+        self.masks_of_prompts: dict[tuple, Tensor] = {}
         self.run: Callable[..., Any] = self.run_once
         if checkpoint is not None:
             self.run = partial(checkpoint, self.run_once)
@@ -181,13 +185,13 @@ class Segments:
             return state.latest(1)[0], None
         bank, ends, of_all = state.bank, state.ends, ()
         length = self.config.segment_length
-        begins = length * torch.tensor(chunk.segments, device=bank.device)[:, None]
         if state.pages is not None:
             paged, numbers, of_all = self.look_up(state, query)
             bank, ends = torch.cat([paged, bank], 1), torch.cat([length * (numbers + 1), ends], 1)
         prompt, weights = self.memory.recall(query, bank, ends > 0, *of_all)
         if not self.output_recall:
             return prompt, None
+        begins = length * of_rows(chunk.segments, bank.device)[:, None]
         distance = 1 + (begins - ends.gather(1, weights.argmax(1, keepdim=True))).squeeze(1) // length
         return prompt, Recall(weights, ends, distance * (ends > 0).any(1))
 
@@ -225,7 +229,7 @@ class Segments:
         """
         config, pages = self.config, state.pages
         bank = torch.cat([state.bank, memory.to(state.bank)], 1)
-        begins = torch.tensor(chunk.segments, device=bank.device)[:, None].expand(memory.shape[:2])
+        begins = of_rows(chunk.segments, bank.device)[:, None].expand(memory.shape[:2])
         ends = torch.cat([state.ends, (begins + 1) * config.segment_length], 1)
         # of rows that close in turn, each would leave the others a column without a memory
         kept = (config.memory_size or 1 + max(chunk.segments)) if config.recall else config.memory_tokens
@@ -271,10 +275,10 @@ class Segments:
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.targets(columns) for one in passes])
         if passes[0].begins is not None:
-            begins = torch.tensor([begin for one in passes for begin in one.begins or ()], device=embeds.device)
+            begins = of_rows([begin for one in passes for begin in one.begins or ()], embeds.device)
             positions = begins[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
         if passes[0].hidden_from is not None:
-            mask = hide_prompt(embeds, passes[0].hidden_from, 0 if kv_cache is None else kv_cache.get_seq_length())
+            mask = self.mask_of_prompt(embeds, passes[0].hidden_from, kv_cache)
             assert positions is not None
             positions[:, 0] = 0
         skips = kept != columns and torch.is_grad_enabled() and neural_cache is None
@@ -283,13 +287,22 @@ class Segments:
             assert targets is not None
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
         else:
-            arguments = (embeds, mask, columns, targets, kv_cache, positions, bool(kept), neural_cache)
+            captures = self.config.cuda_graphs and passes[0].last and can_capture(embeds)
+            arguments = (embeds, mask, columns, targets, kv_cache, positions, bool(kept), neural_cache, captures)
             logits, hidden, loss, kv_cache = self.run(*arguments)
         rows = [[] for _ in passes]
         if logits is not None and kept:
             rows = [one.returned(x, columns) for one, x in zip(passes, logits.chunk(len(passes)))]
         outputs = [PassOutput((one.chunk.n, one.part), x) for one, x in zip(passes, rows)]
         return [outputs[0]._replace(loss=loss, scored=scored), *outputs[1:]], hidden, kv_cache
+
+    def mask_of_prompt(self, embeds: Tensor, hidden_from: int, kv_cache: Cache | None) -> Tensor:
+        """Return the mask of `hide_prompt`, which the segments of a call share."""
+        cached = 0 if kv_cache is None else kv_cache.get_seq_length()
+        key = (embeds.shape[1], hidden_from, cached, embeds.dtype, embeds.device)
+        if key not in self.masks_of_prompts:
+            self.masks_of_prompts[key] = hide_prompt(embeds, hidden_from, cached)
+        return self.masks_of_prompts[key]
 
     def run_once(
         self,
@@ -301,6 +314,7 @@ class Segments:
         positions: Tensor | None = None,
         keep_logits: bool = True,
         neural_cache: NeuralCache | None = None,
+        captures: bool = False,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
         """Run the backbone once. Arguments as in `Backbone.run` and `Pass`, but for the `columns` that get logits.
 
@@ -308,12 +322,17 @@ class Segments:
 
         Returns:
             logits of `columns` (R, n, V) or None; last hidden state (R, P, d); summed loss over `targets` (R, n) or
-            None; the continued cache or None. `kv_cache` itself stays as it is.
+            None; the continued cache or None. `kv_cache` itself stays as it is. With `captures`, the pass is a CUDA
+            graph, which continues no cache.
         """
-        keep = torch.tensor(columns, device=embeds.device) if columns else None
-        kv_cache = None if kv_cache is None else fork(kv_cache)
+        keep = column_numbers(columns, embeds.device) if columns else None
         skip_padding = self.config.recall_mode != "paper"
-        logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, positions)
+        if captures:
+            logits, hidden = self.lm.run_captured(embeds, mask, keep, kv_cache, skip_padding, positions)
+            kv_cache = None
+        else:
+            kv_cache = None if kv_cache is None else fork(kv_cache)
+            logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, positions)
         loss, weight = None, self.config.neural_cache_weight
         if logits is not None and neural_cache is not None and weight is not None:
             logits = neural_cache.mix(logits, hidden[:, keep], weight)
@@ -321,6 +340,20 @@ class Segments:
             sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
             loss = self.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
         return logits if keep_logits else None, hidden, loss, kv_cache
+
+
+def of_rows(values: list[int], device: torch.device) -> Tensor:
+    """Make a tensor (B,) of a number for each row. Equal numbers are not copied, so no GPU is waited for."""
+    if len(set(values)) == 1:
+        return torch.full((len(values),), values[0], device=device)
+    return torch.tensor(values, device=device)
+
+
+def column_numbers(columns: Sequence[int], device: torch.device) -> Tensor:
+    """Make a tensor (n,) of columns in order. Neighbouring columns are not copied, so no GPU is waited for."""
+    if columns[-1] - columns[0] == len(columns) - 1:
+        return torch.arange(columns[0], columns[-1] + 1, device=device)
+    return torch.tensor(columns, device=device)
 
 
 __all__ = ["Pass", "PassOutput", "Recall", "SegmentOutput", "Segments"]

@@ -277,6 +277,7 @@ class SinglePassSegments(Segments):
                 in_front, kv_cache = prompt, self.new_cache() if keeps else None
             one = self.lay_out(state, chunk, start, count, 1, full and (self.config.recurrence or not later))
             one = one if in_front is None else one.behind(in_front, self.hidden_from)
+            one = one._replace(last=full)
             if one.embeds.shape[1]:
                 output, hidden, kv_cache = self.run_passes([one], None, kv_cache)
                 outputs, memory = outputs + output, hidden[:, -1:].clone()

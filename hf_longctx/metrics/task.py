@@ -380,22 +380,47 @@ class Task:
         return depends, selecting | self.subject.labels | self.labels()
 
 
+class Counts(NamedTuple):
+    """What was right at one length, by units that are drawn independently: targets, haystacks, records.
+
+    Attributes:
+        length: in the `size_unit` of the result.
+        shares: of each unit, in the order in which they were drawn, (R,) float64 from 0 to 1.
+        questions: in a unit, at most: scored tokens of a target, questions about a haystack, 1 of a record.
+        tokens: the length in tokens, of line retrieval the mean over records.
+        asked, right: questions in all units, and how many of them are answered right.
+    """
+
+    length: int
+    shares: np.ndarray
+    questions: int
+    tokens: int
+    asked: int
+    right: float
+
+
 @dataclass(frozen=True)
 class TaskResult(Result):
     """The scores of the trials of a task, and what follows from them.
 
     A subclass sets `kind` and `title` and defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
-    may raise ValueError for scores that no measurement gives.
+    may raise ValueError for scores that no measurement gives. With `by_length` and `places`, models can be compared.
 
     Attributes:
         scores: by the keys of the trials, as JSON values.
         settings: how they were measured.
         missing: why a trial has no score, by its key.
         inches: width and height of the figure.
+        size_unit: of the lengths in `by_length`.
+        verb: what a model does that has something right.
+        same_texts: settings that two results must share to have read the same texts.
     """
 
     version = 2
     inches: ClassVar[tuple[float, float]] = (6.6, 5)
+    size_unit: ClassVar[str] = "tokens"
+    verb: ClassVar[str] = ""
+    same_texts: ClassVar[tuple[str, ...]] = ()
 
     scores: dict[Key, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -422,6 +447,39 @@ class TaskResult(Result):
     def span(self, keys: list[Key]) -> str:
         """Name trials, such as "3 lengths from 8 to 64"."""
         return f"{keys[0]}" if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
+
+    def by_length(self, replies: bool = True, overlapping: bool = False) -> list[Counts]:
+        """Return what was right at each length, ascending.
+
+        Args:
+            replies: count what was found in the replies, where there are some; else what is right token for token.
+            overlapping: keep texts that share scored tokens with others.
+
+        Raises:
+            ValueError: this metric counts no right answers.
+        """
+        raise ValueError(f"a {type(self).__name__} has no scores by length; give curves, needle or line retrieval.")
+
+    def places(self) -> dict[int, list]:
+        """Return by length what tells each text from the others; an empty list for random ids."""
+        raise NotImplementedError
+
+    def distinct(self, length: int, texts: int) -> list[int]:
+        """Return which of the first so many texts of a length share no scored token with another."""
+        return [*range(texts)]
+
+    def unlike(self, other: Any, *more: str) -> str | None:
+        """Return why this and another result of the metric did not read the same texts; None if they did.
+
+        `more` names settings besides `same_texts`.
+        """
+        names = (*self.same_texts, *more)
+        names = [name for name in names if self.settings.get(name) != other.settings.get(name)]
+        return f"they differ in {', '.join(names)}" if names else None
+
+    def extent(self) -> dict[str, str]:
+        """Return in words how much was measured, for comparisons with other models."""
+        return {}
 
     def draw(self, figure: Any, title: str, train_length: int | None) -> None:
         """Draw the result with its title into an empty figure of matplotlib; see `style`."""

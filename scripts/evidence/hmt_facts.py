@@ -1,6 +1,6 @@
 """Facts in natural text around a pretrained Llama: does a memory beside it find them again?
 
-    python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
+    python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.hmt_facts --device cuda                  # SmolLM2-135M, in full
     python -m scripts.evidence.hmt_facts --segment-length 32 --sensory-tokens 4 --first-steps 300 --steps 800 \
         --most-facts 4 --learning-rate 3e-4 --save-steps 50             # on a CPU, an hour for each model and seed

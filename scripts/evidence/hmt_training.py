@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence.parts import settings_of
-from scripts.fetch_smollm2 import FOLDER as SMOLLM2
+from scripts.fetch_model import SMOLLM2
 
 
 BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}

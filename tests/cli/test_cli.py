@@ -29,10 +29,10 @@ def test_rope_tells_the_verdict(tmp_path, capsys):
 
 def test_underscores_are_dashes_but_in_the_words_of_lm_eval(monkeypatch):
     seen = []
-    for command in (cli.lm_eval, cli.ask):
+    for command in (cli.lm_eval, cli.read):
         monkeypatch.setattr(command, "run", seen.append)
     cli.main(["lm-eval", "run", "--model_args", "a_b=c"])
-    cli.main(["ask", "MODEL", "TEXT", "Once", "--max_new_tokens", "3"])
+    cli.main(["read", "MODEL", "TEXT", "Once", "--max_new_tokens", "3"])
     assert seen[0].words == ["run", "--model_args", "a_b=c"] and seen[1].max_new_tokens == 3
 
 
@@ -140,4 +140,4 @@ def test_env_names_versions_and_attention(capsys):
     assert cli.main(["env"]) == 0
     rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert rows["transformers"] == transformers.__version__ and rows["torch"] == torch.__version__
-    assert rows["vllm"] == "not installed" and rows["attention of a FoX ('auto'), 1 tokens"] == "sdpa"
+    assert rows["lm-eval"] and rows["attention of a FoX ('auto'), 1 tokens"] == "sdpa"

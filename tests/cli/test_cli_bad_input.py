@@ -23,7 +23,7 @@ from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
 PARSER = [
     ("", "required: COMMAND"),
     ("gate {fox}", "invalid choice: 'gate'"),
-    ("ask", "required: MODEL, TEXT, QUESTION"),
+    ("read", "required: MODEL, TEXT"),
     ("gates {fox} --seed -1", r"--seed: -1 must be from 0 to"),
     ("push {fox} alice/fox --token hf_secret", "unrecognized arguments: --token"),
     ("curve {fox} --protocol fast", "invalid choice: 'fast'"),
@@ -33,13 +33,14 @@ PARSER = [
 # -- options, before the model is loaded
 
 OPTIONS = [
-    ("ask {hmt} {facts} Ada --max-new-tokens 0", "max_new_tokens. must be greater than 0"),
-    ("ask {nowhere} {text} x --temperature -1", "--temperature is -1.0"),
+    ("read {hmt} {facts} Ada --max-new-tokens 0", "max_new_tokens. must be greater than 0"),
+    ("read {hmt} memory.safetensors", "is a saved memory. Give a QUESTION"),
+    ("read {nowhere} {text} x --temperature -1", "--temperature must be 0 .* got -1.0"),
     ("gates {fox} --revision v1", "--revision v1 is for a model on the Hub"),
     ("gates {fox} --code-revision v1", "--code-revision needs --trust-remote-code"),
-    ("ask {no_template} {text} x --chat", "no chat template"),
-    ("ask {nan_weights} {facts} Ada --temperature 0", "logits of .* tokens are NaN"),
-    ("ask {hmt} {text} Foxes", "cannot encode the text .*Missing .UNK. token"),
+    ("read {no_template} {text} x --chat", "no chat template"),
+    ("read {nan_weights} {facts} Ada --temperature 0", "logits of .* tokens are NaN"),
+    ("read {hmt} {text} Foxes", "cannot encode the text .*Missing .UNK. token"),
 ]
 
 # -- models that are not there, or are damaged

@@ -49,7 +49,7 @@ def test_the_card_names_model_and_text(file):
         f"| sha256 of the text, in UTF-8 | {describe(file)['sha256']} |",
         "| memories | 5, of 5 segments |",
         'state = load_state("alice/novel@v1", model)',
-        f'hf-longctx ask alice/hmt --revision {COMMIT} alice/novel@v1 "And then"',
+        f'hf-longctx read alice/hmt --revision {COMMIT} alice/novel@v1 "And then"',
     ):
         assert line in text.splitlines(), line
     assert "give a commit" in build_state(file, "alice/novel").text("README.md") and "give a commit" not in text

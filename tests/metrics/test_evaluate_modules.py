@@ -23,7 +23,6 @@ pytest.importorskip("evaluate", reason="needs evaluate: pip install 'hf-longctx[
 import evaluate
 from datasets import DownloadConfig
 
-from hf_longctx import cli
 from hf_longctx.metrics import (
     ForgettingCurve,
     PositionLoss,
@@ -116,10 +115,8 @@ def test_a_space(hub, tmp_path):
     assert any(path.endswith("/main/forgetting_curve.py") for path in hub)
 
 
-def test_registering_again_changes_nothing_and_supersedes_older_lines(evaluate_cache, capsys):
+def test_registering_again_changes_nothing_and_supersedes_older_lines():
     files = register()
-    assert cli.main(["register-metrics"]) == 0
-    assert capsys.readouterr().out.startswith(f'evaluate.load("{NAMES[0]}"): {evaluate_cache}')
     old = files[0].parent.with_name("0" * 64) / files[0].name
     old.parent.mkdir()
     old.write_text("raise ImportError('a module of the past')\n")

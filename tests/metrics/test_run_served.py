@@ -8,7 +8,7 @@ import torch
 from endpoint_server import serving
 from tiny_models import tiny_llama
 
-from hf_longctx.metrics import Run, forgetting_curve
+from hf_longctx.metrics import Run, forgetting_curve, position_loss
 from hf_longctx.metrics.run.served import ServedModel
 
 
@@ -194,16 +194,15 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
 # -- endpoints that cannot do it
 
 
-@pytest.mark.parametrize(
-    "form, message",
-    [
-        ("llama.cpp", "must give log-probabilities of the tokens of a prompt.*has no log-probabilities.*with vLLM"),
-        ("chat", "must give log-probabilities of the tokens of a prompt.*404: .*Not Found"),
-    ],
-)
-def test_no_log_probabilities(model, form, message):
-    with serving(model, form) as server, pytest.raises(ValueError, match=message):
+def test_a_chat_api_cannot_be_measured(model):
+    with serving(model, "chat") as server, pytest.raises(ValueError, match=r"404: .*Not Found.*A chat API cannot"):
         connect(server)
+
+
+def test_other_metrics_need_log_probabilities(model):
+    message = "must give log-probabilities of the tokens of a prompt.*has no log-probabilities.*with vLLM"
+    with serving(model, "llama.cpp") as server, pytest.raises(ValueError, match=message):
+        position_loss(connect(server), CORPUS, context_length=20, sequences=1, bos_token_id=1)
 
 
 def test_nobody_there(model):
