@@ -11,7 +11,19 @@ from scripts.bench import common
 
 PICTURES = common.ROOT / "model_cards" / "evidence"
 PREPARE = "python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus"
-OF_KEYS = ("seeds", "methods", "bases", "contexts", "lines", "needles")  # options that add parts, and change none
+# Options that add parts, and change none.
+OF_KEYS = (
+    "seeds",
+    "methods",
+    "bases",
+    "contexts",
+    "lines",
+    "needles",
+    "learning_rates",
+    "ablation",
+    "minutes",
+    "at_once",
+)
 
 
 def make_parser(module, description, name, **defaults):

@@ -154,13 +154,13 @@ def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
     module = load("gpu.all")
     run_command = module.run_command
 
-    def run_here(command, limit, log):
+    def run_here(command, limit):
         if command[2] == "pytest":
-            return run_command([*command[:3], "--version"], limit, log)
+            return run_command([*command[:3], "--version"], limit)
         if command[2] == "scripts.bench.pruned":  # it hangs
-            return run_command([sys.executable, "-c", "while True: pass"], 0.2, log)
+            return run_command([sys.executable, "-uc", "print('begun')\nwhile True: pass"], 0.5)
         status = importlib.import_module(command[2]).main(command[3:])
-        return status or 0
+        return (status, "") if isinstance(status, int) else (0, "")
 
     monkeypatch.setattr(module, "run_command", run_here)
     monkeypatch.setattr(load("gpu.check"), "CANDIDATES", ["sdpa"])
@@ -170,7 +170,7 @@ def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
     assert {name: row["status"] for name, row in rows.items() if row["status"]} == {"pruned": module.KILLED}
     files = {path.stem for path in tmp_path.glob("*.json")}
     assert files == {"gpu_all", *module.PARTS} - {"tests", "pruned"}
-    assert "| 124 |" in capsys.readouterr().out
+    assert rows["pruned"]["tail"] == "begun" and "| -9 |" in capsys.readouterr().out
 
 
 def test_tests_are_counted_from_their_file(load, tmp_path):
