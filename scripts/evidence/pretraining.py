@@ -120,6 +120,7 @@ def train(name, rate, seed, args, until):
         "seed": seed,
         "use_cpu": str(args.device == "cpu").lower(),
     }
+    options |= dict(option.split("=", 1) for option in args.train)
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     fields = [field.format(length=args.length) for field in [*fields, *args.set]]
     command = [sys.executable, "-m", "hf_longctx", "train", *words, "--set", *fields]
@@ -357,6 +358,9 @@ def main(arguments=None):
     }
     parser = make_parser(__spec__.name, __doc__, "pretraining{ablation}", **sizes, **options, device="cpu")
     parser.add_argument("--data", default=str(corpus.FOLDER), metavar="FOLDER", help="default: demo_output/code")
+    parser.add_argument(
+        "--train", nargs="*", default=[], metavar="NAME=VALUE", help="more options of hf-longctx train"
+    )
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of all configurations")
     parser.add_argument(
         "--ablation", action="store_const", const="_ablation", default="", help="train the rows of Table 3"
