@@ -59,7 +59,7 @@ PARTS = {
     "hmt_speed": Part(
         4,
         "bench.hmt speed",
-        "--size 100m --dtype bfloat16 --segment-lengths 512 --tokens 16384",
+        "--size 1b --dtype bfloat16 --segment-lengths 512 --tokens 8192 --rounds 2",
         "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
     ),
     "gpu_check": Part(3, "bench.gpu.check", "", "--minutes 0", takes_minutes=True),
