@@ -95,15 +95,6 @@ def test_vllm(load, tmp_path, monkeypatch):
     assert [row["cache_bytes_per_token"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [4] * 3
 
 
-def test_neighbours(load, tmp_path, capsys, monkeypatch):
-    """Nothing is compiled, as ten graphs take inductor a minute."""
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    load("neighbours").main(f"--length 16 --hidden 64 --rounds 1 --output {tmp_path}/x.json".split())
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [row["name"] for row in rows[:5]] == [row["name"] for row in rows[5:]] and len(rows) == 10
-    assert all(row["floor_ms"] > 0 for row in rows if row["name"] != "attention layer")
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 @torch.compiler.set_stance("force_eager")  # flex_attention would trace itself
