@@ -212,10 +212,12 @@ def measure_pruning(model, rows, args):
     rows = torch.from_numpy(rows.astype(np.int64)).to(model.device)
     figures = {}
     if args.device == "cuda":
+        model.set_attn_implementation("forgetting_triton")
         with count_pruned_blocks() as blocks:
             for row in rows:
                 model(row[None], logits_to_keep=1)
-        figures["blocks_pruned"] = blocks.pruned / max(1, blocks.total)
+        figures["blocks_pruned"] = blocks.pruned / blocks.total
+        model.set_attn_implementation("sdpa")
     last, dropped, changes = args.length // 4, [], []
     bound = "weights" if model.config.qk_norm else "observed"
     for row in rows:

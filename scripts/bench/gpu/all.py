@@ -46,7 +46,7 @@ class Part(NamedTuple):
 DECODING = ("--dtype bfloat16 --hidden 2048 --layers 16 --head-dim 128 --vocab 32000 --context 1024 --tokens 128 "
             "--rounds 2", "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64")  # fmt: skip
 PARTS = {
-    "tests": Part(4, "pytest", "", ""),
+    "tests": Part(6, "pytest", "", ""),
     "gpu_step": Part(7, "bench.gpu.step", "", "--rounds 1", takes_minutes=True),
     "generate": Part(2, "bench.generate", *DECODING),
     "generate_static": Part(3, "bench.generate --cache static", *DECODING),
@@ -70,7 +70,8 @@ def make_command(name, device, limit, folder):
     """Return the command of a part; `limit` in seconds."""
     part, python = PARTS[name], [sys.executable, "-m"]
     if name == "tests":
-        workers = ["-n", "6"] if device == "cuda" and importlib.util.find_spec("xdist") else []
+        in_parallel = device == "cuda" and importlib.util.find_spec("xdist")
+        workers = ["-n", str(max(1, (os.cpu_count() or 1) // 2))] if in_parallel else []
         return [*python, "pytest", "-q", "-p", "no:cacheprovider", *workers, *TESTS, f"--junitxml={folder}/tests.xml"]
     options = (part.cuda if device == "cuda" else part.cpu).split()
     if part.takes_minutes and device == "cuda":
