@@ -6,6 +6,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,21 @@ def numbers(name: str, values) -> list:
     if listed is None or not all(hasattr(value, "__float__") for value in listed):
         raise ValueError(f"{name} must be a list of numbers, got {values!r}.")
     return listed
+
+
+def public_name(name: str) -> str:
+    """Return a name that means the same on every machine: of a path, its last component.
+
+    >>> public_name("/home/ann/my-model"), public_name("../books/emma.txt"), public_name("gpt2")
+    ('my-model', 'emma.txt', 'gpt2')
+    """
+    windows = PureWindowsPath(name)
+    if windows.drive:
+        return windows.name
+    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    if path.exists() or path.is_absolute() or name.startswith(("~", "./", "../")):
+        return path.resolve().name or name
+    return name
 
 
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:

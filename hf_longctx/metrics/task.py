@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get
 
 import numpy as np
 
-from .checks import check_token_ids, numbers, whole_number
+from .checks import check_token_ids, numbers, public_name, whole_number
 from .result import Result
 from .run.journal import content_hash
 
@@ -247,8 +247,9 @@ class Subject:
         self.tokenizer, self.tokenizer_name = tokenizer, tokenizer
         if tokenizer is not None and not isinstance(tokenizer, str):
             self.tokenizer_name = getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
+        self.tokenizer_name = self.tokenizer_name and public_name(self.tokenizer_name)
         self.tokens = None if tokens is None else check_token_ids(tokens, "tokens", self.reader.vocab_size)
-        self.labels = {"corpus": corpus_name, "train_length": train_length}
+        self.labels = {"corpus": corpus_name and public_name(corpus_name), "train_length": train_length}
         self.labels = {name: value for name, value in self.labels.items() if value is not None}
         if train_length is not None:
             self.labels["train_length"] = whole_number("train_length", train_length, 1)

@@ -63,7 +63,10 @@ MODELS = [
     ("read {no_tokenizer} {text}", "no tokenizer that can be loaded"),
     ("serve {nowhere}", "there is no folder|pip install"),
     ("rope {fox}", "RoPE"),
-    ("rope {refused}", "refused cannot be loaded .*TypeError: .*; its files are damaged"),
+    (
+        "rope {refused}",
+        "config of refused holds a value of a wrong type or size .*TypeError: .*compare its config.json",
+    ),
     ("rope {llama} --context-length 0", "context to check .* must be at least 2, got 0"),
 ]
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import public_name
 from .engine import Unreadable
 from .greedy import GreedyCompletions
 from .prompts import PromptReader, Scores, scores_of_entries
@@ -94,7 +95,7 @@ class ServedModel(PromptReader):
 
     def settings(self) -> dict[str, Any]:
         way = "prompt_logprobs" if self.greedy is None else "greedy completions"
-        return {"model": self.model, "dtype": None, "attention": None, "served_with": way}
+        return {"model": public_name(self.model), "dtype": None, "attention": None, "served_with": way}
 
     def identity(self) -> dict[str, str]:
         return {"endpoint": self.base_url}
