@@ -278,6 +278,11 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard
             "token shift out. Export with a DynamicCache, as export_for_generation of transformers.exporters does, or without a "
             "cache: use_cache=False."
         )
+    if cache is not None and is_exporting() and config.sliding_window is not None:
+        raise NotImplementedError(
+            "FoX with a sliding window cannot be exported with a cache, whose tokens transformers counts outside of the graph. "
+            "Export it without a cache (use_cache=False), or without a window (sliding_window=None)."
+        )
     if torch.compiler.is_compiling():
         return
     for name in kwargs.keys() - NAMES:

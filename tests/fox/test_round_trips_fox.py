@@ -160,6 +160,16 @@ def test_an_export_decodes_what_it_has_read():
     assert difference_of_generation(model, "Dynamo") < 2e-5
 
 
+@pytest.mark.filterwarnings("ignore:.treespec:FutureWarning")
+def test_torch_export_refuses_a_window_with_a_cache():
+    from transformers.exporters import DynamoConfig, DynamoExporter
+
+    model = make_from(FoxConfig(**TINY, sliding_window=8))
+    with pytest.raises(Exception, match="prefill") as raised:
+        DynamoExporter().export_for_generation(model, {"input_ids": tokens(2, 9)}, DynamoConfig(dynamic=True))
+    assert "with a sliding window cannot be exported with a cache" in str(raised.value.__cause__)
+
+
 @both_blocks
 def test_torch_export_refuses_a_static_cache(variant):
     """transformers.integrations.executorch gives its keys no room for the decay, and forgets the token shift."""
