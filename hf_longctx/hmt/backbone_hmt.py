@@ -22,6 +22,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .compat_hmt import cache_name
+from .graphs_hmt import PassGraphs
 
 
 _IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
@@ -91,6 +92,7 @@ class Backbone:
             and getattr(model, "_supports_default_dynamic_cache", bool)()  # of models that generate
             and layers <= _CONTINUED_LAYERS
         )
+        self.graphs = PassGraphs()
         self._continues = {}  # by what decides it
         self._counts_from_0: bool | None = None  # None: not probed yet
         self._hides: bool | None = None
@@ -445,6 +447,42 @@ class Backbone:
                 f"width {hidden.shape[-1]}; HMT feeds the latter back as the former, so the two must be equal."
             )
         return logits, hidden
+
+    def run_captured(
+        self,
+        embeds: Tensor,
+        mask: Tensor | None,
+        keep: Tensor | None,
+        kv_cache: Cache | None = None,
+        skip_padding: bool = False,
+        positions: Tensor | None = None,
+    ) -> tuple[Tensor | None, Tensor]:
+        """Run the backbone as `run` does, by a CUDA graph. The cache is read, and stays as it is."""
+        given = {"embeds": embeds, "mask": mask, "keep": keep, "positions": positions}
+        given = {name: value for name, value in given.items() if value is not None}
+        layers = [] if kv_cache is None else kv_cache.layers
+        of_cache = {
+            (i, name): value
+            for i, layer in enumerate(layers)
+            for name, value in vars(layer).items()
+            if isinstance(value, Tensor) and value.dim() > 1
+        }
+
+        def function(*tensors: Tensor) -> list[Tensor]:
+            inputs: dict[str, Any] = {"mask": None, "keep": None, **dict(zip(given, tensors))}
+            cache = None if kv_cache is None else fork(kv_cache)
+            if cache is None and mask is None and self._has_dynamic_cache:
+                # without a cache, transformers looks for packed sequences in the position ids, and waits for the GPU
+                cache = DynamicCache(config=self.model.config)
+            for (i, name), value in zip(of_cache, tensors[len(given) :]):
+                assert cache is not None
+                setattr(cache.layers[i], name, value)
+            logits, hidden = self.run(**inputs, kv_cache=cache, skip_padding=skip_padding)
+            return [hidden] if logits is None else [hidden, logits]
+
+        key = (tuple(given), tuple(of_cache), skip_padding)
+        hidden, *logits = self.graphs.run(key, function, [*given.values(), *of_cache.values()])
+        return logits[0] if logits else None, hidden
 
     def versions(self) -> dict[str, int]:
         """Count the changes in place of each parameter, such as optimizer steps; inference mode counts none."""

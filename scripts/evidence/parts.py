@@ -10,7 +10,7 @@ from scripts.bench import common
 
 
 PICTURES = common.ROOT / "model_cards" / "evidence"
-PREPARE = "python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus"
+PREPARE = "python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus"
 OF_KEYS = ("seeds", "methods", "bases", "contexts", "lines", "needles")  # options that add parts, and change none
 
 

@@ -99,11 +99,8 @@ CONFIG = [
         ("half a token", {"segment_length": 64.5}, "segment_length"),
         ("two memory tokens with recall", {"memory_tokens": 2}, "memory_tokens is 2; with recall"),
         ("two memory tokens in one pass", {"memory_tokens": 2, "recall": False}, "memory_tokens is 2"),
-        (
-            "three passes without recurrence",
-            {"recall_mode": "three_pass", "recurrence": False},
-            "only the single-pass",
-        ),
+        ("the paper without recurrence", {"recall_mode": "paper", "recurrence": False}, "only the single-pass"),
+        ("three passes", {"recall_mode": "three_pass"}, "not supported any more"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
         ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction is 0.0001 of 512"),
         ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction is 1.5 of 512"),
@@ -116,8 +113,8 @@ CONFIG = [
         ("pages without recall", {"recalled_pages": 2, "recall": False}, "beyond memory_size"),
         ("tokens read again without recall", {"recall_tokens": 2, "recall": False}, "Set recall=True"),
         (
-            "tokens read again in three passes",
-            {"recall_tokens": 2, "recall_mode": "three_pass"},
+            "tokens read again by the paper",
+            {"recall_tokens": 2, "recall_mode": "paper"},
             "a recall of the single",
         ),
         (
@@ -130,7 +127,7 @@ CONFIG = [
             (f"a neural cache with {name}={x}", {"neural_cache_weight": 0.1, name: x}, "that of the single-pass mode")
             for name, x in {
                 "recall": False,
-                "recall_mode": "three_pass",
+                "recall_mode": "paper",
                 "recurrence": False,
                 "recalled_pages": 2,
             }.items()
@@ -152,7 +149,7 @@ CONFIG += [
     ),
     harmless(
         "a whole segment as an integer",
-        lambda: (HMTConfig(sum_fraction=1, recall_mode="three_pass").summary_length, 512),
+        lambda: (HMTConfig(sum_fraction=1, recall_mode="paper").summary_length, 512),
     ),
 ]
 
@@ -298,7 +295,7 @@ READ += [
     refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0)(it.tokens), "memory_size is 0"),
     refused(
         "memory_tokens set to 3 without recall",
-        lambda it: changed(build(recall=False, recall_mode="three_pass"), memory_tokens=3)(it.tokens),
+        lambda it: changed(build(recall=False, recall_mode="paper"), memory_tokens=3)(it.tokens),
         "built with another value",
     ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
@@ -417,7 +414,7 @@ GENERATE += [
     refused(
         "the paper mode behind an open segment",
         lambda it: it.paper.generate(it.tokens[:, :29], max_new_tokens=9, eos_token_id=None),
-        "use recall_mode='three_pass'",
+        "train a model of recall_mode='single_pass'",
     ),
     harmless("a state used twice", lambda it: (generate(it, state=it.state), generate(it, state=it.state))),
 ]

@@ -357,7 +357,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
     assert not first.config.recall
     options["max_length"] = 160
     with pytest.raises(ValueError, match="was trained with recall_mode='single_pass'; both stages need the same"):
-        train(settings(first_stage, tmp_path / "x", **options | texts | {"set": ["recall_mode=three_pass"]}))
+        train(settings(first_stage, tmp_path / "x", **options | texts | {"set": ["recall_mode=paper"]}))
     assert not (tmp_path / "x" / "data").exists(), "it is refused before anything is packed"
     assert train(settings(first_stage, tmp_path / "second", **options | texts | {"set": []})) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")

@@ -16,11 +16,11 @@ from ..curve.lengths import METHODS
 from ..curve.plot import areas, logarithmic, ribbon
 from ..result import Result
 from ..retrieval.answers import Retrieval
+from ..task import TaskResult
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss, draw_losses
 from .effective import effective_length, effective_rows
 from .paired import conclusion, further, paired_differences
-from .scores import by_length, unit
 
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Result)
 
 
-def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str | None = None) -> str:
+def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> str:
     """Draw the results of several models into one picture, or write their table into a file.
 
     Args:
@@ -75,7 +75,7 @@ def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str |
     elif not losses:
         shares = {name: shares_by_length(result) for name, result in results.items()}
         first = next(iter(results.values()))
-        plot_shares(shares, path, title=title or first.title, unit=unit(first), unlike=unlike)
+        plot_shares(shares, path, title=title or first.title, unit=first.size_unit, unlike=unlike)
     else:
         named_losses = [loss.with_settings(model=name) for name, loss in losses.items()]
         figure = style.figure(*PositionLoss.inches)
@@ -84,7 +84,7 @@ def compare(results: Mapping[str, Result], path: str | PathLike, *, title: str |
     return text
 
 
-def paired_text(results: Mapping[str, Result]) -> str:
+def paired_text(results: Mapping[str, TaskResult]) -> str:
     """Return, as Markdown, how each model differs from the first, in words and a table; or why that is not known."""
     (name, first), *others = results.items()
     text = ""
@@ -95,7 +95,16 @@ def paired_text(results: Mapping[str, Result]) -> str:
             text += "".join(f"\n{sentence}\n" for sentence in further(name, other, first, second))
             text += f"\nNot tested, {other} against {name}: {error}\n"
             continue
-        columns = (unit(first), name, other, "difference", "95 % interval", "p", "p of all lengths (Holm)", "pairs")
+        columns = (
+            first.size_unit,
+            name,
+            other,
+            "difference",
+            "95 % interval",
+            "p",
+            "p of all lengths (Holm)",
+            "pairs",
+        )
         rows = [
             (
                 *("mean" if d.length is None else d.length, f"{d.first:.1%}", f"{d.second:.1%}"),
@@ -109,7 +118,7 @@ def paired_text(results: Mapping[str, Result]) -> str:
     return text
 
 
-def check_measured(results: Mapping[str, Result]) -> None:
+def check_measured(results: Mapping[str, TaskResult]) -> None:
     """Raise ValueError if there is not a result, or nothing was measured in one, which is named."""
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
@@ -139,24 +148,17 @@ def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
     return unique
 
 
-def conditions(result: Result) -> dict[str, str]:
+def conditions(result: TaskResult) -> dict[str, str]:
     """Return the settings that must be alike for numbers to compare models, as far as a result has them."""
     settings = {name: str(value) for name, value in result.settings.items() if value is not None}
     names = {"data_type": "data", "corpus": "texts", "tokenizer": "tokenizers", "protocol": "protocols"}
     alike = {words: settings[name] for name, words in names.items() if name in settings}
     if "corpus" not in settings and "corpus_sha256" in settings:
         alike["texts"] = settings["corpus_sha256"][:8]
-    if isinstance(result, ForgettingCurve):
-        alike |= {
-            "repeats": result.repeats_in_words.rpartition(" ")[0],
-            "longest lengths": str(result.points[-1].length),
-        }
-    elif isinstance(result, PositionLoss):
-        alike |= {"sequences": str(result.sequences), "context lengths": str(result.context_length)}
-    return alike
+    return alike | result.extent()
 
 
-def differences(results: Mapping[str, Result]) -> list[str]:
+def differences(results: Mapping[str, TaskResult]) -> list[str]:
     """Return the settings in which the measurements of these results differ, in words.
 
     >>> def curve(data):
@@ -187,8 +189,6 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
     Raises:
         ValueError: curves are missing, or one is without a point.
     """
-    if not isinstance(curves, Mapping):
-        raise ValueError(f"curves must be a dictionary of names of models and curves, got a {type(curves).__name__}.")
     check_measured(curves)
     rows = []
     for name, curve in curves.items():
@@ -217,16 +217,16 @@ def loss_table(losses: Mapping[str, PositionLoss]) -> str:
     return markdown(columns, rows)
 
 
-def shares_by_length(result: Result) -> dict[int, float]:
+def shares_by_length(result: TaskResult) -> dict[int, float]:
     """Return the mean share of right answers by length."""
-    return {score.length: float(score.shares.mean()) for score in by_length(result)}
+    return {counts.length: float(counts.shares.mean()) for counts in result.by_length()}
 
 
-def score_table(results: Mapping[str, Result]) -> str:
+def score_table(results: Mapping[str, TaskResult]) -> str:
     """Return the shares of right answers of several models as a Markdown table, a column for each length."""
     scores = {name: shares_by_length(result) for name, result in results.items()}
     lengths = sorted(set().union(*scores.values()))
-    columns = ("model", *(f"{n} {unit(next(iter(results.values())))}" for n in lengths))
+    columns = ("model", *(f"{n} {next(iter(results.values())).size_unit}" for n in lengths))
     rows = [(name, *(f"{row[n]:.1%}" if n in row else "-" for n in lengths)) for name, row in scores.items()]
     return markdown(columns, rows)
 

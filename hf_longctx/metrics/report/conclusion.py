@@ -10,13 +10,6 @@ from ..retrieval.answers import Retrieval
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss
 from .effective import RULES
-from .scores import by_length
-
-
-WHAT = {
-    "needle": "a sentence hidden in a text",
-    "lines": "one of many lines",
-}
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
@@ -69,8 +62,7 @@ def exact_copies(curve: ForgettingCurve) -> str:
 
 def found(result: Retrieval) -> str:
     """Say up to which length most questions are answered."""
-    what = WHAT[result.kind]
-    scores = by_length(result)
+    what, scores = result.hidden, result.by_length()
     good = [score for score in scores if score.right >= RULES["ours"] * score.asked]
     score = good[-1] if good else scores[0]
     tokens, count = score.tokens, f"{score.right:.0f} of {plural(score.asked, 'question')}"

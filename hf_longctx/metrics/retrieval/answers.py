@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from statistics import stdev
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import scipy
 
 from ..checks import entries, integers, whole_number
 from ..result import Number, plural
-from ..task import Answered, TaskResult
+from ..task import Answered, Counts, TaskResult
 
 
 REPLY_MARGIN = 16  # tokens that a generated text may have beyond the answer
@@ -193,17 +194,17 @@ def holds_number(reply: str, expected: int) -> bool:
 class Retrieval(TaskResult):
     """The base class of results that keep `Answers` for each of several kinds of prompts.
 
-    A subclass also sets `question`, the question in words, and defines `parts`. Numbers in a few words are those of
-    the first of the `rates_measured`.
+    A subclass also sets `question`, the question in words, and defines `parts` and `units`. Numbers in a few words are
+    those of the first of the `rates_measured`.
 
     Attributes:
-        size_unit: of the `size_of` a prompt.
         drawn: what is drawn at random for a prompt.
+        hidden: what is looked for, in words.
     """
 
     question: ClassVar[str]
-    size_unit: ClassVar[str] = "tokens"
     drawn: ClassVar[str] = "haystack"
+    hidden: ClassVar[str]
 
     @property
     def parts(self) -> Sequence[Answers]:
@@ -225,13 +226,26 @@ class Retrieval(TaskResult):
         """Return the length of a part in tokens, or in what `size_unit` names."""
         return part.length
 
-    def independent(self, size: int) -> int:
-        """Return how many prompts of this size were drawn independently."""
-        return self.questions(size)
+    def tokens(self, size: int) -> int:
+        """Return a size in tokens."""
+        return size
+
+    def units(self, size: int) -> list[list[Answer]]:
+        """Return the answers about each prompt of this size that was drawn independently."""
+        raise NotImplementedError
 
     def questions(self, size: int) -> int:
         """Return how many questions there were about prompts of this size."""
-        return sum(len(part.answers) for part in self.parts if self.size(part) == size)
+        return sum(map(len, self.units(size)))
+
+    def by_length(self, replies=True, overlapping=False):
+        counts, field = [], "matched" if replies else "exact"
+        for size in sorted({self.size(part) for part in self.parts}):
+            units = [[float(getattr(answer, field)) for answer in unit] for unit in self.units(size)]
+            asked, right = [len(unit) for unit in units], sum(map(sum, units))
+            shares = np.array([*map(np.mean, units)])
+            counts.append(Counts(size, shares, max(asked), self.tokens(size), sum(asked), right))
+        return counts
 
     def rates(self) -> dict[int, float]:
         """Return the first of the `rates_measured` for each size, over all questions."""
@@ -245,7 +259,7 @@ class Retrieval(TaskResult):
         """Return the rate of each size with its interval: sizes differ too much for a mean."""
         numbers = []
         for n, rate in self.rates().items():
-            units = self.independent(n)
+            units = len(self.units(n))
             asked = plural(self.questions(n), "question")
             sample = asked if units == self.questions(n) else f"{asked} about {plural(units, self.drawn)}"
             name = f"{self.title.lower()}, {COLUMNS[self.rates_measured[0]]}: {n} {self.size_unit}"

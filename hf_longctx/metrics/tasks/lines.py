@@ -59,14 +59,9 @@ class Record(NamedTuple):
 def draw_record(lines: int, seed: int, repeat: int) -> Record:
     """Draw a record of `lines` lines; the same for the same three numbers.
 
-    Raises:
-        ValueError: fewer than one line, or more than there are names for.
-
     >>> print(draw_record(2, 0, 0).text.splitlines()[-1].split()[2:4])
     ['REGISTER_CONTENT', 'is']
     """
-    if not 1 <= lines <= len(NAMES):
-        raise ValueError(f"a record has from 1 to {len(NAMES)} lines, got {lines}.")
     rng = random.Random(f"{seed} {lines} {repeat}")
     names = rng.sample(NAMES, lines)
     numbers = [rng.randint(1, LARGEST) for _ in names]
@@ -115,7 +110,8 @@ class LineRetrieval(Retrieval):
     kind = "lines"
     title = "Line retrieval"
     question = "The model is asked for the number in one of many lines."
-    size_unit, drawn = "lines", "record"
+    size_unit, drawn, hidden = "lines", "record", "one of many lines"
+    verb, same_texts = "answers", ("seed",)
 
     @classmethod
     def of_points(cls, points: Sequence[LinesPoint], settings: dict[str, Any] | None = None) -> Self:
@@ -138,6 +134,15 @@ class LineRetrieval(Retrieval):
 
     def size(self, part: LinesPoint) -> int:
         return part.lines
+
+    def tokens(self, size: int) -> int:
+        return round(next(p.mean_tokens for p in self.points if p.lines == size))
+
+    def units(self, size: int) -> list[list[Answer]]:
+        return [[answer] for p in self.points if p.lines == size for answer in p.answers]
+
+    def places(self):
+        return {p.lines: list(p.asked_lines) for p in self.points}
 
     def in_words(self) -> str:
         score = self.rates_measured[0]

@@ -20,7 +20,7 @@ import numpy as np
 from ..checks import check_token_ids, entries
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import REPLY_MARGIN, SCORES, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_text
+from ..retrieval.answers import REPLY_MARGIN, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_text
 from ..retrieval.haystack import DEPTHS, Haystacks, draw_begins, haystack_length, needle_pieces
 from ..retrieval.wording import MODES, chat_frame, wording
 from ..run.journal import content_hash
@@ -57,6 +57,8 @@ class NeedleGrid(Retrieval):
     kind = "needle"
     title = "Needle in a haystack"
     question = "One sentence is hidden in a long text, at several depths, and asked for at the end."
+    hidden, verb = "a sentence hidden in a text", "finds"
+    same_texts = ("mode", "seed", "repeats", "corpus_sha256", "pieces_sha256")
 
     @classmethod
     def of_cells(cls, cells: Sequence[NeedleCell], settings: dict[str, Any] | None = None) -> Self:
@@ -83,17 +85,18 @@ class NeedleGrid(Retrieval):
         lengths = sorted({length for length, _ in keys})
         return f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
 
-    def haystacks(self, length: int) -> dict[int, list[Answer]]:
-        """Return the answers at a length by their haystacks, each named by where it starts, or by its repeat."""
+    def units(self, size: int) -> list[list[Answer]]:
+        """Return the answers at a length by their haystacks, named by where they start, or by repeat."""
         answers: dict[int, list[Answer]] = {}
         for cell in self.cells:
-            if cell.length == length:
+            if cell.length == size:
                 for name, answer in zip(cell.begins or range(len(cell.answers)), cell.answers):
                     answers.setdefault(name, []).append(answer)
-        return answers
+        return [*answers.values()]
 
-    def independent(self, size: int) -> int:
-        return len(self.haystacks(size))
+    def places(self):
+        cells = self.cells
+        return {n: [(c.depth, *c.positions, c.begins) for c in cells if c.length == n] for n in self.lengths}
 
     @property
     def lengths(self) -> list[int]:
@@ -110,12 +113,7 @@ class NeedleGrid(Retrieval):
 
         Args:
             score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
-
-        Raises:
-            ValueError: the score is unknown.
         """
-        if score not in SCORES:
-            raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
         lengths, depths = self.lengths, self.depths
         grid = np.full((len(depths), len(lengths)), np.nan)
         for cell in self.cells:
@@ -124,7 +122,7 @@ class NeedleGrid(Retrieval):
 
     def in_words(self) -> str:
         rates = ", ".join(f"{rate:.0%} of {length} tokens" for length, rate in self.rates().items())
-        units = sorted({self.independent(length) for length in self.lengths})
+        units = sorted({len(self.units(length)) for length in self.lengths})
         drawn = plural(units[0], self.drawn) if len(units) == 1 else f"{units[0]} to {units[-1]} {self.drawn}s"
         depths = plural(len(self.depths), "depth")
         return f"{SUMMARY[self.rates_measured[0]]}: {rates}; {depths}, {drawn} for each length"
