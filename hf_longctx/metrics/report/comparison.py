@@ -39,8 +39,8 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
         title: as for `plot_comparison`.
 
     Returns:
-        the numbers as a Markdown table, with a warning for each setting that differs, `paired_text`, and effective
-        lengths by three rules.
+        which model remembers more, in sentences; then the numbers as a Markdown table, with a warning for each setting
+        that differs, the tests of `paired_text`, and effective lengths by three rules.
 
     Raises:
         ValueError: the results are of several metrics, or of one without such a picture; or see `plot_comparison`.
@@ -65,8 +65,10 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     else:
         text = loss_table(losses) if losses else score_table(results)
     unlike = differences(results)
+    said, tables = paired_text(results)
+    text = "\n\n".join([*said, text])
     text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
-    text += paired_text(results) + ("" if losses else f"\n{markdown(*effective_rows(results))}")
+    text += tables + ("" if losses else f"\n{markdown(*effective_rows(results))}")
     if Path(path).suffix == ".md":
         heading = title or next(iter(results.values())).title
         Path(path).write_text(f"# {heading}\n\n{text}", encoding="utf-8")
@@ -84,17 +86,18 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     return text
 
 
-def paired_text(results: Mapping[str, TaskResult]) -> str:
-    """Return, as Markdown, how each model differs from the first, in words and a table; or why that is not known."""
+def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
+    """Return how each model differs from the first, in sentences, and the tables of their tests as Markdown."""
     (name, first), *others = results.items()
-    text = ""
+    said, text = [], ""
     for other, second in others:
         try:
             differences = paired_differences(first, second)
         except ValueError as error:
-            text += "".join(f"\n{sentence}\n" for sentence in further(name, other, first, second))
-            text += f"\nNot tested, {other} against {name}: {error}\n"
+            said.append(" ".join(further(name, other, first, second)) or reaches({name: first, other: second}))
+            text += f"\nNot tested length by length, {other} against {name}: {error}\n"
             continue
+        said.append(conclusion(name, other, first, second, differences))
         columns = (
             first.size_unit,
             name,
@@ -114,8 +117,20 @@ def paired_text(results: Mapping[str, TaskResult]) -> str:
             )
             for d in differences
         ]
-        text += f"\n{conclusion(name, other, first, second, differences)}\n\n{markdown(columns, rows)}"
-    return text
+        text += f"\n{markdown(columns, rows)}"
+    return [sentence for sentence in said if sentence], text
+
+
+def reaches(results: Mapping[str, TaskResult]) -> str:
+    """Return how far each of several curves reaches; nothing for other results."""
+    ends = []
+    for name, curve in results.items():
+        if isinstance(curve, ForgettingCurve):
+            interval, size = curve.interval("coarse"), curve.settings.get("bytes_per_token") or 0
+            tokens = f"{interval.in_words()} tokens" if interval.sure else "not known"
+            longest = f", {interval.low * size:,.0f} bytes" if size * interval.low else ""
+            ends.append(f"{name} {tokens}{longest}{' (the longest tested)' * interval.longest}")
+    return f"Which copies further is not significant: {'; '.join(ends)}." if ends else ""
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
