@@ -36,7 +36,7 @@ try:
         "gb gh gt dyb dyh dyt ib w"
     )
     jit_any_length = triton.jit(
-        do_not_specialize="T Tq Tk n_chunks n_split n_groups n_parts n_tokens n_blocks G".split()
+        do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_groups", "n_parts", "n_tokens", "n_blocks", "G"]
         + [f"s_{name}" for name in _STRIDES.split()]
     )
     LOG2E = tl.constexpr(1.4426950408889634)

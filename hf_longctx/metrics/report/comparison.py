@@ -38,8 +38,8 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
         title: as for `plot_comparison`.
 
     Returns:
-        the numbers as a Markdown table, with a warning for each setting that differs, `paired_text`, and effective
-        lengths by three rules.
+        which model remembers more, in sentences; then the numbers as a Markdown table, with a warning for each setting
+        that differs, the tests of `paired_text`, and effective lengths by three rules.
 
     Raises:
         ValueError: the results are of several metrics, or of one that cannot be compared; or see `plot_comparison`.
@@ -51,7 +51,9 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     check_measured(results)
     unlike, first = differences(results), next(iter(results.values()))
     table, draw = KINDS.get(type(first), (score_table, draw_scores))
-    text = table(results) + "".join(f"\nNot alike: {difference}.\n" for difference in unlike) + paired_text(results)
+    said, tables = paired_text(results)
+    text = "\n\n".join([*said, table(results)])
+    text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike) + tables
     if type(first) is not PositionLoss:
         text += f"\n{markdown(*effective_rows(results))}"
     if Path(path).suffix == ".md":
@@ -85,17 +87,18 @@ def draw_loss(losses: Any, path: str | PathLike, title: str | None, unlike: Sequ
     style.save(figure, path)
 
 
-def paired_text(results: Mapping[str, TaskResult]) -> str:
-    """Return, as Markdown, how each model differs from the first, in words and a table; or why that is not known."""
+def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
+    """Return how each model differs from the first, in sentences, and the tables of their tests as Markdown."""
     (name, first), *others = results.items()
-    text = ""
+    said, text = [], ""
     for other, second in others:
         try:
             differences = paired_differences(first, second)
         except ValueError as error:
-            text += "".join(f"\n{sentence}\n" for sentence in further(name, other, first, second))
-            text += f"\nNot tested, {other} against {name}: {error}\n"
+            said.append(" ".join(further(name, other, first, second)) or reaches({name: first, other: second}))
+            text += f"\nNot tested length by length, {other} against {name}: {error}\n"
             continue
+        said.append(conclusion(name, other, first, second, differences))
         columns = (
             first.size_unit,
             name,
@@ -115,8 +118,20 @@ def paired_text(results: Mapping[str, TaskResult]) -> str:
             )
             for d in differences
         ]
-        text += f"\n{conclusion(name, other, first, second, differences)}\n\n{markdown(columns, rows)}"
-    return text
+        text += f"\n{markdown(columns, rows)}"
+    return [sentence for sentence in said if sentence], text
+
+
+def reaches(results: Mapping[str, TaskResult]) -> str:
+    """Return how far each of several curves reaches; nothing for other results."""
+    ends = []
+    for name, curve in results.items():
+        if isinstance(curve, ForgettingCurve):
+            interval, size = curve.interval("coarse"), curve.settings.get("bytes_per_token") or 0
+            tokens = f"{interval.in_words()} tokens" if interval.sure else "not known"
+            longest = f", {interval.low * size:,.0f} bytes" if size * interval.low else ""
+            ends.append(f"{name} {tokens}{longest}{' (the longest tested)' * interval.longest}")
+    return f"Which copies further is not significant: {'; '.join(ends)}." if ends else ""
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
