@@ -15,7 +15,7 @@ TRUST = re.compile(
     r"trust_remote_code=True|allow_all_kernels=True.* runs|byte for byte|to the last bit|sha256 of every|looks like a token"
     r"|not its hash|\bruns none|did not read the text|without a question|'s code[,; |]|[|] no code [|]"
 )
-NAME = re.compile(r"(?<![\w/])(?:test|check)_\w+")  # and not the path of a file
+NAME = re.compile(r"(?<![\w/])(?:test|check)_\w+\b(?!\.py)")  # and not a file
 NO_PROSE = re.compile(r"^```.*?^```|^    .*?$|{%-? set.*?%}", re.MULTILINE | re.DOTALL)
 
 

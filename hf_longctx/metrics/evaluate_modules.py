@@ -208,7 +208,7 @@ def prepare(
 
 def read_text(corpus: str | os.PathLike) -> str:
     """Return a text, or that of the file whose path it is."""
-    from ..corpus import load_text
+    from hf_longctx.corpus import load_text  # by its whole name, as Spaces have a copy of this file elsewhere
 
     looks_like_path = isinstance(corpus, os.PathLike) or (len(corpus) < 1000 and re.fullmatch(r"\S*\.\w{1,5}", corpus))
     if os.path.isfile(corpus):
