@@ -204,18 +204,21 @@ class CachedLayer:
         states = torch.cat([k, v], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
         self.cache.update_conv_state(states, self.attention.layer_idx, conv_kernel_size=1)
 
-    def can_trade_token(self, k: torch.Tensor) -> bool:
-        """Return whether the layer has a token for `trade_token`, of the dtype of k, if `appends_in_place`."""
+    def can_swap_token(self, k: torch.Tensor) -> bool:
+        """Return whether k, (B, T, Hkv, D), is of one token, and a growing layer has the one before in its dtype."""
         layer = self.layer
-        if not isinstance(layer, GrowingShiftLayer) or not layer.has_previous_state[0]:
+        if k.shape[1] > 1 or not isinstance(layer, GrowingShiftLayer) or not layer.has_previous_state[0]:
             return False
         return layer.conv_states[0].dtype == k.dtype and layer.conv_states[0].numel() > 0
 
-    def trade_token(self, kv: torch.Tensor) -> torch.Tensor:
+    def swap_previous_token(self, kv: torch.Tensor, in_place: bool) -> torch.Tensor:
         """Return key and value of the last token before the shift, (B, 1, 2 Hkv, D), and store those of the next."""
-        layer, state = self.layer, self.layer.conv_states[0]
-        most = None if layer.record_past else KEPT
-        layer.conv_states[0] = self.grow("state", state, kv.flatten(2).mT, dim=-1, most=most)
+        layer, state, new = self.layer, self.layer.conv_states[0], kv.flatten(2).mT
+        if in_place:
+            most = None if layer.record_past else KEPT
+            layer.conv_states[0] = self.grow("state", state, new, dim=-1, most=most)
+        else:
+            self.cache.update_conv_state(new, self.attention.layer_idx, conv_kernel_size=1)
         return state[..., -1].view(kv.shape)
 
     def decay(self, c: torch.Tensor) -> torch.Tensor:
@@ -294,9 +297,6 @@ def previous_tokens(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.T
         before = call.shard.token_before(k), call.shard.token_before(v)
     if before is None:
         before = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
-    if past is not None and k.shape[1] == 1 and call.predecessor is None and isinstance(past.layer, GrowingShiftLayer):
-        past.keep_tokens(k, v)  # a static layer would write over what was read from it
-        return before
     tokens = [torch.cat(pair, dim=1) for pair in zip(before, (k, v))]  # (B, 1 + T, Hkv, D) each
     if call.predecessor is None:
         previous = [y[:, :-1] for y in tokens]
