@@ -85,7 +85,9 @@ class RunConfig(TrainingArguments):
         "several with weights as books=0.7,web.jsonl=0.3",
     )
     eval_data: str | None = option(None, "Evaluation data, like `data`")
-    text_column: str = option("text", "Column of a table that holds the text")
+    text_column: str | None = option(
+        None, "Column of a table that holds the text (default: its conversations, else `text`)"
+    )
     tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's)")
     max_length: int = option(2048, "Tokens of a sequence")
     packing: bool = option(True, "Pack several documents into a sequence; they do not see each other")

@@ -20,7 +20,7 @@ from .boundaries import boundaries, takes_boundaries
 from .config import FinetuneConfig, PretrainConfig, RunConfig, parse, write_yaml
 from .data import collate
 from .loss_in_pieces import LossInPieces, fits
-from .models import base_dtype, extend_rope, load_base, new_model, read_config
+from .models import base_dtype, check_recipe, extend_rope, load_base, new_model, read_config
 from .prepare import Datasets, prepare_datasets
 from .run_folder import (
     RUN,
@@ -127,9 +127,11 @@ def load_tokenizer(args: Any) -> PreTrainedTokenizerBase:
 
 def reads_across_documents(args: RunConfig) -> bool:
     """Return whether the model has a memory, which reads across the boundaries of documents."""
-    return isinstance(args, FinetuneConfig) and (
-        args.recipe == "hmt" or read_config(str(args.model)).model_type == "hmt"
-    )
+    if not isinstance(args, FinetuneConfig):
+        return False
+    config = read_config(str(args.model))
+    check_recipe(args, config)  # before data are packed
+    return args.recipe == "hmt" or config.model_type == "hmt"
 
 
 def make_model(args: RunConfig, tokenizer) -> tuple[Any, dict[str, Any] | None]:

@@ -18,7 +18,10 @@ SECONDS_BETWEEN_LINES = 10
 
 
 class LongContextTrainer(Trainer):
-    """Trainer with the `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, which resumes after the last step."""
+    """Trainer with the `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, which resumes after the last step.
+
+    It does not call tied weights missing.
+    """
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
@@ -44,6 +47,11 @@ class LongContextTrainer(Trainer):
             optimizer = optimizer or self.optimizer
             self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # ty: ignore[invalid-argument-type] - made
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        tied = getattr(self.model, "all_tied_weights_keys", {})  # absent from the file, and equal to what is there
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
