@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.forward_ad import unpack_dual
 
+from .call_fox import is_exporting
+
 
 GATE_PARTS = 3
 GATE_QUERY = 64.0
@@ -208,15 +210,21 @@ def folded_width(head_dim, group, device):
 def cumulative_sum(x):
     """Sum up x along its last dimension; in an order that depends on its length alone, if torch is told so.
 
-    torch.cumsum of floats has no such order on a GPU, and raises under `torch.use_deterministic_algorithms`. Inductor
-    of torch 2.11 fails on some of its fusions on CUDA.
+    torch.cumsum of floats has no such order on a GPU, and raises under `torch.use_deterministic_algorithms`. Compiled,
+    chunks are summed up and then their sums: Inductor of torch 2.11 fails on CUDA where it fuses longer ones.
     """
-    if x.shape[-1] == 1:
+    length = x.shape[-1]
+    if length == 1:
         return x
-    if not (torch.are_deterministic_algorithms_enabled() or torch.compiler.is_compiling()):
+    if torch.compiler.is_compiling() and not is_exporting():
+        n = (length + 63) // 64
+        chunks = F.pad(x, (0, 64 * n - length)).view(*x.shape[:-1], n, 64).cumsum(-1)
+        before = F.pad(chunks[..., :-1, -1].cumsum(-1), (1, 0))
+        return (chunks + before[..., None]).flatten(-2)[..., :length]
+    if not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(-1)
     shift = 1
-    while shift < x.shape[-1]:
+    while shift < length:
         x, shift = x + F.pad(x[..., :-shift], (shift, 0)), 2 * shift
     return x
 

@@ -407,6 +407,8 @@ def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
         )
     if attention_function is flash_attention_forward and name not in EXACT_FLASH and needs_grad(q, k, v):
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 32)) for x in (q, k, v))
+    elif name == "sdpa" and q.is_cuda and q.shape[2] <= DECODE_ROWS and not torch.compiler.is_compiling():
+        attention_function = partial(sdpa_by, SDPBackend.FLASH_ATTENTION)  # cuDNN plans again for each length
     if name in OWN_WIDTH:
         v = v[..., : module.head_dim]
     if isinstance(cache, AttendingCache):

@@ -85,6 +85,13 @@ def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.T
     return -torch.expm1(1 / times).log().float()
 
 
+def narrow_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Project to a few numbers. Compiled, for one token, a fused fp32 sum takes half the time of a matrix product."""
+    if torch.compiler.is_compiling() and x.shape[1] == 1 and x.is_cuda:
+        return (x.float().unsqueeze(-2) * weight).sum(-1)
+    return F.linear(x, weight.to(x.dtype))
+
+
 class FoxForgetGate(nn.Module):
     """Log gates log f_t = log sigmoid(w.x_t + b): (B, T, hidden) -> (B, H or Hkv, T), fp32.
 
@@ -107,7 +114,7 @@ class FoxForgetGate(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.bias.float()
         if self.kind == "full":
-            logits = F.linear(x, self.weight.to(x.dtype)).float() + logits
+            logits = narrow_linear(x, self.weight).float() + logits
         else:
             logits = logits.expand(*x.shape[:2], -1)
         return F.logsigmoid(logits).clamp(min=CLOSED_GATE).transpose(1, 2)
@@ -124,7 +131,7 @@ class FoxShiftWeight(nn.Module):
         self.weight = nn.Linear(config.hidden_size, config.sizes.num_key_value_heads, bias=False).weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight).float().sigmoid()
+        return narrow_linear(x, self.weight).float().sigmoid()
 
 
 class FoxAttention(nn.Module):

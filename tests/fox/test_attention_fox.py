@@ -10,6 +10,7 @@ from budget import DEVICE, EPS, RESULTS, check_close, draw, error, floors, paddi
 from hf_longctx import forgetting_attention
 from hf_longctx.fox.attention_fox import (
     GATE_QUERY,
+    cumulative_sum,
     fold_keys,
     fold_queries,
     folded_attention,
@@ -126,6 +127,16 @@ def test_the_decay_can_be_read_back_from_the_keys(dtype, head_dim):
     torch.testing.assert_close(
         unfold_decay(keys, head_dim, 2, scale), c, rtol=2 * EPS, atol=GATE_QUERY * scale * spacing
     )
+
+
+def test_a_compiled_sum_is_as_exact_at_every_length():
+    torch._dynamo.reset()
+    compiled = torch.compile(cumulative_sum, fullgraph=True, backend="aot_eager", dynamic=True)
+    for length in (200, 4096, 33, 64):
+        x = -torch.rand(2, 3, length)
+        exact = x.double().cumsum(-1)
+        errors = [((y - exact) / exact).abs().max().item() for y in (compiled(x), x.cumsum(-1))]
+        assert errors[0] <= 2 * errors[1] + EPS
 
 
 FIRST_CALLS = {

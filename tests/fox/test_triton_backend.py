@@ -296,6 +296,20 @@ def test_training_on_rows_of_any_length_compiles_to_one_graph():
     assert graphs() == 1
 
 
+@pytest.mark.parametrize("kind", ["causal", "packed"])
+@pytest.mark.parametrize("backend", ["sdpa", "forgetting_triton"])
+@pytest.mark.parametrize("variant", ["llama", "pro with rope"])
+def test_a_compiled_training_step_is_one_graph_with_the_gradients_of_eager(variant, backend, kind):
+    ids, options = rows(kind)
+    model = make(variant, backend).train()
+    model.model.forward = compiled(model.model.forward)
+    got, want = (loss_and_gradients(m, ids, **options) for m in (model, make(variant, backend).train()))
+    check(got[0], want[0])
+    for name, gradient in want[1].items():
+        check(got[1][name], gradient)
+    assert graphs() == 1
+
+
 def test_decoding_with_a_static_cache_compiles_to_one_graph():
     """One graph for every step: how many keys there are is known to the device only."""
     ids, model = draw(1, 20), make("llama")
