@@ -15,8 +15,7 @@ import statistics
 import torch
 
 from hf_longctx.fox import FoxConfig, FoxModel
-from hf_longctx.fox.fused_fox import Shift, fused_norm
-from hf_longctx.fox.modeling_fox import shift_norm_gate
+from hf_longctx.fox.fused_fox import can_fuse, fused_heads, fused_norm, shift_tokens
 from scripts.bench import common
 
 
@@ -60,14 +59,18 @@ def neighbours(layer, args):
         return layer.q_norm(q), layer.k_norm(k)
 
     def shift(weights, k, v):
-        return tuple(fused_norm(x, shift=Shift(weights)) for x in (k, v))
+        return shift_tokens(k, weights), shift_tokens(v, weights)
 
     def shift_and_norm(weights, q, k, v):
-        k = shift_norm_gate(layer.k_norm, k, Shift(weights))
-        return layer.q_norm(q), k, fused_norm(v, shift=Shift(weights))
+        share = torch.cat([weights, weights], dim=-1)
+        norms = layer.q_norm.weight, layer.k_norm.weight
+        if can_fuse(q, k, v, *norms):
+            return fused_heads(q, k, v, *norms, layer.config.qk_norm_eps, share)
+        k, v = shift(weights, k, v)
+        return *norm(q, k), v
 
     def norm_and_gate(o, gate):
-        return (shift_norm_gate(layer.o_norm, o, gate=gate, activation=layer.config.output_gate),)
+        return (fused_norm(o, layer.o_norm.weight, layer.config.rms_norm_eps, gate, layer.config.output_gate),)
 
     x, gate, q, k, v, o = draw(), draw(), *(draw_heads() for _ in range(4))
     weights = q.detach()[..., 0].float().sigmoid().requires_grad_()  # one per token and head
