@@ -20,16 +20,15 @@ from torch.autograd import Function, forward_ad
 from transformers.activations import ACT2FN
 
 from .attention_fox import autocast_dtype
-from .kernels_fox import jit, jit_any_length, narrow, triton, whole
+from .kernels_fox import jit, jit_any_length, narrow, triton
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded
-from .triton_fox import _on, blocks_of, is_traced, launch, needs_grad, processors
+from .triton_fox import MAX_HEAD_DIM, _on, blocks_of, is_traced, launch, needs_grad, processors
 
 
 if triton is not None:
     import triton.language as tl
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MAX_WIDTH = 16384  # of a row that a program holds
 ELEMENTS = 2048  # of a block
 PROGRAMS = 8  # for each multiprocessor, in the backward pass
 
@@ -94,36 +93,36 @@ def as_defined(x, weight, gate, k, v, k_weight, share, predecessor, eps, activat
 
 
 @jit
-def load_tokens(p_x, i_b, i_t, m_t, s_b, s_t, D: tl.constexpr, BD: tl.constexpr):
-    """Tokens i_t of rows i_b, [BT, BD] fp32; 0 where m_t is false."""
+def load_tokens(p_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
+    """Tokens o_n of one of H heads, [BT, BD] fp32; 0 where m_n is false."""
     o_d = tl.arange(0, BD)
-    p_block = p_x + (i_b.to(tl.int64) * s_b + i_t.to(tl.int64) * s_t)[:, None] + o_d[None, :]
-    return tl.load(p_block, mask=m_t[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+    p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
+    return tl.load(p_block, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+
+
+@jit
+def store_tokens(p_x, b_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
+    o_d = tl.arange(0, BD)
+    p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
+    tl.store(p_block, narrow(b_x, p_x.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
 
 
 @jit
 def load_pairs(
-    p_x, p_share, p_index, i_b, i_t, m_t, s_b, s_t, s_share, s_ib, T,
+    p_x, p_share, p_index, o_n, m_n, s_share, T, H,
     D: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
     """Tokens, the weights of their predecessors, and what those have more than they."""
-    b_x = load_tokens(p_x, i_b, i_t, m_t, s_b, s_t, D, BD)
+    b_x = load_tokens(p_x, o_n, m_n, H, D, BD)
     b_share, b_more = tl.zeros([1, 1], tl.float32), tl.zeros([1, 1], tl.float32)
     if SHIFT:
-        b_share = tl.load(p_share + (i_b * T + i_t) * s_share, mask=m_t, other=0.0)[:, None]
+        b_share = tl.load(p_share + o_n * s_share, mask=m_n, other=0.0)[:, None]
+        i_t = o_n % T
         i_previous = i_t
         if INDEXED:  # counts from a cached token, of which there is none here
-            i_previous = tl.load(p_index + i_b * s_ib + i_t, mask=m_t, other=-1)
-        b_more = load_tokens(p_x, i_b, i_previous - 1, m_t & (i_previous > 0), s_b, s_t, D, BD) - b_x
+            i_previous = tl.load(p_index + o_n, mask=m_n, other=-1)
+        b_more = load_tokens(p_x, o_n - i_t + i_previous - 1, m_n & (i_previous > 0), H, D, BD) - b_x
     return b_x, b_share, b_more
-
-
-@jit
-def store_tokens(p_y, b_y, i_row, m_t, D: tl.constexpr, BD: tl.constexpr):
-    """Writes an fp32 block to rows i_row of a contiguous (rows, D) matrix."""
-    o_d = tl.arange(0, BD)
-    p_block = p_y + i_row.to(tl.int64)[:, None] * D + o_d[None, :]
-    tl.store(p_block, narrow(b_y, p_y.dtype.element_ty), mask=m_t[:, None] & (o_d < D)[None, :])
 
 
 @jit
@@ -143,52 +142,43 @@ def norm_backward(b_z, b_dy, b_w, eps, D: tl.constexpr, NORM: tl.constexpr):
 
 @jit
 def norm_tokens(
-    p_x, p_w, p_gate, p_share, p_index, p_y, i_block, i_h,
-    s_xb, s_xt, s_xh, s_gb, s_gt, s_gh, s_share, s_ib, n_tokens, T, H, eps,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    p_x, p_w, p_gate, p_share, p_index, p_y, i_block, s_share, n_tokens, T, H, eps, D: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """One block of head i_h of H."""
+    """One block of a head."""
     o_d, o_n = tl.arange(0, BD), i_block * BT + tl.arange(0, BT)
-    m_t, i_b, i_t = o_n < n_tokens, o_n // T, o_n % T
-    b_x, b_share, b_more = load_pairs(
-        p_x + i_h.to(tl.int64) * s_xh, p_share, p_index, i_b, i_t, m_t, s_xb, s_xt, s_share, s_ib, T,
-        D, BD, SHIFT, INDEXED,
-    )  # fmt: skip
+    m_n = o_n < n_tokens
+    b_x, b_share, b_more = load_pairs(p_x, p_share, p_index, o_n, m_n, s_share, T, H, D, BD, SHIFT, INDEXED)
     b_y = b_x + b_share * b_more
     if NORM:
         b_w = tl.load(p_w + o_d, mask=o_d < D, other=0.0).to(tl.float32)
         b_y = b_y * inverse_norm(b_y, eps, D) * b_w[None, :]
     if GATE != "":
-        b_gate = load_tokens(p_gate + i_h.to(tl.int64) * s_gh, i_b, i_t, m_t, s_gb, s_gt, D, BD)
+        b_gate = load_tokens(p_gate, o_n, m_n, H, D, BD)
         b_y *= tl.sigmoid(b_gate)
         if GATE == "silu":
             b_y *= b_gate
-    store_tokens(p_y, b_y, o_n * H + i_h, m_t, D, BD)
+    store_tokens(p_y, b_y, o_n, m_n, H, D, BD)
 
 
 @jit
 def norm_tokens_backward(
-    p_x, p_w, p_gate, p_share, p_index, p_next, p_dy, p_dx, p_dw, p_dgate, p_dshare, i_part, i_h,
-    s_xb, s_xt, s_xh, s_gb, s_gt, s_gh, s_dyb, s_dyt, s_dyh, s_share, s_ib, n_tokens, T, H, eps, n_blocks, n_parts,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr,
-    SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
+    p_x, p_w, p_gate, p_share, p_index, p_next, p_dy, p_dx, p_dw, p_dgate, p_dshare,
+    i_part, s_share, n_tokens, T, H, eps, n_blocks, n_parts, D: tl.constexpr, BT: tl.constexpr,
+    BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Every n_parts-th block of a head. A token has gradients through itself and through its successor."""
     o_d = tl.arange(0, BD)
-    p_x, p_dy = p_x + i_h.to(tl.int64) * s_xh, p_dy + i_h.to(tl.int64) * s_dyh
     b_w, b_dw = tl.zeros([1, BD], tl.float32), tl.zeros([BD], tl.float32)
     if NORM:
         b_w += tl.load(p_w + o_d, mask=o_d < D, other=0.0).to(tl.float32)[None, :]
     for i_block in range(i_part, n_blocks, n_parts):
         o_n = i_block * BT + tl.arange(0, BT)
-        m_t, i_b, i_t = o_n < n_tokens, o_n // T, o_n % T
-        b_x, b_share, b_more = load_pairs(
-            p_x, p_share, p_index, i_b, i_t, m_t, s_xb, s_xt, s_share, s_ib, T, D, BD, SHIFT, INDEXED
-        )
-        b_dy = load_tokens(p_dy, i_b, i_t, m_t, s_dyb, s_dyt, D, BD)
+        m_n = o_n < n_tokens
+        b_x, b_share, b_more = load_pairs(p_x, p_share, p_index, o_n, m_n, s_share, T, H, D, BD, SHIFT, INDEXED)
+        b_dy = load_tokens(p_dy, o_n, m_n, H, D, BD)
         if GATE != "":
-            b_gate = load_tokens(p_gate + i_h.to(tl.int64) * s_gh, i_b, i_t, m_t, s_gb, s_gt, D, BD)
+            b_gate = load_tokens(p_gate, o_n, m_n, H, D, BD)
             b_factor = tl.sigmoid(b_gate)
             b_dgate = b_dy * b_factor * (1 - b_factor)
             if GATE == "silu":
@@ -199,120 +189,109 @@ def norm_tokens_backward(
             b_dw += tl.sum(b_dy * b_normed, 0)
             b_normed *= b_w
         if GATE != "":
-            store_tokens(p_dgate, b_dgate * b_normed, o_n * H + i_h, m_t, D, BD)
+            store_tokens(p_dgate, b_dgate * b_normed, o_n, m_n, H, D, BD)
         if SHIFT:
-            tl.store(p_dshare + o_n * s_share, tl.sum(b_dz * b_more, 1), mask=m_t)
+            tl.store(p_dshare + o_n * s_share, tl.sum(b_dz * b_more, 1), mask=m_n)
+            i_t = o_n % T
             i_next = tl.where(i_t + 1 < T, i_t + 1, -1)
             if INDEXED:
-                i_next = tl.load(p_next + i_b * s_ib + i_t, mask=m_t, other=-1)
-            m_next = m_t & (i_next >= 0)
-            b_next = load_tokens(p_x, i_b, i_next, m_next, s_xb, s_xt, D, BD)
-            b_dnext = load_tokens(p_dy, i_b, i_next, m_next, s_dyb, s_dyt, D, BD)
-            b_next_share = tl.load(p_share + (i_b * T + i_next) * s_share, mask=m_next, other=0.0)[:, None]
+                i_next = tl.load(p_next + o_n, mask=m_n, other=-1)
+            o_next, m_next = o_n - i_t + i_next, m_n & (i_next >= 0)
+            b_next = load_tokens(p_x, o_next, m_next, H, D, BD)
+            b_dnext = load_tokens(p_dy, o_next, m_next, H, D, BD)
+            b_next_share = tl.load(p_share + o_next * s_share, mask=m_next, other=0.0)[:, None]
             b_dnext, _ = norm_backward(b_next + b_next_share * (b_x - b_next), b_dnext, b_w, eps, D, NORM)
             b_dz = b_dz * (1 - b_share) + b_next_share * b_dnext
-        store_tokens(p_dx, b_dz, o_n * H + i_h, m_t, D, BD)
+        store_tokens(p_dx, b_dz, o_n, m_n, H, D, BD)
     if NORM:
         tl.store(p_dw + o_d, b_dw, mask=o_d < D)
 
 
 @jit_any_length
 def fused_norm_kernel(
-    p_x, p_k, p_v, p_w, p_wk, p_gate, p_share, p_index, p_y, p_yk, p_yv,
-    s_xb, s_xt, s_xh, s_gb, s_gt, s_gh, s_ib, s_w, n_tokens, T, H, Hkv, eps,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
-    SHIFT: tl.constexpr, INDEXED: tl.constexpr, GATE: tl.constexpr,
+    p_x, p_k, p_v, p_w, p_wk, p_gate, p_share, p_index, p_y, p_yk, p_yv, s_w, n_tokens, T, H, Hkv, eps,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """A block of a head of x, or of keys or values, which are shifted and contiguous."""
+    """A block of a head of x, of keys or of values; the latter two are shifted. All are contiguous."""
     heads = H + 2 * Hkv
     i_block, i_h = tl.program_id(0) // heads, tl.program_id(0) % heads
     if i_h < H:
-        s_xb, s_xt, s_xh = whole(s_xb, s_xt, s_xh, W)
-        s_gb, s_gt, s_gh = whole(s_gb, s_gt, s_gh, W)
         norm_tokens(
-            p_x, p_w + i_h * s_w, p_gate, None, None, p_y, i_block, i_h,
-            s_xb, s_xt, s_xh, s_gb, s_gt, s_gh, 0, 0, n_tokens, T, H, eps, D, BT, BD, False, False, True, GATE,
+            p_x + i_h * D, p_w + i_h * s_w, p_gate + i_h * D, None, None, p_y + i_h * D,
+            i_block, 0, n_tokens, T, H, eps, D, BT, BD, False, False, True, GATE,
         )  # fmt: skip
     elif SHIFT:
         i_h, p_share = i_h - H, p_share + i_h - H
-        s_b, s_t, s_share = T * Hkv * D, Hkv * D, 2 * Hkv
         if i_h < Hkv:
             norm_tokens(
-                p_k, p_wk + i_h * s_w, None, p_share, p_index, p_yk, i_block, i_h,
-                s_b, s_t, D, 0, 0, 0, s_share, s_ib, n_tokens, T, Hkv, eps, D, BT, BD, True, INDEXED, True, "",
+                p_k + i_h * D, p_wk + i_h * s_w, None, p_share, p_index, p_yk + i_h * D,
+                i_block, 2 * Hkv, n_tokens, T, Hkv, eps, D, BT, BD, True, INDEXED, True, "",
             )  # fmt: skip
         else:
+            o_v = (i_h - Hkv) * D
             norm_tokens(
-                p_v, None, None, p_share, p_index, p_yv, i_block, i_h - Hkv,
-                s_b, s_t, D, 0, 0, 0, s_share, s_ib, n_tokens, T, Hkv, eps, D, BT, BD, True, INDEXED, False, "",
+                p_v + o_v, None, None, p_share, p_index, p_yv + o_v,
+                i_block, 2 * Hkv, n_tokens, T, Hkv, eps, D, BT, BD, True, INDEXED, False, "",
             )  # fmt: skip
 
 
 @jit_any_length
 def fused_norm_backward_kernel(
     p_x, p_k, p_v, p_w, p_wk, p_gate, p_share, p_index, p_next, p_dy, p_dyk, p_dyv,
-    p_dx, p_dk, p_dv, p_dgate, p_dshare, p_dw,
-    s_xb, s_xt, s_xh, s_gb, s_gt, s_gh, s_dyb, s_dyt, s_dyh, s_ib, s_w, n_tokens, T, H, Hkv, eps, n_blocks, n_parts,
-    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, W: tl.constexpr,
-    SHIFT: tl.constexpr, INDEXED: tl.constexpr, GATE: tl.constexpr,
+    p_dx, p_dk, p_dv, p_dgate, p_dshare, p_dw, s_w, n_tokens, T, H, Hkv, eps, n_blocks, n_parts,
+    D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     heads = H + 2 * Hkv
     i_part, i_h = tl.program_id(0) // heads, tl.program_id(0) % heads
     p_dw += (i_part * (H + Hkv) + i_h) * D
     if i_h < H:
-        s_xb, s_xt, s_xh = whole(s_xb, s_xt, s_xh, W)
-        s_gb, s_gt, s_gh = whole(s_gb, s_gt, s_gh, W)
-        s_dyb, s_dyt, s_dyh = whole(s_dyb, s_dyt, s_dyh, W)
+        o_h = i_h * D
         norm_tokens_backward(
-            p_x, p_w + i_h * s_w, p_gate, None, None, None, p_dy, p_dx, p_dw, p_dgate, None, i_part, i_h,
-            s_xb, s_xt, s_xh, s_gb, s_gt, s_gh, s_dyb, s_dyt, s_dyh, 0, 0, n_tokens, T, H, eps, n_blocks, n_parts,
-            D, BT, BD, False, False, True, GATE,
+            p_x + o_h, p_w + i_h * s_w, p_gate + o_h, None, None, None, p_dy + o_h, p_dx + o_h, p_dw, p_dgate + o_h, None,
+            i_part, 0, n_tokens, T, H, eps, n_blocks, n_parts, D, BT, BD, False, False, True, GATE,
         )  # fmt: skip
     elif SHIFT:
         i_h, p_share, p_dshare = i_h - H, p_share + i_h - H, p_dshare + i_h - H
-        s_b, s_t, s_share = T * Hkv * D, Hkv * D, 2 * Hkv
         if i_h < Hkv:
+            o_k = i_h * D
             norm_tokens_backward(
-                p_k, p_wk + i_h * s_w, None, p_share, p_index, p_next, p_dyk, p_dk, p_dw, None, p_dshare, i_part, i_h,
-                s_b, s_t, D, 0, 0, 0, s_b, s_t, D, s_share, s_ib, n_tokens, T, Hkv, eps, n_blocks, n_parts,
-                D, BT, BD, True, INDEXED, True, "",
+                p_k + o_k, p_wk + i_h * s_w, None, p_share, p_index, p_next, p_dyk + o_k, p_dk + o_k, p_dw, None, p_dshare,
+                i_part, 2 * Hkv, n_tokens, T, Hkv, eps, n_blocks, n_parts, D, BT, BD, True, INDEXED, True, "",
             )  # fmt: skip
         else:
+            o_v = (i_h - Hkv) * D
             norm_tokens_backward(
-                p_v, None, None, p_share, p_index, p_next, p_dyv, p_dv, None, None, p_dshare, i_part, i_h - Hkv,
-                s_b, s_t, D, 0, 0, 0, s_b, s_t, D, s_share, s_ib, n_tokens, T, Hkv, eps, n_blocks, n_parts,
-                D, BT, BD, True, INDEXED, False, "",
+                p_v + o_v, None, None, p_share, p_index, p_next, p_dyv + o_v, p_dv + o_v, None, None, p_dshare,
+                i_part, 2 * Hkv, n_tokens, T, Hkv, eps, n_blocks, n_parts, D, BT, BD, True, INDEXED, False, "",
             )  # fmt: skip
 
 
 # --- launches and gradients ------------------------------------------------------------------------------------------
 
 
-def describe(x, weight, gate, k, predecessor, activation, *others):
-    """Return the tile of a launch, its number of blocks and heads, strides with sizes, and constants."""
+def describe(x, weight, gate, k, predecessor, activation):
+    """Return the tile of a launch, its number of blocks and of heads, sizes, and constants."""
     (B, T, H, D), Hkv = x.shape, 0 if k is None else k.shape[2]
     BD = padded(D)
-    tile = Tile(max(1, ELEMENTS // BD), BD, 4 if BD <= ELEMENTS else 8, 1)
-    strides = [s for y in (x, x if gate is None else gate, *others) for s in y.stride()[:3]]
-    row_stride = 0 if predecessor is None or len(predecessor) == 1 else T
-    sizes = *strides, row_stride, 0 if len(weight) == 1 else D, B * T, T, H, Hkv
-    unit = 16 // x.itemsize  # elements of a load
+    tile = Tile(max(1, ELEMENTS // BD), BD, 4, 1)
     constants = dict(
-        D=D, BT=tile.BM, BD=BD, W=1 if any(s % unit for s in strides) else unit,
-        SHIFT=k is not None, INDEXED=predecessor is not None, GATE="" if gate is None else activation,
+        D=D, BT=tile.BM, BD=BD, SHIFT=k is not None, INDEXED=predecessor is not None,
+        GATE="" if gate is None else activation,
     )  # fmt: skip
+    sizes = 0 if len(weight) == 1 else D, B * T, T, H, Hkv
     return tile, blocks_of(tile.BM, B * T), H + 2 * Hkv, sizes, constants
 
 
 def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation, dtype):
     """Return y, and the new keys and values or None."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
-    y = x.new_empty(x.shape, dtype=dtype)
+    y = torch.empty_like(x, dtype=dtype)
     new_k, new_v = (None if k is None else torch.empty_like(k) for _ in range(2))
     with _on(x.device):
         launch(
             fused_norm_kernel, blocks * heads, tile,
-            x, k, v, weight, k_weight, gate, share, predecessor, y, new_k, new_v, *sizes, eps, **constants,
+            x, k, v, weight, k_weight, x if gate is None else gate, share, predecessor, y, new_k, new_v, *sizes, eps,
+            **constants,
         )  # fmt: skip
     return y, new_k, new_v
 
@@ -321,19 +300,17 @@ def launch_fused_norm_backward(
     gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
     """Return the gradients of the first seven, None for what is not there."""
-    dy, dy_k, dy_v = (dy if dy is None else dy.contiguous() for dy in gradients)
-    tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation, dy)
+    tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
     H, D = x.shape[2:]
-    dx, dk, dv, dgate, dshare = (
-        None if y is None else torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in (x, k, v, gate, share)
-    )
+    dx, dk, dv, dgate, dshare = (None if y is None else torch.empty_like(y) for y in (x, k, v, gate, share))
     dw = x.new_empty(parts, H if k is None else H + k.shape[2], D, dtype=torch.float32)
     with _on(x.device):
         launch(
             fused_norm_backward_kernel, parts * heads, tile,
-            x, k, v, weight, k_weight, gate, share, predecessor, successor, dy, dy_k, dy_v,
-            dx, dk, dv, dgate, dshare, dw, *sizes, eps, blocks, parts, **constants,
+            x, k, v, weight, k_weight, x if gate is None else gate, share, predecessor, successor,
+            *(dy if dy is None else dy.contiguous() for dy in gradients),
+            dx, dk, dv, dx if gate is None else dgate, dshare, dw, *sizes, eps, blocks, parts, **constants,
         )  # fmt: skip
     dk_weight = None if k is None else sum_parts(dw[:, H:], k_weight)
     return dx, sum_parts(dw[:, :H], weight), dgate, dk, dv, dk_weight, dshare
@@ -385,8 +362,8 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
     return (
         has_kernels(x.device)
         and x.shape[1] > DECODE_ROWS
-        and x.shape[-1] <= MAX_WIDTH
-        and all(y.stride(-1) == 1 and y.dtype in DTYPES for y in tensors)
+        and x.shape[-1] <= MAX_HEAD_DIM
+        and all(y.dtype in DTYPES for y in tensors)
         and not is_traced(*tensors)
         and forward_ad._current_level < 0
     )
@@ -413,10 +390,10 @@ def fused_norm(
     # rows of hidden states are wide enough for PyTorch's kernel, which takes less of the host's time
     if x.ndim != 4 or weight.numel() not in (x.shape[-1], x.shape[-2] * x.shape[-1]) or not can_fuse(*tensors):
         return norm_as_defined(x, weight, eps, gate, activation)
-    gate = None if gate is None else gate.view(x.shape)
+    gate = None if gate is None else gate.contiguous().view(x.shape)
     run = FusedNorm.apply if needs_grad(*tensors) else launch_fused_norm
     dtype = autocast_dtype(x.device) or x.dtype
-    return run(x, weight.view(-1, x.shape[-1]), gate, *(None,) * 6, eps, activation, dtype)[0]
+    return run(x.contiguous(), weight.view(-1, x.shape[-1]), gate, *(None,) * 6, eps, activation, dtype)[0]
 
 
 def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, successor=None):
@@ -429,7 +406,7 @@ def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, succe
         predecessor, successor: as in `Call`, both or neither.
     """
     q_weight, k_weight = (weight.view(-1, q.shape[-1]) for weight in (q_weight, k_weight))
-    # the kernels read these as they are in memory
-    rest = [y if y is None else y.contiguous() for y in (k, v, k_weight, share, predecessor, successor)]
+    index = (y if y is None else y.expand(len(q), -1) for y in (predecessor, successor))
+    q, *rest = (y if y is None else y.contiguous() for y in (q, k, v, k_weight, share, *index))
     run = FusedNorm.apply if needs_grad(q, q_weight, *rest[:4]) else launch_fused_norm
     return run(q, q_weight, None, *rest, eps, None, q.dtype)

@@ -33,8 +33,7 @@ try:
     # heads of a group, and the assembler for Hopper then makes each of its products wait for the one before. Strides
     # follow from T too, or from the width of a cache's folded keys; `whole` tells what the compiler has to know.
     _STRIDES = (
-        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh "
-        "gb gh gt dyb dyh dyt ib w"
+        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
     _SIZES = "T Tq Tk n_chunks n_split n_parts n_halvings n_tokens n_blocks G"
     jit_any_length = triton.jit(do_not_specialize=_SIZES.split() + [f"s_{name}" for name in _STRIDES.split()])
