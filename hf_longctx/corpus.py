@@ -22,7 +22,8 @@ STDLIB = "stdlib"
 # The split of a dataset is the first of these that it has, else its first.
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-CONVERSATIONS = (("messages",), ("prompt", "completion"))  # columns, as TRL calls them
+# Columns of conversations, as TRL calls them, and what comes with them
+CONVERSATIONS, CHAT_OPTIONS = (("messages",), ("prompt", "completion")), ("tools", "chat_template_kwargs")
 SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
 HUB_TIMEOUT_S = 3.0
 
@@ -110,29 +111,28 @@ def load_text(source: str | None = None) -> str:
     return "\n\n".join(open_source(source or STDLIB)[1])
 
 
-def open_conversations(source: str, part: str = "train", column: str = "text") -> Iterator[dict] | None:
-    """Return the rows of a table or a dataset that holds conversations instead of texts; None for other sources.
+def open_conversations(source: str, part: str = "train") -> Iterator[dict] | None:
+    """Return the rows of a table or a dataset that holds conversations; None for other sources.
 
-    A row is {"messages"} or {"prompt", "completion"}; `part` and `column` are as for `open_source`.
+    A row is {"messages"} or {"prompt", "completion"}, with "tools" and "chat_template_kwargs", None where there are
+    none; `part` is as for `open_source`.
 
     Raises:
-        ValueError: the table cannot be read, or holds no conversation.
+        ValueError: the table cannot be read.
     """
     path = Path(source)
     if source in (STDLIB, "pg19") or (path.exists() and not (path.is_file() and _suffix(path) in TABLES)):
         return None
     rows, columns = _open_table(path) if path.is_file() else _open_dataset(source, part)
-    names = next((names for names in CONVERSATIONS if set(names) <= set(columns)), None)
-    if column in columns or names is None:
-        return None
-    return ({name: row[name] for name in names} for row in rows)
+    names = next((names for names in CONVERSATIONS if set(names) <= set(columns)), ())
+    return ({name: row.get(name) for name in (*names, *CHAT_OPTIONS)} for row in rows) if names else None
 
 
-def open_source(source: str | None, part: str = "held_out", column: str = "text") -> tuple[str, Iterator[str]]:
+def open_source(source: str | None, part: str = "held_out", column: str | None = None) -> tuple[str, Iterator[str]]:
     """Return the name of a source and its documents that are not empty; see `load_tokens` and `load_text`.
 
     `part`, "held_out" to measure or "train", says which part of a dataset, "pg19" or "stdlib" is read; `column`, which
-    column of a table has the text.
+    column of a table has the text, by default "text".
     """
     if source is None:
         with suppress(Exception):  # no `datasets`, or no hub that answers: fall back to the standard library
@@ -224,7 +224,7 @@ def _filled(source, documents):
     return resume()
 
 
-def _dataset(name, part="held_out", column="text"):
+def _dataset(name, part="held_out", column=None):
     """Read the texts of a dataset."""
     return _texts(*_open_dataset(name, part), f"dataset {name}", column)
 
@@ -255,10 +255,12 @@ def _datasets(what):
 
 def _texts(rows, columns, name, column):
     """Return a column of rows."""
+    column = column or "text"
     if column not in columns:
         raise ValueError(
             f'{name} has columns {columns}; a corpus needs a column "{column}": rename the one with the text, or name it '
-            "where there is --text-column."
+            "where there is --text-column. Conversations are trained on, from one file or dataset and without --streaming, "
+            'if they are in "messages", lists of {"role", "content"}, or in "prompt" and "completion".'
         )
 
     def text(row):

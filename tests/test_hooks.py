@@ -29,6 +29,7 @@ FASTER = "tests interpret kernels faster"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
+    ("_issue_warnings_after_load", TRAINER, "self._issue_warnings_after_load(", "tied weights are not called missing"),
     (
         "prediction_step",
         TRAINER,

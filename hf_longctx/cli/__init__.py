@@ -26,10 +26,10 @@ from .task_command import TaskCommand
 
 
 NAMES = """
-    compare rope report lm-eval lm-eval-tasks
-    read ask serve gates
+    compare rope report lm-eval
+    read serve gates
     train finetune convert
-    push push-metric register-metrics
+    push env
 """
 TRAINING = ("train", "finetune")
 COMMANDS: dict[str, Any] = {name: TaskCommand(task) for name, task in Task.tasks.items()}

@@ -1,9 +1,12 @@
 """Run lm-eval's command line with our tasks, and with FoX and HMT as its model type hf-longctx.
 
-All words after `lm-eval` are lm-eval's, which `hf-longctx lm-eval run --help` explains; see also lm-eval-tasks.
+All words after `lm-eval` are lm-eval's, which `hf-longctx lm-eval run --help` explains. --tasks-folder prints the
+folder of our tasks instead, for --include_path of lm-eval itself with its models hf, vllm and local-completions.
+--metadata gives options, those of the command of the task, and text, named as by --text.
 
 Examples:
   hf-longctx lm-eval run --model hf-longctx --model_args pretrained=model_cards/fox-demo --tasks forgetting_curve,lines
+  hf-longctx lm-eval --tasks-folder
 """
 
 import argparse
@@ -11,15 +14,21 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tasks-folder", action="store_true", help="print the folder of our tasks, and stop")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="run ...", help="words of lm-eval")
 
 
 def run(args: argparse.Namespace) -> None:
+    from ..lm_eval import tasks_folder
+
+    if args.tasks_folder:
+        print(tasks_folder())
+        return
     try:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise ImportError("lm-eval is missing: pip install 'hf-longctx[lm-eval]'") from error
-    from ..lm_eval import model, tasks_folder  # noqa: F401 (registers the model type)
+    from ..lm_eval import model  # noqa: F401 - registers the model type
 
     words = [*args.words]
     if words[:1] == ["run"] and not {"-h", "--help", "--include_path"} & set(words):

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".svg", ".pdf")
 OTHER_PICTURES = (".gif", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".eps", ".ps")
-# the least that an option may be, by its name in the namespace
-LEAST = dict.fromkeys(("repeats", "tokens_per_pass", "train_length", "context_length", "tokens"), 1)
 
 
 # Arguments ----------------------------------------------------------------------------------------------------------
@@ -31,7 +29,8 @@ def add_served(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--endpoint",
         metavar="URL",
-        help="measure MODEL where it is served, such as http://localhost:8000/v1 of vLLM; only its tokenizer is loaded",
+        help="measure MODEL where it is served, such as http://localhost:8000/v1; only its tokenizer is loaded. A forgetting "
+        "curve takes any server that completes text at temperature 0, other metrics take vLLM",
     )
     parser.add_argument("--served-as", metavar="NAME", help="endpoint: name of MODEL there, if several are served")
     parser.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable that holds its key")
@@ -66,15 +65,7 @@ def add_train_length(parser: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace, folder: bool = False) -> None:
-    """Check numbers and the names of files; `folder` says whether --output names a folder.
-
-    Raises:
-        ValueError: a number is too small, or a file cannot be written.
-    """
-    for name, least in LEAST.items():
-        value = getattr(args, name, None)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    """Raise ValueError if a file cannot be written; `folder` says whether --output names a folder."""
     check_writable("--output", args.output, folder)
     if getattr(args, "journal", None) is not None:
         check_writable("--journal", args.journal)
@@ -129,7 +120,9 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Read
     join_processes()
     if args.endpoint is not None:
         tokenizer = shared.load_tokenizer(args)
-        reader = ServedModel(args.endpoint, vocab_size=len(tokenizer), **options)
+        journal = getattr(args, "journal", None)
+        options["journal"] = journal and f"{journal}.responses{os.environ.get('RANK', '')}"
+        reader = ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options)
         return tokenizer, reader, lambda: reader
     shared.choose_device(args.device)
     try:

@@ -1,37 +1,78 @@
-"""Read a text into the memory of an HMT, once, and save what it remembers.
+"""Read a document into the memory of an HMT, once, and answer a question about it.
 
-Questions about the text then take as long as they are themselves: `hf-longctx ask MODEL FILE QUESTION`.
-Only the weights that read the text understand the file, and others refuse it. FILE is saved every minute, and the same
-command goes on from it. `hf-longctx push FILE NAMESPACE/NAME` shares it.
+Without QUESTION, the memory is saved to --output every minute; the same command resumes from it, and only the weights
+that read the document can use the file. TEXT may be such a file, or one on the Hub, NAMESPACE/NAME@REVISION: then
+nothing is read, and an answer takes as long as the question. `hf-longctx push FILE NAMESPACE/NAME` shares it.
+
+With --chat the question is the user's turn in the model's chat template; without, the model continues it.
 
 Examples:
   hf-longctx read MODEL novel.txt --output state.safetensors
-  cat *.txt | hf-longctx read MODEL - --output state.safetensors
+  hf-longctx read MODEL state.safetensors "Who is Mr Darcy?" --chat
+  hf-longctx read MODEL novel.txt "The name of the ship is" --temperature 0
+  cat *.txt | hf-longctx read MODEL -
 """
 
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
+from typing import Any
 
 from . import shared
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     shared.add_model(parser)
-    add_text(parser)
     parser.add_argument(
-        "--output", default="state.safetensors", metavar="FILE", help="file to write (default: %(default)s)"
+        "text",
+        metavar="TEXT",
+        help="text file, folder of them, table or dataset, as for `hf-longctx loss --text`; - reads standard input; or "
+        "a saved memory",
     )
+    parser.add_argument(
+        "question", nargs="?", metavar="QUESTION", help="question about the document, or its continuation"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="file of the memory (default: state.safetensors without QUESTION, else it is not saved)",
+    )
+    group = parser.add_argument_group("answer")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=64, metavar="N", help="longest answer, in tokens (default: %(default)s)"
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="sampling temperature, 0 for greedy decoding (default: what generation_config.json says)",
+    )
+    group.add_argument("--chat", action="store_true", help="make QUESTION the user's turn in the chat template")
 
 
-def add_text(parser: ArgumentParser) -> None:
-    """Add the text to read; see `read_source`."""
-    help = "text file, folder of them, table or dataset, as for `hf-longctx loss --text`; - reads standard input"
-    parser.add_argument("text", metavar="TEXT", help=help)
+def run(args: Namespace) -> None:
+    from ..hmt.reading import load_state, read_text
+
+    saved = args.text.endswith(".safetensors") or ("@" in args.text and not Path(args.text).exists())
+    if saved and (args.question is None or args.output is not None):
+        raise ValueError(f"{args.text} is a saved memory. Give a QUESTION about it, and leave --output out.")
+    output = args.output or ("state.safetensors" if args.question is None else None)
+    text, name = ("", "") if saved else read_source(args.text)
+    model, tokenizer = shared.load_model(args)
+    inputs = None if args.question is None else encode(args, tokenizer)
+    if saved:
+        state = load_state(args.text, model)
+    else:
+        commit = getattr(model.config, "_commit_hash", None)
+        state = read_text(model, tokenizer, text, output, name=name, revision=commit, progress=True)
+        if output is not None:
+            print(f"{state.position:,} tokens of {name} in {len(state.segments()[0]):,} memories\nwrote {output}")
+    if inputs is not None:
+        answer(args, model, tokenizer, inputs, state)
 
 
 def read_source(source: str) -> tuple[str, str]:
-    """Return a text and its name, which holds no folder."""
+    """Return a document and its name, which holds no folder."""
     from ..corpus import load_text
 
     if source != "-":
@@ -42,12 +83,55 @@ def read_source(source: str) -> tuple[str, str]:
         raise ValueError(f"the text is not UTF-8 ({error}). Convert it, as by: iconv -t UTF-8.") from None
 
 
-def run(args: Namespace) -> None:
-    from ..hmt.reading import read_text
+def encode(args: Namespace, tokenizer: Any) -> Any:
+    """Return the tokens of the question, without special ones where it continues the text.
 
-    text, name = read_source(args.text)
-    model, tokenizer = shared.load_model(args)
-    commit = getattr(model.config, "_commit_hash", None)
-    state = read_text(model, tokenizer, text, args.output, name=name, revision=commit, progress=True)
-    memories = len(state.segments()[0])
-    print(f"{state.position:,} tokens of {name} in {memories:,} memories\nwrote {args.output}")
+    Raises:
+        ValueError: there are none, or the chat template is missing.
+    """
+    if not args.chat:
+        inputs = tokenizer(args.question, return_tensors="pt", add_special_tokens=False)
+    elif tokenizer.chat_template is None:
+        raise ValueError(
+            f"--chat: the tokenizer of {args.model} has no chat template. Leave --chat out to continue the text, or save "
+            "a tokenizer that has one."
+        )
+    else:
+        turn = [{"role": "user", "content": args.question}]
+        inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError(f"the tokenizer of {args.model} makes no token of the question {args.question!r}.")
+    return inputs
+
+
+def answer(args: Namespace, model: Any, tokenizer: Any, inputs: Any, state: Any) -> None:
+    """Print how the model continues the question, which follows the text of `state`."""
+    import torch
+    from transformers import TextStreamer
+
+    config = model.generation_config
+    if args.temperature == 0:
+        config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
+    elif args.temperature is not None:
+        config.update(do_sample=True, temperature=args.temperature)
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    def refuse_nan(ids, logits):
+        if logits.isnan().any():
+            raise ValueError(
+                f"the logits of {args.model} after {ids.shape[1]} tokens are NaN. Look for damaged weights, or "
+                "give --dtype float32."
+            )
+        return logits
+
+    torch.manual_seed(args.seed)
+    model.generate(
+        **inputs.to(model.device),
+        state=state,
+        max_new_tokens=args.max_new_tokens,
+        logits_processor=[refuse_nan],
+        streamer=TextStreamer(
+            tokenizer, skip_prompt=args.chat, clean_up_tokenization_spaces=False, skip_special_tokens=True
+        ),
+    )

@@ -1,7 +1,8 @@
 """Every task of `hf_longctx.metrics` as a task of lm-eval, and FoX and HMT as its model type `hf-longctx`.
 
-lm-eval finds the tasks in the folder of `tasks_folder`: `lm_eval run --include_path "$(hf-longctx lm-eval-tasks)"
---tasks forgetting_curve`. It knows the model type once `model` has been imported, as `hf-longctx lm-eval` does.
+lm-eval finds the tasks in the folder of `tasks_folder`:
+`lm_eval run --include_path "$(hf-longctx lm-eval --tasks-folder)" --tasks forgetting_curve`.
+It knows the model type once `model` has been imported, as `hf-longctx lm-eval` does.
 """
 
 from pathlib import Path

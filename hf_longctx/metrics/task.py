@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get
 
 import numpy as np
 
-from .checks import check_kind, check_token_ids, numbers, tokenizer_name, whole_number
+from .checks import check_token_ids, numbers, public_name, whole_number
 from .result import Result
 from .run.journal import content_hash
 
@@ -183,10 +184,15 @@ class Option(NamedTuple):
             raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}.")
         if self.kind is int:
             value = whole_number(self.name, value)
+        elif self.kind is dict and isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"{self.name} must be a JSON object, got {value!r} ({error}).") from error
         elif self.kind is float and not isinstance(value, bool) and hasattr(value, "__float__"):
             value = float(value)
         if not isinstance(value, self.kind):
-            kinds: dict[type, str] = {bool: "True or False", str: "a text", float: "a number"}
+            kinds: dict[type, str] = {bool: "True or False", str: "a text", float: "a number", dict: "a JSON object"}
             raise ValueError(f"{self.name} must be {kinds[self.kind]}, got {value!r}.")
         low, high = self.least, self.most
         if (low is not None and not value >= low) or (high is not None and not value <= high):
@@ -244,12 +250,12 @@ class Subject:
         from .run.reader import reader_for, special_ids  # imports PyTorch
 
         self.reader: Reader = reader_for(model)
-        self.tokenizer, self.tokenizer_name = tokenizer, None
-        if tokenizer is not None:
-            self.tokenizer_name = tokenizer_name(tokenizer, or_name=True)
+        self.tokenizer, self.tokenizer_name = tokenizer, tokenizer
+        if tokenizer is not None and not isinstance(tokenizer, str):
+            self.tokenizer_name = getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
+        self.tokenizer_name = self.tokenizer_name and public_name(self.tokenizer_name)
         self.tokens = None if tokens is None else check_token_ids(tokens, "tokens", self.reader.vocab_size)
-        check_kind(str | None, corpus_name=corpus_name)
-        self.labels = {"corpus": corpus_name, "train_length": train_length}
+        self.labels = {"corpus": corpus_name and public_name(corpus_name), "train_length": train_length}
         self.labels = {name: value for name, value in self.labels.items() if value is not None}
         if train_length is not None:
             self.labels["train_length"] = whole_number("train_length", train_length, 1)
@@ -380,22 +386,47 @@ class Task:
         return depends, selecting | self.subject.labels | self.labels()
 
 
+class Counts(NamedTuple):
+    """What was right at one length, by units that are drawn independently: targets, haystacks, records.
+
+    Attributes:
+        length: in the `size_unit` of the result.
+        shares: of each unit, in the order in which they were drawn, (R,) float64 from 0 to 1.
+        questions: in a unit, at most: scored tokens of a target, questions about a haystack, 1 of a record.
+        tokens: the length in tokens, of line retrieval the mean over records.
+        asked, right: questions in all units, and how many of them are answered right.
+    """
+
+    length: int
+    shares: np.ndarray
+    questions: int
+    tokens: int
+    asked: int
+    right: float
+
+
 @dataclass(frozen=True)
 class TaskResult(Result):
     """The scores of the trials of a task, and what follows from them.
 
     A subclass sets `kind` and `title` and defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
-    may raise ValueError for scores that no measurement gives.
+    may raise ValueError for scores that no measurement gives. With `by_length` and `places`, models can be compared.
 
     Attributes:
         scores: by the keys of the trials, as JSON values.
         settings: how they were measured.
         missing: why a trial has no score, by its key.
         inches: width and height of the figure.
+        size_unit: of the lengths in `by_length`.
+        verb: what a model does that has something right.
+        same_texts: settings that two results must share to have read the same texts.
     """
 
     version = 2
     inches: ClassVar[tuple[float, float]] = (6.6, 5)
+    size_unit: ClassVar[str] = "tokens"
+    verb: ClassVar[str] = ""
+    same_texts: ClassVar[tuple[str, ...]] = ()
 
     scores: dict[Key, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
@@ -423,6 +454,39 @@ class TaskResult(Result):
         """Name trials, such as "3 lengths from 8 to 64"."""
         return f"{keys[0]}" if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
 
+    def by_length(self, replies: bool = True, overlapping: bool = False) -> list[Counts]:
+        """Return what was right at each length, ascending.
+
+        Args:
+            replies: count what was found in the replies, where there are some; else what is right token for token.
+            overlapping: keep texts that share scored tokens with others.
+
+        Raises:
+            ValueError: this metric counts no right answers.
+        """
+        raise ValueError(f"a {type(self).__name__} has no scores by length; give curves, needle or line retrieval.")
+
+    def places(self) -> dict[int, list]:
+        """Return by length what tells each text from the others; an empty list for random ids."""
+        raise NotImplementedError
+
+    def distinct(self, length: int, texts: int) -> list[int]:
+        """Return which of the first so many texts of a length share no scored token with another."""
+        return [*range(texts)]
+
+    def unlike(self, other: Any, *more: str) -> str | None:
+        """Return why this and another result of the metric did not read the same texts; None if they did.
+
+        `more` names settings besides `same_texts`.
+        """
+        names = (*self.same_texts, *more)
+        names = [name for name in names if self.settings.get(name) != other.settings.get(name)]
+        return f"they differ in {', '.join(names)}" if names else None
+
+    def extent(self) -> dict[str, str]:
+        """Return in words how much was measured, for comparisons with other models."""
+        return {}
+
     def draw(self, figure: Any, title: str, train_length: int | None) -> None:
         """Draw the result with its title into an empty figure of matplotlib; see `style`."""
         raise NotImplementedError
@@ -432,7 +496,6 @@ class TaskResult(Result):
 
         if not self.measured:
             raise ValueError("the result must have something to draw; nothing was measured.")
-        style.check_train_length(train_length)
         figure = style.figure(*self.inches)
         self.draw(figure, title or style.heading(self), train_length, **options)
         style.save(figure, path)

@@ -1,72 +1,209 @@
-"""Conversations as tokens, of which only those of the assistant are scored."""
+"""Conversations as tokens, of which only the assistant's are scored."""
 
-from collections.abc import Iterator
+import json
+import re
+import sys
+from bisect import bisect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 
 SCORED, FIRST = 1, 2  # bits of a flag: the label counts; a conversation begins
+COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+PROBE = "hf-longctx-probe"  # content of a turn, which shows where a template writes it
+QUESTION = {"role": "user", "content": "Who?"}
 
 
 def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Encode one conversation, or a prompt and its completion, as TRL does.
 
     Args:
-        row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two texts or two such lists.
+        row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two texts or two such lists. Of
+            lists, the template gets "tools" and "chat_template_kwargs" too.
         tokenizer: of transformers; messages need its chat template.
 
     Returns:
-        ids, (T,), int64; and a flag of each, (T,), uint8. Scored are the assistant's turns, of a prompt and its
-        completion those of the completion. A template says by `{% generation %}` which tokens these are; else they are
-        what a turn adds to the turns before it and the header of an answer.
+        ids, (T,), int64; and a flag of each, (T,), uint8. The assistant's turns are scored, of a prompt and its
+        completion those of the completion, and a token that is partly theirs. A template says by `{% generation %}`
+        what these are; else see `find_answer`.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that writes earlier turns otherwise when others follow.
+        ValueError: the tokenizer has no chat template, or the assistant's turns cannot be found in what it writes.
     """
     if "messages" not in row and isinstance(row["prompt"], str):
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        ids = [*tokenizer(row["prompt"] + row["completion"])["input_ids"], tokenizer.eos_token_id]
-        differing = [i for i, (a, b) in enumerate(zip(prompt, ids)) if a != b]  # a token over the border
-        scored = np.arange(len(ids)) >= (differing[0] if differing else len(prompt))
+        text = row["prompt"] + row["completion"]
+        ids, scored = encode_spans(text, [(len(row["prompt"]), len(text))], tokenizer, add_special_tokens=True)
+        if not len(ids) or ids[-1] != tokenizer.eos_token_id:
+            ids, scored = np.append(ids, tokenizer.eos_token_id), np.append(scored, False)
+        scored[-1] = True
     else:
         before = [] if "messages" in row else row["prompt"]
         turns = row["messages"] if "messages" in row else [*before, *row["completion"]]
-        ids, scored = encode_turns(turns, len(before), tokenizer)
+        turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+        tools = row.get("tools") or None
+        tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
+        options = {**without_nulls(row.get("chat_template_kwargs") or {}), "tools": tools}
+        text, spans = render_turns(turns, len(before), tokenizer, options)
+        ids, scored = encode_spans(text, spans, tokenizer, add_special_tokens=False)
     flags = np.where(scored, SCORED, 0).astype(np.uint8)
     flags[0] |= FIRST
-    return np.asarray(ids, np.int64), flags
+    return ids, flags
 
 
-def encode_turns(turns: list[dict], first: int, tokenizer) -> tuple[list[int], np.ndarray]:
-    """Return the ids of turns, and which of them are of the assistant, from turn `first` on."""
+def without_nulls(value: Any) -> Any:
+    """Return a value without the fields that are null, which tables add where rows have different fields."""
+    if isinstance(value, dict):
+        return {name: without_nulls(field) for name, field in value.items() if field is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
-    def encode(count: int, **options) -> list[int]:
-        return tokenizer.apply_chat_template(turns[:count], return_dict=False, **options) if count else []
 
-    if first == 0 and "{% generation" in (tokenizer.get_chat_template() or ""):
-        encoded = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
-        return encoded["input_ids"], np.asarray(encoded["assistant_masks"], bool)
-    ids = encode(len(turns))
-    scored = np.zeros(len(ids), bool)
+def encode_spans(text: str, spans: list[tuple[int, int]], tokenizer, **options) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of a text, and which of the tokens overlap one of some spans of characters."""
+    if tokenizer.is_fast:
+        encoded = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
+        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+        starts = np.minimum(starts, np.append(0, ends[:-1]))  # some tokenizers leave spaces out
+    else:
+        encoded = tokenizer(text, verbose=False, **options)
+
+        def tokens_before(place: int) -> int:
+            return common_length(encoded["input_ids"], tokenizer(text[:place], **options)["input_ids"])
+
+        spans = [(tokens_before(start), tokens_before(end)) for start, end in spans]
+        starts = np.arange(len(encoded["input_ids"]))
+        ends = starts + 1
+    scored = np.zeros(len(ends), bool)
+    for start, end in spans:
+        scored |= (ends > start) & (starts < end)
+    return np.asarray(encoded["input_ids"], np.int64), scored
+
+
+def common_length(a: Sequence, b: Sequence) -> int:
+    """Return how long the common beginning of two sequences is."""
+    return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
+
+
+def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tuple[str, list[tuple[int, int]]]:
+    """Return what the chat template writes, and the spans of the assistant's turns from turn `first` on."""
+    template = tokenizer.get_chat_template(options.get("chat_template"), options["tools"])
+    if GENERATION.search(COMMENT.sub("", template)):
+        options = {**tokenizer.special_tokens_map, **options, "chat_template": template}
+
+        def render_marked(turns: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+            rendered: Any = render_jinja_template([turns], return_assistant_tokens_mask=True, **options)
+            (text,), (spans,) = rendered
+            return text, spans
+
+        text, spans = render_marked(turns)
+        if first == 0:
+            return text, spans
+        answers = [number for number, turn in enumerate(turns) if number >= first and turn["role"] == "assistant"]
+        probed = [with_probe(turn) if number in answers[:1] else turn for number, turn in enumerate(turns)]
+        begin = common_length(text, render_marked(probed)[0])
+        return text, [span for span in spans if span[1] > begin]
+
+    def render(turns: list[dict], **more) -> str:
+        return tokenizer.apply_chat_template(turns, tokenize=False, **options, **more)
+
+    special = "|".join(map(re.escape, special_tokens(tokenizer)))
+    text, spans = render(turns), [(0, 0)]
     for number, turn in enumerate(turns):
         if number >= first and turn["role"] == "assistant":
-            before, after = encode(number, add_generation_prompt=True), encode(number + 1)
-            if ids[: len(after)] != after or after[: len(before)] != before:
-                raise ValueError(
-                    "the chat template writes a turn otherwise when another one follows, so its tokens cannot be told from "
-                    "others. Mark the assistant's in the template by {% generation %}."
-                )
-            scored[len(before) : len(after)] = True
-    return ids, scored
+            spans.append(find_answer(text, turns, number, spans[-1][1], render, special))
+    return text, spans[1:]
+
+
+def special_tokens(tokenizer) -> list[str]:
+    """Return the special tokens, the longest first."""
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(added.union(tokenizer.all_special_tokens), key=len, reverse=True)
+
+
+def with_probe(turn: dict) -> dict:
+    """Return a turn that has the probe as its content, in a list if its own is one."""
+    return {**turn, "content": [{"type": "text", "text": PROBE}] if isinstance(turn.get("content"), list) else PROBE}
+
+
+def find_answer(
+    text: str, turns: list[dict], number: int, after: int, render: Callable[..., str], special: str
+) -> tuple[int, int]:
+    """Return the span of turn `number`, an assistant's, in what a chat template writes.
+
+    The turn is replaced by a probe. The answer begins after the last header of an answer (what
+    `add_generation_prompt` adds) before the probe, or with the probe if there is none, and ends with what ends a
+    conversation there too. All else must be as it was.
+
+    Args:
+        text: of all turns.
+        after: end of the assistant's turn before.
+        render: writes turns.
+        special: regular expression of special tokens.
+    """
+    before, turn = turns[:number], turns[number]
+    asked = before if any(earlier["role"] == "user" for earlier in before) else [*before, QUESTION]
+    probe = with_probe({"role": "assistant", "content": turn.get("content")})
+    prompt, alone = render(asked, add_generation_prompt=True), render([*asked, probe])
+    header = prompt[common_length(prompt, render(asked)) : common_length(prompt, alone)]
+    lead, _, last_ending = alone[common_length(prompt, alone) :].partition(PROBE)
+    last_ending = last_ending.rstrip(" ")
+    end_token = re.compile(rf"\s*(?:{special})\s*")
+    for later in ([], turns[number + 1 :]):
+        try:
+            head, tail = render([*before, probe, *later]).split(PROBE)
+            written = render([*before, turn, *later])
+            other = render([*before, turn, with_probe(later[0]), *later[1:]]) if later else text
+        except (TemplateError, ValueError):  # one of a tool whose call the probe lacks
+            continue
+        if header and header in head[after:]:
+            begin = head.rfind(header, after)
+            stop = begin + len(header)
+        else:  # an answer may begin with spaces
+            begin = stop = len(head.removesuffix("" if lead.strip(" ") else lead))
+        start = common_length(written, head[:stop])
+        ending = len(last_ending) if tail.startswith(last_ending) else 0
+        if not ending and end_token.match(last_ending) and (token := end_token.match(tail)):
+            ending = token.end()
+        end = len(written) - len(tail) + ending
+        is_same = start >= min(begin + 1, stop) and written.endswith(tail[ending:])
+        if is_same and after <= start <= end and text.startswith(written[:end]) and other.startswith(written[:end]):
+            return start, end
+    raise ValueError(
+        f"The assistant's turn {number + 1} cannot be found in what the chat template writes, because it changes other "
+        "turns or the template does not write it as it is. Mark the assistant's turns in the template: "
+        "{% generation %}...{% endgeneration %}."
+    )
 
 
 def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode conversations one by one, and leave out those in which nothing is scored."""
-    for row in rows:
-        ids, flags = encode_conversation(row, tokenizer)
-        if (flags & SCORED).any():
-            yield ids, flags
+    """Encode conversations one by one, and leave out those in which nothing is scored.
+
+    The first answer that no special token ends is reported on stderr.
+    """
+    special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
+    for number, row in enumerate(rows, 1):
+        try:
+            ids, flags = encode_conversation(row, tokenizer)
+        except TemplateError as error:
+            raise ValueError(
+                f"The chat template refuses conversation {number}: {error}. Remove or mend it."
+            ) from error
+        scored = ids[flags & SCORED > 0].tolist()
+        if not scored:
+            continue
+        written = (token for token in reversed(scored) if token in special or tokenizer.decode([token]).strip())
+        if not is_reported and next(written, None) not in special:
+            is_reported = True
+            print(
+                "The last scored token of an answer is not a special token, so the model is not trained to end its turn. "
+                "Let the chat template write one, such as {{ eos_token }}, after the assistant's content.",
+                file=sys.stderr,
+            )
+        yield ids, flags
 
 
 __all__ = ["FIRST", "SCORED", "encode_conversation", "encode_conversations"]

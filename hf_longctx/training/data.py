@@ -117,9 +117,14 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
     A resumed run replays the stream up to its step.
     """
 
-    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None, column: str = "text"):
+    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None, column: str | None = None):
         self.source, self.tokenizer, self.length, self.eos_token_id = source, tokenizer, length, eos_token_id
         self.column = column
+        if column is None and open_conversations(source) is not None:
+            raise ValueError(
+                f"{source} must hold text to be streamed, got conversations. Leave --streaming out: they are then packed."
+            )
+        open_source(source, "train", column)  # raises if it cannot be read
 
     def __iter__(self):
         rest = np.zeros(0, np.int64)
@@ -157,14 +162,14 @@ def make_row(tokens: np.ndarray, eos_token_id: int | None, flags: np.ndarray | N
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(unscored, -100)}
 
 
-def encode(source: str, tokenizer, part="train", column="text") -> Iterator[np.ndarray]:
+def encode(source: str, tokenizer, part="train", column: str | None = None) -> Iterator[np.ndarray]:
     """Encode documents, several at a time: a BOS if the tokenizer has one of its own, the text, and an EOS.
 
     Args:
         source: as for `hf_longctx.corpus.load_text`.
         tokenizer: of transformers, with an EOS.
         part: of a source that has several, "train" or "held_out".
-        column: of a table, with the text.
+        column: of a table, with the text. Default: "text".
 
     Raises:
         ValueError: the tokenizer has no EOS.
@@ -181,10 +186,10 @@ def encode(source: str, tokenizer, part="train", column="text") -> Iterator[np.n
         yield np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
 
 
-def pack(source: str, tokenizer, path: Path, part="train", column="text") -> None:
+def pack(source: str, tokenizer, path: Path, part="train", column: str | None = None) -> None:
     """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
 
-    Conversations have a file of flags beside it, `FLAGS`.
+    Conversations, which are read unless a column is named, have a file of flags in the same folder, `FLAGS`.
 
     Progress is printed on stderr every few seconds.
 
@@ -192,7 +197,7 @@ def pack(source: str, tokenizer, path: Path, part="train", column="text") -> Non
         source, tokenizer, part, column: as for `encode`.
         path: `.npy` file to write.
     """
-    rows = open_conversations(source, part, column)
+    rows = open_conversations(source, part) if column is None else None
     if rows is None:
         pieces: Iterator = encode(source, tokenizer, part, column)
     else:

@@ -7,7 +7,11 @@ from transformers import PreTrainedTokenizerFast
 
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-CHAT_TEMPLATE = r"{{ bos_token }}{{ messages | map(attribute='content') | join('\n') }}"  # it continues what was said
+# It continues what was said
+CHAT_TEMPLATE = (
+    r"{{ bos_token }}{% for message in messages %}{{ '' if loop.first else '\n' }}{{ message.content }}"
+    "{{ eos_token if message.role == 'assistant' }}{% endfor %}"
+)
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

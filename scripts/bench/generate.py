@@ -1,11 +1,12 @@
 """Prefill and decoding of FoX (LLaMA), FoX (Pro) and transformers' Llama of the same size, side by side in one run.
 
-    python -m scripts.bench.generate [--context 2048] [--device cpu|cuda] [--dtype float32]
+    python -m scripts.bench.generate [--context 2048] [--cache dynamic|static] [--device cpu|cuda] [--dtype float32]
 
 The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
 narrower MLP, which pays for its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
 Figures are tokens per second, medians of alternating rounds; ratios are medians of the ratio to Llama within a round.
-Cache bytes are those of a DynamicCache. Operations are those of ATen in a decoding step. --attention is that of FoX;
+With --cache static, `generate` decodes, and transformers compiles its step on a GPU. Cache bytes are those of a
+DynamicCache. Operations are those of ATen in a decoding step. --attention is that of FoX;
 auto: our kernels for long calls on a GPU, else SDPA.
 """
 
@@ -89,7 +90,18 @@ def measure(args):
 
         return common.timed(steps, step(token), device=args.device)[0] / args.tokens
 
-    phases = {"prefill": prefill, "decode": decode}
+    def decode_static(name):
+        """Seconds per token of `generate` with a static cache, without the first token, which reads the prompt."""
+        greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0, cache_implementation="static")
+
+        def generate(tokens):
+            return common.timed(
+                lambda: models[name].generate(ids, max_new_tokens=tokens, **greedy), device=args.device
+            )
+
+        return (generate(1 + args.tokens)[0] - generate(1)[0]) / args.tokens
+
+    phases = {"prefill": prefill, "decode": decode if args.cache == "dynamic" else decode_static}
     turns = {(phase, name): lambda phase=phase, name=name: phases[phase](name) for phase in phases for name in models}
     seconds = common.alternate(turns, args.rounds)
     cache_bytes = {
@@ -104,7 +116,8 @@ def measure(args):
 def table(result):
     s = result["settings"]
     rows = [{"millions": row["parameters"] / 1e6, **row} for row in result["rows"]]
-    text = f"{s['layers']} layers of width {s['hidden']}, context {s['context']}, {s['dtype']}."
+    cache = s.get("cache", "dynamic")
+    text = f"{s['layers']} layers of width {s['hidden']}, context {s['context']}, {s['dtype']}, {cache} cache."
     return f"{text}\n\n{common.markdown(rows, TABLE)}"
 
 
@@ -113,6 +126,7 @@ def main(arguments=None):
     parser = common.make_parser(
         __spec__.name, __doc__, **sizes, rounds=7, device="cpu", dtype="float32", attention="auto"
     )
+    parser.add_argument("--cache", choices=("dynamic", "static"), default="dynamic", help="default: dynamic")
     common.run(parser, measure, table, arguments)
 
 

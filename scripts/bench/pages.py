@@ -1,6 +1,6 @@
 """Pages of HMT's memory beside one flat memory: what a recall costs, and what it finds.
 
-    python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
+    python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     OMP_NUM_THREADS=1 python -m scripts.bench.pages
 
 The memories are of two kinds: unrelated vectors, and what SmolLM2-135M, which was not trained for it, makes of a novel
@@ -23,7 +23,7 @@ from hf_longctx.hmt import HMTConfig, HMTMemory, HMTWrapper
 from hf_longctx.hmt.pages_hmt import MemoryPages
 from scripts.bench import common
 from scripts.evidence.parts import require
-from scripts.fetch_smollm2 import FOLDER as SMOLLM2
+from scripts.fetch_model import SMOLLM2
 
 
 TEXT = common.ROOT / "demo_output" / "corpus" / "held_out.txt"
@@ -66,7 +66,8 @@ def of_a_novel(count, args):
         state = model(ids, state=state, logits_to_keep=1, use_cache=True).state
     del model.memory.recall  # that of the class is left
     queries = torch.cat([queries[0], *queries])  # the first segment has nothing to recall
-    return state.bank[0], {"itself": state.bank[0], "first half": queries}, model.memory
+    embeddings = state.memory["bank"]["embeddings"][0]
+    return embeddings, {"itself": embeddings, "first half": queries}, model.memory
 
 
 @torch.no_grad()

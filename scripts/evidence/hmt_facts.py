@@ -1,6 +1,6 @@
 """Facts in natural text around a pretrained Llama: does a memory beside it find them again?
 
-    python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
+    python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.hmt_facts --device cuda                  # SmolLM2-135M, in full
     python -m scripts.evidence.hmt_facts --segment-length 32 --sensory-tokens 4 --first-steps 300 --steps 800 \
         --most-facts 4 --learning-rate 3e-4 --save-steps 50             # on a CPU, an hour for each model and seed
@@ -71,10 +71,10 @@ STOP_WORDS = {"the", "of", "is", "s"}
 PLAIN = ("full attention", "window", "BM25 and window")
 SOLVED = 0.5  # a loss, the mean of the last tenth of a round
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found"}
-MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes", "RMT")
+MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "RMT")
 UNTRAINED = ("HMT, single pass", READ_AGAIN, "full attention", "BM25 and window")
 METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in UNTRAINED))
-UNPICTURED = ("HMT, single pass, no recurrence", "HMT, three passes")
+UNPICTURED = ("HMT, single pass, no recurrence",)
 
 
 class Questions(NamedTuple):

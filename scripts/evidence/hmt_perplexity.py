@@ -1,6 +1,6 @@
 """Perplexity with a memory, beside that of a backbone that reads as many tokens without one.
 
-    python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
+    python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.hmt_perplexity --device cuda --text pg19  # SmolLM2-135M, in full, on books from the Hub
     python -m scripts.evidence.hmt_perplexity --device cuda --first-steps 40 --steps 40  # as long as novels are new
     python -m scripts.evidence.hmt_perplexity --backbone llama-demo --segment-length 64 --sensory-tokens 8 \

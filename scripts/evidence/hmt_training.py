@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from scripts.bench import common
 from scripts.evidence.parts import settings_of
-from scripts.fetch_smollm2 import FOLDER as SMOLLM2
+from scripts.fetch_model import SMOLLM2
 
 
 BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "llama-demo"}
@@ -16,9 +16,8 @@ TEXT = common.ROOT / "demo_output" / "corpus"
 HMT = {  # arguments of HMTConfig in the second stage
     "HMT, single pass": {"recall_mode": "single_pass"},
     "HMT, single pass, no recurrence": {"recall_mode": "single_pass", "recurrence": False},
-    "HMT, three passes": {"recall_mode": "three_pass"},
     "HMT, paper": {"recall_mode": "paper"},
-    "RMT": {"recall": False, "recall_mode": "three_pass"},
+    "RMT": {"recall": False, "recall_mode": "paper"},
 }
 READ_AGAIN = "HMT, tokens read again"
 AS_IT_IS = ", as it is"

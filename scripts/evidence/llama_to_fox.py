@@ -1,6 +1,6 @@
 """SmolLM2-135M becomes a FoX: loss, gates, forgetting curve and pruned cache, beside the same training of the Llama.
 
-    python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
+    python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.llama_to_fox [--steps 200] [--length 2048] [--full-steps 8] [--device cuda]
 
 Two runs of `hf-longctx finetune` see the same rows in the same order, with equal steps and learning rates:
@@ -31,7 +31,7 @@ from scripts.bench.pruned import megabytes
 from scripts.evidence.gate_statistics import ForgetGateStatistics
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, require, run
-from scripts.fetch_smollm2 import FOLDER
+from scripts.fetch_model import SMOLLM2
 
 
 TEXT = common.ROOT / "demo_output" / "corpus"
@@ -61,11 +61,11 @@ def train(name, args):
     """Fine-tune by the command, which goes on where it was interrupted; losses of the steps."""
     tokens = args.work / "llama_to_fox" / "tokens.npy"
     if not tokens.exists():
-        pack(str(TEXT / "train"), AutoTokenizer.from_pretrained(FOLDER), tokens)
+        pack(str(TEXT / "train"), AutoTokenizer.from_pretrained(SMOLLM2), tokens)
     output = run_folder(name, args)
     full = "--use_peft" in RUNS[name]
     steps, rate = (args.full_steps, args.full_learning_rate) if full else (args.steps, args.learning_rate)
-    command = [sys.executable, "-m", "hf_longctx", "finetune", "--model", FOLDER, *RUNS[name], "--output_dir", output]
+    command = [sys.executable, "-m", "hf_longctx", "finetune", "--model", SMOLLM2, *RUNS[name], "--output_dir", output]
     options = {
         "--data": tokens,
         "--max_length": args.length,
@@ -81,7 +81,7 @@ def train(name, args):
 def load(model, args):
     if model in RUNS:
         return AutoModelForCausalLM.from_pretrained(run_folder(model, args) / "model").to(args.device).eval()
-    llama = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).to(args.device).eval()
+    llama = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).to(args.device).eval()
     if model == "Llama":
         return llama
     return from_llama(llama, decay_time=CONVERTED[model] and float(args.length)).eval()
@@ -89,7 +89,7 @@ def load(model, args):
 
 def held_out(args):
     """The novel that is not trained on, (N,)."""
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     return torch.from_numpy(load_tokens(tokenizer, str(TEXT / "held_out.txt")).tokens).to(args.device)
 
 
@@ -157,7 +157,7 @@ def one_part(kind, model, *length_and_args):
 
 
 def measure(args):
-    require(FOLDER, TEXT)
+    require(SMOLLM2, TEXT)
     trained = [model for model in RUNS if args.full_steps or "--use_peft" not in RUNS[model]]
     keys = [("loss", model) for model in ("Llama", *CONVERTED)]
     keys += [(kind, model) for model in trained for kind in ("training", "loss")]

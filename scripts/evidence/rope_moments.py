@@ -1,6 +1,6 @@
 """Does the RoPE bound say more with a model's own queries and keys (eq. 19 of Men et al. 2024) than eq. 18?
 
-    python -m scripts.fetch_smollm2
+    python -m scripts.fetch_model smollm2-135m
     python -m scripts.evidence.rope_moments [--bases 100 1000 10000] [--tokens 2048]
 
 Eq. 18 takes all dimensions of a query as alike. Eq. 19 weights cos(m theta_i) with the variances of the two dimensions
@@ -21,11 +21,10 @@ from scripts.bench import common
 from scripts.evidence import rope_base
 from scripts.evidence.parts import make_parser, measure_parts, require
 from scripts.evidence_curves import copy_rows
-from scripts.fetch_smollm2 import FOLDER
+from scripts.fetch_model import SMOLLM2
 
 
 FAR = 1 << 16  # tokens; a reach beyond is written as this
-SMOLLM2 = "SmolLM2-135M"
 TABLE = """
 | model | needs | eq. 18 reaches | eq. 19, queries: lowest, median, highest head | all heads | queries and keys: lowest, median, highest head | all heads | retrieved near, far |
 | {model} | {needed} | {plain} | {queries[0]}, {queries[1]}, {queries[2]} | {queries[3]} | {both[0]}, {both[1]}, {both[2]} | {both[3]} | {retrieved} |
@@ -87,10 +86,10 @@ def first_model(length, steps, learning_rate, device):
 def one_model(base, args):
     torch.manual_seed(0)
     if base is None:
-        model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
-        tokens = load_tokens(AutoTokenizer.from_pretrained(FOLDER), "stdlib").tokens[: args.tokens]
+        model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+        tokens = load_tokens(AutoTokenizer.from_pretrained(SMOLLM2), "stdlib").tokens[: args.tokens]
         claimed = rope_report(model.config, minimum_base=False).claimed_context
-        return {"model": SMOLLM2, **judged(model, torch.as_tensor(tokens)[None].long(), claimed - 1)}
+        return {"model": "SmolLM2-135M", **judged(model, torch.as_tensor(tokens)[None].long(), claimed - 1)}
     model = rope_base.with_base(first_model(args.length, args.first_steps, args.learning_rate, args.device), base)
     generator = torch.Generator().manual_seed(0)
     rope_base.train(model, lambda _: rope_base.mixed_rows(args, generator), args.steps, args)
@@ -100,7 +99,7 @@ def one_model(base, args):
 
 
 def measure(args):
-    require(FOLDER)
+    require(SMOLLM2)
     yield from measure_parts(one_model, [(base,) for base in (*args.bases, None)], args)
 
 

@@ -1,6 +1,6 @@
 """Retrieval of SmolLM2-135M, whose RoPE base lies below the bound for its context, and of another base.
 
-    python -m scripts.fetch_smollm2 && python -m scripts.demo_corpus demo_output/corpus
+    python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.rope_smollm2 [--steps 8] [--lines 5 20 80] [--needles 1024 2048 4096]
     python -m scripts.evidence.rope_smollm2 --device cuda --steps 200 --length 8192 --needles 2048 4096 8192
 
@@ -22,7 +22,7 @@ from hf_longctx.training.config import FinetuneConfig
 from hf_longctx.training.models import extend_rope
 from scripts.bench import common
 from scripts.evidence.parts import make_parser, measure_parts, require
-from scripts.fetch_smollm2 import FOLDER
+from scripts.fetch_model import SMOLLM2
 
 
 TEXT = common.ROOT / "demo_output" / "corpus"
@@ -41,14 +41,14 @@ def model_folder(name, args):
     if name in TRAINED:
         return folder / "model"
     if name == "as it is":
-        return FOLDER
+        return SMOLLM2
     if not folder.exists():
         folder.mkdir(parents=True)
-        for file in FOLDER.iterdir():
+        for file in SMOLLM2.iterdir():
             if file.name != "config.json":
                 (folder / file.name).symlink_to(file)
-        config = AutoConfig.from_pretrained(FOLDER)
-        extend_rope(config, FinetuneConfig(model=str(FOLDER), data="-", output_dir="-", max_length=args.length))
+        config = AutoConfig.from_pretrained(SMOLLM2)
+        extend_rope(config, FinetuneConfig(model=str(SMOLLM2), data="-", output_dir="-", max_length=args.length))
         config.save_pretrained(folder)
     return folder
 
@@ -110,13 +110,13 @@ def one_part(kind, name, size, args):
     base = model.config.rope_parameters["rope_theta"]
     # what a part has measured is kept, too, as one of 8192 tokens takes minutes
     run = Run(journal=args.work / "rope_smollm2" / f"{name} {kind} {size}.jsonl")
-    measured = KINDS[kind](model, AutoTokenizer.from_pretrained(FOLDER), size, args, run)
+    measured = KINDS[kind](model, AutoTokenizer.from_pretrained(SMOLLM2), size, args, run)
     return {"kind": kind, "model": name, "base": base, "size": size, **measured}
 
 
 def measure(args):
-    require(FOLDER, TEXT)
-    report = rope_report(AutoConfig.from_pretrained(FOLDER))
+    require(SMOLLM2, TEXT)
+    report = rope_report(AutoConfig.from_pretrained(SMOLLM2))
     (group,) = report.groups
     yield {"kind": "verdict", "verdict": report.verdict, "claimed": report.claimed_context, "base": group.base,
            "reach": group.context_bound, "minimum_base": group.minimum_base}  # fmt: skip

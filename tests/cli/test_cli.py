@@ -7,6 +7,7 @@ import shlex
 
 import pytest
 import torch
+import transformers
 from commands import run
 from demo_model import DEMO
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -28,10 +29,10 @@ def test_rope_tells_the_verdict(tmp_path, capsys):
 
 def test_underscores_are_dashes_but_in_the_words_of_lm_eval(monkeypatch):
     seen = []
-    for command in (cli.lm_eval, cli.ask):
+    for command in (cli.lm_eval, cli.read):
         monkeypatch.setattr(command, "run", seen.append)
     cli.main(["lm-eval", "run", "--model_args", "a_b=c"])
-    cli.main(["ask", "MODEL", "TEXT", "Once", "--max_new_tokens", "3"])
+    cli.main(["read", "MODEL", "TEXT", "Once", "--max_new_tokens", "3"])
     assert seen[0].words == ["run", "--model_args", "a_b=c"] and seen[1].max_new_tokens == 3
 
 
@@ -89,6 +90,8 @@ def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
         raise OSError("no such revision")
 
     options = ["--revision", "v1", "--trust-remote-code", "--code-revision", "abc"]
+    with_code = {"auto_map": {"AutoConfig": "code.Config"}}
+    monkeypatch.setattr("hf_longctx.metrics.rope.reading.read_files", lambda name, **options: (with_code, {}))
     for loader in ("AutoModelForCausalLM", "AutoConfig"):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
     for arguments in (["gates", "no/model"], ["curve", "no/model"], ["rope", "no/model"]):
@@ -131,3 +134,10 @@ def test_an_interruption_is_no_traceback(folder, monkeypatch, capsys):
 @pytest.mark.parametrize("module", ["hf_longctx", "hf_longctx.cli"])
 def test_the_package_can_be_run_as_a_module(module):
     assert run(["python", "-m", module, "--version"]).stdout == f"hf-longctx {__version__}\n"
+
+
+def test_env_names_versions_and_attention(capsys):
+    assert cli.main(["env"]) == 0
+    rows = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["transformers"] == transformers.__version__ and rows["torch"] == torch.__version__
+    assert rows["lm-eval"] and rows["attention of a FoX ('auto'), 1 tokens"] == "sdpa"

@@ -1,4 +1,4 @@
-"""`read` and `ask`, on the demo HMT, which can answer from its memory alone."""
+"""`read`, on the demo HMT, which can answer from its memory alone."""
 
 import io
 
@@ -33,15 +33,15 @@ def test_a_text_is_read_once_and_asked_about(novel, capsys, monkeypatch):
     for name, colour in (("Ada", "red"), ("Boris", "gold")):
         question, options = QUESTION.format(name), ["--max-new-tokens", "1"]
         for text in ("novel.txt", "state.safetensors", "other.safetensors"):
-            assert cli.main(["ask", HMT, text, question, *options]) == 0
+            assert cli.main(["read", HMT, text, question, *options]) == 0
             assert capsys.readouterr().out.split()[-1] == colour
 
 
 def test_mistakes_are_answered_in_a_sentence(novel, capsys, folder):
     for command, says in (
         (["read", str(folder), "novel.txt"], "FoxForCausalLM has no memory"),
-        (["ask", str(folder), "x.safetensors", "x"], "FoxForCausalLM has no memory"),
-        (["ask", HMT, "x.safetensors", "Ada"], "there is no file x.safetensors"),
+        (["read", str(folder), "x.safetensors", "x"], "FoxForCausalLM has no memory"),
+        (["read", HMT, "x.safetensors", "Ada"], "there is no file x.safetensors"),
         (["read", HMT, "novel.txt", "--output", "novel.txt"], "novel.txt is not a file of a text that was read"),
         (["read", HMT, "novel.txt", "--output", "no/x"], "There is no folder no"),
     ):

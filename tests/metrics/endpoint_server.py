@@ -13,20 +13,22 @@ class Server:
     """What is served, and how.
 
     Attributes:
-        form: "vllm" (prompt_logprobs, and echo, which lm-eval asks for), "llama.cpp" (log-probabilities of the
-            completion only), "chat" (no completions).
+        form: "vllm" (prompt_logprobs, and echo, which lm-eval asks for), "ids" (the ids of the completion, of vLLM),
+            "llama.cpp" (log-probabilities of the completion only, which name ids), "text" (text of the completion),
+            "text only" (the prompt must be text too, and gets a BOS), "chat" (no completions).
         troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
             handler, or None, nothing.
         spoil: changes a reply before it is sent.
         keys: what each request had for "Authorization".
-        decode: text of ids.
+        decode, encode: text of ids, and back.
+        eos: the id that ends a completion.
         lists_limit: whether /models tells max_model_len.
     """
 
     def __init__(self, model, form="vllm", key=None, max_model_len=None, names=("tiny",)):
         self.model, self.form, self.key, self.max_model_len, self.names = model, form, key, max_model_len, names
         self.lists_limit = True
-        self.decode = lambda ids: "".join(map(text_of, ids))
+        self.decode, self.encode, self.eos = lambda ids: "".join(map(text_of, ids)), None, None
         self.troubles, self.spoil, self.requests, self.keys = deque(), lambda choice: choice, [], []
         self.lock = threading.Lock()
 
@@ -42,22 +44,35 @@ class Server:
         """Status and reply."""
         if self.form == "chat":
             return 404, {"detail": "Not Found"}
+        if isinstance(body["prompt"], str) != (self.form == "text only"):
+            return 400, {"error": {"message": "prompt must be a string or ids"}}
+        if self.form == "text only":
+            body = body | {"prompt": [1, *self.encode(body["prompt"])]}
         if isinstance(body["prompt"][0], list):  # a batch of one, as lm-eval sends it
             (body["prompt"],) = body["prompt"]
         if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
-        if body["max_tokens"] > 1:
-            return 200, {"choices": [{"index": 0, "text": self.say(body["prompt"], body["max_tokens"])}]}
+        said = self.say(body["prompt"], body["max_tokens"])
         with self.lock, torch.inference_mode():
             output = self.model(torch.tensor([body["prompt"]]))
             log_probs = (output[0] if isinstance(output, tuple) else output.logits)[0].log_softmax(-1)
-        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length", "prompt_logprobs": None}
+        stopped = said[-1] == self.eos
+        choice = {
+            "index": 0,
+            "text": self.decode(said[: len(said) - stopped]),
+            "logprobs": None,
+            "prompt_logprobs": None,
+        }
+        choice["finish_reason"] = "stop" if stopped else "length"
         if self.form == "vllm" and body.get("prompt_logprobs") is not None:
             choice["prompt_logprobs"] = vllm_entries(body["prompt"], log_probs)
-        if body.get("logprobs") is not None:
-            prompt = body["prompt"] if body.get("echo") and self.form != "llama.cpp" else []
-            choice["logprobs"] = echo_lists(prompt, log_probs)
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": 1}
+        if self.form == "ids" and body.get("return_token_ids"):
+            choice["token_ids"] = said
+        if self.form == "llama.cpp" and body.get("logprobs"):
+            choice["logprobs"] = {"content": [{"id": i, "logprob": -0.1} for i in said]}
+        elif body.get("logprobs") is not None:
+            choice["logprobs"] = echo_lists(body["prompt"] if body.get("echo") else [], log_probs)
+        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(said)}
         reply = {"object": "text_completion", "model": body["model"], "choices": [self.spoil(choice)], "usage": usage}
         return 200, reply
 
@@ -65,10 +80,10 @@ class Server:
         """Greedy decoding, token by token."""
         said = list(ids)
         with self.lock, torch.inference_mode():
-            for _ in range(tokens):
+            while len(said) < len(ids) + tokens and (len(said) == len(ids) or said[-1] != self.eos):
                 output = self.model(torch.tensor([said]))
                 said.append(int((output[0] if isinstance(output, tuple) else output.logits)[0, -1].argmax()))
-        return self.decode(said[len(ids) :])
+        return said[len(ids) :]
 
 
 def vllm_entries(prompt, log_probs):
@@ -135,7 +150,10 @@ def serving(*args, **options):
         def log_message(self, *_):
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Http(ThreadingHTTPServer):
+        request_queue_size = 64
+
+    http = Http(("127.0.0.1", 0), Handler)
     server.port = http.server_address[1]
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

@@ -7,7 +7,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.report.scores import by_length
 from hf_longctx.metrics.retrieval.answers import Answer, rate_interval
 from hf_longctx.metrics.retrieval.haystack import (
     draw_begins,
@@ -111,7 +110,7 @@ def test_grid():
     assert GRID.summary() == (  # without replies nothing is found in them
         "given token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
     )
-    assert GRID.haystacks(100) == {i: [cell.answers[i] for cell in GRID.cells[:2]] for i in (0, 1)}
+    assert GRID.units(100) == [[cell.answers[i] for cell in GRID.cells[:2]] for i in (0, 1)]
     assert NeedleGrid.of_cells(()).summary() == "nothing measured"
 
 
@@ -132,7 +131,7 @@ def test_an_interval_is_one_over_haystacks():
     assert (row.interval(), row.sample) == ("", "11 questions about 1 haystack")
     assert [row.interval() for row in GRID.numbers()] == ["", ""]  # of two haystacks at each length
     assert len({number.name for number in GRID.numbers()}) == 2
-    assert [len(score.shares) for score in by_length(shared) + by_length(apart(11, 1))] == [1, 11]
+    assert [len(score.shares) for score in shared.by_length() + apart(11, 1).by_length()] == [1, 11]
 
 
 @pytest.mark.parametrize("haystacks, rate, rho", [(5, 0.5, 0.7), (11, 0.9, 0), (11, 0.9, 0.7)])

@@ -1,5 +1,6 @@
 """Every benchmark at a tiny size: it runs, its JSON names command and machine, and its table is that of the JSON."""
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = {
     "attention": "--lengths 32 --rounds 1",
     "generate": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
+    "generate --cache static": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
     "gpu.step": "--device cpu --rounds 1",
     "pruned": "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
     "curve": "--setups small --scale 0.03",
@@ -26,7 +28,7 @@ TINY = {
     "training_memory": "--models tiny --lengths 16 --vocab 64",
     "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "gpu.step": 3, "pruned": 3, "hmt speed": 14}  # 2 elsewhere
+ROWS = {"attention": 8, "generate": 3, "generate --cache static": 3, "gpu.step": 7, "pruned": 3, "hmt speed": 12}
 
 
 @pytest.fixture
@@ -38,6 +40,7 @@ def load(load_script, monkeypatch):
 
 
 @pytest.mark.parametrize("name", TINY)
+@torch.compiler.set_stance("force_eager")
 def test_benchmark(load, name, tmp_path, capsys, monkeypatch):
     module, output = load(name.split()[0]), tmp_path / "x.json"
     if name == "import_time":  # as it would of transformers and of our package, which take seconds
@@ -45,7 +48,7 @@ def test_benchmark(load, name, tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(module, "STATEMENTS", statements)
     module.main([*name.split()[1:], *TINY[name].split(), "--output", str(output)])
     printed, result = capsys.readouterr().out, json.loads(output.read_text())
-    assert len(result["rows"]) == ROWS.get(name, 2)
+    assert len(result["rows"]) == ROWS.get(name, 2)  # gpu.step: FLA is not installed
     assert result["machine"]["device"] and result["versions"]["torch"] and "commit" in result
     assert result["command"].endswith(" ".join([f"python -m scripts.bench.{name}", TINY[name]]))
     module.main(["--table", str(output)])
@@ -92,15 +95,6 @@ def test_vllm(load, tmp_path, monkeypatch):
     assert [row["cache_bytes_per_token"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [4] * 3
 
 
-def test_neighbours(load, tmp_path, capsys, monkeypatch):
-    """Nothing is compiled, as ten graphs take inductor a minute."""
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    load("neighbours").main(f"--length 16 --hidden 64 --rounds 1 --output {tmp_path}/x.json".split())
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [row["name"] for row in rows[:5]] == [row["name"] for row in rows[5:]] and len(rows) == 10
-    assert all(row["floor_ms"] > 0 for row in rows if row["name"] != "attention layer")
-
-
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 @torch.compiler.set_stance("force_eager")  # flex_attention would trace itself
@@ -141,6 +135,43 @@ def test_gpu_benchmark_dry_run(load, tmp_path, capsys, monkeypatch):
     expected = peers.folded(*faded)
     for first_blocks in (None, torch.tensor([[[0, 0, 1], [0, 0, 1]]], dtype=torch.int32)):
         assert (bench.flex(first_blocks)(*faded) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
+@torch.compiler.set_stance("force_eager")
+def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
+    """In this process, which has imported everything, but for the tests."""
+    pytest.importorskip("triton")
+    module = load("gpu.all")
+    run_command = module.run_command
+
+    def run_here(command, limit):
+        if command[2] == "pytest":
+            return run_command([*command[:3], "--version"], limit)
+        if command[2] == "scripts.bench.pruned":  # it hangs
+            return run_command([sys.executable, "-uc", "print('begun')\nwhile True: pass"], 0.5)
+        status = importlib.import_module(command[2]).main(command[3:])
+        return (status, "") if isinstance(status, int) else (0, "")
+
+    monkeypatch.setattr(module, "run_command", run_here)
+    monkeypatch.setattr(load("gpu.check"), "CANDIDATES", ["sdpa"])
+    assert module.main(f"--device cpu --output {tmp_path}/gpu_all.json".split()) == 1
+    rows = {row["part"]: row for row in json.loads((tmp_path / "gpu_all.json").read_text())["rows"]}
+    assert list(rows) == list(module.PARTS)
+    assert {name: row["status"] for name, row in rows.items() if row["status"]} == {"pruned": module.KILLED}
+    files = {path.stem for path in tmp_path.glob("*.json")}
+    assert files == {"gpu_all", *module.PARTS} - {"tests", "pruned"}
+    assert rows["pruned"]["seconds"] < 30  # its limit is half a second
+    assert rows["pruned"]["tail"] == "begun" and "| -9 |" in capsys.readouterr().out
+
+
+def test_tests_are_counted_from_their_file(load, tmp_path):
+    module = load("gpu.all")
+    assert module.count_tests(tmp_path / "none.xml") == {}
+    (tmp_path / "x.xml").write_text(
+        '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>'
+    )
+    assert module.count_tests(tmp_path / "x.xml") == {"passed": 3, "failed": 3, "skipped": 3}
 
 
 def test_contenders_take_turns_and_the_first_round_warms_up(load):

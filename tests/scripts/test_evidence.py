@@ -69,7 +69,9 @@ def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, mo
 def test_a_missing_model_or_text_is_an_error_that_says_how_to_make_it(name, missing, load, smollm2, tmp_path):
     module = load(name)
     (tmp_path / missing).rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match=f"{missing} is missing.*\n.*scripts.fetch_smollm2 && .*demo_corpus"):
+    with pytest.raises(
+        FileNotFoundError, match=f"{missing} is missing.*\n.*scripts.fetch_model smollm2-135m && .*demo_corpus"
+    ):
         module.main(["--work", f"{tmp_path}/work", "--output", f"{tmp_path}/x.json"])
     assert not (tmp_path / "work").exists()
 

@@ -1,11 +1,15 @@
 """Of conversations the assistant's tokens are scored, and packed ones have the losses that they have alone."""
 
 import json
+import re
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 import torch
 from demo_model import DEMO
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.training.conversations import SCORED, encode_conversation
 from hf_longctx.training.data import FLAGS, TokenDataset, pack, stack
@@ -15,11 +19,92 @@ CHATML = """{% for message in messages %}<|{{ message.role }}|>
 {{ message.content }}</s>
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-MARKED = """{% for message in messages %}<|{{ message.role }}|>
-{% if message.role == 'assistant' %}{% generation %}{{ message.content }}</s>{% endgeneration %}{% else %}{{ message.content }}\
-{% endif %}
-{% endfor %}"""
 LAST_ONLY = "{% for message in messages %}{{ message.content if loop.last else '...' }}{% endfor %}"
+# Templates that mark the assistant's tokens. Without the marks, the same tokens are found.
+BEGIN = "{% generation %}"
+END = "{% endgeneration %}"
+TEMPLATES = {
+    "default system prompt": """{% if messages[0].role != 'system' %}<|im_start|>system
+Be kind.<|im_end|>
+{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}BEGIN{{ m.content }}<|im_end|>
+END{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    "system prompt in the first question": """{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}BEGIN \
+{{ m.content }} </s>END{% elif m.role == 'user' %}[INST] {% if messages[0].role == 'system' and loop.index0 == 1 %}\
+<<SYS>>{{ messages[0].content }}<</SYS>>{% endif %}{{ m.content }} [/INST]{% endif %}{% endfor %}""",
+    "thoughts of earlier turns are left out": """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}BEGIN{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>
+END{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    "thoughts are left out, and the prompt begins one": """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}BEGIN{{ m.content.split('</think>')[-1] }}<|im_end|>
+END{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+{% endif %}""",
+    "plain text": """{% for m in messages %}{% if m.role == 'assistant' %}Assistant: BEGIN{{ m.content + '\\n' }}END\
+{% else %}{{ m.role.title() + ': ' + m.content + '\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}""",
+    "instructions": """{% for m in messages %}{% if m.role == 'assistant' %}### Response:
+BEGIN{{ m.content + '\\n\\n' }}END{% else %}### Instruction:
+{{ m.content + '\\n\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:
+{% endif %}""",
+    "no prompt of an answer": """{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}BEGIN{{ m.content }}</s>END\
+{% else %}{{ m.content }}</s>{% endif %}{% endfor %}""",
+    "one more token ends a conversation": """{% for m in messages %}<|{{ m.role }}|>
+{% if m.role == 'assistant' %}BEGIN{{ m.content }}<|im_end|>
+END{% else %}{{ m.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% elif messages[-1].role == 'assistant' %}BEGIN{{ eos_token }}END{% else %}{{ eos_token }}{% endif %}""",
+    "another token ends a conversation": """{% for m in messages %}<|im_start|>{{ m.role }}
+{% if m.role == 'assistant' %}BEGIN{{ m.content }}{{ eos_token if loop.last else '<|im_end|>' }}END\
+{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}""",
+    "no end of a turn": """{% for m in messages %}<|{{ m.role }}|>
+{% if m.role == 'assistant' %}BEGIN{{ m.content }}END{% else %}{{ m.content }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>
+{% endif %}""",
+    "content is trimmed": """{% for m in messages %}<|im_start|>{{ m.role }}
+
+{% if m.role == 'assistant' %}BEGIN{{ m.content | trim }}<|im_end|>END{% else %}{{ m.content | trim }}<|im_end|>{% endif %}\
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+
+{% endif %}""",
+    "the answer of a tool needs its call": """{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>BEGIN\
+{{ m.content }}{% for call in m.tool_calls %}<call>{{ call.function.name }}{% endfor %}<|im_end|>END{% elif m.role == 'tool' %}\
+{% if not messages[loop.index0 - 1].tool_calls %}{{ raise_exception('no call') }}{% endif %}<|tool|>{{ m.content }}<|im_end|>\
+{% else %}<|user|>{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}""",
+}
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+
+
+def turns(*contents, first="user"):
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+CONVERSATIONS = {
+    "one question": turns("Hi", "Yes, hello."),
+    "two questions": turns("Hi", "Yes", "More?", "No\n\nmore. "),
+    "equal turns": turns("Hi", "Hi", "Hi", "Hi"),
+    "the assistant begins": turns("Hello", "Hi", "Yes", first="assistant"),
+    "the user ends": turns("Hi", "Yes", "More?"),
+    "thoughts": turns("Hi", "<think>x</think>A", "B", "<think>y</think>C"),
+    "quoted header": turns("What is Assistant: or <|im_start|>assistant?", "A word.", "Sure?", "Yes."),
+    "a tool": [
+        *turns("2 + 2?"),
+        CALL,
+        {"role": "tool", "content": "4"},
+        *turns("Four.", "Thanks", "Bye.", first="assistant"),
+    ],
+}
 TURNS = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Who forgets?"},
@@ -53,8 +138,6 @@ def test_the_assistants_tokens_are_scored(tokenizer):
     assert scored_text(halves, tokenizer) == "It no longer needs it.</s>\n"
     ids, _ = encode_conversation(ROWS[0], tokenizer)
     assert ids.tolist() == tokenizer.apply_chat_template(TURNS, return_dict=False)
-    tokenizer.chat_template = MARKED
-    assert scored_text(ROWS[0], tokenizer) == "The fox.</s>It no longer needs it.</s>"
 
 
 def test_of_a_prompt_and_its_completion_the_completion_is_scored(tokenizer):
@@ -63,9 +146,218 @@ def test_of_a_prompt_and_its_completion_the_completion_is_scored(tokenizer):
     )
 
 
+def read(row, tokenizer, template):
+    tokenizer.chat_template = template
+    ids, flags = encode_conversation(row, tokenizer)
+    return ids.tolist(), (flags & SCORED > 0).tolist()
+
+
+def marked(template):
+    return template.replace("BEGIN", BEGIN).replace("END", END)
+
+
+@pytest.fixture
+def chatml_tokenizer(tokenizer):
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return tokenizer
+
+
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_the_assistants_tokens_are_found_where_the_template_does_not_mark_them(
+    template, conversation, chatml_tokenizer
+):
+    row = {"messages": CONVERSATIONS[conversation]}
+    ids, scored = read(row, chatml_tokenizer, marked(TEMPLATES[template]))
+    unmarked = TEMPLATES[template].replace("BEGIN", "").replace("END", "")
+    assert read(row, chatml_tokenizer, unmarked) == (ids, scored)
+    assert any(scored) and not all(scored)
+    masks = chatml_tokenizer.apply_chat_template(row["messages"], tokenize=False)
+    assert ids == chatml_tokenizer(masks, add_special_tokens=False)["input_ids"]
+    completion = {"prompt": row["messages"][:2], "completion": row["messages"][2:]}
+    if completion["completion"]:
+        assert read(completion, chatml_tokenizer, unmarked) == read(
+            completion, chatml_tokenizer, marked(TEMPLATES[template])
+        )
+
+
+def runs(row, tokenizer):
+    """The runs of scored tokens, as texts."""
+    ids, flags = encode_conversation(row, tokenizer)
+    scored = groupby(zip(ids, flags & SCORED), key=lambda pair: pair[1])
+    return [tokenizer.decode([token for token, _ in pairs]) for is_scored, pairs in scored if is_scored]
+
+
+def test_neither_a_default_system_prompt_nor_the_header_is_scored_where_the_assistant_begins(chatml_tokenizer):
+    chatml_tokenizer.chat_template = TEMPLATES["default system prompt"].replace("BEGIN", "").replace("END", "")
+    row = {"messages": CONVERSATIONS["the assistant begins"]}
+    assert runs(row, chatml_tokenizer) == ["Hello<|im_end|>\n", "Yes<|im_end|>\n"]
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("{%-", "%}"), ("{%+", "%}"), ("{%", "-%}"), ("{%-  ", "\n-%}"), ("{%\n", "+%}")],
+    ids=["minus", "plus", "minus behind", "spaces", "lines"],
+)
+def test_generation_is_recognised_in_every_spelling(begin, end, chatml_tokenizer):
+    template = TEMPLATES["thoughts of earlier turns are left out"]
+    row = {"messages": CONVERSATIONS["thoughts"]}
+    spelt = template.replace("BEGIN", f"{begin} generation {end}").replace("END", f"{begin} endgeneration {end}")
+    masks = chatml_tokenizer.apply_chat_template(
+        row["messages"], chat_template=spelt, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert sum(masks["assistant_masks"]) > 10
+    expected = masks["input_ids"], [bool(mask) for mask in masks["assistant_masks"]]
+    assert read(row, chatml_tokenizer, spelt) == expected
+    assert any(read(row, chatml_tokenizer, "{# {% generation %} marks nothing #}" + CHATML)[1])
+
+
+def test_a_marked_span_that_ends_with_the_first_token_is_no_more_than_that(tokenizer):
+    tokenizer.chat_template = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ messages[1].content }}"
+    assert runs({"messages": turns("a", " long question follows", first="assistant")}, tokenizer) == ["a"]
+
+
+def test_the_prompts_tokens_are_not_scored_where_the_template_marks_answers(chatml_tokenizer):
+    chatml_tokenizer.chat_template = marked(TEMPLATES["thoughts of earlier turns are left out"])
+    halves = {"prompt": CONVERSATIONS["thoughts"][:3], "completion": CONVERSATIONS["thoughts"][3:]}
+    assert runs(halves, chatml_tokenizer) == ["<think>y</think>C<|im_end|>\n"]
+
+
+def test_a_turn_written_with_that_of_a_tool_is_not_scored_beyond_its_own_tokens(chatml_tokenizer):
+    """The results of a tool stand in the assistant's turn, and thoughts of earlier turns are left out."""
+    chatml_tokenizer.chat_template = """{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>model
+{{ m.content if loop.last else m.content.split('</think>')[-1] }}{% for call in m.tool_calls %}<call>{% endfor %}\
+{% if m.tool_calls %}{{ messages[loop.index].content }}{% endif %}<|im_end|>{% elif m.role == 'user' %}{{ m.content }}{% endif %}\
+{% endfor %}{% if add_generation_prompt %}<|im_start|>model
+{% endif %}"""
+    call = CALL | {"content": "<think>x</think>A"}
+    row = {"messages": [*turns("2 + 2?"), call, {"role": "tool", "content": "4"}, *turns("Four.", first="assistant")]}
+    with pytest.raises(ValueError, match="turn 2 cannot be found in what the chat template writes"):
+        encode_conversation(row, chatml_tokenizer)
+
+
+def test_lists_of_content_are_read(chatml_tokenizer):
+    chatml_tokenizer.chat_template = """{% for m in messages %}<|im_start|>{{ m.role }}
+{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+    parts = [
+        {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns("Hi", "Yes", "More?", "No")
+    ]
+    assert runs({"messages": parts}, chatml_tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
+
+
+def test_a_tokenizer_without_offsets_scores_the_same_characters():
+    tokenizer = ByT5Tokenizer(chat_template=CHATML)
+    assert not tokenizer.is_fast
+    assert runs({"messages": TURNS}, tokenizer) == ["The fox.</s>", "It no longer needs it.</s>"]
+    assert runs({"prompt": "The fox", "completion": " forgets."}, tokenizer) == [" forgets.</s>"]
+
+
+def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer, tmp_path):
+    chatml_tokenizer.chat_template = (
+        "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{{ tool | length }}{% endfor %}"
+        "{{ '<calm>' if calm }}" + CHATML
+    )
+    tool = {"type": "function", "function": {"name": "find_fox", "parameters": {"type": "object", "properties": {}}}}
+    row = {"messages": TURNS, "tools": [tool | {"of_another_row": None}], "chat_template_kwargs": {"calm": True}}
+    ids, _ = encode_conversation(row, chatml_tokenizer)
+    assert chatml_tokenizer.decode(ids).startswith("<tool>find_fox2<calm><|system|>")
+    assert runs(row, chatml_tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
+    as_text, _ = encode_conversation(row | {"tools": json.dumps(row["tools"])}, chatml_tokenizer)
+    assert as_text.tolist() == ids.tolist()
+    row["tools"] = [tool]
+    table = [
+        row,
+        {"prompt": TURNS[:2], "completion": TURNS[2:3], "tools": [tool], "chat_template_kwargs": {"calm": True}},
+    ]
+    for number, line in enumerate(table):
+        source, target = tmp_path / f"{number}.jsonl", tmp_path / f"{number}.npy"
+        source.write_text(json.dumps(line) + "\n")
+        pack(str(source), chatml_tokenizer, target)
+        packed = TokenDataset(target, 20, chatml_tokenizer.eos_token_id, len(chatml_tokenizer)).tokens
+        assert chatml_tokenizer.decode(packed).startswith("<tool>find_fox2<calm><|system|>")
+
+
+def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(tokenizer, tmp_path):
+    source, target = tmp_path / "both.jsonl", tmp_path / "tokens.npy"
+    source.write_text("".join(json.dumps(row | {"text": "The same, as text."}) + "\n" for row in ROWS))
+    pack(str(source), tokenizer, target)
+    assert target.with_suffix(FLAGS).exists()
+    pack(str(source), tokenizer, target, column="text")
+    assert not target.with_suffix(FLAGS).exists()
+    with pytest.raises(ValueError, match='a corpus needs a column "body"'):
+        pack(str(source), tokenizer, target, column="body")
+
+
+@pytest.mark.parametrize("template", ["no end of a turn", "plain text", "default system prompt"])
+def test_a_template_without_an_end_of_turn_is_reported_once(template, chatml_tokenizer, tmp_path, capsys):
+    chatml_tokenizer.chat_template = marked(TEMPLATES[template])
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in ROWS[:3]))
+    pack(str(source), chatml_tokenizer, tmp_path / "tokens.npy")
+    expected = 0 if template == "default system prompt" else 1
+    assert capsys.readouterr().err.count("is not trained to end its turn") == expected
+
+
+@pytest.mark.parametrize("model", ["fox-demo", "llama-demo"])
+def test_the_demo_ends_its_turns(model, tmp_path, capsys):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO.parent / model)
+    assert runs({"messages": TURNS}, tokenizer) == ["The fox.</s>", "It no longer needs it.</s>"]
+    assert tokenizer.apply_chat_template(TURNS[1:2], tokenize=False) == "<s>Who forgets?"
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps(ROWS[0]) + "\n")
+    pack(str(source), tokenizer, tmp_path / "tokens.npy")
+    assert "is not trained to end its turn" not in capsys.readouterr().err
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
+    tokenizer.chat_template = (
+        "{% if messages[0].role != 'user' %}{{ raise_exception('The user begins') }}{% endif %}" + CHATML
+    )
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (TURNS[1:3], TURNS)))
+    with pytest.raises(ValueError, match="refuses conversation 2: The user begins"):
+        pack(str(source), tokenizer, tmp_path / "tokens.npy")
+
+
+TRL = find_spec("trl")
+TRL_TEMPLATES = sorted(Path(TRL.submodule_search_locations[0]).glob("chat_templates/*_training.jinja")) if TRL else []
+BAR = "[|\N{FULLWIDTH VERTICAL LINE}]"
+SPECIAL = re.compile(rf"<{BAR}[^<>'\s]{{1,40}}{BAR}>|</?(?:start|end)_of_\w+>|<turn\|>|<\|turn>")
+
+
+@pytest.mark.skipif(not TRL_TEMPLATES, reason="pip install trl")
+@pytest.mark.parametrize("conversation", CONVERSATIONS)
+@pytest.mark.parametrize("file", TRL_TEMPLATES, ids=lambda file: file.stem)
+def test_templates_of_trl_score_what_they_mark_or_what_an_answer_adds_to_its_prompt(file, conversation, tokenizer):
+    template, messages = file.read_text(), CONVERSATIONS[conversation]
+    if re.match("llava|idefics|smolvlm", file.stem):
+        messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
+    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*SPECIAL.findall(template)})})
+    try:
+        expected = tokenizer.apply_chat_template(
+            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
+        )
+    except Exception as error:
+        pytest.skip(f"the template refuses this conversation: {error}")
+    ids, scored = read({"messages": messages}, tokenizer, template)
+    assert (ids, scored) == (expected["input_ids"], [bool(mask) for mask in expected["assistant_masks"]])
+    unmarked = re.sub(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{%\1 set unused = 1 \2%}", template)
+    found_ids, found = read({"messages": messages}, tokenizer, unmarked)
+    more = tokenizer.decode([token for token, ours, theirs in zip(ids, found, scored) if ours and not theirs])
+    assert found_ids == ids and more in ("", "<|tool_response>")  # which ends a call of Gemma 4
+    asked = (
+        messages[:3] if conversation == "a tool" else messages[[turn["role"] for turn in messages].index("user") :][:1]
+    )
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    left_out = groupby(zip(ids, found, scored), key=lambda entry: entry[2] and not entry[1])
+    for is_left_out, entries in left_out:
+        assert not is_left_out or tokenizer.decode([token for token, *_ in entries]) in prompt
+
+
 def test_a_template_that_rewrites_turns_is_refused(tokenizer):
     tokenizer.chat_template = LAST_ONLY
-    with pytest.raises(ValueError, match="writes a turn otherwise when another one follows"):
+    with pytest.raises(ValueError, match="cannot be found in what the chat template writes"):
         encode_conversation(ROWS[0], tokenizer)
 
 
@@ -97,3 +389,10 @@ def test_a_file_without_answers_is_refused(tokenizer, tmp_path):
     source.write_text(json.dumps(ROWS[3]) + "\n")
     with pytest.raises(ValueError, match="holds no conversation in which an assistant answers"):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
+
+
+def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):
+    assert tokenizer.tokenize("the fun") == ["the", "Ġfun"]
+    assert runs({"prompt": "the f", "completion": "un"}, tokenizer) == [" fun</s>"]
+    tokenizer.chat_template = TEMPLATES["plain text"].replace("BEGIN", "").replace("END", "")
+    assert runs({"messages": turns("Hi", "fun")}, tokenizer) == [" fun\n"]

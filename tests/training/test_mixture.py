@@ -13,9 +13,10 @@ from demo_model import DEMO, VOCABULARY
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
 
 from faults import log, make, terminate_at
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.training.mixture import Mixture, StreamedMixture
+from hf_longctx.training.prepare import prepare_datasets
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import LongContextTrainer
 
@@ -80,6 +81,37 @@ def test_a_mixture_resumes_to_the_same_losses(changes, mixture, tmp_path, monkey
         assert train(make(run)) == signal.SIGTERM
     assert train(make(run)) == 0
     assert log(tmp_path / "run") == log(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("missing", ["data", "eval_data"])
+def test_sources_are_opened_before_any_is_packed(missing, mixture, tmp_path):
+    mixture |= {missing: f"{mixture['data']},{tmp_path / 'nothere.csv'}=1"}
+    with pytest.raises(FileNotFoundError, match=r"nothere\.csv is neither a file nor a folder"):
+        train(make(mixture))
+    assert not (tmp_path / "run" / "data").exists()
+
+
+def test_conversations_in_a_mixture_of_streams_are_refused_before_the_run_begins(mixture, tmp_path, capsys):
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "x"}]}))
+    small = tmp_path / "text.jsonl"
+    small.write_text(json.dumps({"text": "The fox forgets what it no longer needs. " * 9}))
+    with pytest.raises(ValueError, match="must hold text to be streamed, got conversations"):
+        train(make(mixture | dict(data=f"{small}=1,{chats}=1", streaming=True, text_column=None)))
+    assert "step" not in capsys.readouterr().err
+
+
+def test_conversations_are_packed_again_where_the_chat_template_has_changed(mixture, tmp_path, monkeypatch):
+    """A run that was stopped before its first checkpoint has packed with the old one."""
+    chats, tokenizer = tmp_path / "chats.jsonl", AutoTokenizer.from_pretrained(DEMO)
+    turns = [{"role": "user", "content": "Who forgets? " * 9}, {"role": "assistant", "content": "The fox. " * 9}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    args = make(mixture | dict(data=str(chats), text_column=None))
+    packed = []
+    for header in ("", "<user>"):
+        tokenizer.chat_template = header + tokenizer.chat_template
+        packed.append(prepare_datasets(args, tokenizer, False).train.tokens.tolist())
+    assert packed[0] != packed[1]
 
 
 def test_other_shares_and_texts_are_refused_before_anything_is_lost(mixture, tmp_path):

@@ -1,4 +1,4 @@
-"""A Llama that many people have becomes a FoX: SmolLM2-135M-Instruct, where `scripts.fetch_smollm2` has saved it."""
+"""A Llama that many people have becomes a FoX: SmolLM2-135M-Instruct, as `scripts.fetch_model` saves it."""
 
 import os
 from pathlib import Path
@@ -17,10 +17,10 @@ from hf_longctx.training.config import FinetuneConfig
 from hf_longctx.training.run import train
 
 
-FOLDER = Path(os.environ.get("HF_LONGCTX_SMOLLM2") or Path.home() / ".cache" / "hf_longctx" / "smollm2")
+FOLDER = Path(os.environ.get("HF_LONGCTX_MODELS") or Path.home() / ".cache" / "hf_longctx") / "smollm2-135m"
 
 pytestmark = [
-    pytest.mark.skipif(not FOLDER.is_dir(), reason=f"{FOLDER} is missing: python -m scripts.fetch_smollm2"),
+    pytest.mark.skipif(not FOLDER.is_dir(), reason=f"{FOLDER} is missing: python -m scripts.fetch_model smollm2-135m"),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
 ]
 

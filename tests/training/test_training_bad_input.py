@@ -293,6 +293,23 @@ RUNS = [
         "is not text in UTF-8",
     ),
     refused("no column text", after(write("a.jsonl", '{"content": "x"}'), run(data="./a.jsonl")), "--text-column"),
+    *(
+        refused(name, after(write("a.jsonl", row), run(data="./a.jsonl")), 'in "messages", lists of .*"completion"')
+        for name, row in {
+            "conversations as in ShareGPT": '{"conversations": [{"from": "human", "value": "x"}]}',
+            "conversations as in Alpaca": '{"instruction": "x", "input": "", "output": "y"}',
+        }.items()
+    ),
+    refused(
+        "a folder of conversations",
+        after(write("chats/a.jsonl", '{"messages": []}'), run(data="./chats")),
+        "trained on, from one file or dataset",
+    ),
+    refused(
+        "a stream of conversations",
+        after(write("a.jsonl", '{"messages": []}'), run(data="./a.jsonl", streaming=True)),
+        "must hold text to be streamed, got conversations. Leave --streaming out",
+    ),
     refused(
         "no such column", after(write("a.csv", "text\nx\n"), run(data="./a.csv", text_column="body")), 'column "body"'
     ),

@@ -10,13 +10,6 @@ from ..retrieval.answers import Retrieval
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss
 from .effective import RULES
-from .scores import by_length
-
-
-WHAT = {
-    "needle": "a sentence hidden in a text",
-    "lines": "one of many lines",
-}
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
@@ -64,13 +57,13 @@ def exact_copies(curve: ForgettingCurve) -> str:
         return f"Exact copies: of most texts up to {interval.low:,} tokens{tested} (above 99 % of their tokens)."
     if interval.high is not None:
         return f"No exact copies of most texts of {interval.high:,} tokens or more: 99 % of their tokens or fewer are right."
-    return f"How long a text it copies exactly is not known: {interval.needed}."
+    none = "" if any(2 * p.copied > p.repeats for p in curve.points) else "; most were not, at any tested length"
+    return f"How long a text it copies exactly is not known: {interval.needed}{none}."
 
 
 def found(result: Retrieval) -> str:
     """Say up to which length most questions are answered."""
-    what = WHAT[result.kind]
-    scores = by_length(result)
+    what, scores = result.hidden, result.by_length()
     good = [score for score in scores if score.right >= RULES["ours"] * score.asked]
     score = good[-1] if good else scores[0]
     tokens, count = score.tokens, f"{score.right:.0f} of {plural(score.asked, 'question')}"

@@ -26,8 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import bdtr, betaincinv
 
-from ..result import Result
-from .scores import by_length
+from ..task import TaskResult
 
 
 RULES = {"ours": 0.85, "RULER": 0.856, "NoLiMa": 0.85}
@@ -91,14 +90,14 @@ class Shares(NamedTuple):
         return float(self.texts[beyond - 1 if direction < 0 else n - beyond])
 
 
-def shares_of(counts: Result | Sequence[tuple[int, int, int]]) -> list[Shares]:
+def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Shares]:
     """Return what is known of each length, ascending.
 
     Raises:
         ValueError: counts are missing, impossible, or given twice for a length.
     """
-    if isinstance(counts, Result):
-        scores = by_length(counts)
+    if isinstance(counts, TaskResult):
+        scores = counts.by_length()
         if any(s.questions > 1 for s in scores):
             return [Shares(s.tokens, float(np.median(s.shares)), np.sort(s.shares)) for s in scores]
         rows = [(s.tokens, s.shares.sum(), len(s.shares)) for s in scores]
@@ -122,7 +121,7 @@ def shares_of(counts: Result | Sequence[tuple[int, int, int]]) -> list[Shares]:
 
 
 def effective_length(
-    counts: Result | Sequence[tuple[int, int, int]], rule: str = "ours", confidence: float = 0.95
+    counts: TaskResult | Sequence[tuple[int, int, int]], rule: str = "ours", confidence: float = 0.95
 ) -> EffectiveLength:
     """Find how long a context may be until too little is right in it, and where that length lies for sure.
 
@@ -196,7 +195,7 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
 
 
 def effective_rows(
-    results: Mapping[str, Result] | Mapping[str, list[tuple[int, int, int]]],
+    results: Mapping[str, TaskResult] | Mapping[str, list[tuple[int, int, int]]],
 ) -> tuple[tuple[str, ...], list]:
     """Return columns and rows of a table of effective lengths, a row for each model and rule."""
     columns = ("model", "rule", "threshold", "effective length", "95 % sure", "tested")
@@ -206,5 +205,7 @@ def effective_rows(
         for rule in RULES:
             length = effective_length(counts, rule)
             tested = f"{shares[0].length} to {shares[-1].length}"
-            rows.append((name, rule, f"{length.threshold:.1%}", length.tokens, length.interval, tested))
+            base = length.threshold / RULES[rule]  # NoLiMa's rule asks for 85 % of it, however low it is
+            tokens = f"{length.tokens} (base score {base:.0%}: cannot do the task)" if base < 0.5 else length.tokens
+            rows.append((name, rule, f"{length.threshold:.1%}", tokens, length.interval, tested))
     return columns, rows

@@ -24,25 +24,13 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from ..curve.lengths import METHODS
-from ..result import Result
+from ..task import TaskResult
 from ..tasks.curve import ForgettingCurve
-from ..tasks.lines import LineRetrieval
-from ..tasks.loss import PositionLoss
-from ..tasks.needle import NeedleGrid
-from .scores import by_length, unit
 
 
 RISK = 0.05
 EXACT = 13  # up to so many differences, all their signs are tried; else `DRAWN` draws of them
 DRAWN = 10_000
-# What two results must have alike to have the same texts, by kind of result; random data are drawn, and not cut.
-SAME = {
-    "forgetting_curve": ("data_type", "corpus_sha256"),
-    "needle": ("mode", "seed", "repeats", "corpus_sha256", "pieces_sha256"),
-    "lines": ("seed",),
-}
-SAME_RANDOM = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
-VERBS = {"forgetting_curve": "copies", "needle": "finds", "lines": "answers"}
 
 
 class Difference(NamedTuple):
@@ -140,36 +128,7 @@ def holm(p: np.ndarray) -> np.ndarray:
     return corrected
 
 
-def obstacle(first: Result, second: Result) -> str | None:
-    """Return why two results of one metric cannot be paired; None if they had the same texts."""
-    if isinstance(first, PositionLoss):
-        return "per-token losses keep the mean over sequences only"
-    settings = (first.settings, second.settings)
-    names = SAME[first.kind]
-    if isinstance(first, ForgettingCurve):
-        if any(s.get("protocol") == "adaptive" for s in settings):
-            return (
-                "the adaptive protocol stops where it is sure of one model; measure both with the reference protocol"
-            )
-        random = [s.get("data_type") == "random" for s in settings]
-        names += SAME_RANDOM if all(random) else ()
-        if not any(random) and any("corpus_sha256" not in s for s in settings):
-            return "a text without a hash may be another"
-    unlike = [name for name in names if settings[0].get(name) != settings[1].get(name)]
-    return f"they differ in {', '.join(unlike)}" if unlike else None
-
-
-def texts(result: Result) -> dict[int, list]:
-    """Return what tells the texts of each length apart, by the places that a result keeps; empty for random ids."""
-    if isinstance(result, ForgettingCurve):
-        return {p.length: list(p.begin_locs or ()) for p in result.points}
-    if isinstance(result, LineRetrieval):
-        return {p.lines: list(p.asked_lines) for p in result.points}
-    assert isinstance(result, NeedleGrid)
-    return {n: [(c.depth, *c.positions, c.begins) for c in result.cells if c.length == n] for n in result.lengths}
-
-
-def paired_differences(first: Result, second: Result) -> list[Difference]:
+def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference]:
     """Test length by length how much more the second model has right than the first, on the same texts.
 
     Args:
@@ -184,12 +143,12 @@ def paired_differences(first: Result, second: Result) -> list[Difference]:
     """
     if type(first) is not type(second):
         raise ValueError(f"{first.kind} and {second.kind} are two metrics; give two results of one.")
-    reason = obstacle(first, second)
+    reason = first.unlike(second)
     if reason is not None:
         raise ValueError(f"the differences cannot be paired: {reason}.")
     replies = all("match_rate" in getattr(result, "rates_measured", ()) for result in (first, second))
-    one, other = ({score.length: score for score in by_length(r, replies, True)} for r in (first, second))
-    places = texts(first), texts(second)
+    one, other = ({counts.length: counts for counts in r.by_length(replies, True)} for r in (first, second))
+    places = first.places(), second.places()
     lengths = [n for n in one if n in other]
     tests, units = [], []
     for n in lengths:
@@ -197,10 +156,8 @@ def paired_differences(first: Result, second: Result) -> list[Difference]:
         a, b = (place[n][:pairs] if first.kind != "needle" else place[n] for place in places)
         if a != b:
             raise ValueError(f"the differences cannot be paired: the texts of length {n} are not the same.")
-        shares = one[n].shares[:pairs], other[n].shares[:pairs]
-        if isinstance(first, ForgettingCurve):  # of texts that overlap, one says it all
-            kept = next(p for p in first.points if p.length == n).first(pairs).texts
-            shares = shares[0][kept], shares[1][kept]
+        kept = first.distinct(n, pairs)  # of texts that overlap, one says it all
+        shares = one[n].shares[kept], other[n].shares[kept]
         units.append(shares[1] - shares[0])
         tests.append((n, shares, units[-1], 1 / one[n].questions))
     if not tests:
@@ -218,9 +175,9 @@ def paired_differences(first: Result, second: Result) -> list[Difference]:
     ]
 
 
-def conclusion(name: str, other: str, first: Result, second: Result, differences: Sequence[Difference]) -> str:
+def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, differences: Sequence[Difference]) -> str:
     """Return in a sentence or two which of two models has more right, and where that is sure."""
-    verb, size = VERBS[first.kind], unit(first)
+    verb, size = first.verb, first.size_unit
     sentences = further(name, other, first, second)
     claims = []
     for better, worse, sign in ((other, name, 1), (name, other, -1)):
@@ -254,20 +211,25 @@ def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
     return " and ".join(words)
 
 
-def further(name: str, other: str, first: Result, second: Result) -> list[str]:
-    """Return whose fine and whose coarse length is larger, where that is sure; the results need not be paired.
+def further(name: str, other: str, first: TaskResult, second: TaskResult) -> list[str]:
+    """Return whose fine and whose coarse length is larger, where that is significant; the results need not be paired.
 
-    The risk of 5 % is shared by two methods, two models and which of them is ahead.
+    Lengths of different tokenizers are compared in bytes. The risk of 5 % is shared by two methods, two models and
+    which of them is ahead.
     """
     sentences = []
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):
         return sentences
+    same = any(first.settings.get(key) == second.settings.get(key) for key in ("tokenizer", "corpus_sha256"))
+    sizes = [1.0, 1.0] if same else [float(c.settings.get("bytes_per_token") or "nan") for c in (first, second)]
     for method in METHODS:
-        a, b = (curve.interval(method, 1 - RISK / 4) for curve in (first, second))
-        for better, worse, ahead, behind in ((other, name, b, a), (name, other, a, b)):
-            if behind.high is not None and ahead.low >= behind.high:
+        ends = [curve.interval(method, 1 - RISK / 4) for curve in (first, second)]
+        lows = [end.low * size for end, size in zip(ends, sizes)]
+        highs = [math.inf if end.high is None else end.high * size for end, size in zip(ends, sizes)]
+        for better, worse, ahead in ((other, name, lows[1] >= highs[0]), (name, other, lows[0] >= highs[1])):
+            if ahead:
+                unit = "" if same else " in bytes"
                 sentences.append(
-                    f"{better} copies further than {worse}: {method} length at least {ahead.low:,} against below "
-                    f"{behind.high:,} tokens, sure."
+                    f"{better} copies further than {worse}: its {method} length is larger{unit}, significant."
                 )
     return sentences

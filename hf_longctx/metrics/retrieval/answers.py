@@ -14,11 +14,12 @@ from dataclasses import asdict, dataclass
 from statistics import stdev
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import scipy
 
 from ..checks import entries, integers, whole_number
 from ..result import Number, plural
-from ..task import Answered, TaskResult
+from ..task import Answered, Counts, TaskResult
 
 
 REPLY_MARGIN = 16  # tokens that a generated text may have beyond the answer
@@ -30,6 +31,14 @@ SUMMARY = {"match_rate": "found", "exact_rate": "given token for token"}
 HEADLINE_SCORE = {
     "match_rate": "The score is the share of answers found in the model's replies.",
     "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
+}
+# What opens and closes the thoughts of a model.
+THOUGHTS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
 }
 
 
@@ -57,10 +66,24 @@ class Answer:
             raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
 
     @classmethod
-    def of(cls, response: Answered, tokens: int, matches: Callable[[str], bool]) -> Answer:
-        """Score a response; `matches` says whether a generated text holds the answer of so many tokens."""
-        matched = response.exact if response.reply is None else matches(response.reply)
-        return cls(response.log_prob, tokens, response.exact, response.reply, matched)
+    def of(cls, response: Answered, tokens: int, matches: Callable[[str], bool], opened: str = "") -> Answer:
+        """Score a response.
+
+        Args:
+            tokens: tokens of the answer.
+            matches: whether a text holds it. Thoughts are not asked.
+            opened: a thought that the prompt opens, see `opened_thought`.
+        """
+        if response.reply is None:
+            return cls(response.log_prob, tokens, response.exact, None, response.exact)
+        reply = opened + response.reply
+        found = after_thought(reply)
+        return cls(response.log_prob, tokens, response.exact, reply, found is not None and matches(found))
+
+    @property
+    def ends_in_thought(self) -> bool:
+        """Return whether the response ends before the model has finished to think."""
+        return self.reply is not None and after_thought(self.reply) is None
 
     @property
     def probability(self) -> float:
@@ -164,6 +187,28 @@ def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
+def opened_thought(prompt: str) -> str:
+    """Return the marker that opens a thought at the end of a prompt and is not closed there, or an empty text.
+
+    >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
+    ('<think>', '')
+    """
+    opened = [mark for mark, end in THOUGHTS.items() if prompt.rfind(mark) > prompt.rfind(end)]
+    return opened[0] if opened else ""
+
+
+def after_thought(response: str) -> str | None:
+    """Return what follows the thoughts in a response; None if it ends inside of one.
+
+    >>> after_thought("<think>The cow ...</think> Alm"), after_thought("Alm"), after_thought("<think>The cow")
+    (' Alm', 'Alm', None)
+    """
+    if opened_thought(response):
+        return None
+    ends = [response.rfind(end) + len(end) for end in THOUGHTS.values() if end in response]
+    return response[max(ends, default=0) :]
+
+
 def holds_text(reply: str, expected: str) -> bool:
     """Return whether the words of `expected` follow one another in `reply`; case and punctuation do not count.
 
@@ -193,17 +238,17 @@ def holds_number(reply: str, expected: int) -> bool:
 class Retrieval(TaskResult):
     """The base class of results that keep `Answers` for each of several kinds of prompts.
 
-    A subclass also sets `question`, the question in words, and defines `parts`. Numbers in a few words are those of
-    the first of the `rates_measured`.
+    A subclass also sets `question`, the question in words, and defines `parts` and `units`. Numbers in a few words are
+    those of the first of the `rates_measured`.
 
     Attributes:
-        size_unit: of the `size_of` a prompt.
         drawn: what is drawn at random for a prompt.
+        hidden: what is looked for, in words.
     """
 
     question: ClassVar[str]
-    size_unit: ClassVar[str] = "tokens"
     drawn: ClassVar[str] = "haystack"
+    hidden: ClassVar[str]
 
     @property
     def parts(self) -> Sequence[Answers]:
@@ -225,13 +270,26 @@ class Retrieval(TaskResult):
         """Return the length of a part in tokens, or in what `size_unit` names."""
         return part.length
 
-    def independent(self, size: int) -> int:
-        """Return how many prompts of this size were drawn independently."""
-        return self.questions(size)
+    def tokens(self, size: int) -> int:
+        """Return a size in tokens."""
+        return size
+
+    def units(self, size: int) -> list[list[Answer]]:
+        """Return the answers about each prompt of this size that was drawn independently."""
+        raise NotImplementedError
 
     def questions(self, size: int) -> int:
         """Return how many questions there were about prompts of this size."""
-        return sum(len(part.answers) for part in self.parts if self.size(part) == size)
+        return sum(map(len, self.units(size)))
+
+    def by_length(self, replies=True, overlapping=False):
+        counts, field = [], "matched" if replies else "exact"
+        for size in sorted({self.size(part) for part in self.parts}):
+            units = [[float(getattr(answer, field)) for answer in unit] for unit in self.units(size)]
+            asked, right = [len(unit) for unit in units], sum(map(sum, units))
+            shares = np.array([*map(np.mean, units)])
+            counts.append(Counts(size, shares, max(asked), self.tokens(size), sum(asked), right))
+        return counts
 
     def rates(self) -> dict[int, float]:
         """Return the first of the `rates_measured` for each size, over all questions."""
@@ -245,13 +303,24 @@ class Retrieval(TaskResult):
         """Return the rate of each size with its interval: sizes differ too much for a mean."""
         numbers = []
         for n, rate in self.rates().items():
-            units = self.independent(n)
+            units = len(self.units(n))
             asked = plural(self.questions(n), "question")
             sample = asked if units == self.questions(n) else f"{asked} about {plural(units, self.drawn)}"
             name = f"{self.title.lower()}, {COLUMNS[self.rates_measured[0]]}: {n} {self.size_unit}"
             low, high = rate_interval(rate, units) or (None, None)
             numbers.append(Number("accuracy", name, round(rate, 4), low, high, sample))
         return numbers
+
+    def with_gaps(self, text: str) -> str:
+        """Return the text with how many responses end inside of a thought, which holds no answer."""
+        answers = [answer for part in self.parts for answer in part.answers]
+        thinking = sum(answer.ends_in_thought for answer in answers)
+        if thinking:
+            text += (
+                f"; {thinking} of {plural(len(answers), 'response')} ended while the model was thinking, and count as wrong: "
+                """try --chat-template-kwargs '{"enable_thinking": false}'"""
+            )
+        return super().with_gaps(text)
 
     def score_columns(self) -> tuple[str, ...]:
         """Return headings for the `rates` of the parts."""

@@ -1,7 +1,7 @@
-"""A model that vLLM serves, behind an OpenAI-compatible completions endpoint, as a source of predictions.
+"""A model behind an OpenAI-compatible completions endpoint, as a source of predictions.
 
 vLLM's `prompt_logprobs` report, for each token of a prompt, a dictionary of token ids with log-probability and rank,
-among them the likeliest token.
+among them the likeliest token. Of another server only a forgetting curve can be measured, by greedy completions.
 
 What a model expects in place of a token does not depend on that token. Prompts that differ in one token show whether
 that holds for what a server reports, or whether its lists are one position late.
@@ -24,23 +24,26 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import public_name
 from .engine import Unreadable
+from .greedy import GreedyCompletions
 from .prompts import PromptReader, Scores, scores_of_entries
 
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # worth another try
-REFUSED = {400, 404, 405, 422, 501}  # the server does not know the request or something in it
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
 ASKED = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
 ROUNDING = 0.02  # nats by which rounding may change a log-probability from one request to the next
 
 
 class ServedModel(PromptReader):
-    """The `Reader` of one served model. Making one asks the server for its name and for log-probabilities.
+    """The `Reader` of one served model. Making one asks the server for its name, and for what it can report.
 
     Args:
         base_url: up to and including the version, such as "http://localhost:8000/v1".
         model: its name there; may be left out if the server lists one model only.
+        tokenizer: that of the model, for greedy completions of servers that take or return no ids.
+        journal: path of a file for the responses of greedy completions, from which a killed run resumes.
         vocab_size: size of its vocabulary, which no server reports. Needed for random data without id_range.
         api_key: sent as bearer token, but not to where a server redirects. None: no key is sent.
         concurrency: requests in flight. A server batches them.
@@ -51,11 +54,12 @@ class ServedModel(PromptReader):
 
     Attributes:
         position_limit: longest prompt in tokens, None if the server does not say.
+        greedy: reads by greedy completions; None where the server reports log-probabilities.
 
     Raises:
         ConnectionError: the server cannot be reached.
-        ValueError: an argument is out of range, there is no such model, or the endpoint gives no log-probabilities of
-            the prompt at the right tokens.
+        ValueError: there is no such model, or the endpoint neither gives
+            log-probabilities of a prompt nor completes one.
         RuntimeError: the server refuses; the message is the server's.
     """
 
@@ -64,6 +68,8 @@ class ServedModel(PromptReader):
         base_url: str,
         model: str | None = None,
         *,
+        tokenizer: Any = None,
+        journal: Any = None,
         vocab_size: int | None = None,
         api_key: str | None = None,
         concurrency: int = 8,
@@ -71,26 +77,25 @@ class ServedModel(PromptReader):
         retries: int = 4,
         backoff: float = 1.0,
     ):
-        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url is {base_url!r}; give one like http://localhost:8000/v1.")
-        if concurrency < 1 or retries < 0 or not timeout > 0:
-            raise ValueError(
-                f"concurrency is {concurrency}, retries {retries}, timeout {timeout}: at least one request must be in "
-                "flight, retries cannot be negative, and a request needs more than 0 seconds."
-            )
         self.base_url = base_url.rstrip("/").removesuffix("/completions")
         self.concurrency, self.timeout, self.retries, self.backoff = concurrency, timeout, retries, backoff
         self.vocab_size = vocab_size or math.inf
         self._key = api_key
         self.model, self.position_limit = self._choose_model(model)
         self.claimed_context = self.position_limit
-        self._check_log_probs()
+        self.greedy = None
+        try:
+            self._check_log_probs()
+        except (RuntimeError, ValueError) as error:
+            self._no_log_probs = str(error).rstrip(".")
+            self.greedy = GreedyCompletions(self, tokenizer, journal)
 
     def __repr__(self):
         return f"ServedModel({self.base_url!r}, {self.model!r})"
 
     def settings(self) -> dict[str, Any]:
-        return {"model": self.model, "dtype": None, "attention": None, "served_with": "prompt_logprobs"}
+        way = "prompt_logprobs" if self.greedy is None else "greedy completions"
+        return {"model": public_name(self.model), "dtype": None, "attention": None, "served_with": way}
 
     def identity(self) -> dict[str, str]:
         return {"endpoint": self.base_url}
@@ -98,11 +103,21 @@ class ServedModel(PromptReader):
     def configured_id(self, name: str) -> None:
         """None: no server reports its special ids."""
 
+    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
+        if self.greedy is not None:
+            return self.greedy.predict(inputs, positions)
+        return super().predict(inputs, prefix, positions)
+
     def score_prompts(self, prompts: np.ndarray) -> list[Scores]:
+        if self.greedy is not None:
+            raise ValueError(
+                f"{self.base_url} must give log-probabilities of the tokens of a prompt (prompt_logprobs): {self._no_log_probs}. "
+                "Serve the model with vLLM. A forgetting curve alone needs none."
+            )
         with ThreadPoolExecutor(self.concurrency) as pool:
             return list(pool.map(self.score_prompt, prompts))
 
-    def score_prompt(self, ids: np.ndarray) -> Scores:
+    def score_prompt(self, ids: np.ndarray, **options: Any) -> Scores:
         """Return what the model expected in place of each token of a prompt.
 
         Args:
@@ -116,9 +131,10 @@ class ServedModel(PromptReader):
         prompt = [int(i) for i in ids]
         if max(prompt) >= self.vocab_size:
             raise ValueError(f"id {max(prompt)} is not in the vocabulary of {self.model}.")
-        return read_scores(self._completion({"model": self.model, "prompt": prompt, **ASKED}), prompt)
+        return read_scores(self.complete({"model": self.model, "prompt": prompt, **ASKED}, **options), prompt)
 
-    def _completion(self, body, **options):
+    def complete(self, body: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Return the response to a request for completions, which has a choice."""
         reply = self._send("/completions", body, **options)
         if not (isinstance(reply, dict) and isinstance(reply.get("choices"), list) and reply["choices"]):
             raise RuntimeError(f"{self.base_url}/completions answered without choices: {str(reply)[:200]}")
@@ -127,13 +143,15 @@ class ServedModel(PromptReader):
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer=None) -> str:
         """Return the greedy reply; the server's tokenizer makes the text."""
         body = {"model": self.model, "prompt": [int(i) for i in prompt], "max_tokens": tokens, "temperature": 0}
-        return self._completion(body)["choices"][0]["text"]
+        return self.complete(body)["choices"][0]["text"]
 
     def _choose_model(self, model):
         """Return the name of the model, and its longest prompt."""
         try:
             entries = self._send("/models")["data"]
-        except (Refused, LookupError, TypeError):  # few servers lack the list, but nothing depends on it
+        except (RuntimeError, LookupError, TypeError) as error:  # few servers lack the list, but nothing depends on it
+            if isinstance(error, RuntimeError) and (model is None or isinstance(error, Denied)):
+                raise
             entries = []
         names = [entry.get("id") for entry in entries]
         if model is None and len(names) != 1:
@@ -147,19 +165,11 @@ class ServedModel(PromptReader):
         return model, limits[0] - 1 if limits and limits[0] else None  # one token must be generated
 
     def _check_log_probs(self):
-        """Raise ValueError unless the server gives log-probabilities of the right tokens."""
+        """Raise ValueError or RuntimeError unless the server gives log-probabilities of the right tokens."""
         size = 10 if self.vocab_size == math.inf else int(self.vocab_size)
         probes = np.array([[0, 1, 2, size * i // 5] for i in range(1, 5)])
-        try:
-            highest = [self.score_prompt(probe).highest[3] for probe in probes]
-            failure = "they are those of other tokens, as if one position late"
-        except (RuntimeError, ValueError) as error:  # a server that does not know the option may fail with status 500
-            highest, failure = None, str(error)
-        if highest is None or np.ptp(highest) > ROUNDING:
-            raise ValueError(
-                f"{self.base_url} must give log-probabilities of the tokens of a prompt (prompt_logprobs): {failure}. Serve "
-                "the model with vLLM."
-            )
+        if np.ptp([self.score_prompt(probe, retries=1).highest[3] for probe in probes]) > ROUNDING:
+            raise ValueError("they are those of other tokens, as if one position late.")
 
     def _send(self, path, body=None, retries=None):
         """Return the JSON of a reply, tried again as long as that may help.
@@ -181,9 +191,9 @@ class ServedModel(PromptReader):
                     return json.loads(reply.read())
             except urllib.error.HTTPError as error:
                 message = read_message(error)
-                failure = failure_kind(error.code, message)(
-                    f"{url} answered {error.code}: {message}{self._advice(error.code)}"
-                )
+                kind = Denied if error.code in (401, 403) else RuntimeError
+                kind = Unreadable if TOO_LONG.search(message) else kind
+                failure = kind(f"{url} answered {error.code}: {message}{self._advice(kind)}")
                 if error.code not in PASSING or isinstance(failure, Unreadable):
                     raise failure from None
                 retry_after = error.headers.get("Retry-After", "")
@@ -199,8 +209,8 @@ class ServedModel(PromptReader):
                 time.sleep(wait)
         raise failure
 
-    def _advice(self, code):
-        if code not in (401, 403):
+    def _advice(self, kind):
+        if kind is not Denied:
             return ""
         if self._key:
             return ". This is the answer to the key that was given: look whether it is the right one."
@@ -209,14 +219,8 @@ class ServedModel(PromptReader):
         )
 
 
-class Refused(RuntimeError):
-    """The server does not take this request."""
-
-
-def failure_kind(code: int, message: str) -> type[RuntimeError]:
-    if TOO_LONG.search(message):
-        return Unreadable
-    return Refused if code in REFUSED else RuntimeError
+class Denied(RuntimeError):
+    """The server does not accept the key, or asks for one."""
 
 
 def read_message(error: urllib.error.HTTPError) -> str:

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..checks import check_token_ids, entries
+from ..checks import check_token_ids, entries, public_name
 from ..curve.adaptive import locate
 from ..curve.intervals import ENOUGH, SEPARATE, LengthInterval, length_interval
 from ..curve.lengths import METHODS, MemoryLength, memory_lengths
@@ -33,10 +33,12 @@ from ..curve.protocol import (
 from ..function import function
 from ..result import Number, Table, plural
 from ..run.journal import content_hash
-from ..task import Missing, Predict, Task, TaskResult, Trial, option
+from ..task import Counts, Missing, Predict, Task, TaskResult, Trial, option
 
 
 PAPER_POINTS = 32  # lengths of the paper
+# settings that random texts depend on
+RANDOM_TEXTS = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
 
 
 def span(lengths: Sequence[int]) -> str:
@@ -55,6 +57,7 @@ class ForgettingCurve(TaskResult):
     """A measured curve, whose scores have lengths as keys."""
 
     kind, title, inches = "forgetting_curve", "Forgetting curve", (6.6, 5.6)
+    verb, same_texts = "copies", ("data_type", "corpus_sha256")
 
     @classmethod
     def of_points(
@@ -146,22 +149,66 @@ class ForgettingCurve(TaskResult):
         """The lengths at which more than a quarter of the repeats share scored tokens with another."""
         return [p.length for p in self.points if len(p.texts) < SEPARATE * p.repeats]
 
+    def by_length(self, replies=True, overlapping=False):
+        counts = []
+        for p in self.points:
+            right = np.array(p.copy_correct)[[*range(p.repeats)] if overlapping else p.texts]
+            asked = len(right) * p.scored_tokens
+            counts.append(Counts(p.length, right / p.scored_tokens, p.scored_tokens, p.length, asked, right.sum()))
+        return counts
+
+    def places(self):
+        return {p.length: list(p.begin_locs or ()) for p in self.points}
+
+    def distinct(self, length, texts):
+        return next(p for p in self.points if p.length == length).first(texts).texts
+
+    def unlike(self, other, *more):
+        settings = self.settings, other.settings
+        if any(s.get("protocol") == "adaptive" for s in settings):
+            return (
+                "the adaptive protocol stops where it is sure of one model; measure both with the reference protocol"
+            )
+        random = [s.get("data_type") == "random" for s in settings]
+        if not any(random) and any("corpus_sha256" not in s for s in settings):
+            return "a text without a hash may be another"
+        return super().unlike(other, *RANDOM_TEXTS * all(random))
+
+    def extent(self):
+        return {
+            "repeats": self.repeats_in_words.rpartition(" ")[0],
+            "longest lengths": str(self.points[-1].length),
+        }
+
     def in_words(self) -> str:
-        failures, fine = self.first_failures(), self.interval("fine")
+        """Return how far the model copies, and how far word for word, with 95 % confidence intervals in brackets."""
+        fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
-        advice += self.shortage
+        passages = f"{self.repeats_in_words.replace('repeat', 'passage')} at {span([p.length for p in self.points])}"
+        measured = f"Measured with {passages}, 95 % CI in brackets"
+        return f"{self.copies_in_words()}; {self.exact_in_words()}. {measured}{advice}{self.shortage}"
 
-        def read_off(method):
-            length = self.memory_lengths[f"{method}_max"]
-            dip = method in failures and failures[method] < length
-            return f"{method} {length}" + (f" (fails first at {failures[method]})" if dip else "")
+    def copies_in_words(self) -> str:
+        """Return up to which length text is copied better than it is guessed, and how well there."""
+        coarse = self.interval("coarse")
+        if coarse.low:
+            p = next(p for p in self.points if p.length == coarse.low)
+            longest = ", the longest tested" * coarse.longest
+            return f"Copies up to {p.length:,} tokens [{coarse.in_words()}{longest}] at {100 * p.copy_mean:.3g} %"
+        if coarse.high is not None:
+            return f"Copies no better than it guesses from {coarse.high:,} tokens on [{coarse.in_words()}]"
+        return f"Whether it copies what it reads is not significant [{coarse.in_words()}]"
 
-        return (
-            f"95 % sure, in tokens: fine length of the typical text {fine}, coarse length {self.interval('coarse')}{advice}; "
-            f"the paper's definition, of means: {read_off('fine')}, {read_off('coarse')}; {span([p.length for p in self.points])}, "
-            f"{self.repeats_in_words}"
-        )
+    def exact_in_words(self) -> str:
+        """Return up to which length most passages are copied above 99 %."""
+        fine, most = self.interval("fine"), [p for p in self.points if 2 * p.copied > p.repeats]
+        if fine.low:
+            return f"word for word up to {fine.low:,} tokens [{fine.in_words()}]"
+        if not most:
+            return "word for word at no tested length" + f" [{fine.in_words()}]" * (fine.high is not None)
+        p = most[-1]
+        return f"word for word {p.copied} of {p.repeats} passages of {p.length:,} tokens [{fine.in_words()}]"
 
     @property
     def shortage(self) -> str:
@@ -368,7 +415,7 @@ class Curve(Task):
 
     def labels(self):
         name, tokenizer = getattr(self.irrelevant_text, "name", None), self.subject.tokenizer
-        labels = {} if name is None else {"irrelevant_text": name}
+        labels: dict[str, Any] = {} if name is None else {"irrelevant_text": public_name(name)}
         if self.uses_text() and hasattr(tokenizer, "decode"):
             labels |= token_size(tokenizer, self.subject.text)
         return labels

@@ -18,9 +18,18 @@ import numpy as np
 from ..checks import check_token_ids, entries
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import REPLY_MARGIN, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_number
+from ..retrieval.answers import (
+    REPLY_MARGIN,
+    SUMMARY,
+    Answer,
+    Answers,
+    Retrieval,
+    check_replies,
+    holds_number,
+    opened_thought,
+)
 from ..retrieval.haystack import split_encoding
-from ..retrieval.wording import Frame, chat_frame
+from ..retrieval.wording import Frame, chat_frame_of
 from ..task import Ask, Task, Trial, option
 
 
@@ -59,14 +68,9 @@ class Record(NamedTuple):
 def draw_record(lines: int, seed: int, repeat: int) -> Record:
     """Draw a record of `lines` lines; the same for the same three numbers.
 
-    Raises:
-        ValueError: fewer than one line, or more than there are names for.
-
     >>> print(draw_record(2, 0, 0).text.splitlines()[-1].split()[2:4])
     ['REGISTER_CONTENT', 'is']
     """
-    if not 1 <= lines <= len(NAMES):
-        raise ValueError(f"a record has from 1 to {len(NAMES)} lines, got {lines}.")
     rng = random.Random(f"{seed} {lines} {repeat}")
     names = rng.sample(NAMES, lines)
     numbers = [rng.randint(1, LARGEST) for _ in names]
@@ -115,7 +119,8 @@ class LineRetrieval(Retrieval):
     kind = "lines"
     title = "Line retrieval"
     question = "The model is asked for the number in one of many lines."
-    size_unit, drawn = "lines", "record"
+    size_unit, drawn, hidden = "lines", "record", "one of many lines"
+    verb, same_texts = "answers", ("seed",)
 
     @classmethod
     def of_points(cls, points: Sequence[LinesPoint], settings: dict[str, Any] | None = None) -> Self:
@@ -138,6 +143,15 @@ class LineRetrieval(Retrieval):
 
     def size(self, part: LinesPoint) -> int:
         return part.lines
+
+    def tokens(self, size: int) -> int:
+        return round(next(p.mean_tokens for p in self.points if p.lines == size))
+
+    def units(self, size: int) -> list[list[Answer]]:
+        return [[answer] for p in self.points if p.lines == size for answer in p.answers]
+
+    def places(self):
+        return {p.lines: list(p.asked_lines) for p in self.points}
 
     def in_words(self) -> str:
         score = self.rates_measured[0]
@@ -179,12 +193,16 @@ class Lines(Task):
     )
     repeats: int = option(10, "records of each number of lines, each with one question", least=1)
     chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    chat_template_kwargs: dict | None = option(
+        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
+    )
     seed: int = option(0, "random seed of the records")
     replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
 
     def prepare(self):
         check_replies(self.subject.reader, self.replies)
-        frame = chat_frame(self.subject.tokenizer) if self.chat_template else None
+        frame = chat_frame_of(self)
+        self.fill(opened=opened_thought(frame.tail if frame else ""))
         lines, limit = self.lines or line_counts(self.subject.context, self.subject.encode), self.subject.limit
         if self.lines is None and limit is not None and record_tokens(lines[0], self.subject.encode) > limit:
             raise ValueError(f"{limit} tokens are too few for a record of {lines[0]} lines.")
@@ -218,7 +236,9 @@ class Lines(Task):
     def score(self, n, responses):
         answers, tokens, asked_lines = [], [], []
         for (record, prompt, answer), response in zip(self.questions[n], responses):
-            answers.append(Answer.of(response, len(answer), partial(holds_number, expected=record.number)))
+            answers.append(
+                Answer.of(response, len(answer), partial(holds_number, expected=record.number), self.opened)
+            )
             tokens.append(len(prompt) + len(answer))
             asked_lines.append(record.asked_line)
         return {"tokens": tokens, "asked_lines": asked_lines, "answers": Answers(answers).to_list()}

@@ -113,6 +113,12 @@ class PositionLoss(TaskResult):
 
     kind, title, inches = "position_loss", "Per-token loss", (6.6, 7)
 
+    def unlike(self, other, *more):
+        return "per-token losses keep the mean over sequences only"
+
+    def extent(self):
+        return {"sequences": str(self.sequences), "context lengths": str(self.context_length)}
+
     @classmethod
     def of_mean(
         cls,

@@ -20,9 +20,18 @@ import numpy as np
 from ..checks import check_token_ids, entries
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import REPLY_MARGIN, SCORES, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_text
+from ..retrieval.answers import (
+    REPLY_MARGIN,
+    SUMMARY,
+    Answer,
+    Answers,
+    Retrieval,
+    check_replies,
+    holds_text,
+    opened_thought,
+)
 from ..retrieval.haystack import DEPTHS, Haystacks, draw_begins, haystack_length, needle_pieces
-from ..retrieval.wording import MODES, chat_frame, wording
+from ..retrieval.wording import MODES, chat_frame_of, wording
 from ..run.journal import content_hash
 from ..task import Ask, Task, Trial, option
 
@@ -57,6 +66,8 @@ class NeedleGrid(Retrieval):
     kind = "needle"
     title = "Needle in a haystack"
     question = "One sentence is hidden in a long text, at several depths, and asked for at the end."
+    hidden, verb = "a sentence hidden in a text", "finds"
+    same_texts = ("mode", "seed", "repeats", "corpus_sha256", "pieces_sha256")
 
     @classmethod
     def of_cells(cls, cells: Sequence[NeedleCell], settings: dict[str, Any] | None = None) -> Self:
@@ -83,17 +94,18 @@ class NeedleGrid(Retrieval):
         lengths = sorted({length for length, _ in keys})
         return f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
 
-    def haystacks(self, length: int) -> dict[int, list[Answer]]:
-        """Return the answers at a length by their haystacks, each named by where it starts, or by its repeat."""
+    def units(self, size: int) -> list[list[Answer]]:
+        """Return the answers at a length by their haystacks, named by where they start, or by repeat."""
         answers: dict[int, list[Answer]] = {}
         for cell in self.cells:
-            if cell.length == length:
+            if cell.length == size:
                 for name, answer in zip(cell.begins or range(len(cell.answers)), cell.answers):
                     answers.setdefault(name, []).append(answer)
-        return answers
+        return [*answers.values()]
 
-    def independent(self, size: int) -> int:
-        return len(self.haystacks(size))
+    def places(self):
+        cells = self.cells
+        return {n: [(c.depth, *c.positions, c.begins) for c in cells if c.length == n] for n in self.lengths}
 
     @property
     def lengths(self) -> list[int]:
@@ -110,12 +122,7 @@ class NeedleGrid(Retrieval):
 
         Args:
             score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
-
-        Raises:
-            ValueError: the score is unknown.
         """
-        if score not in SCORES:
-            raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
         lengths, depths = self.lengths, self.depths
         grid = np.full((len(depths), len(lengths)), np.nan)
         for cell in self.cells:
@@ -124,7 +131,7 @@ class NeedleGrid(Retrieval):
 
     def in_words(self) -> str:
         rates = ", ".join(f"{rate:.0%} of {length} tokens" for length, rate in self.rates().items())
-        units = sorted({self.independent(length) for length in self.lengths})
+        units = sorted({len(self.units(length)) for length in self.lengths})
         drawn = plural(units[0], self.drawn) if len(units) == 1 else f"{units[0]} to {units[-1]} {self.drawn}s"
         depths = plural(len(self.depths), "depth")
         return f"{SUMMARY[self.rates_measured[0]]}: {rates}; {depths}, {drawn} for each length"
@@ -175,6 +182,9 @@ class Needle(Task):
     question: str | None = option(None, "all that is asked at the end; needs an answer")
     answer: str | None = option(None, "what the model is to say after the question")
     chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    chat_template_kwargs: dict | None = option(
+        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
+    )
     repeats: int = option(1, "haystacks per length and depth", least=1)
     seed: int = option(0, "random seed of the places of the haystacks")
     replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
@@ -192,7 +202,7 @@ class Needle(Task):
     def prepare(self):
         subject = self.subject
         check_replies(subject.reader, self.replies)
-        frame = chat_frame(subject.tokenizer) if self.chat_template else None
+        frame = chat_frame_of(self)
         pieces = needle_pieces(subject.encode, subject.bos, self.words, frame)
         for piece, ids in zip(pieces._fields, pieces):
             check_token_ids(ids, f"the {piece} as the tokenizer encodes it", subject.reader.vocab_size)
@@ -207,6 +217,7 @@ class Needle(Task):
                 begins.setdefault((length, depth), []).append(begin)
         haystacks = Haystacks(subject.text, pieces, subject.tokenizer)
         self.fill(lengths=lengths, pieces=pieces, haystacks=haystacks, begins=begins)
+        self.fill(opened=opened_thought(frame.tail if frame else ""))
 
     def facts(self):
         return {"pieces_sha256": content_hash(np.concatenate(self.pieces))}
@@ -222,7 +233,7 @@ class Needle(Task):
 
     def score(self, key, responses):
         matches, tokens = partial(holds_text, expected=self.words.answer), len(self.pieces.answer)
-        answers = Answers([Answer.of(response, tokens, matches) for response in responses])
+        answers = Answers([Answer.of(response, tokens, matches, self.opened) for response in responses])
         positions = [self.haystacks.prompt(*key, begin)[1] for begin in self.begins[key]]
         return {"positions": positions, "begins": self.begins[key], "answers": answers.to_list()}
 

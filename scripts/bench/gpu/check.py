@@ -23,17 +23,17 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported, as by transformers
 
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 from transformers.modeling_flash_attention_utils import lazy_import_flash_attention
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM
+from hf_longctx.fox import FoxConfig
 from hf_longctx.fox.backend_fox import NAME, SDPA, attend, with_implementation
 from hf_longctx.fox.inputs_fox import read_call
 from hf_longctx.fox.modeling_fox import FoxAttention
 from hf_longctx.fox.state_fox import CachedLayer
 from scripts.bench import common
-from scripts.bench.gpu import budget, peers
+from scripts.bench.gpu import budget, peers, step
 
 
 FLASH = {
@@ -50,11 +50,6 @@ SIZES = {
                  steps=32, rounds=20),
     "cpu": dict(tokens=32, width=32, head_dims=(16,), lengths=(16,), cached=(8,), steps=2, rounds=1),
 }  # fmt: skip
-MODEL = {  # of a training step: the 125M model of the paper's sizes
-    "cuda": dict(vocab_size=50304, hidden_size=768, num_hidden_layers=12, num_attention_heads=12),
-    "cpu": dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2),
-}
-ROWS = {"cuda": (8, 2048), "cpu": (1, 16)}  # of a training step: rows, tokens of each
 TABLES = {
     "proof": """
 | work | D | implementation | verdict |
@@ -222,30 +217,11 @@ def time_decoding(name: str, D: int, length: int, device: str) -> dict:
 
 
 def time_step(name: str, device: str) -> dict:
-    """Return the time of a training step: AdamW, float32 weights, bfloat16 autocast on a GPU."""
+    """Return the time of a training step of the paper's 125M model."""
     kind, attention = name.split(", ")
-    sizes, shape = MODEL[device] | {"tie_word_embeddings": True}, ROWS[device]
-    with torch.device(device):
-        if kind == "Llama":
-            model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=sizes["hidden_size"] * 8 // 3))
-        else:
-            model = FoxForCausalLM(FoxConfig.pro(**sizes) if kind == "FoX (Pro)" else FoxConfig(**sizes))
-        ids = torch.randint(0, sizes["vocab_size"], shape)
-    model.train().set_attn_implementation(attention)
-    optimizer = torch.optim.AdamW(model.parameters())
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-
-    def step():
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    seconds = statistics.median(common.time_in_turn({"": step}, SIZES[device]["rounds"], device=device)[""])
-    memory = {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if device == "cuda" else {}
-    return {"ms": 1e3 * seconds, "tokens_per_s": ids.numel() / seconds, **memory}
+    rows, tokens = step.BATCHES[size := "125M" if device == "cuda" else "tiny"]
+    preset = {"Llama": "llama", "FoX (Pro)": "fox-pro"}[kind]
+    return step.time_steps(preset, size, "eager", rows, tokens, device, SIZES[device]["rounds"], attention)
 
 
 def plan(device: str, tokens: int):
@@ -273,7 +249,7 @@ def measure(args):
     for section, fields, measure_row in plan(args.device, tokens):
         row = {"section": section, **fields}
         if section == "step":
-            row |= dict(zip(("rows", "length"), ROWS[args.device]))
+            row |= dict(zip(("rows", "length"), step.BATCHES["125M" if args.device == "cuda" else "tiny"]))
         if time.monotonic() > until:
             yield row | {"error": "no time left"}
             continue

@@ -199,7 +199,7 @@ def check_a_memory_goes_to_the_hub_and_answers_from_there():
     push("alice/hmt", "novel.txt", "--revision", "v1", "--output", "state.safetensors", command="read")
     text = push("state.safetensors", "alice/novel", "--tag", "v1")
     sha = api.repo_info("alice/hmt").sha
-    assert f"hf-longctx ask MODEL alice/novel@{api.repo_info('alice/novel').sha} QUESTION" in text
+    assert f"hf-longctx read MODEL alice/novel@{api.repo_info('alice/novel').sha} QUESTION" in text
     card = ModelCard.load("alice/novel")
     assert card.data.base_model == "alice/hmt" and f"alice/hmt at {sha}" in card.text
     question = f"{question} the Ada of Ada Ada and Ada answer"

