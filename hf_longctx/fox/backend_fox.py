@@ -235,7 +235,8 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
     if query.shape[2] == key.shape[2]:  # nothing is cached
         q, k, v = autocast_inputs(q, k, v)
         log_f = q.new_zeros(q.shape[0], 1, q.shape[2], dtype=torch.float32) if log_f is None else log_f
-        log_f = log_f.repeat_interleave(heads // log_f.shape[1], dim=1)
+        if log_f.shape[1] != heads:
+            log_f = log_f.repeat_interleave(heads // log_f.shape[1], dim=1)
         bound = None if largest is None else bound_scale * largest
         options = dict(scale=scaling, log_pruning_tolerance=tolerance, logit_bound=bound)
         return triton_attention(q, k, v, log_f, visible, **options).transpose(1, 2), None

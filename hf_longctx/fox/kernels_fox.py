@@ -32,13 +32,10 @@ try:
     # again, in the middle of a generation for instance. Strides follow from T too, or from the width of a cache's
     # folded keys; `whole` tells what the compiler has to know.
     _STRIDES = (
-        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh "
-        "gb gh gt dyb dyh dyt ib w"
+        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
-    jit_any_length = triton.jit(
-        do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_groups", "n_parts", "n_tokens", "n_blocks", "G"]
-        + [f"s_{name}" for name in _STRIDES.split()]
-    )
+    _SIZES = "T Tq Tk n_chunks n_split n_groups n_parts n_tokens n_blocks G"
+    jit_any_length = triton.jit(do_not_specialize=_SIZES.split() + [f"s_{name}" for name in _STRIDES.split()])
     LOG2E = tl.constexpr(1.4426950408889634)
     # Stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight.
     GATE_FLOOR = tl.constexpr(-1e5)

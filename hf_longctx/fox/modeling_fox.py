@@ -37,7 +37,7 @@ from .backend_fox import AUTO, attend, check_implementation, choose_implementati
 from .call_fox import PLAIN_CALL, Call, Shard
 from .compat_fox import CACHE, accept_both_names, adapt
 from .configuration_fox import FoxConfig
-from .fused_fox import Shift, fused_norm
+from .fused_fox import can_fuse, fused_heads, fused_norm, shift_tokens
 from .inputs_fox import NO_QUANTIZED_CACHE, can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
@@ -67,16 +67,17 @@ class FoxRMSNorm(FoxHeadRMSNorm):
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def shift_norm_gate(norm: Any, x: torch.Tensor, shift: Shift | None = None, **gate: Any) -> torch.Tensor:
-    """Apply a norm to heads, with the token shift before it or the gate after it in the same pass.
+def are_ours(*modules: nn.Module | None) -> bool:
+    """Return whether modules are of this file and as they were made, so that their weights are all that matters.
 
-    A norm that someone else has changed is called by itself: kernels of the Hub and tensor parallelism replace its
-    `forward`, adapters the module.
+    Kernels of the Hub and tensor parallelism replace their `forward`, adapters the module. A compiler fuses by itself.
     """
-    ours = type(norm) in (FoxRMSNorm, FoxHeadRMSNorm) and "forward" not in vars(norm)
-    if ours and not any(getattr(norm, name) for name in HOOKS):
-        return fused_norm(x, norm.weight, norm.variance_epsilon, shift, **gate)
-    return fused_norm(norm(fused_norm(x, shift=shift)), **gate)
+    return not torch.compiler.is_compiling() and all(
+        type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)
+        and "forward" not in vars(module)
+        and not any(getattr(module, name) for name in HOOKS)
+        for module in modules
+    )
 
 
 def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.Tensor:
@@ -182,39 +183,56 @@ class FoxAttention(nn.Module):
         past = None if cache is None else CachedLayer(self, cache, x.device)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.k_shift_proj is None and self.v_shift_proj is None:
-            k = self.k_norm(k)
+            q, k = self.q_norm(q), self.k_norm(k)
         else:
-            k, v = self.shift_and_norm(x, k, v, call, past)  # (B, T, Hkv, D)
-        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), k, v))  # (B, H, T, D)
+            q, k, v = self.shift_and_norm(x, q, k, v, call, past)
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         log_f = None if self.f_proj is None else self.f_proj(x)  # (B, H or Hkv, T)
         o, weights = attend(self, q, k, v, log_f, call, past, **kwargs)  # (B, T, H, D) or wider
         return self.output(x, o), weights
 
-    def shift_and_norm(self, x, k, v, call: Call, past: CachedLayer | None):
+    def shift_and_norm(self, x, q, k, v, call: Call, past: CachedLayer | None):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14)."""
+        projections: Any = (self.k_shift_proj, self.v_shift_proj)
         if call.in_place and past is not None and past.can_trade_token(k):
             kv = torch.cat([k, v], dim=2)  # (B, 1, 2 Hkv, D), as the cache has it
-            projections = self.k_shift_proj, self.v_shift_proj
             shares = [torch.zeros_like(k[..., 0]) if proj is None else proj(x) for proj in projections]
             kv = torch.lerp(kv, past.trade_token(kv), torch.cat(shares, dim=2)[..., None].to(kv.dtype))
-            return self.k_norm(kv[:, :, : k.shape[2]]), kv[:, :, k.shape[2] :]
+            return self.q_norm(q), self.k_norm(kv[:, :, : k.shape[2]]), kv[:, :, k.shape[2] :]
+        norms: Any = (self.q_norm, self.k_norm)
         before = tokens_before(k, v, call, past)
-        k_shift, v_shift = (
-            None if proj is None else Shift(proj(x), token, call.predecessor, call.successor)
-            for proj, token in zip((self.k_shift_proj, self.v_shift_proj), before)
-        )
-        shifted = shift_norm_gate(self.k_norm, k, k_shift), fused_norm(v, shift=v_shift)
+        in_chains = before == (None, None) and (call.predecessor is None) == (call.successor is None)
+        if in_chains and are_ours(*norms, *projections):
+            weights = [module.weight for module in (*norms, *projections)]
+            if can_fuse(q, k, v, *weights):
+                share = F.linear(x, torch.cat(weights[2:])).float().sigmoid()  # (B, T, 2 Hkv)
+                eps = self.config.qk_norm_eps
+                new = fused_heads(q, k, v, *weights[:2], eps, share, call.predecessor, call.successor)
+                if past is not None:
+                    past.keep_tokens(k, v, before, call)
+                return new
+        shifted = [
+            y if proj is None else shift_tokens(y, proj(x), token, call.predecessor)
+            for y, proj, token in zip((k, v), projections, before)
+        ]
         if past is not None:
             past.keep_tokens(k, v, before, call)
-        return shifted
+        return self.q_norm(q), self.k_norm(shifted[0]), shifted[1]
 
     def output(self, x, o):
         """Norm, gate and project what attention returned, (B, T, H, D) or wider, to (B, T, hidden)."""
-        gate = None if self.g_proj is None else self.g_proj(x)
-        o = shift_norm_gate(self.o_norm, o[..., : self.head_dim], gate=gate, activation=self.config.output_gate)
-        return self.o_proj(o.flatten(2))
+        norm: Any = self.o_norm
+        o = o[..., : self.head_dim]
+        if self.g_proj is None:
+            return self.o_proj(norm(o).flatten(2))
+        gate, activation = self.g_proj(x), self.config.output_gate
+        if are_ours(norm):
+            o = fused_norm(o, norm.weight, norm.variance_epsilon, gate, activation).flatten(2)
+        else:
+            o = norm(o).flatten(2) * ACT2FN[activation](gate)
+        return self.o_proj(o)
 
 
 class FoxMLP(nn.Module):

@@ -130,15 +130,16 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
 
 
 def launch_fused_norm(kernel, x, shifted):
-    """Launches a norm of heads, (B, T, H, D): with the token shift of documents before it, or a gate after it."""
+    """Launches QK-norm with the token shift of documents before it, or a norm with a gate after it."""
     B, T, H, D = x.shape
-    neighbors = torch.empty(1, T, dtype=torch.int64)
-    shift = fused_fox.Shift(torch.empty(B, T, H), None, neighbors, neighbors) if shifted else None
-    arguments = x, torch.empty(H, D), None if shifted else x, shift, 1e-6, "silu"
+    weight, share, index = torch.empty(H, D), torch.empty(B, T, 2 * H), torch.empty(1, T, dtype=torch.int64)
+    shift = (None, x, x, weight, share, index, index) if shifted else (x, *(None,) * 6)
     if kernel == "fused_norm":
-        fused_fox.launch_fused_norm(*arguments, x.dtype)
+        fused_fox.launch_fused_norm(x, weight, *shift, 1e-6, "silu", x.dtype)
     else:
-        fused_fox.launch_fused_norm_backward(x, *arguments)
+        fused_fox.launch_fused_norm_backward(
+            (x, x, x) if shifted else (x, None, None), x, weight, *shift, 1e-6, "silu"
+        )
 
 
 def compile_launch(capability, kernel, tiles, *case):
