@@ -1,6 +1,6 @@
 """Draw the README's diagram of what a FoX forgets and what an HMT recalls.
 
-    python -m scripts.draw_overview [--output model_cards/overview.svg]
+python -m scripts.draw_overview [--output model_cards/overview.svg]
 """
 
 import argparse

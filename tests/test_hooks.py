@@ -63,6 +63,8 @@ HOOKS = [
         "def is_in_torch_dispatch_mode(",
         "kernels are operators",
     ),
+    ("_forward_hooks", "torch.nn:Module", "self._forward_hooks or self._forward_pre_hooks", "norms are called for hooks"),
+    ("_backward_hooks", "torch.nn:Module", "self._backward_hooks or self._backward_pre_hooks", "same"),
     ("is_legacy_batchedtensor", "torch._subclasses.meta_utils", "is_legacy_batchedtensor(", "same"),
     ("_attn_implementation_internal", "transformers:PreTrainedConfig", "self._attn_implementation_internal", "masks"),
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "no step in place inside of a dual level"),

@@ -24,15 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from transformers import AutoConfig
-
     from ..metrics import rope_report
 
     if args.output is not None:
         measuring.check_writable("--output", args.output)
-    with shared.loading(args.model):
-        config = AutoConfig.from_pretrained(args.model, **shared.source(args, file=True))
-    report = rope_report(config, context_length=args.context_length)
+    source = shared.source(args, file=True)
+    report = rope_report(args.model, context_length=args.context_length, model_kwargs=source)
     print(report.to_json(indent=1) if args.json else report)
     if args.output is not None:
         output = measuring.picture_path(args.output)

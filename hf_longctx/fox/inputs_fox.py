@@ -74,7 +74,7 @@ def read_call(
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
     check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs)
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
-    token_mask = sequences = predecessor = visible = None
+    token_mask = sequences = predecessor = successor = visible = None
     name = config._attn_implementation
     if isinstance(attention_mask, dict):
         (name, mask), (_, token_mask) = attention_mask.items()
@@ -104,6 +104,8 @@ def read_call(
         if sequences is not None:
             first = sequences == 0 if shard is None else shard.part(sequences == 0)
             predecessor = torch.where(first, -1, torch.arange(first.shape[1], device=device))
+        if visible is None and predecessor is not None:
+            successor = find_successors(predecessor, token_mask)
     flash = {}
     if sequences is not None and cu_seq_lens_q is None and is_flash_attention_requested(config):
         # FlashAttention would look for them in the position ids, in each layer again and only in a batch of one
@@ -118,7 +120,19 @@ def read_call(
     if position_ids is None:
         cached = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(length, device=device) + cached).unsqueeze(0)
-    return Call(mask, token_mask, position_ids, sequences, predecessor, visible, flash, shard, name, in_place)
+    return Call(
+        mask, token_mask, position_ids, sequences, predecessor, successor, visible, flash, shard, name, in_place
+    )
+
+
+def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return `Call.successor` of a `Call.predecessor` whose real tokens have one predecessor each, (1 or B, T)."""
+    length = predecessor.shape[1]
+    has_none = predecessor <= 0 if token_mask is None else (predecessor <= 0) | ~token_mask
+    index = torch.where(has_none, length, predecessor - 1)  # of the predecessor, or of a place that is cut off
+    tokens = torch.arange(length, device=predecessor.device).expand_as(predecessor)
+    successor = predecessor.new_full((predecessor.shape[0], length + 1), -1).scatter(1, index, tokens)
+    return successor[:, :-1].contiguous()
 
 
 def can_be_cached(call: Call) -> bool:

@@ -33,10 +33,22 @@ try:
     # heads of a group, and the assembler for Hopper then makes each of its products wait for the one before. Strides
     # follow from T too, or from the width of a cache's folded keys; `whole` tells what the compiler has to know.
     _STRIDES = (
-        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh"
+        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh "
+        "gb gh gt dyb dyh dyt ib w"
     )
     jit_any_length = triton.jit(
-        do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_parts", "n_halvings", "G"]
+        do_not_specialize=[
+            "T",
+            "Tq",
+            "Tk",
+            "n_chunks",
+            "n_split",
+            "n_parts",
+            "n_halvings",
+            "n_tokens",
+            "n_blocks",
+            "G",
+        ]
         + [f"s_{name}" for name in _STRIDES.split()]
     )
     LOG2E = tl.constexpr(1.4426950408889634)

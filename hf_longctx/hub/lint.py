@@ -9,9 +9,11 @@ import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import yaml
-from huggingface_hub import get_token, parse_eval_result_entries
+from huggingface_hub import EvalResult, ModelCardData, get_token, parse_eval_result_entries
+from huggingface_hub.dataclasses import type_validator
 
 from .bundle import EVALUATIONS, NOTES, Bundle
 from .card import CARD, UPSTREAM, model_index, read_card, read_settings, read_yaml
@@ -25,6 +27,7 @@ TASKS = [
     "table-question-answering", "text-classification", "text-generation", "text-ranking", "text2text-generation",
     "token-classification", "translation", "zero-shot-classification",
 ]  # fmt: skip
+LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z0-9]{2,8})*|multilingual|code")
 # Files without text, and vocabularies and code, which may hold any path.
 BINARY = (".png", ".model")
 ANY_PATH = re.compile(r"(.*/)?((tokeniz|vocab|added_tokens|special_tokens_map|chat_template|merges)[^/]*|[^/]*\.py)")
@@ -123,6 +126,7 @@ def missing_fields(bundle: Bundle) -> list[str]:
 def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
     """Yield what is false in a card: licence, task, base model, model-index, links, and Python that does not parse."""
     data = read_card(text).data
+    yield from schema_errors(data)
     names = data.get("license") or []
     for name in names if isinstance(names, list) else [names]:
         if name not in LICENSES:
@@ -147,6 +151,23 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
             ast.parse(block)
         except SyntaxError as error:
             yield f"its Python does not parse: {error.msg} in {(error.text or '').strip()!r}"
+
+
+def schema_errors(data: Any) -> Iterator[str]:
+    """Yield what in the head of a card has another type than the Hub documents, by the annotations of its client."""
+    results = [("model-index", EvalResult, entry) for entry in data.eval_results or ()]
+    for place, kind, values in [("its head", ModelCardData.__init__, data), *results]:
+        for name, hint in get_type_hints(kind).items():
+            try:
+                if name not in ("license", "eval_results", "ignore_metadata_errors"):
+                    type_validator(name, getattr(values, name, None), hint)
+            except TypeError:
+                shown = str(hint).removeprefix("<class '").removesuffix("'>")
+                yield f"`{name}` in {place} is {getattr(values, name)!r}; the Hub reads {shown}"
+    languages = [data.language] if isinstance(data.language, str) else data.language or ()
+    for language in languages:
+        if isinstance(language, str) and not LANGUAGE.fullmatch(language):
+            yield f"language {language!r} must be an ISO 639 code such as en, or multilingual or code"
 
 
 def loading_calls(text: str) -> Iterator[tuple[ast.Call, str]]:

@@ -6,12 +6,10 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import numpy as np
-
-
-KINDS = {bool: "True or False", str | None: "a text, or None"}
 
 
 def whole_number(name: str, value, least: float = -math.inf) -> int:
@@ -39,26 +37,19 @@ def numbers(name: str, values) -> list:
     return listed
 
 
-def check_kind(kind: Any, **values) -> None:
-    """Raise ValueError if a value is not of this kind, which is one of `KINDS`."""
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be {KINDS[kind]}, got {value!r}.")
+def public_name(name: str) -> str:
+    """Return a name that means the same on every machine: of a path, its last component.
 
-
-def tokenizer_name(tokenizer, or_name: bool = False) -> str:
-    """Return the name of a tokenizer, as settings have it; with `or_name`, a text is taken for the name itself.
-
-    Raises:
-        ValueError: this is not a tokenizer: it neither encodes, nor decodes, nor has a vocabulary.
+    >>> public_name("/home/ann/my-model"), public_name("../books/emma.txt"), public_name("gpt2")
+    ('my-model', 'emma.txt', 'gpt2')
     """
-    if or_name and isinstance(tokenizer, str):
-        return tokenizer
-    if not (callable(tokenizer) or hasattr(tokenizer, "decode") or hasattr(tokenizer, "get_vocab")):
-        raise ValueError(
-            f"tokenizer must be the tokenizer of the model, such as AutoTokenizer.from_pretrained(NAME), got {tokenizer!r}."
-        )
-    return getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
+    windows = PureWindowsPath(name)
+    if windows.drive:
+        return windows.name
+    path = Path(name).expanduser() if name.startswith("~") else Path(name)
+    if path.exists() or path.is_absolute() or name.startswith(("~", "./", "../")):
+        return path.resolve().name or name
+    return name
 
 
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ import hashlib
 import inspect
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
@@ -161,8 +162,8 @@ def prepare(
     Args:
         name: of the module. It is appended to the journal's, as `evaluate.combine` passes one path to all its modules.
         model: a causal language model, or its name or folder.
-        corpus: a text, a list of texts (joined by blank lines), token ids, or None.
-        tokenizer: for a text; by default, that of the model's name.
+        corpus: a text or the path of one, a list of texts (joined by blank lines), token ids, or None.
+        tokenizer: for a text, or its name; by default, that of the model's name.
         options: of the function that measures, the fields of `Run`, and model_kwargs: keywords of `from_pretrained`
             for a model given by its name. The tokenizer gets those in SOURCE too.
 
@@ -189,15 +190,32 @@ def prepare(
         model = load_language_model(model, **{"dtype": "auto", **model_kwargs})
     if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
         corpus = "\n\n".join(corpus)
-    if isinstance(corpus, str):
-        if tokenizer is None and not model_name:
+    if tokenizer is None and isinstance(corpus, str | os.PathLike):
+        if not model_name:
             raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
-        tokenizer = AutoTokenizer.from_pretrained(model_name, **source) if tokenizer is None else tokenizer
-        encoding = tokenizer(corpus, add_special_tokens=False, verbose=False)  # ty: ignore[not-callable] - never None
-        corpus = encoding["input_ids"]
+        tokenizer = AutoTokenizer.from_pretrained(model_name, **source)
+    elif isinstance(tokenizer, str):
+        of_model = source if tokenizer == model_name else {}
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, **of_model)
+    if isinstance(corpus, str | os.PathLike):
+        if not callable(tokenizer):
+            raise ValueError(f"tokenizer must be a tokenizer or its name, got {tokenizer!r}.")
+        corpus = tokenizer(read_text(corpus), add_special_tokens=False, verbose=False)["input_ids"]
     if run.get("journal") is not None:
         run["journal"] = f"{os.fspath(run['journal'])}.{name}"
     return model, corpus, keywords | {"tokenizer": tokenizer, "run": Run(**run)}
+
+
+def read_text(corpus: str | os.PathLike) -> str:
+    """Return a text, or that of the file whose path it is."""
+    from ..corpus import load_text
+
+    looks_like_path = isinstance(corpus, os.PathLike) or (len(corpus) < 1000 and re.fullmatch(r"\S*\.\w{1,5}", corpus))
+    if os.path.isfile(corpus):
+        return load_text(os.fspath(corpus))
+    if looks_like_path:
+        raise ValueError(f"corpus must be a text or the path of one, got {os.fspath(corpus)!r}, which is not a file.")
+    return str(corpus)
 
 
 # The forgetting curve -----------------------------------------------------------------------------------------------
@@ -339,12 +357,8 @@ def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **opt
     from .rope.measure import rope_report
 
     source = source_of(model, model_kwargs or {})
-    if isinstance(model, str):
-        from transformers import AutoConfig
-
-        model = AutoConfig.from_pretrained(model, **source)
     try:
-        return rope_report(model, **options).to_dict()
+        return rope_report(model, model_kwargs=source, **options).to_dict()
     except NoRopeError as error:
         return {"verdict": "no RoPE", "holds": None, "groups": [], "notes": [str(error)]}
 

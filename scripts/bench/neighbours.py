@@ -10,13 +10,13 @@ the floor would save; "of layer" is the eager neighbour's share of the eager lay
 kernels). Contenders take turns; figures are medians of rounds, ratios medians of the ratio within a round.
 """
 
-import copy
 import statistics
 
 import torch
 
 from hf_longctx.fox import FoxConfig, FoxModel
-from hf_longctx.fox.call_fox import PLAIN_CALL
+from hf_longctx.fox.fused_fox import Shift, fused_norm
+from hf_longctx.fox.modeling_fox import shift_norm_gate
 from scripts.bench import common
 
 
@@ -56,24 +56,21 @@ def neighbours(layer, args):
     def draw_heads():
         return draw().detach().unflatten(2, (-1, args.head_dim)).requires_grad_()
 
-    local = copy.deepcopy(layer)
-    local.k_shift_proj = local.v_shift_proj = torch.nn.Sigmoid()
-
     def norm(q, k):
         return layer.q_norm(q), layer.k_norm(k)
 
     def shift(weights, k, v):
-        return local.token_shift(weights, k, v, PLAIN_CALL, None)
+        return tuple(fused_norm(x, shift=Shift(weights)) for x in (k, v))
 
     def shift_and_norm(weights, q, k, v):
-        k, v = shift(weights, k, v)
-        return *norm(q, k), v
+        k = shift_norm_gate(layer.k_norm, k, Shift(weights))
+        return layer.q_norm(q), k, fused_norm(v, shift=Shift(weights))
 
     def norm_and_gate(o, gate):
-        return (layer.o_norm(o).flatten(2) * layer.g_act(gate),)
+        return (shift_norm_gate(layer.o_norm, o, gate=gate, activation=layer.config.output_gate),)
 
     x, gate, q, k, v, o = draw(), draw(), *(draw_heads() for _ in range(4))
-    weights = q.detach()[..., 0].clone().requires_grad_()  # one per token and head
+    weights = q.detach()[..., 0].float().sigmoid().requires_grad_()  # one per token and head
     return {
         "QK-norm": (norm, (q, k)),
         "token shift": (shift, (weights, k, v)),

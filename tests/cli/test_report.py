@@ -27,9 +27,11 @@ def test_options_reach_the_report(folder, tmp_path, monkeypatch, capsys):
     assert f"wrote {output}/report.html and {output}/model_card.md" in out and f"text: {text}" in err
     arguments = json.loads((output / "arguments.json").read_text())
     assert {"context_length": 20, "train_length": 16, "repeats": 2, "seed": 3}.items() <= arguments.items()
-    assert (arguments["model"], arguments["text"]) == (str(folder), str(text))
+    assert (arguments["model"], arguments["text"]) == (folder.name, text.name)
     settings = json.loads((output / "loss.json").read_text())["settings"]
-    assert (settings["corpus"], settings["train_length"]) == (str(text), 16)
+    assert (settings["corpus"], settings["train_length"]) == (text.name, 16)
+    for file in output.glob("*"):  # none holds a path of this machine
+        assert not any(str(path).encode() in file.read_bytes() for path in (folder, text)), file
 
 
 def test_nothing_to_measure(tmp_path, capsys):

@@ -55,6 +55,7 @@ for name in [name for name in sys.modules if name.split(".")[0] == "triton" and 
     del sys.modules[name]  # was imported to interpret
 from scripts.bench.gpu.compile import report
 cases = ("dkdv", 64, True), ("forward", 32, True), ("forward", 64, False)
+cases += ("fused_norm", 64, False), ("fused_norm_backward", 64, False), ("fused_norm_backward", 64, True)
 print(json.dumps([report(90, kernel, "bf16", head_dim, bounded) for kernel, head_dim, bounded in cases]))
 """
 
@@ -64,7 +65,9 @@ def test_common_sizes(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = run(["python", "-c", REPORTS], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    check(json.loads(done.stdout), 90, "bf16")
+    rows = json.loads(done.stdout)
+    check(rows, 90, "bf16")
+    assert not any(row["spill_bytes"] for row in rows if row["kernel"].startswith("fused"))
 
 
 @exhaustive

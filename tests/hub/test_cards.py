@@ -405,6 +405,25 @@ MISTAKES = [
     refused("an unknown licence", replacing("license: apache-2.0", "license: apache2"), "not know license 'apache2'"),
     refused("an unknown task", replacing("pipeline_tag: text-generation", "pipeline_tag: text-gen"), "is not a task"),
     refused("a licence of one's own", replacing("license: apache-2.0", "license: other"), "license_name does not say"),
+    *[
+        refused(f"{line} in the head", replacing("license: apache-2.0", f"license: apache-2.0\n{line}"), message)
+        for line, message in (
+            ("datasets: [null]", r"`datasets` in its head is \[None\]; the Hub reads str"),
+            ("datasets: {a: b}", "`datasets` in its head is {'a': 'b'}"),
+            ("language: english", "language 'english' must be an ISO 639 code"),
+            ("language: [en, german]", "language 'german' must be"),
+            ("language: no", "`language` in its head is False"),  # Norwegian, in YAML
+            ("metrics: accuracy", "`metrics` in its head is 'accuracy'"),
+            ("base_model: 3", "`base_model` in its head is 3"),
+        )
+    ],
+    *[
+        refused(f"{part} of a result", replacing("    dataset:\n", f"    dataset:\n      {part}: 3\n"), message)
+        for part, message in (
+            ("config", "`dataset_config` in model-index is 3"),
+            ("split", "`dataset_split` in model-index"),
+        )
+    ],
     refused("a damaged head", replacing("license: apache-2.0", "license: ["), "head of README.md cannot be read"),
     refused("a model-index without values", replacing("value: 64", "worth: 64"), "head of README.md cannot be read"),
     refused("a link to nothing", adding("\n[log](log.txt)"), "links to log.txt"),

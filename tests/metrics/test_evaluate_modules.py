@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -35,6 +34,7 @@ from hf_longctx.metrics import (
     rope_report,
 )
 from hf_longctx.metrics.evaluate_modules import NAMES, average_log_probs, check_bases, score_predictions
+from hf_longctx.metrics.rope import reading
 from hf_longctx.training.tokenizer import train_tokenizer
 
 
@@ -175,7 +175,15 @@ def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, token
     tokenizer.save_pretrained(tmp_path)
     by_name = curve_module.compute(corpus=TEXT, **options | {"model": str(tmp_path)})
     assert by_name["points"] == result["points"]
-    assert by_name["settings"]["model"] == by_name["settings"]["tokenizer"] == str(tmp_path)
+    assert by_name["settings"]["model"] == by_name["settings"]["tokenizer"] == tmp_path.name
+    named = curve_module.compute(corpus=TEXT, **options | {"tokenizer": str(tmp_path)})
+    (tmp_path / "book.txt").write_text(TEXT)
+    for corpus in (tmp_path / "book.txt", str(tmp_path / "book.txt")):
+        assert curve_module.compute(corpus=corpus, tokenizer=tokenizer, **options)["points"] == named["points"]
+    with pytest.raises(ValueError, match=r"corpus must be a text or the path of one, got 'no/book\.txt'"):
+        curve_module.compute(corpus="no/book.txt", tokenizer=tokenizer, **options)
+    with pytest.raises(ValueError, match="tokenizer must be a tokenizer or its name, got 3"):
+        curve_module.compute(corpus=TEXT, tokenizer=3, **options)
 
 
 def test_special_tokens_are_those_of_the_tokenizer(curve_module, loss_module, model, tokenizer):
@@ -290,13 +298,17 @@ def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     calls = defaultdict(list)
-    for loader in (AutoModelForCausalLM, AutoTokenizer, AutoConfig):
+    for loader in (AutoModelForCausalLM, AutoTokenizer):
 
         def spy(name, load=loader.from_pretrained, kind=loader.__name__, **options):
             calls[kind].append(options)
             return load(name, **options)
 
         monkeypatch.setattr(loader, "from_pretrained", spy)
+    load_files = reading.read_files
+    monkeypatch.setattr(
+        reading, "read_files", lambda name, **options: calls["config"].append(options) or load_files(name)
+    )
     source = {"revision": "main", "trust_remote_code": False}
     options = dict(model=str(tmp_path), model_kwargs={**source, "dtype": "float64"})
     loss = loss_module.compute(**options, corpus=TEXT, context_length=16)
@@ -305,7 +317,7 @@ def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
     rope_module.compute(**options, minimum_base=False)
     assert calls["AutoModelForCausalLM"] == [{**source, "dtype": "float64"}] * 2
     assert calls["AutoTokenizer"] == [source] * 2
-    assert calls["AutoConfig"][-1] == source
+    assert calls["config"] == [{"revision": "main"}]
     with pytest.raises(ValueError, match="model_kwargs are for a model given by its name"):
         loss_module.compute(model=model, corpus=[3] * 20, model_kwargs={"revision": "v1"})
     with pytest.raises(ValueError, match="this one is a LlamaConfig"):

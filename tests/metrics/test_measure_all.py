@@ -73,7 +73,7 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tm
         settings = report.results[name].settings
         assert (settings["corpus"], settings["train_length"]) == ("Python: a text", 512)
     assert report.results["curve"].points[-1].length == (600 - 3) // 2
-    assert report.results["loss"].context_length == 600 == report.results["rope"].claimed_context
+    assert (report.results["loss"].context_length, report.results["rope"].claimed_context) == (600, 640)
     needed = needle_pieces(Subject(llama, tokenizer).encode, 0, wording("easy")).tokens  # a haystack without hay
     assert min(report.results["needle"].lengths) > needed and max(report.results["needle"].lengths) <= 600
 
@@ -149,7 +149,7 @@ def test_a_run_that_failed_at_once_blocks_nothing(llama, tokenizer, tokens, tmp_
     (tmp_path / "unfinished" / "loss.jsonl").write_text("its first line\n")
     report = measure_all(llama, tokenizer, tokens[:60], tmp_path, context_length=20)
     assert "loss" in report.results and not (tmp_path / "unfinished" / "loss.jsonl").exists()
-    assert read(tmp_path / "arguments.json")["model"] == llama.config._name_or_path
+    assert read(tmp_path / "arguments.json")["model"] == "llama"
 
 
 def test_a_failure_before_anything_was_measured_leaves_no_result():

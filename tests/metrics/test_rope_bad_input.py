@@ -79,7 +79,17 @@ CONFIGS = [
     refused(
         "a window of one token", report(llama(sliding_window=1)), "sliding_window is 1; it must be 2 tokens or more"
     ),
-    refused("the name of a model", lambda: rope_report("someone/model"), "got a str; it needs a .*AutoConfig"),
+    refused("a tokenizer", report(None), "got a NoneType; it needs a PreTrainedModel, .*or the name of a model"),
+    refused("a size in words", report({"model_type": "llama", "hidden_size": "x"}), "a value of a wrong type or size"),
+    refused("scaling in words", report({"rope_scaling": "yarn", "rope_theta": 1e4}), "rope_parameters must be a JSON"),
+    refused("layers beyond memory", report({"model_type": "llama", "num_hidden_layers": 10**9}), "at most 100000"),
+    refused(
+        "an unknown setting", scaled("linear", factor=2.0, zeta=1.0), "rope_parameters has zeta, which linear RoPE"
+    ),
+    refused("NTK alpha in a Llama", scaled("dynamic", factor=1.0, alpha=8.0), "rope_parameters has alpha"),
+    refused(
+        "an unknown type without RoPE", report({"model_type": "new", **SIZES}), "does not know the model type 'new'"
+    ),
     harmless("a window of 0, which is none", lambda: (numbers(llama(sliding_window=0)), numbers(llama()))),
     harmless("unknown names of layers", lambda: (numbers(llama(layer_types=["dense"] * 2)), numbers(llama()))),
     harmless(

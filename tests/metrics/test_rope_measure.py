@@ -211,7 +211,8 @@ def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
 @pytest.mark.parametrize(
     "config, reason",
     [
-        (tf.GPT2Config(), "neither rope_parameters nor rope_theta"),
+        (tf.ViTConfig(), "neither rope_parameters nor rope_theta"),
+        (tf.GPT2Config(), "the attention of gpt2 rotates nothing"),
         (tf.FalconConfig(alibi=True), "alibi is True"),
         (tf.GraniteMoeHybridConfig(position_embedding_type=None), "position_embedding_type is None"),
         (tf.SmolLM3Config(**TINY, no_rope_layers=[0, 0]), "none of its layers"),
@@ -343,6 +344,7 @@ def test_multimodal_positions_are_named():
         ({"rope_type": "linear", "factor": 4.0}, {}, 16384, "4 times max_position_embeddings, by linear scaling"),
         ({"rope_type": "dynamic", "factor": 2.0}, {}, 8192, "2 times max_position_embeddings, by dynamic scaling"),
         ({"rope_type": "linear", "factor": 8.0}, {"max_sequence_length": 30000}, 30000, "max_sequence_length"),
+        ({"rope_type": "linear", "factor": 1.5}, {}, 4096, "max_position_embeddings"),
         *(
             ({"rope_type": t, "factor": 8.0, "original_max_position_embeddings": 4096}, {}, 32768, f"factor of {t}")
             for t in ("yarn", "linear")
@@ -352,7 +354,7 @@ def test_multimodal_positions_are_named():
             *({}, 4096, "max_position_embeddings"),
         ),
         ({"rope_type": "dynamic", "factor": 1.0}, {}, 4096, "max_position_embeddings"),
-        ({"rope_type": "linear", "factor": 2.0}, {}, 4096, "max_position_embeddings"),
+        ({"rope_type": "linear", "factor": 2.0}, {}, 8192, "2 times max_position_embeddings, by linear scaling"),
     ],
 )
 def test_scaling_is_judged_at_the_scaled_length(scaling, settings, claimed, by):
@@ -366,8 +368,9 @@ def test_scaling_is_judged_at_the_scaled_length(scaling, settings, claimed, by):
         assert report.notes[0] == "max_position_embeddings is 4096; yarn claims 8 times 4096 tokens"
         given = rope_report(config, context_length=100, minimum_base=False)
         assert (given.claimed_context, given.claimed_by) == (100, "given")
-    ambiguous = scaling == {"rope_type": "linear", "factor": 2.0}
-    assert any("where it is that before scaling, check 8192 tokens" in note for note in report.notes) == ambiguous
+    for factor, check in ((1.5, "before scaling, check 6144 tokens"), (2.0, "after scaling, check 4096 tokens")):
+        ambiguous = scaling == {"rope_type": "linear", "factor": factor}
+        assert any(f"where it is that {check}" in note for note in report.notes) == ambiguous
 
 
 def test_linear_scaling_that_is_in_the_length_already():

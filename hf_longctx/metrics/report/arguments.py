@@ -41,8 +41,3 @@ def write_arguments(folder: Path, arguments: dict[str, Any]) -> None:
             journal.unlink()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "arguments.json").write_text(json.dumps(arguments, indent=1) + "\n", encoding="utf-8")
-
-
-def resolved(name: str | None) -> str | None:
-    """Return a file or folder by its whole path, any other name unchanged."""
-    return str(Path(name).resolve()) if name is not None and Path(name).exists() else name

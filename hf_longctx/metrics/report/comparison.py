@@ -189,8 +189,6 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
     Raises:
         ValueError: curves are missing, or one is without a point.
     """
-    if not isinstance(curves, Mapping):
-        raise ValueError(f"curves must be a dictionary of names of models and curves, got a {type(curves).__name__}.")
     check_measured(curves)
     rows = []
     for name, curve in curves.items():

@@ -25,7 +25,7 @@ from ..run.journal import content_hash
 from ..run.runner import Run
 from ..run.runner import run as run_task
 from ..task import Subject, Task
-from .arguments import check_unchanged, resolved, write_arguments
+from .arguments import check_unchanged, write_arguments
 from .card import card_snippet, eval_results
 from .page import write_report
 
@@ -43,15 +43,13 @@ class Report(NamedTuple):
     missing: dict[str, str]  # the reason why a metric was not measured, or not to its end, by its title
 
 
-def metrics(
-    subject: Subject, config: Any, context_length: int | None, **options: Any
-) -> dict[str, tuple[str, Callable[[Run], Result]]]:
+def metrics(subject: Subject, config: Any, **options: Any) -> dict[str, tuple[str, Callable[[Run], Result]]]:
     """Return title and measuring function of all tasks and of the RoPE bound, in the order of the page."""
 
     def check_rope(run: Run) -> RopeReport:
         if config is None:
             raise ValueError("the configuration of a served model is not known: give config=...")
-        return rope_report(config, context_length=context_length)
+        return rope_report(config)  # at the claimed context, however short the measured one is
 
     measured = {
         name: (task.result.title, partial(run_task, task.in_report(**options), subject))
@@ -109,9 +107,9 @@ def measure_all(
     if config is None:
         config = getattr(getattr(subject.reader, "model", None), "config", None)
     arguments = model_settings | {"context_length": context_length, "train_length": train_length}
-    arguments |= {"repeats": repeats, "seed": seed, "model": resolved(str(model_settings["model"]))}
-    arguments |= {"text": resolved(corpus_name), "corpus_sha256": content_hash(subject.text)}
-    chosen = metrics(subject, config, context_length, repeats=repeats, seed=seed)
+    arguments |= {"repeats": repeats, "seed": seed}
+    arguments |= {"text": subject.labels.get("corpus"), "corpus_sha256": content_hash(subject.text)}
+    chosen = metrics(subject, config, repeats=repeats, seed=seed)
     measured_before = open_folder(folder, arguments | subject.reader.identity(), chosen.keys())
     missing = {}
     for name, (metric_title, measure) in chosen.items():
@@ -129,9 +127,7 @@ def measure_all(
         return None
     if not any((folder / "unfinished").iterdir()):  # else something is left to go on with
         (folder / "unfinished").rmdir()
-    model_name = str(model_settings["model"])
-    title = Path(model_name).resolve().name if Path(model_name).is_dir() else model_name
-    return write_pages(folder, title, missing, chosen.keys())
+    return write_pages(folder, str(model_settings["model"]), missing, chosen.keys())
 
 
 def open_folder(folder: Path, arguments: dict[str, Any], names: Collection[str]) -> set[str]:

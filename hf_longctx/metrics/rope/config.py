@@ -6,30 +6,52 @@ has the frequencies that its scaling type gives (by transformers' own functions)
 
 from __future__ import annotations
 
-import copy
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .bounds import rope_inv_freq
+from .claim import default_note
+from .model_types import NO_ROPE, NTK_ALPHA, ROPE_ON_SLIDING_LAYERS_ONLY
+from .reading import SPELLINGS, Source
 
 
-# What modeling code fixes and no config says.
+# What modeling code fixes and no config says; see also `model_types`.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
-ROPE_ON_SLIDING_LAYERS_ONLY = (
-    *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone4_5", "exaone_moe", "flint", "kolibri1"),
-)
-# What partial_rotary_factor is called in code on the Hub.
-PARTIAL_IN_REMOTE_CODE = ("rotary_pct", "rope_pct", "rotary_emb_fraction")
-SHORTEST_TRAINING = 2048  # tokens; see `claimed_context`
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
-# What config.json calls a setting beside its name in transformers.
-SPELLINGS = {
-    "rope_theta": ("rotary_emb_base", "rope_base", "rotary_base"),
-    "max_position_embeddings": ("n_positions", "n_ctx", "seq_length", "max_seq_len", "max_sequence_length"),
-}
 # Settings with which a model has no RoPE unless they have one of these values.
 ROPE_UNLESS = {"alibi": (False, None), "use_mem_rope": (True,), "position_embedding_type": ("rope", "rotary")}
+# What each rope type reads, and what changes no frequency.
+READS = {
+    "default": "",
+    "linear": "factor",
+    "dynamic": "factor alpha",
+    "yarn": "factor original_max_position_embeddings beta_fast beta_slow truncate",
+    "longrope": "factor original_max_position_embeddings short_factor long_factor",
+    "llama3": "factor original_max_position_embeddings low_freq_factor high_freq_factor",
+    "proportional": "factor",
+}
+CHANGES_NO_FREQUENCY = frozenset(
+    [
+        "type",
+        "rope_type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "attention_factor",
+        "attn_factor",
+        "mscale",
+        "mscale_all_dim",
+        "short_mscale",
+        "long_mscale",
+        "llama_4_scaling_beta",
+        "finetuned",
+        "original_max_position_embeddings",
+        "max_position_embeddings",
+        "mrope_section",
+        "mrope_interleaved",
+        "interleaved",
+    ]
+)
 
 
 class NoRopeError(ValueError):
@@ -56,111 +78,47 @@ class Rope(NamedTuple):
     head_dim: int
 
 
-def with_rope_parameters(config: Any) -> Any:
-    """Return a copy of the text decoder's config, with its RoPE in `rope_parameters` whatever it was spelled as.
+def with_rope_parameters(source: Source) -> Any:
+    """Return the config of a source, with its RoPE in `rope_parameters` whatever it was spelled as.
 
     Raises:
         NoRopeError: there is none.
-        ValueError: this is not a config of transformers.
     """
-    from transformers import PreTrainedConfig
-
-    if not isinstance(config, PreTrainedConfig):
-        raise ValueError(
-            f"rope_report got a {type(config).__name__}; it needs a PreTrainedModel or a PreTrainedConfig, such as "
-            "AutoConfig.from_pretrained(NAME)."
-        )
-    copied: Any = copy.deepcopy(config.get_text_config(decoder=True))
-    for name in PARTIAL_IN_REMOTE_CODE:
-        if getattr(copied, "partial_rotary_factor", None) is None and getattr(copied, name, None) is not None:
-            copied.partial_rotary_factor = getattr(copied, name)
-    if copied.model_type in BASE_IN_CODE:
-        copied.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[copied.model_type]}
-    parameters = getattr(copied, "rope_parameters", None) or getattr(copied, "rope_scaling", None)
-    if not parameters and getattr(copied, "rope_theta", None) is None:
-        raise NoRopeError(copied, "neither rope_parameters nor rope_theta is set")
+    config = source.config
+    if config.model_type in NO_ROPE:
+        raise NoRopeError(config, f"the attention of {config.model_type} rotates nothing")
+    for name in SPELLINGS["partial_rotary_factor"]:
+        if getattr(config, "partial_rotary_factor", None) is None and getattr(config, name, None) is not None:
+            config.partial_rotary_factor = getattr(config, name)
+    if config.model_type in BASE_IN_CODE:
+        config.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[config.model_type]}
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    if not parameters and getattr(config, "rope_theta", None) is None:
+        unknown = "" if source.known else f", and transformers does not know the model type {config.model_type!r}"
+        raise NoRopeError(config, f"neither rope_parameters nor rope_theta is set{unknown}")
     for name, values in ROPE_UNLESS.items():
-        if getattr(copied, name, values[0]) not in values:
-            raise NoRopeError(copied, f"{name} is {getattr(copied, name)!r}")
-    copied.rope_parameters = parameters or {}
+        if getattr(config, name, values[0]) not in values:
+            raise NoRopeError(config, f"{name} is {getattr(config, name)!r}")
+    config.rope_parameters = parameters or {}
+    if not isinstance(config.rope_parameters, dict):
+        raise ValueError(f"rope_parameters must be a JSON object, got {parameters!r}.")
     try:
-        copied.standardize_rope_params()
+        config.standardize_rope_params()
     except KeyError as error:  # transformers before 5.23 looks each layer type up
         raise ValueError(
-            f"rope_parameters has no entry for layer type {error}; it has {', '.join(copied.rope_parameters)}."
+            f"rope_parameters has no entry for layer type {error}; it has {', '.join(config.rope_parameters)}."
         ) from error
-    return copied
+    return config
 
 
-def claimed_context(config: Any, file: dict[str, Any] | None, notes: list[str]) -> tuple[int, str]:
-    """Return the tokens of context that a config claims, and which setting claims them; adds to `notes`.
-
-    Scaling claims its factor times the length before it. Configs name that length, or else max_position_embeddings is
-    either of the two: of dynamic scaling the one before it, as transformers computes; of linear scaling the one before
-    it where the other reading would be a training on fewer than 2048 tokens, which no model with RoPE has had.
-
-    Args:
-        file: the content of config.json; None if it is not known.
-    """
-    claimed = required_int(config, "max_position_embeddings")
-    name = getattr(config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
-    if claimed == getattr(type(config), name, None):
-        notes += default_note(config, file, "max_position_embeddings", f"{name} = {claimed}")
-    nested = [value for value in config.rope_parameters.values() if isinstance(value, dict)]
-    for parameters in nested or [config.rope_parameters]:
-        scaling, factor = parameters.get("rope_type"), parameters.get("factor")
-        original = parameters.get("original_max_position_embeddings")
-        if scaling in ("yarn", "linear", "dynamic") and factor and original and factor * original > claimed:
-            notes.append(f"max_position_embeddings is {claimed}; {scaling} claims {factor:g} times {original} tokens")
-            return int(factor * original), f"factor of {scaling}"
-    scaling, factor = config.rope_parameters.get("rope_type"), config.rope_parameters.get("factor") or 1
-    if scaling in ("linear", "dynamic") and original is None and factor > 1:
-        longer = getattr(config, "max_sequence_length", None)  # in the files of Vicuna and LongChat
-        if longer is not None and longer > claimed:
-            return longer, "max_sequence_length"
-        if scaling == "dynamic" or claimed < SHORTEST_TRAINING * factor:
-            return int(factor * claimed), f"{factor:g} times max_position_embeddings, by {scaling} scaling"
-        notes.append(
-            f"max_position_embeddings = {claimed} is taken to be the length with linear scaling by {factor:g}; where it is "
-            f"that before scaling, check {int(factor * claimed)} tokens"
-        )
-    return claimed, "max_position_embeddings"
-
-
-def config_file(config: Any) -> dict[str, Any] | None:
-    """Return what config.json says, by the name of a config; None if it is not on this machine."""
-    if not config.name_or_path:
-        return None
-    try:
-        return type(config).get_config_dict(config.name_or_path, local_files_only=True)[0]
-    except (OSError, ValueError):
-        return None
-
-
-def assumptions(config: Any, file: dict[str, Any] | None, kind: str, base: float) -> list[str]:
+def assumptions(source: Source, kind: str, base: float) -> list[str]:
     """Return notes on what the config does not say and is assumed of layers of this kind."""
-    notes = []
-    if base == getattr(config, "default_theta", None) and config.model_type not in BASE_IN_CODE:
-        notes += default_note(config, file, "rope_theta", f"base = {base:g}")
+    config, notes = source.config, []
+    if base == getattr(type(config), "default_theta", None) and config.model_type not in BASE_IN_CODE:
+        notes += default_note(source, "rope_theta", f"base = {base:g}") if source.known else []
     if "mrope_section" in parameters_of(config, kind):
         notes.append("multimodal RoPE (mrope) is judged on text, where all its sections count the same positions")
     return notes
-
-
-def default_note(config: Any, file: dict[str, Any] | None, name: str, setting: str) -> list[str]:
-    """Return a note on a setting that is the default of the class; none if config.json names it too."""
-    default = f"{setting} is the default of {type(config).__name__}"
-    if file is None:
-        return [f"{default}, and stands also where config.json names none"]
-    return [] if names(file, name) else [f"{default}; config.json names none"]
-
-
-def names(file: dict[str, Any], name: str) -> bool:
-    """Return whether a setting of the text decoder stands in a file, where parts are nested."""
-    if not {name, *SPELLINGS.get(name, ())}.isdisjoint(file):
-        return True
-    parts = [part for key, part in file.items() if isinstance(part, dict) and not key.startswith(("vision", "audio"))]
-    return any(names(part, name) for part in parts)
 
 
 def parameters_of(config: Any, kind: str) -> dict[str, Any]:
@@ -181,7 +139,7 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
 
     groups: dict[tuple[str, float], list[int]] = {}
     for i, kind in enumerate(kinds):
-        if kind in NOT_ATTENTION:
+        if kind in NOT_ATTENTION or i in (getattr(config, "cross_attention_layers", None) or ()):
             continue
         if nested and kind not in config.rope_parameters:
             raise ValueError(f"rope_parameters has no entry for layer type {kind!r}; it has {', '.join(nested)}.")
@@ -225,7 +183,6 @@ def rope_of_layers(config: Any, kind: str, base: float, layers: list[int], claim
 
     Raises:
         ValueError: the parameters are incomplete, or give what is not a frequency.
-        NotImplementedError: the rope type is unknown.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -235,9 +192,12 @@ def rope_of_layers(config: Any, kind: str, base: float, layers: list[int], claim
     if getattr(layer, "head_dim", None) is None:
         layer.head_dim = required_int(layer, "hidden_size") // required_int(layer, "num_attention_heads")
     head_dim, rope_type = required_int(layer, "head_dim"), parameters["rope_type"]
-    if rope_type == "default":
-        inv_freq = rope_inv_freq(base, rotary_dimensions(config, parameters, head_dim))
-    elif rope_type in ROPE_INIT_FUNCTIONS:
+    alpha = parameters.get("alpha") if rope_type == "dynamic" else None
+    if rope_type == "default" or alpha:
+        rotary_dim = rotary_dimensions(config, parameters, head_dim)
+        scaled = base * alpha ** (rotary_dim / (rotary_dim - 2)) if alpha else base
+        inv_freq = rope_inv_freq(scaled, rotary_dim)
+    else:
         layer_type = None if parameters is config.rope_parameters else kind
         try:
             frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=claimed, layer_type=layer_type)
@@ -251,10 +211,35 @@ def rope_of_layers(config: Any, kind: str, base: float, layers: list[int], claim
             raise ValueError(
                 f"rope_parameters give a negative, infinite or NaN frequency: {parameters}; its numbers must be positive."
             )
-    else:
-        types = ", ".join(("default", *ROPE_INIT_FUNCTIONS))
-        raise NotImplementedError(f"rope type {rope_type!r} is not supported; supported are {types}.")
     return Rope(rope_type, float(base), inv_freq, getattr(layer, "qk_head_dim", None) or head_dim)
+
+
+def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
+    """Note which settings of a group its rope type does not use.
+
+    Raises:
+        ValueError: a setting is not one of transformers, so that what it does to the frequencies is not known.
+        NotImplementedError: the rope type is unknown.
+    """
+    config, rope_type = source.config, parameters["rope_type"]
+    if rope_type not in READS:
+        raise NotImplementedError(f"rope type {rope_type!r} is not supported; supported are {', '.join(READS)}.")
+    reads = set(READS[rope_type].split())
+    if source.known and config.model_type not in NTK_ALPHA:
+        reads.discard("alpha")
+    kinds = {*(getattr(config, "layer_types", None) or ()), "rope_theta"}
+    others = [
+        key for key, value in parameters.items() if value is not None and key not in CHANGES_NO_FREQUENCY | reads
+    ]
+    unused = sorted(set(others) & set(" ".join(READS.values()).replace("alpha", "").split()))
+    if unused:
+        source.notes.append(f"{rope_type} RoPE does not use {', '.join(unused)}, which rope_parameters names")
+    unknown = sorted(set(others) - set(unused) - kinds)
+    if unknown:
+        raise ValueError(
+            f"rope_parameters has {', '.join(unknown)}, which {rope_type} RoPE of {config.model_type or 'transformers'} does "
+            "not read; remove what its code ignores too."
+        )
 
 
 def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) -> int:

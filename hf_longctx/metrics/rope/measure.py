@@ -1,6 +1,6 @@
 """Judges the rotary embeddings of a model, read from its config, by the bound of arXiv 2405.14591.
 
-print(rope_report(AutoConfig.from_pretrained("...")))
+print(rope_report("meta-llama/Llama-3.1-8B"))
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ import numpy as np
 from ..checks import whole_number
 from .base import LONGEST, rope_base_bound
 from .bounds import rope_context_bound, rope_decay
+from .claim import claimed_context
 from .config import (
     BASE_IN_CODE,
     NoRopeError,
     Rope,
     assumptions,
     attention_window,
-    claimed_context,
-    config_file,
+    check_parameters,
     layer_groups,
+    parameters_of,
     rope_of_layers,
     with_model_frequencies,
     with_rope_parameters,
 )
+from .reading import Source, read_source, readable
 from .result import MINIMUM_BASE_UP_TO, RopeLayers, RopeReport
 
 
@@ -33,19 +35,27 @@ LOOKED_AT = 1 << 22  # distances in which the end of B_m >= 0 is sought, where a
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 
-def rope_report(model_or_config: Any, *, context_length: int | None = None, minimum_base: bool = True) -> RopeReport:
+def rope_report(
+    model_or_config: Any,
+    *,
+    context_length: int | None = None,
+    minimum_base: bool = True,
+    model_kwargs: dict[str, Any] | None = None,
+) -> RopeReport:
     """Judge whether a model's rotary embedding satisfies B_m >= 0 over its context, and which base would.
 
     Reads `rope_parameters` of transformers 5, flat or per layer type, and the older rope_theta with rope_scaling; the
     rope types default, linear, dynamic, yarn, longrope, llama3 and proportional; partial rotary embeddings; sliding
-    windows; layers without RoPE. In a model of several parts it reads the text decoder.
+    windows; layers without RoPE. In a model of several parts it reads the text decoder. The plain fields of a type
+    that transformers does not know are read as a Llama would.
 
     Args:
-        model_or_config: a `PreTrainedModel` or a `PreTrainedConfig`.
-        context_length: the claim to check, in tokens; default the config's max_position_embeddings, or what its
-            yarn, linear or dynamic scaling claims if that is more; see `config.claimed_context`. Dynamic and longrope
-            frequencies depend on it.
+        model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, the content of a config.json, or the name, folder
+            or config.json of a model.
+        context_length: the claim to check, in tokens; default the largest that the config or the tokenizer's config
+            claims; see `claim.claimed_context`. Dynamic and longrope frequencies depend on it.
         minimum_base: whether to compute eq. 18 too, which takes nearly all of the time (seconds for 128k tokens).
+        model_kwargs: keywords of `from_pretrained` for a model given by its name, such as revision.
 
     Returns:
         RopeReport. Its notes name what is assumed, such as defaults of the config class.
@@ -56,12 +66,15 @@ def rope_report(model_or_config: Any, *, context_length: int | None = None, mini
             argument is out of its range.
         NotImplementedError: the rope type is unknown.
     """
-    model = model_or_config if hasattr(model_or_config, "config") else None
-    original_config = model_or_config if model is None else model.config
-    config = with_rope_parameters(original_config)
-    notes: list[str] = []
-    file = config_file(original_config)
-    claimed, claimed_by = claimed_context(config, file, notes) if context_length is None else (context_length, "given")
+    source = read_source(model_or_config, **(model_kwargs or {}))
+    with readable(source.name):
+        return _report(source, model_or_config, context_length, minimum_base)
+
+
+def _report(source: Source, model: Any, context_length: int | None, minimum_base: bool) -> RopeReport:
+    """Judge each group of layers of a config."""
+    config, notes = with_rope_parameters(source), source.notes
+    claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
     claimed = whole_number(f"the context to check ({claimed_by})", claimed, 2)
     if claimed > LONGEST:
         raise ValueError(f"the context to check ({claimed_by}) is {claimed} tokens; more than {LONGEST} take minutes.")
@@ -73,17 +86,18 @@ def rope_report(model_or_config: Any, *, context_length: int | None = None, mini
         if not base:
             groups.append(RopeLayers(kind, len(layers), reach))
             continue
+        check_parameters(source, parameters_of(config, kind))
         rope = rope_of_layers(config, kind, base, layers, claimed)
-        notes += assumptions(config, file, kind, base)
-        if rope.type in LENGTH_DEPENDENT:
+        notes += assumptions(source, kind, base)
+        alpha = parameters_of(config, kind).get("alpha")
+        if rope.type in LENGTH_DEPENDENT and not alpha:
             notes.append(f"{rope.type} frequencies depend on the length; taken at {claimed} tokens")
-        elif model is not None and not getattr(config, "layer_rope_theta", None):
+        elif hasattr(model, "config") and not getattr(config, "layer_rope_theta", None):
             rope = with_model_frequencies(rope, model, kind, notes)
         groups.append(_bound(rope, kind, len(layers), reach, minimum_base))
     if not any(group.rope_type for group in groups):
         raise NoRopeError(config, "none of its layers is an attention layer with RoPE")
-    name = original_config.name_or_path or type(model_or_config).__name__
-    return RopeReport(name, claimed, claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
+    return RopeReport(source.name, claimed, claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
 
 
 def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -> RopeLayers:

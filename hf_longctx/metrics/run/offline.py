@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..checks import public_name
 from .prompts import PromptReader, Scores, scores_of_entries
 
 
@@ -26,7 +27,7 @@ class OfflineModel(PromptReader):
 
     def settings(self) -> dict[str, Any]:
         dtype = str(self.config.dtype).removeprefix("torch.")
-        return {"model": self.config.model, "dtype": dtype, "attention": None, "served_with": "vllm.LLM"}
+        return {"model": public_name(self.config.model), "dtype": dtype, "attention": None, "served_with": "vllm.LLM"}
 
     def identity(self) -> dict[str, str]:
         revision = getattr(self.config.hf_config, "_commit_hash", None)  # of a model from the Hub

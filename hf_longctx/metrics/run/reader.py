@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..checks import public_name
 from .engine import Engine
 from .logits import input_device
 from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
@@ -129,13 +130,6 @@ class LocalReader:
     """
 
     def __init__(self, model: nn.Module):
-        if not hasattr(model, "config"):
-            raise TypeError(f"{type(model).__name__} has no config; a model needs one, as those of transformers have.")
-        if {p.is_meta for p in model.parameters()} == {True} and not hasattr(model, "hf_device_map"):
-            raise ValueError(
-                f"the weights of this {type(model).__name__} are on the meta device, which holds no numbers: load it with "
-                "from_pretrained."
-            )
         self.model = model
         self.config = text_config(model)
         check_decoder(self.config)
@@ -154,7 +148,7 @@ class LocalReader:
 
     def settings(self) -> dict[str, Any]:
         return {
-            "model": getattr(self.model.config, "_name_or_path", None) or type(self.model).__name__,
+            "model": public_name(getattr(self.model.config, "_name_or_path", None) or type(self.model).__name__),
             "dtype": str(first_parameter(self.model).dtype).removeprefix("torch."),
             "attention": getattr(self.config, "_attn_implementation", None),
         }
@@ -244,7 +238,7 @@ class UnloadedModel:
         self.claimed_context: int | None = getattr(config, "max_position_embeddings", None)
 
     def settings(self) -> dict[str, Any]:
-        return {"model": self.name}
+        return {"model": public_name(self.name)}
 
     def identity(self) -> dict[str, str]:
         return {}

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..checks import check_token_ids, entries
+from ..checks import check_token_ids, entries, public_name
 from ..curve.adaptive import locate
 from ..curve.intervals import ENOUGH, SEPARATE, LengthInterval, length_interval
 from ..curve.lengths import METHODS, MemoryLength, memory_lengths
@@ -402,7 +402,7 @@ class Curve(Task):
 
     def labels(self):
         name, tokenizer = getattr(self.irrelevant_text, "name", None), self.subject.tokenizer
-        labels = {} if name is None else {"irrelevant_text": name}
+        labels: dict[str, Any] = {} if name is None else {"irrelevant_text": public_name(name)}
         if self.uses_text() and hasattr(tokenizer, "decode"):
             labels |= token_size(tokenizer, self.subject.text)
         return labels

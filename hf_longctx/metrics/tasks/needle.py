@@ -20,7 +20,7 @@ import numpy as np
 from ..checks import check_token_ids, entries
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import REPLY_MARGIN, SCORES, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_text
+from ..retrieval.answers import REPLY_MARGIN, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_text
 from ..retrieval.haystack import DEPTHS, Haystacks, draw_begins, haystack_length, needle_pieces
 from ..retrieval.wording import MODES, chat_frame, wording
 from ..run.journal import content_hash
@@ -113,12 +113,7 @@ class NeedleGrid(Retrieval):
 
         Args:
             score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
-
-        Raises:
-            ValueError: the score is unknown.
         """
-        if score not in SCORES:
-            raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
         lengths, depths = self.lengths, self.depths
         grid = np.full((len(depths), len(lengths)), np.nan)
         for cell in self.cells:

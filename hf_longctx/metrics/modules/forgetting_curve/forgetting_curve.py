@@ -16,9 +16,9 @@ after I.
 _KWARGS_DESCRIPTION = """
 Either a model and a corpus:
     model: a causal language model of transformers, or its name or folder.
-    corpus (str, list of str or list of int): the text to draw S and I from, or its token ids. At least three times as
+    corpus (str, list of str or list of int): the text to draw S and I from, its path, or its token ids. At least three times as
         long as the longest length. None for data_type="random".
-    tokenizer: for a text; default: found by the model's name. Random data take from it which ids are special.
+    tokenizer: for a text, or its name; default: found by the model's name. Random data take from it which ids are special.
     lengths (list of int): tokens of S, ascending. Default: 16 up to half of the context that the model claims.
     model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
     further options of hf_longctx.metrics.forgetting_curve: repeats, seed, data_type, bos_token_id, ...

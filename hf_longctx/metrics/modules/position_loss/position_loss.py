@@ -15,8 +15,8 @@ use to it. The perplexity P(l) = exp(mean of L(1) .. L(l)) is given beside it.
 _KWARGS_DESCRIPTION = """
 Either a model and a corpus:
     model: a causal language model of transformers, or its name or folder.
-    corpus (str, list of str or list of int): the text, or its token ids.
-    tokenizer: for a text; default: found by the model's name.
+    corpus (str, list of str or list of int): the text, its path, or its token ids.
+    tokenizer: for a text, or its name; default: found by the model's name.
     context_length (int): tokens per sequence. Default: the context that the model claims.
     model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
     further options of hf_longctx.metrics.position_loss: sequences, bos_token_id, ...

@@ -1,0 +1,167 @@
+"""Write hf_longctx/metrics/rope/model_types.py: what only the modeling code of transformers says about RoPE.
+
+    python -m scripts.rope_types
+
+Follows the names that a model class uses, from class to class and function to function, through the syntax trees of
+the modeling files. Nothing is imported from them, and no model is built.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import transformers
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+
+
+FILE = Path(__file__).parents[1] / "hf_longctx/metrics/rope/model_types.py"
+CAUSAL = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
+MAPPINGS = (*CAUSAL, modeling_auto.MODEL_MAPPING_NAMES)
+DOCS = {
+    "NO_ROPE": "Language models whose attention rotates nothing, whatever their config says.",
+    "ROPE_ON_SLIDING_LAYERS_ONLY": "Models that rotate in layers with a sliding window only.",
+    "NTK_ALPHA": "Models whose dynamic RoPE multiplies the base by alpha ** (d / (d - 2)) where `alpha` is set.",
+}
+
+
+def language_models() -> list[str]:
+    """Return the model types that are language models themselves, not composed of others, and have a model class."""
+    shipped = [
+        name for name in sorted(CONFIG_MAPPING_NAMES) if CONFIG_MAPPING[name].__module__.startswith("transformers.")
+    ]
+    return [name for name in shipped if is_language_model(name) and classes(name)]
+
+
+def is_language_model(model_type: str) -> bool:
+    config = CONFIG_MAPPING[model_type]
+    settings = getattr(config, "__dataclass_fields__", {}).keys()
+    if {"text_config", "decoder"} & getattr(config, "sub_configs", {}).keys():
+        return False
+    modern = "vocab_size" in settings and {"rope_parameters", "num_key_value_heads"} & settings
+    return bool(modern) or any(model_type in mapping for mapping in CAUSAL)
+
+
+def classes(model_type: str) -> list[tuple[Path, str]]:
+    """Return the file and name of each class that is built for a model type, or that takes its config."""
+    found = [mapping[model_type] for mapping in MAPPINGS if model_type in mapping]
+    names = [name for entry in found for name in ([entry] if isinstance(entry, str) else entry)]
+    modules = {name: transformers._class_to_module.get(name) for name in names}
+    root = Path(transformers.__file__).parent
+    built = [(root / f"{module.replace('.', '/')}.py", name) for name, module in modules.items() if module]
+    config = CONFIG_MAPPING[model_type]
+    file = Path(inspect.getfile(config).replace("configuration_", "modeling_"))
+    if built or not file.exists():
+        return built
+    takes = f"config: {config.__name__}"
+    return [(file, name) for name, node in definitions(file).items() if takes in ast.unparse(node)]
+
+
+@cache
+def definitions(path: Path) -> dict[str, ast.AST]:
+    """Return classes, functions, constants and imports of other modeling files at the top of a file, by name."""
+    found: dict[str, ast.AST] = {}
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node.value
+        elif isinstance(node, ast.ImportFrom) and node.level and "modeling_" in (node.module or ""):
+            found |= {alias.asname or alias.name: node for alias in node.names}
+    return found
+
+
+@cache
+def reachable(model_type: str) -> list[ast.AST]:
+    """Return the definitions that the classes of a model type use, directly or through others."""
+    pending, seen, found = classes(model_type), set(), []
+    while pending:
+        path, name = pending.pop()
+        node = None if (path, name) in seen else definitions(path).get(name)
+        seen.add((path, name))
+        if isinstance(node, ast.ImportFrom):
+            source = path.parents[node.level - 1] / f"{node.module.replace('.', '/')}.py"
+            pending += [(source, name)] * (source.exists() and source.parent.parent.name == "models")
+        elif node is not None:
+            found.append(node)
+            used = {part.id for part in walk(node) if isinstance(part, ast.Name)}
+            pending += [(path, name) for name in used if "Vision" not in name]
+    return found
+
+
+def walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all below it, except decorators: those only name a function that a kernel could replace."""
+    yield node
+    for field, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and field != "decorator_list":
+                yield from walk(child)
+
+
+def is_rotation(node: ast.AST) -> bool:
+    """Return whether a node calls a function that rotates queries and keys, such as apply_rotary_pos_emb."""
+    name = ast.unparse(node.func).rpartition(".")[2].lstrip("_") if isinstance(node, ast.Call) else ""
+    return (
+        name.startswith(("apply_", "rotate_"))
+        and any(part in name for part in ("rot", "rope"))
+        and "vision" not in name
+    )
+
+
+def rotates(model_type: str) -> bool:
+    return any(is_rotation(part) for node in reachable(model_type) for part in walk(node))
+
+
+def rotates_on_sliding_layers_only(model_type: str) -> bool:
+    """Return whether every rotation, or handing over of its angles, depends on the layer having a window."""
+    conditions = [
+        ast.unparse(part.test)
+        for node in reachable(model_type)
+        for part in walk(node)
+        if (isinstance(part, ast.If) and any(is_rotation(inner) for line in part.body for inner in walk(line)))
+        or (isinstance(part, ast.IfExp) and ast.unparse(part.body) == "position_embeddings")
+    ]
+    return any(word in condition for condition in conditions for word in ("sliding_", "is_local"))
+
+
+def reads_alpha(model_type: str) -> bool:
+    return any("rope_parameters.get('alpha')" in ast.unparse(node) for node in reachable(model_type))
+
+
+def derived() -> dict[str, list[str]]:
+    """Return the lists of `DOCS`, for the installed transformers."""
+    models = language_models()
+    return {
+        "NO_ROPE": [name for name in models if not rotates(name)],
+        "ROPE_ON_SLIDING_LAYERS_ONLY": [name for name in models if rotates_on_sliding_layers_only(name)],
+        "NTK_ALPHA": [name for name in models if reads_alpha(name)],
+    }
+
+
+def main() -> None:
+    lines = [
+        '"""What the modeling code of transformers says about RoPE; `python -m scripts.rope_types` writes it."""',
+        "",
+    ]
+    for name, types in derived().items():
+        words = textwrap.wrap(" ".join(types), 110, break_on_hyphens=False)
+        lines += [
+            "",
+            f"# {DOCS[name]}",
+            f"{name} = frozenset(",
+            '    """',
+            *(f"    {line}" for line in words),
+            '    """.split()',
+            ")",
+        ]
+    FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
