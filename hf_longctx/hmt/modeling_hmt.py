@@ -56,19 +56,19 @@ from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
-from .no_recurrence_hmt import NoRecurrenceSegments
+from .no_recurrence_hmt import NoRecurrence
 from .packing_hmt import PackedSegments
-from .paper_hmt import PaperSegments
+from .paper_hmt import Paper
 from .retrievers_hmt import Retrievers, build_retrievers
 from .segments_hmt import PassOutput, Segments
-from .single_pass_hmt import SinglePassSegments
+from .single_pass_hmt import SinglePass
 from .state_hmt import HMTState
 
 
 LAYOUTS: dict[tuple[str, bool], type[Segments]] = {  # by recall_mode and recurrence
-    ("single_pass", True): SinglePassSegments,
-    ("single_pass", False): NoRecurrenceSegments,
-    ("paper", True): PaperSegments,
+    ("single_pass", True): SinglePass,
+    ("single_pass", False): NoRecurrence,
+    ("paper", True): Paper,
 }
 
 
