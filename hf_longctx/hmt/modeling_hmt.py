@@ -327,6 +327,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             state = replace(state, open_mask=torch.ones_like(state.open_ids, dtype=torch.bool))
         if self.config.cuda_graphs:
             self.lm.graphs.check_weights(self.backbone)
+        else:
+            self.lm.graphs.clear()
         length, targets, result = self.config.segment_length, None, HMTOutput()
         if labels is not None:
             targets, n_scored, n_labelled = self._targets(labels, mask, state, score_from)

@@ -224,7 +224,9 @@ class Segments:
             assert targets is not None
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
         else:
-            captures = self.config.cuda_graphs and passes[0].last and can_capture(embeds)
+            # without a mask, transformers waits for the GPU, or takes other kernels in a capture
+            masked = passes[0].hidden_from is not None
+            captures = self.config.cuda_graphs and masked and passes[0].last and can_capture(embeds)
             arguments = (embeds, mask, columns, targets, kv_cache, positions, bool(kept), memory, captures)
             logits, hidden, loss, kv_cache = self.run(*arguments)
         rows = [[] for _ in passes]
