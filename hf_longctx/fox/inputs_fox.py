@@ -292,6 +292,11 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard
             "token shift out. Export with a DynamicCache, as export_for_generation of transformers.exporters does, or without a "
             "cache: use_cache=False."
         )
+    if cache is not None and is_exporting() and config.sliding_window is not None:
+        raise NotImplementedError(
+            "FoX with a sliding window cannot be exported with a cache, whose tokens transformers counts outside of the graph. "
+            "Export it without a cache (use_cache=False), or without a window (sliding_window=None)."
+        )
     if torch.compiler.is_compiling():
         return
     for name in kwargs.keys() - NAMES:
@@ -402,11 +407,14 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
     """Return the number of tokens in a cache; None where only the GPU knows.
 
     Raises:
+        TypeError: the cache is not one of a decoder.
         ValueError: this model, with this batch, cannot have filled the cache. The first layer is looked at.
         NotImplementedError: the cache is a quantized one.
     """
-    layers, kind = cache.layers, type(cache).__name__
-    make_one = "Make one for this model: DynamicCache(config=model.config)."
+    kind, make_one = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
+    if not hasattr(cache, "layers"):  # the tuple of old versions, or the cache of another kind of model
+        raise TypeError(f"`cache` must be a Cache of transformers for a decoder, got a {kind}. {make_one}")
+    layers = cache.layers
     if len(layers) not in (0, config.num_hidden_layers):
         raise ValueError(
             f"this {kind} is for {len(layers)} layers and the model has {config.num_hidden_layers}. {make_one}"
@@ -417,6 +425,11 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         raise NotImplementedError(NO_QUANTIZED_CACHE)
     if keys is not None and keys.ndim == 4:
         width = folded_width(sizes.head_dim, sizes.gates_per_key, device) if gated else sizes.head_dim
+        if gated and keys.shape[3] == sizes.head_dim != width:
+            raise ValueError(
+                f"the keys in this {kind} must carry the decay of a FoX, got plain ones: it was filled by another model, or by "
+                f"prefix tuning of PEFT. {make_one} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
+            )
         if (keys.shape[0], keys.shape[3]) != (batch, width):
             raise ValueError(
                 f"this {kind} holds keys of (rows, width) = {(keys.shape[0], keys.shape[3])}; those of this model and input "

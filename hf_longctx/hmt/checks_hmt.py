@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from .backbone_hmt import Backbone
+from .callers_hmt import check_prompt_learning, trl_advice
 from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
@@ -60,6 +61,7 @@ def same_state(state: HMTState | None, cache: object) -> HMTState | None:
     if state is not None:
         raise ValueError("`state` and `cache` are names of the same argument, an HMTState. Give only one of them.")
     if not isinstance(cache, HMTState):
+        check_prompt_learning()
         raise TypeError(
             f"`cache` must be the HMTState of an earlier call, got a {type(cache).__name__}. Pass the `state` of its output."
         )
@@ -85,7 +87,9 @@ def check_call(
     """
     for name, value in keywords.items():
         if name not in _OF_OTHER_MODELS or not (value is None or value is False):
-            raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
+            check_prompt_learning()
+            advice = trl_advice() or "Pass input_ids, attention_mask and labels."
+            raise ValueError(f"HMTWrapper does not use {name}. {advice}")
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")

@@ -10,6 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .callers_hmt import check_prompt_learning
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
 from .versions_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
@@ -253,9 +254,11 @@ class HMTConfig(PreTrainedConfig):
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
             longest = self.segment_length - self.positions_per_segment + positions
-            remedy = f"Set segment_length to at most {longest}."
-            if longest <= self.sensory_tokens + self.memory_tokens:
-                remedy = "Lower sensory_tokens and segment_length, or take a backbone with more positions."
+            unit = self.recall_tokens or 1
+            remedy = f"Set segment_length to {'a multiple of recall_tokens, ' * (unit > 1)}at most {longest // unit * unit}."
+            if longest // unit * unit <= self.sensory_tokens + self.memory_tokens:
+                names = "sensory_tokens and" if self.recall_tokens is None else "recall_tokens, sensory_tokens and"
+                remedy = f"Lower {names} segment_length, or take a backbone with more positions."
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
                 f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} tokens "
@@ -318,6 +321,12 @@ class HMTConfig(PreTrainedConfig):
     def vocab_size(self) -> int:
         """Tokens of the backbone's vocabulary."""
         return self.text_config.vocab_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of the backbone, for which PEFT asks first where it adds a prompt."""
+        check_prompt_learning()
+        return self.text_config.num_hidden_layers
 
     @property
     def hidden_size(self) -> int:

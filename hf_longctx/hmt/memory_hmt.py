@@ -5,7 +5,8 @@ width of the recall projections, m the embeddings per memory, k the sensory toke
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +61,16 @@ class HMTMemory(nn.Module):
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
             if single_pass:
                 self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 takes no scalars
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Load the weights that accelerate has offloaded, which its hook does only in a call of `forward`."""
+        hook: Any = self._hf_hook
+        hook.pre_forward(self)
+        try:
+            yield
+        finally:
+            hook.post_forward(self, None)
 
     def get_extra_state(self) -> Tensor:
         """Return the settings of the model as the bytes of a JSON text, (n,), uint8."""

@@ -51,6 +51,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
+from .callers_hmt import INSTEAD, trl_advice
 from .checks_hmt import check_backbone, check_call, check_config, same_state
 from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
@@ -107,10 +108,8 @@ class HMTOutput(ModelOutput):
     @property
     def last_hidden_state(self) -> Tensor:
         """Raise AttributeError: a text has none, as each segment has passes of its own."""
-        raise AttributeError(
-            "HMT returns no last_hidden_state, from which SFTTrainer of TRL makes its loss. Train with Trainer of "
-            "transformers, or with hf-longctx finetune --recipe hmt."
-        )
+        advice = trl_advice() or f"Trainers such as SFTTrainer of TRL need one. {INSTEAD}"
+        raise AttributeError(f"HMT returns no last_hidden_state. {advice}")
 
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
         """List what each segment of the call recalled most, as (tokens of the text, weight), strongest first.
@@ -335,7 +334,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         rows = PackedSegments.pack(state, input_ids, mask, targets, length)
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
-        with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
+        saved = torch.autograd.graph.save_on_cpu() if offload else nullcontext()
+        with saved, self.memory.loaded() if hasattr(self.memory, "_hf_hook") else nullcontext():
             checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
             layout = LAYOUTS[self.config.recall_mode, self.config.recurrence](
                 self.config,
@@ -544,8 +544,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             backbone = AutoModelForCausalLM.from_pretrained(backbone, revision=revision, **kwargs)
             config.backbone_revision = revision or getattr(backbone.config, "_commit_hash", None)
         model = cls(config, backbone=backbone)
-        like = model.get_input_embeddings().weight
-        model.memory.to(like.device, torch.promote_types(model.lm.model.dtype, torch.float32))
+        model.memory.to(model.lm.device, torch.promote_types(model.lm.model.dtype, torch.float32))
         return model.train(backbone.training)
 
     def save_pretrained(self, save_directory: str | Path, *args, state_dict: dict | None = None, **kwargs) -> None:

@@ -1,6 +1,7 @@
 """What users of HMT get wrong: each row is refused with one clear error, or changes no number."""
 
 import copy
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -190,6 +191,11 @@ BUILD = [
     refused("too few positions", lambda it: build(segment_length=64, sensory_tokens=0), "64 positions.*at most 62"),
     refused(
         "too few positions for k", lambda it: build(segment_length=100, sensory_tokens=50), "Lower sensory_tokens"
+    ),
+    refused(
+        "too few positions for tokens read again",
+        lambda it: build(segment_length=32, sensory_tokens=4, recall_tokens=32),
+        "Lower recall_tokens, sensory_tokens and segment_length",
     ),
     refused(
         "positions that are kept for padding",
@@ -445,8 +451,22 @@ def test_a_tie_goes_to_the_even_number():
     assert [HMTConfig(segment_length=n, sensory_tokens=0).summary_length for n in (13, 15, 16)] == [6, 8, 8]
 
 
-def test_the_longest_segment_that_fits():
-    assert build(segment_length=62, sensory_tokens=0).config.positions_per_segment == 64
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(sensory_tokens=0),
+        dict(sensory_tokens=4, recall_tokens=8),
+        dict(sensory_tokens=0, recall_tokens=7, recurrence=False),
+    ],
+    ids=str,
+)
+def test_the_longest_segment_that_fits(settings):
+    segment_length = 8 * 7 * 2
+    with pytest.raises(ValueError, match="at most") as refusal:
+        build(segment_length=segment_length, **settings)
+    longest = int(re.search(r"at most (\d+)", str(refusal.value))[1])
+    config = build(segment_length=longest, **settings).config
+    assert 64 - config.positions_per_segment < settings.get("recall_tokens", 1)
 
 
 def test_official_parameters(llama, make_wrapper):
