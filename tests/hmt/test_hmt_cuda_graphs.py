@@ -1,4 +1,4 @@
-"""Passes that are replayed as CUDA graphs: on the CPU, `Replayed` stands in for a graph; on a GPU, the real one."""
+"""Passes that are replayed as CUDA graphs. `Replayed` stands in for a graph; `test_hmt_cuda_graphs_gpu.py` has them."""
 
 import copy
 import pickle
@@ -142,15 +142,3 @@ def test_a_copy_of_a_model_has_no_graphs(make_wrapper, tokens, graphs):
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert not other.lm.graphs.graphs
             torch.testing.assert_close(other(tokens).logits, model(tokens).logits, atol=ROUNDING, rtol=0)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_on_a_gpu(make_wrapper, tokens, settings):
-    model = make_wrapper(cuda_graphs=True, **settings).to("cuda")
-    ids = tokens.to("cuda")
-    with torch.no_grad():
-        captured = [model(ids).logits for _ in range(2)][-1]
-        assert any(model.lm.graphs.graphs.values()) == is_masked(settings)
-        model.config.cuda_graphs = False
-        torch.testing.assert_close(captured, model(ids).logits, atol=ROUNDING, rtol=0)
