@@ -1,4 +1,4 @@
-"""Passes that are replayed as CUDA graphs. `Replayed` stands in for a graph; `test_hmt_cuda_graphs_gpu.py` has them."""
+"""Passes replayed as CUDA graphs. `Replayed` stands in for a graph; `test_hmt_cuda_graphs_gpu.py` has real ones."""
 
 import copy
 import pickle
