@@ -471,9 +471,6 @@ class Backbone:
         def function(*tensors: Tensor) -> list[Tensor]:
             inputs: dict[str, Any] = {"mask": None, "keep": None, **dict(zip(given, tensors))}
             cache = None if kv_cache is None else fork(kv_cache)
-            if cache is None and mask is None and self._has_dynamic_cache:
-                # without a cache, transformers looks for packed sequences in the position ids, and waits for the GPU
-                cache = DynamicCache(config=self.model.config)
             for (i, name), value in zip(of_cache, tensors[len(given) :]):
                 assert cache is not None
                 setattr(cache.layers[i], name, value)

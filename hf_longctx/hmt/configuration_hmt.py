@@ -69,8 +69,9 @@ class HMTConfig(PreTrainedConfig):
             through the backbone together, counted as segments times rows. Fewer need less memory.
         offload_activations: keep the activations saved for the backward pass in CPU memory.
         cuda_graphs: replay the pass that ends a segment as a CUDA graph where no gradient is needed (`graphs_hmt.py`).
-            Logits are equal. A call notices replaced weights and switched adapters, but not other changes in the code
-            of a backbone: set this to False and to True again, with a call between, to capture such a change.
+            Logits are equal. It needs `reread=False` and attention that takes a mask; else it changes nothing. A call
+            notices replaced weights and switched adapters, but not other changes in the code of a backbone: set this
+            to False and to True again, with a call between, to capture such a change.
         backbone_name_or_path, backbone_revision: where the backbone was loaded from.
         backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
             backbone from `backbone_name_or_path`. Only for a frozen backbone: its trained weights would be lost.

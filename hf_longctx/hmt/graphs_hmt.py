@@ -2,7 +2,7 @@
 
 A segment takes some 700 launches, and on a GPU they take longer than the work. The passes that end the segments of a
 sequence have the same shapes, so the second one is captured, and all others are replayed with one launch. The replayed
-kernels are those of an eager pass, so the logits are equal.
+kernels are those of an eager pass, so the logits are equal. Passes in which no mask hides a prompt stay eager.
 """
 
 import threading
@@ -78,9 +78,13 @@ class PassGraphs:
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
         weights = hash((tensors, modules, attention))
         if weights != self.weights:
-            self.graphs.clear()
-            self.refused.clear()
+            self.clear()
             self.weights = weights
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+        self.graphs.clear()
+        self.refused.clear()
 
     def run(self, key: Hashable, function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> list[Tensor]:
         """Compute function(*inputs), by a replay where the same has been computed before.

@@ -57,19 +57,19 @@ from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
-from .no_recurrence_hmt import NoRecurrenceSegments
+from .no_recurrence_hmt import NoRecurrence
 from .packing_hmt import PackedSegments
-from .paper_hmt import PaperSegments
+from .paper_hmt import Paper
 from .retrievers_hmt import Retrievers, build_retrievers
 from .segments_hmt import PassOutput, Segments
-from .single_pass_hmt import SinglePassSegments
+from .single_pass_hmt import SinglePass
 from .state_hmt import HMTState
 
 
 LAYOUTS: dict[tuple[str, bool], type[Segments]] = {  # by recall_mode and recurrence
-    ("single_pass", True): SinglePassSegments,
-    ("single_pass", False): NoRecurrenceSegments,
-    ("paper", True): PaperSegments,
+    ("single_pass", True): SinglePass,
+    ("single_pass", False): NoRecurrence,
+    ("paper", True): Paper,
 }
 
 
@@ -326,6 +326,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             state = replace(state, open_mask=torch.ones_like(state.open_ids, dtype=torch.bool))
         if self.config.cuda_graphs:
             self.lm.graphs.check_weights(self.backbone)
+        else:
+            self.lm.graphs.clear()
         length, targets, result = self.config.segment_length, None, HMTOutput()
         if labels is not None:
             targets, n_scored, n_labelled = self._targets(labels, mask, state, score_from)

@@ -9,7 +9,7 @@ the second call gives the logits of x[j:], which see the prompt, the sensory tok
 segment before: a text takes two calls whatever its length, in groups of `summary_batch` segments and rows. The cost is
 that a memory lacks what its segment recalled: an answer that takes a chain of recalls needs as many readings.
 
-Segments that are not read at once, or whose rows differ, go through `SinglePassSegments`, and their memory is made by
+Segments that are not read at once, or whose rows differ, go through `SinglePass`, and their memory is made by
 a pass of its own when they close.
 """
 
@@ -21,11 +21,11 @@ from torch import Tensor
 from .backbone_hmt import fork
 from .packing_hmt import Chunk
 from .segments_hmt import Pass, PassOutput, SegmentOutput
-from .single_pass_hmt import SinglePassSegments
+from .single_pass_hmt import SinglePass
 from .state_hmt import HMTState
 
 
-class NoRecurrenceSegments(SinglePassSegments):
+class NoRecurrence(SinglePass):
     """`recall_mode` "single_pass" without recurrence."""
 
     def read(
@@ -85,4 +85,4 @@ class NoRecurrenceSegments(SinglePassSegments):
         return state, outputs, segments
 
 
-__all__ = ["NoRecurrenceSegments"]
+__all__ = ["NoRecurrence"]

@@ -20,7 +20,7 @@ from .segments_hmt import Pass, PassOutput, SegmentOutput, Segments
 from .state_hmt import HMTState
 
 
-class PaperSegments(Segments):
+class Paper(Segments):
     """`recall_mode` "paper"."""
 
     def read(
@@ -120,4 +120,4 @@ class PaperSegments(Segments):
         return state, output, SegmentOutput(recall, memory)
 
 
-__all__ = ["PaperSegments"]
+__all__ = ["Paper"]

@@ -9,7 +9,7 @@ rows. Where rows of a batch remember unequally many segments, zeros stand in fro
 is there where its `ends` are not 0. `rows` lists values that are no tensors.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,7 +42,7 @@ class Segment(NamedTuple):
     def ends(self) -> Tensor:
         """How many tokens of the sequence were read when the segment was full, (B,), long."""
         length = self.ids.shape[1]
-        return of_rows([length * (number + 1) for number in self.numbers], self.ids.device)
+        return long_tensor([length * (number + 1) for number in self.numbers], self.ids.device)
 
 
 class Retrieved(NamedTuple):
@@ -215,10 +215,13 @@ def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new
     return {name: torch.cat([state[name], x.to(state[name])], 1)[:, -kept:] for name, x in new.items()}
 
 
-def of_rows(values: list[int], device: torch.device) -> Tensor:
-    """Make a tensor (B,) of a number for each row. Equal numbers are not copied, so no GPU is waited for."""
-    if len(set(values)) == 1:
-        return torch.full((len(values),), values[0], device=device)
+def long_tensor(values: Sequence[int], device: torch.device) -> Tensor:
+    """Make a tensor (n,) of numbers. Equal or consecutive ones are not copied, so that no GPU is waited for."""
+    first, count = values[0], len(values)
+    if all(value == first for value in values):
+        return torch.full((count,), first, device=device)
+    if list(values) == list(range(first, first + count)):
+        return torch.arange(first, first + count, device=device)
     return torch.tensor(values, device=device)
 
 
@@ -229,7 +232,7 @@ __all__ = [
     "Retrievers",
     "Segment",
     "build_retrievers",
-    "of_rows",
+    "long_tensor",
     "register_retriever",
     "remember",
 ]

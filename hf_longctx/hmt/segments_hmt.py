@@ -21,7 +21,7 @@ from .configuration_hmt import HMTConfig
 from .graphs_hmt import can_capture
 from .memory_hmt import HMTMemory
 from .packing_hmt import Chunk
-from .retriever_hmt import Retrievers, Segment, of_rows
+from .retriever_hmt import Retrievers, Segment, long_tensor
 from .state_hmt import HMTState, where_rows
 
 
@@ -183,7 +183,7 @@ class Segments:
         if found.weights is None or found.ends is None or not self.output_recall:
             return found.embeds, None
         length, ends = self.config.segment_length, found.ends
-        begins = length * of_rows(chunk.segments, ends.device)[:, None]
+        begins = length * long_tensor(chunk.segments, ends.device)[:, None]
         distance = 1 + (begins - ends.gather(1, found.weights.argmax(1, keepdim=True))).squeeze(1) // length
         return found.embeds, Recall(found.weights, ends, distance * (ends > 0).any(1))
 
@@ -212,7 +212,7 @@ class Segments:
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.targets(columns) for one in passes])
         if passes[0].begins is not None:
-            begins = of_rows([begin for one in passes for begin in one.begins or ()], embeds.device)
+            begins = long_tensor([begin for one in passes for begin in one.begins or ()], embeds.device)
             positions = begins[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
         if passes[0].hidden_from is not None:
             mask = self.mask_of_prompt(embeds, passes[0].hidden_from, kv_cache)
@@ -224,7 +224,9 @@ class Segments:
             assert targets is not None
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
         else:
-            captures = self.config.cuda_graphs and passes[0].last and can_capture(embeds)
+            # without a mask, transformers waits for the GPU, or takes other kernels in a capture
+            masked = passes[0].hidden_from is not None
+            captures = self.config.cuda_graphs and masked and passes[0].last and can_capture(embeds)
             arguments = (embeds, mask, columns, targets, kv_cache, positions, bool(kept), memory, captures)
             logits, hidden, loss, kv_cache = self.run(*arguments)
         rows = [[] for _ in passes]
@@ -262,7 +264,7 @@ class Segments:
             None; the continued cache or None. `kv_cache` itself stays as it is. With `captures`, the pass is a CUDA
             graph, which continues no cache.
         """
-        keep = column_numbers(columns, embeds.device) if columns else None
+        keep = long_tensor(columns, embeds.device) if columns else None
         skip_padding = self.config.recall_mode != "paper"
         if captures:
             logits, hidden = self.lm.run_captured(embeds, mask, keep, kv_cache, skip_padding, positions)
@@ -277,13 +279,6 @@ class Segments:
             sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
             loss = self.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
         return logits if keep_logits else None, hidden, loss, kv_cache
-
-
-def column_numbers(columns: Sequence[int], device: torch.device) -> Tensor:
-    """Make a tensor (n,) of columns in order. Neighbouring columns are not copied, so no GPU is waited for."""
-    if columns[-1] - columns[0] == len(columns) - 1:
-        return torch.arange(columns[0], columns[-1] + 1, device=device)
-    return torch.tensor(columns, device=device)
 
 
 __all__ = ["Pass", "PassOutput", "Recall", "SegmentOutput", "Segments"]

@@ -59,7 +59,7 @@ class FirstPart(NamedTuple):
     hidden: Tensor | None
 
 
-class SinglePassSegments(Segments):
+class SinglePass(Segments):
     """`recall_mode` "single_pass"."""
 
     def __init__(self, *arguments):
@@ -291,4 +291,4 @@ class SinglePassSegments(Segments):
         raise NotImplementedError
 
 
-__all__ = ["SinglePassSegments"]
+__all__ = ["SinglePass"]

@@ -125,7 +125,7 @@ def speed(args):
 
         def official_step(ids=ids, paper=models["paper"]):
             logits = official_loop(paper, ids)[:, :-1]
-            train_step(paper, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:]))
+            train_step(paper, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:].to(logits.device)))
 
         yield from compare("training step", {"official loop": official_step} | steps, length, ids, args)
         yield {"segment_length": length, "task": "decoding", "name": "single_pass"} | decode(

@@ -1,4 +1,4 @@
-"""Passes that are replayed as CUDA graphs: on the CPU, `Replayed` stands in for a graph; on a GPU, the real one."""
+"""Passes replayed as CUDA graphs. `Replayed` stands in for a graph; `test_hmt_cuda_graphs_gpu.py` has real ones."""
 
 import copy
 import pickle
@@ -50,6 +50,11 @@ SETTINGS = [
 ]
 
 
+def is_masked(settings):
+    """Say whether a mask hides the prompt in the passes that end segments; others are not captured."""
+    return not settings.get("reread") and settings.get("recall_mode") != "paper"
+
+
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("keep", [0, 1])
 def test_logits_are_equal(make_wrapper, tokens, graphs, settings, keep):
@@ -61,7 +66,7 @@ def test_logits_are_equal(make_wrapper, tokens, graphs, settings, keep):
         torch.testing.assert_close(out.logits, expected.logits, atol=ROUNDING, rtol=0)
         torch.testing.assert_close(out.loss, expected.loss)
         torch.testing.assert_close(out.memories, expected.memories, atol=ROUNDING, rtol=0)
-    assert any(graph.count > 1 for graph in graphs)
+    assert any(graph.count > 1 for graph in graphs) == is_masked(settings)
 
 
 def test_any_chunking_is_one_piece(make_wrapper, tokens, graphs):
@@ -80,7 +85,7 @@ def test_other_weights_are_captured_again(make_wrapper, tokens, graphs):
     model, twin = make_wrapper(cuda_graphs=True), make_wrapper()
     with torch.no_grad():
         model(tokens)
-        for change in (None, "in place", "replaced"):
+        for change in ("in place", "replaced"):
             if change == "in place":
                 model.backbone.lm_head.weight.mul_(2)
             if change == "replaced":
@@ -89,6 +94,21 @@ def test_other_weights_are_captured_again(make_wrapper, tokens, graphs):
             before = len(graphs)
             torch.testing.assert_close(model(tokens).logits, twin(tokens).logits, atol=ROUNDING, rtol=0)
             assert (len(graphs) > before) == (change != "in place")
+
+
+def test_a_call_without_graphs_drops_them(make_wrapper, tokens, graphs):
+    """So that a change in the code of a backbone, which no check notices, can be captured."""
+    model = make_wrapper(cuda_graphs=True)
+    with torch.no_grad():
+        model(tokens)
+        assert model.lm.graphs.graphs
+        model.config.cuda_graphs = False
+        for layer in model.backbone.model.layers:
+            layer.self_attn.scaling *= 2
+        expected = model(tokens).logits
+        assert not model.lm.graphs.graphs
+        model.config.cuda_graphs = True
+        torch.testing.assert_close(model(tokens).logits, expected, atol=ROUNDING, rtol=0)
 
 
 def test_a_pass_that_cannot_be_captured_stays_eager(make_wrapper, tokens, graphs, monkeypatch):
@@ -122,15 +142,3 @@ def test_a_copy_of_a_model_has_no_graphs(make_wrapper, tokens, graphs):
         for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert not other.lm.graphs.graphs
             torch.testing.assert_close(other(tokens).logits, model(tokens).logits, atol=ROUNDING, rtol=0)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_on_a_gpu(make_wrapper, tokens, settings):
-    model = make_wrapper(cuda_graphs=True, **settings).to("cuda")
-    ids = tokens.to("cuda")
-    with torch.no_grad():
-        captured = [model(ids).logits for _ in range(2)][-1]
-        assert any(model.lm.graphs.graphs.values())
-        model.config.cuda_graphs = False
-        torch.testing.assert_close(captured, model(ids).logits, atol=ROUNDING, rtol=0)

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTState, HMTWrapper
 from hf_longctx.hmt.pages_hmt import MemoryPages, PageFile
-from hf_longctx.hmt.paper_hmt import PaperSegments
+from hf_longctx.hmt.paper_hmt import Paper
 
 
 PAGED = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}
@@ -233,7 +233,7 @@ def test_a_fact_ten_thousand_segments_back():
     ids = torch.randint(3, 61, (1, 8))
     with torch.no_grad():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
-        layout = PaperSegments(model.config, model.lm, model.memory, model.retriever, model.loss_function)
+        layout = Paper(model.config, model.lm, model.memory, model.retriever, model.loss_function)
         fact = layout.summarize(ids[:, :4])
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
         pages = (filled(everything[0, :-4], page_size=16, recalled=8, at_once=1000),)
