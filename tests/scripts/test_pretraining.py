@@ -111,6 +111,7 @@ def test_models_are_trained_and_compared(pretraining, tmp_path, capsys, monkeypa
     pretraining.main([*folders.split(), *TINY.split()])
     printed, result = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
     rows = {row["model"]: row for row in result["rows"]}
+    assert str(tmp_path) not in json.dumps(result["settings"])
     assert rows.keys() == pretraining.MODELS.keys() and (tmp_path / "x.png").exists()
     assert all(len(row["training_losses"]) == 4 and len(row["documents"]) == 4 for row in rows.values())
     assert {name for name, row in rows.items() if "keys_dropped" in row} == {"FoX (Pro)", "FoX (LLaMA)"}
