@@ -48,8 +48,9 @@ def make_models(args):
     )
     configs = make_configs(sizes, args.hidden * 8 // 3 // 64 * 64, args.context)
     torch.manual_seed(0)
-    models = {name: AutoModelForCausalLM.from_config(config) for name, config in configs.items()}
-    return {name: model.to(args.device, getattr(torch, args.dtype)).eval() for name, model in models.items()}
+    with torch.device(args.device):
+        models = {name: AutoModelForCausalLM.from_config(config) for name, config in configs.items()}
+    return {name: model.to(getattr(torch, args.dtype)).eval() for name, model in models.items()}
 
 
 @torch.no_grad()

@@ -144,22 +144,21 @@ def encode(file, tokenizer):
 
 
 def pack(args):
-    begin, held_out = time.monotonic(), args.folder / "held_out.npy"
+    begin, train, held_out = time.monotonic(), args.folder / "train.npy", args.folder / "held_out.npy"
     files = sorted(args.folder.glob("train-*.xz"))
-    if not files and not (args.folder / "train.npy").exists():
+    if not files and not train.exists():
         raise FileNotFoundError(f"{args.folder} holds no documents. Collect them by `{__spec__.name} collect`.")
-    encode_file = partial(encode, tokenizer=str(args.folder / "tokenizer"))
+    missing = [args.folder / "held_out.xz"] * (not held_out.exists()) + files * (not train.exists())
     with multiprocessing.Pool(args.processes) as pool:
-        if not held_out.exists():
-            documents = pool.map(encode_file, [args.folder / "held_out.xz"])[0]
-            rows = [document[: args.row_length] for document in documents if len(document) >= args.row_length]
-            np.save(held_out, np.stack(rows))
-        if not (args.folder / "train.npy").exists():
-            parts = pool.map(encode_file, files, chunksize=1)
-            tokens = np.concatenate([document for part in parts for document in part])
-            np.save(args.folder / ".train.npy", tokens)
-            (args.folder / ".train.npy").rename(args.folder / "train.npy")
-    tokens, rows = (np.load(args.folder / name, mmap_mode="r") for name in ("train.npy", "held_out.npy"))
+        encode_file = partial(encode, tokenizer=str(args.folder / "tokenizer"))
+        encoded = pool.map(encode_file, missing, chunksize=1)
+    if not held_out.exists():
+        rows = [document[: args.row_length] for document in encoded.pop(0) if len(document) >= args.row_length]
+        np.save(held_out, np.stack(rows))
+    if not train.exists():
+        np.save(args.folder / ".train.npy", np.concatenate([document for part in encoded for document in part]))
+        (args.folder / ".train.npy").rename(train)
+    tokens, rows = (np.load(file, mmap_mode="r") for file in (train, held_out))
     seconds = time.monotonic() - begin
     print(f"{tokens.size:,} tokens and {len(rows)} rows held out, in {seconds:.0f} s", file=sys.stderr)
 

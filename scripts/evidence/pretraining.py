@@ -123,7 +123,7 @@ def train(name, rate, seed, args, until):
     options |= dict(option.split("=", 1) for option in args.train)
     words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     fields = [field.format(length=args.length) for field in [*fields, *args.set]]
-    command = [sys.executable, "-m", "hf_longctx", "train", *words, "--set", *fields]
+    command = [sys.executable, "-m", "hf_longctx", "train", *words, *(["--set", *fields] if fields else [])]
     with open(folder / "log", "a") as log:
         process = subprocess.Popen(command, cwd=common.ROOT, stdout=log, stderr=log)
         try:

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import math
 import multiprocessing.pool
 import zipfile
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from hf_longctx.cli import main
+from hf_longctx.training.config import PretrainConfig, parse
 
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'hf-longctx[plot]'")
@@ -109,6 +111,7 @@ def test_models_are_trained_and_compared(pretraining, tmp_path, capsys, monkeypa
     pretraining.main([*folders.split(), *TINY.split()])
     printed, result = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
     rows = {row["model"]: row for row in result["rows"]}
+    assert str(tmp_path) not in json.dumps(result["settings"])
     assert rows.keys() == pretraining.MODELS.keys() and (tmp_path / "x.png").exists()
     assert all(len(row["training_losses"]) == 4 and len(row["documents"]) == 4 for row in rows.values())
     assert {name for name, row in rows.items() if "keys_dropped" in row} == {"FoX (Pro)", "FoX (LLaMA)"}
@@ -117,6 +120,16 @@ def test_models_are_trained_and_compared(pretraining, tmp_path, capsys, monkeypa
     pretraining.main([*folders.split(), *TINY.split()])
     again = json.loads((tmp_path / "x.json").read_text())["rows"]
     assert {row["model"]: row for row in again} == rows
+
+
+def test_a_model_without_other_fields_is_its_preset(pretraining, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(pretraining.subprocess, "Popen", lambda command, **_: asked.append(command) or pytest.fail())
+    args = {"work": tmp_path, "tokens": 64, "rows": 1, "length": 32, "set": [], "train": ["torch_compile=false"]}
+    with pytest.raises(pytest.fail.Exception):
+        pretraining.train("Llama", 1e-3, 0, SimpleNamespace(**args, data="code", device="cpu"), math.inf)
+    settings = parse(PretrainConfig, asked[0][4:])
+    assert (settings.model, settings.max_steps, settings.set, settings.torch_compile) == ("llama-36m", 2, [], False)
 
 
 @pytest.mark.usefixtures("undrawn")

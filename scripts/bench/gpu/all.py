@@ -47,13 +47,13 @@ class Part(NamedTuple):
     takes_minutes: bool = False
 
 
-DECODING = ("--dtype bfloat16 --hidden 2048 --layers 16 --head-dim 128 --vocab 32000 --context 1024 --tokens 128 "
+DECODING = ("--dtype bfloat16 --hidden 2048 --layers 16 --head-dim 128 --vocab 32000 --context 1024 --tokens 64 "
             "--rounds 2", "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64")  # fmt: skip
 PARTS = {
     "tests": Part(6, "pytest", "", ""),
     "gpu_step": Part(7, "bench.gpu.step", "", "--rounds 1", takes_minutes=True),
     "generate": Part(2, "bench.generate", *DECODING),
-    "generate_static": Part(3, "bench.generate --cache static", *DECODING),
+    "generate_static": Part(4, "bench.generate --cache static", *DECODING),
     "pruned": Part(
         1.5,
         "bench.pruned",
@@ -61,7 +61,7 @@ PARTS = {
         "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
     ),
     "hmt_speed": Part(
-        4,
+        3,
         "bench.hmt speed",
         "--size 1b --dtype bfloat16 --segment-lengths 512 --tokens 8192 --rounds 2",
         "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",

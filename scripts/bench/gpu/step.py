@@ -3,11 +3,13 @@
     python -m scripts.bench.gpu.step [--sizes 125M 360M 760M 7B] [--minutes 8]
 
 A step is a forward and backward pass over a full batch and an update by fused AdamW. Weights are float32 under
-bfloat16 autocast, and all logits are made. At 7B, weights, gradients and optimizer states are bfloat16, layers are
-checkpointed, and the loss is made in pieces. FLOPs are 6 for each token and parameter, and those of causal attention.
+bfloat16 autocast, and all logits are made. Decoder layers are compiled, as by `hf-longctx train`. At 7B, weights,
+gradients and optimizer states are bfloat16, layers are checkpointed, and the loss is made in pieces. FLOPs are 6 for
+each token and parameter, and those of causal attention.
+
 "ms" is the median of steps that are waited for, "host ms" the part until Python returns, and tokens/s come from steps
-that are not waited for. "to Llama" compares with the Llama of the same size that is compiled if the model is. Rows
-come in order of importance, and none begins after --minutes. `--device cpu` is a dry run with tiny models.
+that are not waited for. "to Llama" compares with the Llama of the same size in the same mode. Rows come in order of
+importance, and none begins after --minutes. `--device cpu` is a dry run with tiny models.
 """
 
 import gc
@@ -78,9 +80,9 @@ def make_step(model, ids, size, mode):
     """Return a function that makes one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     on_gpu, in_pieces, options = ids.is_cuda, nullcontext(), {}
-    body = model.model
     if mode == "compiled":
-        body = torch.compile(body, backend="inductor" if on_gpu else "eager")
+        for layer in model.model.layers:  # which share a graph
+            layer.compile(backend="inductor" if on_gpu else "eager")
     if size == "7B" and model.config.model_type == "fox":
         options = {"skip_logits": True}
     elif size == "7B":
@@ -91,7 +93,7 @@ def make_step(model, ids, size, mode):
             with in_pieces:
                 return model(ids, labels=ids, **options).loss
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=on_gpu):
-            logits = model.lm_head(body(ids, use_cache=False)[0])
+            logits = model.lm_head(model.model(ids, use_cache=False)[0])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
     def step():
@@ -109,6 +111,11 @@ def wait(device):
 
 def time_steps(kind, size, mode, rows, tokens, device, rounds, attention=None):
     """Return the figures of one model."""
+    gc.collect()
+    torch._dynamo.reset()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     model = make_model(kind, size, tokens, device, attention)
     ids = torch.randint(3, model.config.vocab_size, (rows, tokens), device=device)
     step = make_step(model, ids, size, mode)
@@ -147,7 +154,7 @@ def time_steps(kind, size, mode, rows, tokens, device, rounds, attention=None):
 
 def plan(sizes):
     """Return (size, mode, kind) of every row, the most important rows first."""
-    ours, fla = ("llama", "fox", "fox-pro"), ("fla", "fla-pro")
+    ours, fla = ("llama", "fox-pro", "fox"), ("fla", "fla-pro")
     order = [("125M", "eager", ours), ("125M", "compiled", ours), ("360M", "eager", ours), ("760M", "eager", ours),
              ("125M", "eager", fla), ("360M", "compiled", ours), ("760M", "compiled", ours), ("360M", "eager", fla),
              ("760M", "eager", fla), ("7B", "eager", ours), ("tiny", "eager", ours), ("tiny", "compiled", ours),
@@ -167,11 +174,6 @@ def measure(args):
         if time.monotonic() > until:
             yield row | {"error": "no time left"}
             continue
-        gc.collect()
-        torch._dynamo.reset()
-        if args.device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
         try:
             row |= time_steps(kind, size, mode, rows, tokens, args.device, args.rounds)
             if kind == "llama":
