@@ -15,7 +15,7 @@ from . import measuring, shared
 if TYPE_CHECKING:
     from ..metrics.task import Subject
 
-METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
+METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
 TIMED_TOKENS = 512  # most in the inputs that --dry-run times, where a trial has as few
 
 
@@ -123,7 +123,8 @@ def add_option(group: argparse._ActionsContainer, option: Option) -> None:
     elif option.kind is np.ndarray:
         how["metavar"] = "SOURCE"
     else:
-        how |= {"type": option.kind, "metavar": METAVARS[option.kind]}
+        kind = str if option.kind is dict else option.kind  # the check of the option reads JSON
+        how |= {"type": kind, "metavar": METAVARS[option.kind]}
     group.add_argument(f"--{option.name.replace('_', '-')}", **how)
 
 

@@ -13,11 +13,13 @@ some tokens after others, and whether they are all the likeliest: right tokens a
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from difflib import get_close_matches
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -119,7 +121,10 @@ class TaskInLmEval(ConfigurableTask):
                 (missing if isinstance(score, dict) and score.keys() == {"missing"} else measured)[key] = score
         scores, _ = task.summarize(measured, missing)
         named: dict[str, float] = {}
-        for number in self.task.result(scores).numbers():
+        result = self.task.result(scores)
+        if len(documents) > 1:  # of a single share, overlaps say nothing
+            warn_once(getattr(result, "shortage", ""))
+        for number in result.numbers():
             name = re.sub(r"\W+", "_", number.name).strip("_")
             ends = {"": number.value, "_low": number.low, "_high": number.high}
             named.update({name + end: math.nan if value is None else float(value) for end, value in ends.items()})
@@ -141,6 +146,13 @@ class Named(dict):
 
     def __missing__(self, name: str) -> Any:
         return self.value(name)
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Log a warning; lm-eval asks for each number by itself."""
+    if text:
+        logging.getLogger(__name__).warning(text.removeprefix("; "))
 
 
 def task_of(task: type[Task], settings: dict[str, Any]) -> Task:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -183,10 +184,15 @@ class Option(NamedTuple):
             raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}.")
         if self.kind is int:
             value = whole_number(self.name, value)
+        elif self.kind is dict and isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ValueError(f"{self.name} must be a JSON object, got {value!r} ({error}).") from error
         elif self.kind is float and not isinstance(value, bool) and hasattr(value, "__float__"):
             value = float(value)
         if not isinstance(value, self.kind):
-            kinds: dict[type, str] = {bool: "True or False", str: "a text", float: "a number"}
+            kinds: dict[type, str] = {bool: "True or False", str: "a text", float: "a number", dict: "a JSON object"}
             raise ValueError(f"{self.name} must be {kinds[self.kind]}, got {value!r}.")
         low, high = self.least, self.most
         if (low is not None and not value >= low) or (high is not None and not value <= high):

@@ -105,6 +105,20 @@ class StopAtSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+class FirstStep(TrainerCallback):
+    """Announces that the first step compiles, and prints how long it took."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begin = time.monotonic() if state.is_world_process_zero else None
+        if self.begin is not None:
+            print("the first step compiles the decoder layers; --torch_compile false leaves that out", file=sys.stderr)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.begin is not None:
+            print(f"the first step took {time.monotonic() - self.begin:.1f} s", file=sys.stderr)
+        self.begin = None
+
+
 class Progress(TrainerCallback):
     """Prints losses, speed and remaining time every few seconds, each evaluation, and the last step.
 
@@ -137,4 +151,4 @@ class Progress(TrainerCallback):
             )
 
 
-__all__ = ["LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]
+__all__ = ["FirstStep", "LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]

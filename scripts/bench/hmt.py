@@ -40,6 +40,7 @@ SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "small": (256, 6, 4, 704, 8192),
     "demo": (64, 2, 4, 192, 112),  # model_cards/hmt-demo
     "100m": (640, 10, 10, 1728, 32000),
+    "1b": (2048, 16, 16, 5632, 32000),
 }
 PIECE = 8192  # tokens that `memory` reads at a time
 

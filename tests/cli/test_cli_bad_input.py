@@ -95,7 +95,7 @@ FILES = [
     ("compare", "give result files, or --counts FILE.csv"),
     ("compare {empty}", "empty"),
     ("compare {fox}/config.json", "is not a result file"),
-    ("compare {curve} {loss}", "ForgettingCurve, PositionLoss; give forgetting curves only, or"),
+    ("compare {curve} {loss}", "ForgettingCurve, PositionLoss; give results of one metric"),
     ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different one"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
     ("compare {loss} --test-sources", "their kind is position_loss"),

@@ -25,7 +25,8 @@ def test_curves(files, capsys):
     picture = files / "new folder" / "both.svg"
     assert cli.main(["compare", str(files / "fox.json"), str(files / "llama.json"), "--output", str(picture)]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[2:4] == [
+    assert table[0].startswith("Which copies further is not significant: fox at least 8 tokens; llama not known")
+    assert table[4:6] == [
         "| fox | - | unknown; about 43 repeats needed | at least 8 | >9, >9 | 9; unknown: more answers are needed | 8 to 9 | 32 |",
         "| llama | - | unknown; about 43 repeats needed | unknown; the repeats differ too much | 8, 8 | 8; unknown: more answers are needed | 8 to 9 | 32 |",
     ]
@@ -44,7 +45,11 @@ def test_a_markdown_file_gets_the_table(files, capsys):
     curves = [str(files / f"{name}.json") for name in ("fox", "llama")]
     assert cli.main(["compare", *curves, "--output", str(files / "table.md")]) == 0
     table = (files / "table.md").read_text()
-    assert table.startswith("# Forgetting curve\n\n| model |") and "| llama |" in table
+    assert (
+        table.startswith("# Forgetting curve\n\nWhich copies further")
+        and "\n| model |" in table
+        and "| llama |" in table
+    )
     _, _, printed = table.partition("\n\n")
     assert capsys.readouterr().out == f"{printed}wrote {files / 'table.md'}\n"
 
@@ -55,5 +60,5 @@ def test_counts_of_other_benchmarks(files, capsys):
         assert cli.main(["compare", "--counts", str(files / "ruler.csv"), "--output", str(files / output)]) == 0
         printed = capsys.readouterr().out
         assert "| a | RULER | 85.6% | 4096 | 4,096 to below 8,192 | 4096 to 8192 |" in printed
-        assert "| b | NoLiMa | 16.8% | 4096 | " in printed
+        assert "| b | NoLiMa | 16.8% | 4096 (base score 20%: cannot do the task) | " in printed
     assert (files / "ruler.md").read_text().startswith("# Effective length\n\n| model | rule |")

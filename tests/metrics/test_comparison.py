@@ -166,12 +166,33 @@ def test_each_model_is_tested_against_the_first(tmp_path):
         "b": ForgettingCurve.of_points(points[:2], settings),
     }
     text = compare(curves | {"other": ForgettingCurve.of_points(points[:2])}, tmp_path / "x.md")
-    assert "\nb copies further than a: fine length at least 800 against below 400 tokens, sure. b copies more" in text
+    assert text.startswith("b copies further than a: its fine length is larger, significant. ")
     assert "| tokens | a | b | difference | 95 % interval | p | p of all lengths (Holm) | pairs |" in text
     assert "| 400 | 50.0% | 100.0% | +50.0% | +49.9% to +50.1% | 0.0078 | 0.016 | 8 |" in text
     assert "| mean | 50.0% | 100.0% |" in text
-    assert "\nother copies further than a: fine length at least 800 against below 400 tokens, sure.\n" in text
-    assert "Not tested, other against a: the differences cannot be paired: a text without a hash may be an" in text
+    assert "other copies further than a: its fine length is larger, significant." in text.partition("\n|")[0]
+    assert (
+        "Not tested length by length, other against a: the differences cannot be paired: a text without a hash may be an"
+        in text
+    )
+
+
+def test_two_tokenizers_are_compared_in_bytes(tmp_path):
+    """As many tokens are more text where tokens are longer."""
+
+    def measured(name, size, fails):
+        points = [CurvePoint(n, [n // 2 * (n < fails)] * 8, [0] * 8) for n in (64, 128, 256)]
+        settings = {"tokenizer": name, "corpus_sha256": name, "data_type": "order", "bytes_per_token": size}
+        return ForgettingCurve.of_points(points, settings)
+
+    small, large, both = measured("a", 2.0, 256), measured("b", 4.5, 256), measured("b", 4.5, 1000)
+    text = compare({"small": small, "large": large}, tmp_path / "x.md")
+    assert text.startswith("large copies further than small: its fine length is larger in bytes, significant.")
+    text = compare({"a": both, "b": measured("a", 2.0, 1000)}, tmp_path / "x.md")
+    assert text.startswith(
+        "Which copies further is not significant: a at least 256 tokens, 1,152 bytes (the longest tested); b at least "
+        "256 tokens, 512 bytes (the longest tested)."
+    )
 
 
 def lines(right):
@@ -192,7 +213,11 @@ def test_markdown_goes_to_a_file(tmp_path):
     text = compare(CURVES, tmp_path / "table.md", title="My models")
     assert "| long | RULER | 85.6% | 5120 | at least 5,120 | 80 to 5120 |" in text
     assert (tmp_path / "table.md").read_text() == f"# My models\n\n{text}"
-    assert text.startswith("| model | data |") and "| fades \\| early |" in text
+    assert (
+        text.startswith("long copies further than fades")
+        and "\n| model | data |" in text
+        and "| fades \\| early |" in text
+    )
     compare({"a": PositionLoss.of_mean([2.0], 1)}, tmp_path / "loss.md")
     assert (tmp_path / "loss.md").read_text().startswith("# Per-token loss\n\n| model |")
 

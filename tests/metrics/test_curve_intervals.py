@@ -65,7 +65,7 @@ def test_six_perfect_texts_of_one_length_suffice_and_five_do_not():
 def test_a_few_texts_that_are_not_copied_do_not_hide_behind_the_others():
     """Ten perfect texts show no mean above 99 %, as 3 of 100 may be lost; and the typical text is what is claimed."""
     curve = step_curve(800)
-    assert curve.interval("fine").low == 800 and "fine length of the typical text >=800" in curve.summary()
+    assert curve.interval("fine").low == 800 and "word for word up to 800 tokens [at least 800]" in curve.summary()
     lost = ForgettingCurve.of_points([CurvePoint(800, [400] * 9 + [100], [0] * 10)])
     assert lost.interval("fine").low == 800 and lost.fine_length == 0
     assert lost.table().rows[0][2:5] == ("9 of 10", "25.0%", "92.5%")
@@ -122,7 +122,7 @@ def test_a_length_that_fails_ends_what_is_sure_below():
     curve = ForgettingCurve.of_points(points)
     assert curve.interval("fine").low == 100
     assert curve.first_failures() == {"fine": 200, "coarse": 800}
-    assert "fine 600 (fails first at 200), coarse 600;" in curve.summary()
+    assert "word for word up to 100 tokens [100 to 800]. Measured" in curve.summary()
 
 
 # Simulations: what the interval is good for. That it covers the truth: tests/scripts/test_curve_coverage.py ----------
@@ -182,7 +182,8 @@ def test_an_open_end_says_how_many_repeats_would_close_it():
     curve = ForgettingCurve.of_points(points)
     interval = curve.interval("coarse")
     assert interval[:2] == (0, None) and interval.repeats_needed > 3
-    assert f"coarse length unknown (about {interval.repeats_needed} repeats needed);" in curve.summary()
+    needed = f"is not significant [unknown; about {interval.repeats_needed} repeats needed];"
+    assert f"Whether it copies what it reads {needed}" in curve.summary()
     assert (
         str(ForgettingCurve.of_points([points[0].first(1)]).interval("coarse")) == "unknown (about 3 repeats needed)"
     )

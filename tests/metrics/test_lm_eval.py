@@ -1,6 +1,7 @@
 """The tasks in lm-eval: the numbers of our own functions, on PyTorch models and on those that score spans only."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from endpoint_server import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import HMTConfig, HMTWrapper, cli
-from hf_longctx.corpus import load_tokens
+from hf_longctx.corpus import load_tokens, stdlib_text
 from hf_longctx.lm_eval import tasks_folder
 from hf_longctx.metrics import forgetting_curve, line_retrieval, position_loss
 
@@ -91,6 +92,21 @@ def test_counts_are_those_of_our_curve(lm, model, tokenizer, data_type):
     expected = {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in curve.points}
     assert counts(result) == expected
     assert result["coarse_memory_length_at_least_tokens_95_sure,none"] == curve.interval("coarse").low
+
+
+def test_passages_that_overlap_count_as_one_text(model, tokenizer, tmp_path, caplog):
+    text = tmp_path / "tiny.txt"
+    text.write_text(stdlib_text("held_out")[:1500])
+    settings = {"lengths": [64, 96], "repeats": 8, "text": str(text)}
+    result = evaluate(hf(model, tokenizer), "forgetting_curve", settings)
+    options = dict(lengths=[64, 96], repeats=8, tokenizer=tokenizer)
+    curve = forgetting_curve(model, load_tokens(tokenizer, str(text)).tokens, **options)
+    assert curve.overlapping
+    for number in curve.numbers()[:2]:
+        name = re.sub(r"\W+", "_", number.name).strip("_")
+        ends = [result[f"{name}{end},none"] for end in ("", "_low")]
+        assert ends == [number.value, number.low]
+    assert sum("the text is too short: its passages overlap" in record.message for record in caplog.records) == 1
 
 
 def test_losses_are_those_of_our_loss(lm, model, tokenizer):

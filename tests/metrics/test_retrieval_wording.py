@@ -9,7 +9,7 @@ from demo_model import DEMO
 from transformers import AutoTokenizer
 
 from hf_longctx import cli
-from hf_longctx.metrics import line_retrieval, needle_in_a_haystack, read_result
+from hf_longctx.metrics import LocalReader, line_retrieval, needle_in_a_haystack, read_result
 from hf_longctx.metrics.retrieval.answers import holds_text
 from hf_longctx.metrics.retrieval.haystack import hide_needle, needle_pieces
 from hf_longctx.metrics.retrieval.wording import chat_frame, wording
@@ -115,6 +115,35 @@ def test_models_read_the_chat(tokenizer):
     assert needle.cells[0].answers[0].tokens == len(tokenizer("Alm.", add_special_tokens=False)["input_ids"])
 
 
+THINKING = CHAT + "{% if enable_thinking is not defined or enable_thinking %}<think>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    "replied, kwargs, matched, thinking",
+    [
+        ("The cow is on the Alm", None, False, 1),
+        ("Berta? </think>\n\nauf der Alm.", None, True, 0),
+        ("Alm? </think> Im Stall.", None, False, 0),
+        ("auf der Alm.", {"enable_thinking": False}, True, 0),
+        ("<think>Alm", {"enable_thinking": False}, False, 1),
+        ("[THINK]Alm[/THINK]auf der Alm", '{"enable_thinking": false}', True, 0),
+    ],
+)
+def test_an_answer_is_looked_for_behind_the_thoughts(tokenizer, monkeypatch, replied, kwargs, matched, thinking):
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    monkeypatch.setattr(LocalReader, "reply", lambda *arguments: replied)
+    model, tokens = Reader(len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
+    model.generate = None  # which the reader would call
+    options = dict(chat_template=True, chat_template_kwargs=kwargs)
+    needle = needle_in_a_haystack(model, tokenizer, tokens, lengths=[300], depths=[0.5], **COW, **options)
+    (answer,) = needle.cells[0].answers
+    assert (answer.matched, answer.ends_in_thought) == (matched, bool(thinking))
+    words = "1 of 1 response ended while the model was thinking, and count as wrong: try --chat-template-kwargs"
+    assert (words in needle.summary()) == bool(thinking)
+    lines = line_retrieval(model, tokenizer, lines=[3], repeats=2, **options)
+    assert ("2 of 2 responses ended while the model was thinking" in lines.summary()) == bool(thinking)
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_command(tmp_path, capsys):
     text = tmp_path / "text.txt"
@@ -123,5 +152,10 @@ def test_command(tmp_path, capsys):
     own = [word for name, value in COW.items() for word in (f"--{name}", value)]
     assert cli.main(["needle", str(DEMO), *options, *own]) == 0
     assert read_result(tmp_path / "x.json").settings["mode"] == "standard"
+    kwargs = ["--chat-template-kwargs", '{"enable_thinking": false}']
+    assert cli.main(["needle", str(DEMO), *options, *own, *kwargs]) == 2
+    assert "chat_template_kwargs must come with chat_template" in capsys.readouterr().err
+    assert cli.main(["needle", str(DEMO), *options, *own, "--chat-template", "--chat-template-kwargs", "{"]) == 2
+    assert "chat_template_kwargs must be a JSON object, got '{'" in capsys.readouterr().err
     assert cli.main(["needle", str(DEMO), *options, "--answer", "x"]) == 2
     assert "give both, --question and --answer" in capsys.readouterr().err

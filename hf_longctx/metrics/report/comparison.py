@@ -15,7 +15,6 @@ from .. import style
 from ..curve.lengths import METHODS
 from ..curve.plot import areas, logarithmic, ribbon
 from ..result import Result
-from ..retrieval.answers import Retrieval
 from ..task import TaskResult
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss, draw_losses
@@ -33,68 +32,73 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     """Draw the results of several models into one picture, or write their table into a file.
 
     Args:
-        results: by the name of the model, in the order of the picture; of one metric: forgetting curves, per-token
-            losses, needle or line retrieval.
+        results: by the name of the model, in the order of the picture; of one metric, that of `curve`, `loss`, or any
+            that counts right answers by length.
         path: of a PNG, SVG or PDF; or of a Markdown file (.md), which gets the title and what is returned.
         title: as for `plot_comparison`.
 
     Returns:
-        the numbers as a Markdown table, with a warning for each setting that differs, `paired_text`, and effective
-        lengths by three rules.
+        which model remembers more, in sentences; then the numbers as a Markdown table, with a warning for each setting
+        that differs, the tests of `paired_text`, and effective lengths by three rules.
 
     Raises:
-        ValueError: the results are of several metrics, or of one without such a picture; or see `plot_comparison`.
+        ValueError: the results are of several metrics, or of one that cannot be compared; or see `plot_comparison`.
     """
-    curves = {name: result for name, result in results.items() if isinstance(result, ForgettingCurve)}
-    losses = {name: result for name, result in results.items() if isinstance(result, PositionLoss)}
     kinds = {type(result) for result in results.values()}
-    if len(kinds) != 1 or not issubclass(kinds.copy().pop(), (ForgettingCurve, PositionLoss, Retrieval)):
+    if len(kinds) != 1 or not issubclass(next(iter(kinds)), TaskResult):
         names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"
-        raise ValueError(
-            f"these results are {names}; give forgetting curves only, or per-token losses only, or needles or line "
-            "retrievals only."
-        )
+        raise ValueError(f"these results are {names}; give results of one metric: curve, loss, needle, lines.")
     check_measured(results)
-    train_lengths = {
-        name: curve.settings["train_length"]
-        for name, curve in curves.items()
-        if curve.settings.get("train_length") is not None
-    }
-    if curves:
-        text = comparison_table(curves, train_lengths)
-    else:
-        text = loss_table(losses) if losses else score_table(results)
-    unlike = differences(results)
-    text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
-    text += paired_text(results) + ("" if losses else f"\n{markdown(*effective_rows(results))}")
+    unlike, first = differences(results), next(iter(results.values()))
+    table, draw = KINDS.get(type(first), (score_table, draw_scores))
+    said, tables = paired_text(results)
+    text = "\n\n".join([*said, table(results)])
+    text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike) + tables
+    if type(first) is not PositionLoss:
+        text += f"\n{markdown(*effective_rows(results))}"
     if Path(path).suffix == ".md":
-        heading = title or next(iter(results.values())).title
-        Path(path).write_text(f"# {heading}\n\n{text}", encoding="utf-8")
-    elif curves:
-        plot_comparison(curves, path, train_lengths=train_lengths, title=title)
-    elif not losses:
-        shares = {name: shares_by_length(result) for name, result in results.items()}
-        first = next(iter(results.values()))
-        plot_shares(shares, path, title=title or first.title, unit=first.size_unit, unlike=unlike)
+        Path(path).write_text(f"# {title or first.title}\n\n{text}", encoding="utf-8")
     else:
-        named_losses = [loss.with_settings(model=name) for name, loss in losses.items()]
-        figure = style.figure(*PositionLoss.inches)
-        draw_losses(figure, named_losses, title or PositionLoss.title, differences=unlike)
-        style.save(figure, path)
+        draw(results, path, title, unlike)
     return text
 
 
-def paired_text(results: Mapping[str, TaskResult]) -> str:
-    """Return, as Markdown, how each model differs from the first, in words and a table; or why that is not known."""
+def train_lengths_of(curves: Mapping[str, TaskResult]) -> dict[str, int]:
+    """Return the context length of the training, in tokens, of those models where a result knows it."""
+    known = {name: curve.settings.get("train_length") for name, curve in curves.items()}
+    return {name: length for name, length in known.items() if length is not None}
+
+
+def draw_curve_lengths(curves: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
+    """Draw curves by `plot_comparison`, which names what is not alike by itself."""
+    plot_comparison(curves, path, train_lengths=train_lengths_of(curves), title=title)
+
+
+def draw_scores(results: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
+    """Draw shares of right answers by length, a line for each model."""
+    shares, first = {name: shares_by_length(result) for name, result in results.items()}, next(iter(results.values()))
+    plot_shares(shares, path, title=title or first.title, unit=first.size_unit, unlike=unlike)
+
+
+def draw_loss(losses: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
+    """Draw the losses of several models into one figure."""
+    figure, named_losses = style.figure(*PositionLoss.inches), [x.with_settings(model=n) for n, x in losses.items()]
+    draw_losses(figure, named_losses, title or PositionLoss.title, differences=unlike)
+    style.save(figure, path)
+
+
+def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
+    """Return how each model differs from the first, in sentences, and the tables of their tests as Markdown."""
     (name, first), *others = results.items()
-    text = ""
+    said, text = [], ""
     for other, second in others:
         try:
             differences = paired_differences(first, second)
         except ValueError as error:
-            text += "".join(f"\n{sentence}\n" for sentence in further(name, other, first, second))
-            text += f"\nNot tested, {other} against {name}: {error}\n"
+            said.append(" ".join(further(name, other, first, second)) or reaches({name: first, other: second}))
+            text += f"\nNot tested length by length, {other} against {name}: {error}\n"
             continue
+        said.append(conclusion(name, other, first, second, differences))
         columns = (
             first.size_unit,
             name,
@@ -114,8 +118,20 @@ def paired_text(results: Mapping[str, TaskResult]) -> str:
             )
             for d in differences
         ]
-        text += f"\n{conclusion(name, other, first, second, differences)}\n\n{markdown(columns, rows)}"
-    return text
+        text += f"\n{markdown(columns, rows)}"
+    return [sentence for sentence in said if sentence], text
+
+
+def reaches(results: Mapping[str, TaskResult]) -> str:
+    """Return how far each of several curves reaches; nothing for other results."""
+    ends = []
+    for name, curve in results.items():
+        if isinstance(curve, ForgettingCurve):
+            interval, size = curve.interval("coarse"), curve.settings.get("bytes_per_token") or 0
+            tokens = f"{interval.in_words()} tokens" if interval.sure else "not known"
+            longest = f", {interval.low * size:,.0f} bytes" if size * interval.low else ""
+            ends.append(f"{name} {tokens}{longest}{' (the longest tested)' * interval.longest}")
+    return f"Which copies further is not significant: {'; '.join(ends)}." if ends else ""
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
@@ -393,3 +409,10 @@ def notes(curves: Mapping[str, ForgettingCurve]) -> list[str]:
     kinds = sorted({str(curve.settings["data_type"]) for curve in curves.values() if "data_type" in curve.settings})
     sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats, lengths 95 % sure"
     return [sizes, f"{' and '.join(kinds)} data"] if kinds else [sizes]
+
+
+# Table and figure of results that are more than right answers by length.
+KINDS: dict[type, tuple[Any, Any]] = {
+    ForgettingCurve: (lambda curves: comparison_table(curves, train_lengths_of(curves)), draw_curve_lengths),
+    PositionLoss: (loss_table, draw_loss),
+}

@@ -57,7 +57,8 @@ def exact_copies(curve: ForgettingCurve) -> str:
         return f"Exact copies: of most texts up to {interval.low:,} tokens{tested} (above 99 % of their tokens)."
     if interval.high is not None:
         return f"No exact copies of most texts of {interval.high:,} tokens or more: 99 % of their tokens or fewer are right."
-    return f"How long a text it copies exactly is not known: {interval.needed}."
+    none = "" if any(2 * p.copied > p.repeats for p in curve.points) else "; most were not, at any tested length"
+    return f"How long a text it copies exactly is not known: {interval.needed}{none}."
 
 
 def found(result: Retrieval) -> str:

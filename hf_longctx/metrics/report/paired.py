@@ -212,19 +212,24 @@ def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
 
 
 def further(name: str, other: str, first: TaskResult, second: TaskResult) -> list[str]:
-    """Return whose fine and whose coarse length is larger, where that is sure; the results need not be paired.
+    """Return whose fine and whose coarse length is larger, where that is significant; the results need not be paired.
 
-    The risk of 5 % is shared by two methods, two models and which of them is ahead.
+    Lengths of different tokenizers are compared in bytes. The risk of 5 % is shared by two methods, two models and
+    which of them is ahead.
     """
     sentences = []
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):
         return sentences
+    same = any(first.settings.get(key) == second.settings.get(key) for key in ("tokenizer", "corpus_sha256"))
+    sizes = [1.0, 1.0] if same else [float(c.settings.get("bytes_per_token") or "nan") for c in (first, second)]
     for method in METHODS:
-        a, b = (curve.interval(method, 1 - RISK / 4) for curve in (first, second))
-        for better, worse, ahead, behind in ((other, name, b, a), (name, other, a, b)):
-            if behind.high is not None and ahead.low >= behind.high:
+        ends = [curve.interval(method, 1 - RISK / 4) for curve in (first, second)]
+        lows = [end.low * size for end, size in zip(ends, sizes)]
+        highs = [math.inf if end.high is None else end.high * size for end, size in zip(ends, sizes)]
+        for better, worse, ahead in ((other, name, lows[1] >= highs[0]), (name, other, lows[0] >= highs[1])):
+            if ahead:
+                unit = "" if same else " in bytes"
                 sentences.append(
-                    f"{better} copies further than {worse}: {method} length at least {ahead.low:,} against below "
-                    f"{behind.high:,} tokens, sure."
+                    f"{better} copies further than {worse}: its {method} length is larger{unit}, significant."
                 )
     return sentences

@@ -32,6 +32,14 @@ HEADLINE_SCORE = {
     "match_rate": "The score is the share of answers found in the model's replies.",
     "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
 }
+# What opens and closes the thoughts of a model.
+THOUGHTS = {
+    "<think>": "</think>",
+    "<thinking>": "</thinking>",
+    "<thought>": "</thought>",
+    "<seed:think>": "</seed:think>",
+    "[THINK]": "[/THINK]",
+}
 
 
 @dataclass(frozen=True)
@@ -58,10 +66,24 @@ class Answer:
             raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
 
     @classmethod
-    def of(cls, response: Answered, tokens: int, matches: Callable[[str], bool]) -> Answer:
-        """Score a response; `matches` says whether a generated text holds the answer of so many tokens."""
-        matched = response.exact if response.reply is None else matches(response.reply)
-        return cls(response.log_prob, tokens, response.exact, response.reply, matched)
+    def of(cls, response: Answered, tokens: int, matches: Callable[[str], bool], opened: str = "") -> Answer:
+        """Score a response.
+
+        Args:
+            tokens: tokens of the answer.
+            matches: whether a text holds it. Thoughts are not asked.
+            opened: a thought that the prompt opens, see `opened_thought`.
+        """
+        if response.reply is None:
+            return cls(response.log_prob, tokens, response.exact, None, response.exact)
+        reply = opened + response.reply
+        found = after_thought(reply)
+        return cls(response.log_prob, tokens, response.exact, reply, found is not None and matches(found))
+
+    @property
+    def ends_in_thought(self) -> bool:
+        """Return whether the response ends before the model has finished to think."""
+        return self.reply is not None and after_thought(self.reply) is None
 
     @property
     def probability(self) -> float:
@@ -165,6 +187,28 @@ def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
+def opened_thought(prompt: str) -> str:
+    """Return the marker that opens a thought at the end of a prompt and is not closed there, or an empty text.
+
+    >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
+    ('<think>', '')
+    """
+    opened = [mark for mark, end in THOUGHTS.items() if prompt.rfind(mark) > prompt.rfind(end)]
+    return opened[0] if opened else ""
+
+
+def after_thought(response: str) -> str | None:
+    """Return what follows the thoughts in a response; None if it ends inside of one.
+
+    >>> after_thought("<think>The cow ...</think> Alm"), after_thought("Alm"), after_thought("<think>The cow")
+    (' Alm', 'Alm', None)
+    """
+    if opened_thought(response):
+        return None
+    ends = [response.rfind(end) + len(end) for end in THOUGHTS.values() if end in response]
+    return response[max(ends, default=0) :]
+
+
 def holds_text(reply: str, expected: str) -> bool:
     """Return whether the words of `expected` follow one another in `reply`; case and punctuation do not count.
 
@@ -266,6 +310,17 @@ class Retrieval(TaskResult):
             low, high = rate_interval(rate, units) or (None, None)
             numbers.append(Number("accuracy", name, round(rate, 4), low, high, sample))
         return numbers
+
+    def with_gaps(self, text: str) -> str:
+        """Return the text with how many responses end inside of a thought, which holds no answer."""
+        answers = [answer for part in self.parts for answer in part.answers]
+        thinking = sum(answer.ends_in_thought for answer in answers)
+        if thinking:
+            text += (
+                f"; {thinking} of {plural(len(answers), 'response')} ended while the model was thinking, and count as wrong: "
+                """try --chat-template-kwargs '{"enable_thinking": false}'"""
+            )
+        return super().with_gaps(text)
 
     def score_columns(self) -> tuple[str, ...]:
         """Return headings for the `rates` of the parts."""

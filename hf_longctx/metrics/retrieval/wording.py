@@ -79,8 +79,11 @@ def wording(
     return Wording(f"\n{needle.strip()}\n", f"\n{question}", "", answer)
 
 
-def chat_frame(tokenizer: Any) -> Frame:
+def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
     """Return what the tokenizer's chat template puts around the words of a user.
+
+    Args:
+        kwargs: further variables of the template, such as enable_thinking.
 
     Raises:
         ValueError: the tokenizer has no chat template, or one that does not repeat the words once.
@@ -90,7 +93,14 @@ def chat_frame(tokenizer: Any) -> Frame:
         name = getattr(tokenizer, "name_or_path", "")
         raise ValueError(f"the tokenizer {name} has no chat template: measure the model as it is, without a chat.")
     turn = [{"role": "user", "content": words}]
-    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+    text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False, **(kwargs or {}))
     if text.count(words) != 1:
         raise ValueError(f"the chat template shows the words of a user {text.count(words)} times; it must once.")
     return Frame(*text.split(words))
+
+
+def chat_frame_of(task: Any) -> Frame | None:
+    """Return the frame of a task with the options `chat_template` and `chat_template_kwargs`; None without a chat."""
+    if task.chat_template_kwargs and not task.chat_template:
+        raise ValueError("chat_template_kwargs must come with chat_template, got it without. Add --chat-template.")
+    return chat_frame(task.subject.tokenizer, task.chat_template_kwargs) if task.chat_template else None

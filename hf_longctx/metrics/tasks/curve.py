@@ -181,21 +181,34 @@ class ForgettingCurve(TaskResult):
         }
 
     def in_words(self) -> str:
-        failures, fine = self.first_failures(), self.interval("fine")
+        """Return how far the model copies, and how far word for word, with 95 % confidence intervals in brackets."""
+        fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
-        advice += self.shortage
+        passages = f"{self.repeats_in_words.replace('repeat', 'passage')} at {span([p.length for p in self.points])}"
+        measured = f"Measured with {passages}, 95 % CI in brackets"
+        return f"{self.copies_in_words()}; {self.exact_in_words()}. {measured}{advice}{self.shortage}"
 
-        def read_off(method):
-            length = self.memory_lengths[f"{method}_max"]
-            dip = method in failures and failures[method] < length
-            return f"{method} {length}" + (f" (fails first at {failures[method]})" if dip else "")
+    def copies_in_words(self) -> str:
+        """Return up to which length text is copied better than it is guessed, and how well there."""
+        coarse = self.interval("coarse")
+        if coarse.low:
+            p = next(p for p in self.points if p.length == coarse.low)
+            longest = ", the longest tested" * coarse.longest
+            return f"Copies up to {p.length:,} tokens [{coarse.in_words()}{longest}] at {100 * p.copy_mean:.3g} %"
+        if coarse.high is not None:
+            return f"Copies no better than it guesses from {coarse.high:,} tokens on [{coarse.in_words()}]"
+        return f"Whether it copies what it reads is not significant [{coarse.in_words()}]"
 
-        return (
-            f"95 % sure, in tokens: fine length of the typical text {fine}, coarse length {self.interval('coarse')}{advice}; "
-            f"the paper's definition, of means: {read_off('fine')}, {read_off('coarse')}; {span([p.length for p in self.points])}, "
-            f"{self.repeats_in_words}"
-        )
+    def exact_in_words(self) -> str:
+        """Return up to which length most passages are copied above 99 %."""
+        fine, most = self.interval("fine"), [p for p in self.points if 2 * p.copied > p.repeats]
+        if fine.low:
+            return f"word for word up to {fine.low:,} tokens [{fine.in_words()}]"
+        if not most:
+            return "word for word at no tested length" + f" [{fine.in_words()}]" * (fine.high is not None)
+        p = most[-1]
+        return f"word for word {p.copied} of {p.repeats} passages of {p.length:,} tokens [{fine.in_words()}]"
 
     @property
     def shortage(self) -> str:

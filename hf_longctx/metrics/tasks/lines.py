@@ -18,9 +18,18 @@ import numpy as np
 from ..checks import check_token_ids, entries
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import REPLY_MARGIN, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_number
+from ..retrieval.answers import (
+    REPLY_MARGIN,
+    SUMMARY,
+    Answer,
+    Answers,
+    Retrieval,
+    check_replies,
+    holds_number,
+    opened_thought,
+)
 from ..retrieval.haystack import split_encoding
-from ..retrieval.wording import Frame, chat_frame
+from ..retrieval.wording import Frame, chat_frame_of
 from ..task import Ask, Task, Trial, option
 
 
@@ -184,12 +193,16 @@ class Lines(Task):
     )
     repeats: int = option(10, "records of each number of lines, each with one question", least=1)
     chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    chat_template_kwargs: dict | None = option(
+        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
+    )
     seed: int = option(0, "random seed of the records")
     replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
 
     def prepare(self):
         check_replies(self.subject.reader, self.replies)
-        frame = chat_frame(self.subject.tokenizer) if self.chat_template else None
+        frame = chat_frame_of(self)
+        self.fill(opened=opened_thought(frame.tail if frame else ""))
         lines, limit = self.lines or line_counts(self.subject.context, self.subject.encode), self.subject.limit
         if self.lines is None and limit is not None and record_tokens(lines[0], self.subject.encode) > limit:
             raise ValueError(f"{limit} tokens are too few for a record of {lines[0]} lines.")
@@ -223,7 +236,9 @@ class Lines(Task):
     def score(self, n, responses):
         answers, tokens, asked_lines = [], [], []
         for (record, prompt, answer), response in zip(self.questions[n], responses):
-            answers.append(Answer.of(response, len(answer), partial(holds_number, expected=record.number)))
+            answers.append(
+                Answer.of(response, len(answer), partial(holds_number, expected=record.number), self.opened)
+            )
             tokens.append(len(prompt) + len(answer))
             asked_lines.append(record.asked_line)
         return {"tokens": tokens, "asked_lines": asked_lines, "answers": Answers(answers).to_list()}

@@ -20,9 +20,18 @@ import numpy as np
 from ..checks import check_token_ids, entries
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import REPLY_MARGIN, SUMMARY, Answer, Answers, Retrieval, check_replies, holds_text
+from ..retrieval.answers import (
+    REPLY_MARGIN,
+    SUMMARY,
+    Answer,
+    Answers,
+    Retrieval,
+    check_replies,
+    holds_text,
+    opened_thought,
+)
 from ..retrieval.haystack import DEPTHS, Haystacks, draw_begins, haystack_length, needle_pieces
-from ..retrieval.wording import MODES, chat_frame, wording
+from ..retrieval.wording import MODES, chat_frame_of, wording
 from ..run.journal import content_hash
 from ..task import Ask, Task, Trial, option
 
@@ -173,6 +182,9 @@ class Needle(Task):
     question: str | None = option(None, "all that is asked at the end; needs an answer")
     answer: str | None = option(None, "what the model is to say after the question")
     chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    chat_template_kwargs: dict | None = option(
+        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
+    )
     repeats: int = option(1, "haystacks per length and depth", least=1)
     seed: int = option(0, "random seed of the places of the haystacks")
     replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
@@ -190,7 +202,7 @@ class Needle(Task):
     def prepare(self):
         subject = self.subject
         check_replies(subject.reader, self.replies)
-        frame = chat_frame(subject.tokenizer) if self.chat_template else None
+        frame = chat_frame_of(self)
         pieces = needle_pieces(subject.encode, subject.bos, self.words, frame)
         for piece, ids in zip(pieces._fields, pieces):
             check_token_ids(ids, f"the {piece} as the tokenizer encodes it", subject.reader.vocab_size)
@@ -205,6 +217,7 @@ class Needle(Task):
                 begins.setdefault((length, depth), []).append(begin)
         haystacks = Haystacks(subject.text, pieces, subject.tokenizer)
         self.fill(lengths=lengths, pieces=pieces, haystacks=haystacks, begins=begins)
+        self.fill(opened=opened_thought(frame.tail if frame else ""))
 
     def facts(self):
         return {"pieces_sha256": content_hash(np.concatenate(self.pieces))}
@@ -220,7 +233,7 @@ class Needle(Task):
 
     def score(self, key, responses):
         matches, tokens = partial(holds_text, expected=self.words.answer), len(self.pieces.answer)
-        answers = Answers([Answer.of(response, tokens, matches) for response in responses])
+        answers = Answers([Answer.of(response, tokens, matches, self.opened) for response in responses])
         positions = [self.haystacks.prompt(*key, begin)[1] for begin in self.begins[key]]
         return {"positions": positions, "begins": self.begins[key], "answers": answers.to_list()}
 
