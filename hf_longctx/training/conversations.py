@@ -33,17 +33,27 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.
         what these are; else see `find_answer`.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or the assistant's turns cannot be found in what it writes.
+        ValueError: the tokenizer has no chat template, turns are not such lists, or the assistant's are not found in
+            what the template writes.
     """
-    if "messages" not in row and isinstance(row["prompt"], str):
+    if "messages" not in row and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         text = row["prompt"] + row["completion"]
         ids, scored = encode_spans(text, [(len(row["prompt"]), len(text))], tokenizer, add_special_tokens=True)
         if not len(ids) or ids[-1] != tokenizer.eos_token_id:
             ids, scored = np.append(ids, tokenizer.eos_token_id), np.append(scored, False)
         scored[-1] = True
     else:
-        before = [] if "messages" in row else row["prompt"]
-        turns = row["messages"] if "messages" in row else [*before, *row["completion"]]
+        before = [] if "messages" in row else row["prompt"] or []
+        turns = row["messages"] if "messages" in row else [*before, *(row["completion"] or [])]
+        if (
+            not isinstance(turns, list)
+            or not turns
+            or not all(isinstance(turn, dict) and "role" in turn for turn in turns)
+        ):
+            raise ValueError(
+                f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. Convert the table; "from" and "value" '
+                'of ShareGPT are "role" and "content", and "human" and "gpt" are "user" and "assistant".'
+            )
         turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
         tools = row.get("tools") or None
         tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
@@ -192,6 +202,8 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.n
             raise ValueError(
                 f"The chat template refuses conversation {number}: {error}. Remove or mend it."
             ) from error
+        except ValueError as error:
+            raise ValueError(f"Conversation {number}: {error}") from error
         scored = ids[flags & SCORED > 0].tolist()
         if not scored:
             continue

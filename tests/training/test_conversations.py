@@ -396,3 +396,23 @@ def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):
     assert runs({"prompt": "the f", "completion": "un"}, tokenizer) == [" fun</s>"]
     tokenizer.chat_template = TEMPLATES["plain text"].replace("BEGIN", "").replace("END", "")
     assert runs({"messages": turns("Hi", "fun")}, tokenizer) == [" fun\n"]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
+        {"messages": json.dumps(TURNS)},
+        {"messages": []},
+        {"messages": None},
+        {"prompt": "Hi", "completion": TURNS[2:3]},
+        {"prompt": TURNS[:2], "completion": "Yes"},
+        {"prompt": None, "completion": None},
+    ],
+    ids=["ShareGPT", "text", "no turns", "null", "text and turns", "turns and text", "nothing"],
+)
+def test_turns_of_another_form_are_refused(row, tokenizer, tmp_path):
+    source = tmp_path / "chats.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=r'Conversation 1: turns must be a list of {"role", "content"}, got'):
+        pack(str(source), tokenizer, tmp_path / "tokens.npy")
