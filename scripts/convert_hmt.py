@@ -83,7 +83,6 @@ def load_official(
     segment_length: int,
     sensory_tokens: int,
     memory_size: int | None = MEMORY_SIZE,
-    recall_mode: str = "paper",
 ) -> HMTWrapper:
     """Load a checkpoint of the official HMT code (`model_weights_*.pth`), or of RMT's, around its backbone.
 
@@ -100,7 +99,6 @@ def load_official(
         segment_length: *new* tokens per segment: the official segment_length - 2 m - num_sensory.
         sensory_tokens: the official num_sensory; 0 of RMT.
         memory_size: the official mem_recall_context.
-        recall_mode: as in `HMTConfig`: "paper" or "three_pass", which have the published parameters.
 
     Raises:
         ValueError: the file is damaged, holds other things than tensors, or those of another model than `base`.
@@ -123,7 +121,7 @@ def load_official(
         memory_size=memory_size,
         recall="mem" in memory,
         memory_tokens=len(memory.get("memory_cell.memory", [0])),
-        recall_mode=recall_mode,
+        recall_mode="paper",
     )
 
 
@@ -202,14 +200,16 @@ def same(weights, *ends):
 
 
 def print_perplexity(model, tokenizer, text: str) -> None:
-    """Print the perplexity of a text in both modes that have the published parameters."""
+    """Print the perplexity of a text, and that of the tokens which the model does not read before it predicts them."""
     ids = torch.as_tensor(load_tokens(tokenizer, text).tokens)[None].long()
     model.config.loss_scope = "all"
-    for mode, words in {"paper": "as published, looking ahead", "three_pass": "without looking ahead"}.items():
-        model.config.recall_mode = mode
+    for words, score_from in {
+        "as published, looking ahead": None,
+        "of the tokens behind the query, without looking ahead": model.config.summary_length,
+    }.items():
         with torch.no_grad():
-            loss = model(ids, labels=ids, logits_to_keep=1).loss
-        print(f"perplexity of {ids.shape[1]:,} tokens, {mode} ({words}): {math.exp(loss):.4g}")
+            loss = model(ids, labels=ids, logits_to_keep=1, score_from=score_from).loss
+        print(f"perplexity of {ids.shape[1]:,} tokens ({words}): {math.exp(loss):.4g}")
 
 
 if __name__ == "__main__":

@@ -128,8 +128,8 @@ def main():
             command = ("push", folder, f"alice/{name}", *(["--verify"] * (name == "fox")))
             step(f"hf-longctx push {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
         for name in METRICS:
-            command = ("push-metric", name, f"alice/{name}")
-            step(f"hf-longctx push-metric {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
+            command = ("push", name, f"alice/{name}")
+            step(f"hf-longctx push {name}", sys.executable, "-m", "hf_longctx", *command, **with_package)
         (work / "facts.txt").write_text(FACT)
         ours = (sys.executable, "-m", "hf_longctx")
         command = ("read", "alice/hmt", "facts.txt", "--output", "state.safetensors")

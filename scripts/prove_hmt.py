@@ -51,10 +51,9 @@ from scripts.recall_task import RecallTask
 METHODS = {  # arguments of HMTConfig in stage 2, in the order of the runs
     "HMT, single pass": {"recall_mode": "single_pass"},
     "HMT, single pass, no recurrence": {"recall_mode": "single_pass", "recurrence": False},
-    "HMT, three passes": {"recall_mode": "three_pass"},
     "window": None,
-    "RMT": {"recall": False, "recall_mode": "three_pass"},
-    "RMT, 4 tokens": {"recall": False, "recall_mode": "three_pass", "memory_tokens": 4},
+    "RMT": {"recall": False, "recall_mode": "paper"},
+    "RMT, 4 tokens": {"recall": False, "recall_mode": "paper", "memory_tokens": 4},
     "full attention": None,
     "HMT, paper": {"recall_mode": "paper"},
     "HMT, single pass, j = L'/4": {"recall_mode": "single_pass", "sum_fraction": 0.25},

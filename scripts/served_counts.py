@@ -29,7 +29,7 @@ def main():
     args = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    served = ServedModel(args.endpoint, args.served_as, vocab_size=len(tokenizer))
+    served = ServedModel(args.endpoint, args.served_as, tokenizer=tokenizer, vocab_size=len(tokenizer))
     local = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
     tokens = load_tokens(tokenizer, args.text).tokens
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -51,7 +51,7 @@ def main():
     document = {
         "endpoint": args.endpoint,
         "model": args.model,
-        "served_with": "prompt_logprobs",
+        "served_with": served.settings()["served_with"],
         "all_equal": bool(compared) and all(compared),
         "compared": len(compared),
         "rows": rows,

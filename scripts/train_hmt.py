@@ -8,26 +8,37 @@ torchrun, or accelerate launch; the same command resumes after an interruption.
 """
 
 import argparse
+from contextlib import suppress
+
+from transformers import AutoConfig
 
 from hf_longctx.cli import main
+
+
+def saved_length(model: str) -> int:
+    """Return the segment length of an HMT, and 512 for another model."""
+    with suppress(OSError, ValueError):  # which the command reports
+        return getattr(AutoConfig.from_pretrained(model), "segment_length", 512)
+    return 512
 
 
 def stages():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("--output_dir", required=True, metavar="FOLDER")
-    parser.add_argument("--segment_length", type=int, default=512, metavar="TOKENS")
+    parser.add_argument("--segment_length", type=int, metavar="TOKENS", help="default: that of an HMT, else 512")
     parser.add_argument("--segments", type=int, default=15, help="of a row of the second stage (default: 15)")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the memory")
     args, others = parser.parse_known_args()
-    fields = ["--set", f"segment_length={args.segment_length}", *args.set]
+    length = args.segment_length or saved_length(args.model)
+    fields = ["--set", f"segment_length={length}", *args.set]
     recipe = ["--recipe", "hmt", *fields, *others]
     model = args.model
     for stage, segments, steps in ((1, 2, 200), (2, args.segments, 500)):
         output = f"{args.output_dir}/stage-{stage}"
         sizes = [
             "--max_length",
-            str(segments * args.segment_length),
+            str(segments * length),
             "--max_steps",
             str(steps),
             "--output_dir",

@@ -29,6 +29,7 @@ FASTER = "tests interpret kernels faster"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
+    ("_issue_warnings_after_load", TRAINER, "self._issue_warnings_after_load(", "tied weights are not called missing"),
     (
         "prediction_step",
         TRAINER,
@@ -63,6 +64,13 @@ HOOKS = [
         "def is_in_torch_dispatch_mode(",
         "kernels are operators",
     ),
+    (
+        "_forward_hooks",
+        "torch.nn:Module",
+        "self._forward_hooks or self._forward_pre_hooks",
+        "norms are called for hooks",
+    ),
+    ("_backward_hooks", "torch.nn:Module", "self._backward_hooks or self._backward_pre_hooks", "same"),
     ("is_legacy_batchedtensor", "torch._subclasses.meta_utils", "is_legacy_batchedtensor(", "same"),
     ("_attn_implementation_internal", "transformers:PreTrainedConfig", "self._attn_implementation_internal", "masks"),
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "no step in place inside of a dual level"),

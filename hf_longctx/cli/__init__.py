@@ -29,8 +29,7 @@ NAMES = """
     compare rope report lm-eval
     read serve gates
     train finetune convert
-    push push-metric
-    env
+    push env
 """
 TRAINING = ("train", "finetune")
 COMMANDS: dict[str, Any] = {name: TaskCommand(task) for name, task in Task.tasks.items()}

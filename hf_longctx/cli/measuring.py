@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".svg", ".pdf")
 OTHER_PICTURES = (".gif", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".eps", ".ps")
-# the least that an option may be, by its name in the namespace
-LEAST = dict.fromkeys(("repeats", "tokens_per_pass", "train_length", "context_length", "tokens"), 1)
 
 
 # Arguments ----------------------------------------------------------------------------------------------------------
@@ -67,15 +65,7 @@ def add_train_length(parser: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace, folder: bool = False) -> None:
-    """Check numbers and the names of files; `folder` says whether --output names a folder.
-
-    Raises:
-        ValueError: a number is too small, or a file cannot be written.
-    """
-    for name, least in LEAST.items():
-        value = getattr(args, name, None)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}.")
+    """Raise ValueError if a file cannot be written; `folder` says whether --output names a folder."""
     check_writable("--output", args.output, folder)
     if getattr(args, "journal", None) is not None:
         check_writable("--journal", args.journal)

@@ -1,4 +1,4 @@
-"""Push the folder of a model or adapter, or what a model remembers of a text, to the Hub, in one commit.
+"""Push a model, an adapter, a saved memory or a metric to the Hub, in one commit.
 
 DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
 so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files, links out of
@@ -10,7 +10,9 @@ the variable HF_TOKEN.
 
 With --code-only, a push only updates the code in a repository, for a newer transformers; weights and card stay.
 
-A file in the place of DIR is that of `hf-longctx read`; its card names model, commit and text.
+Instead of DIR, a file is that of `hf-longctx read`, whose card names model, commit and text. The name of a metric
+(forgetting_curve, position_loss, rope_base_check) stands for a Space, which scores predictions where hf-longctx is not
+installed. `evaluate.load` runs its code without a question, so give others the commit: revision="...".
 
 Examples:
   hf-longctx push model alice/fox --dry-run
@@ -19,12 +21,26 @@ Examples:
   hf-longctx push model alice/fox --tag v1
   hf-longctx push model alice/fox --code-only
   hf-longctx push state.safetensors alice/a-novel --tag v1
+  hf-longctx push forgetting_curve alice/forgetting_curve --dry-run
 """
 
 
 def add_arguments(parser):
-    parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or a file of a memory")
-    add_destination(parser)
+    parser.add_argument(
+        "folder", metavar="DIR", help="folder of a saved model or adapter, file of a memory, or name of a metric"
+    )
+    parser.add_argument(
+        "repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if it does not exist"
+    )
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument(
+        "--revision", metavar="BRANCH", help="branch, which is created if it does not exist (default: main)"
+    )
+    parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
+    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="say what would be pushed and removed, and send nothing"
+    )
     parser.add_argument(
         "--write-card",
         action="store_true",
@@ -43,27 +59,12 @@ def add_arguments(parser):
     )
 
 
-def add_destination(parser):
-    """Add the arguments that say where to push."""
-    parser.add_argument(
-        "repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if it does not exist"
-    )
-    parser.add_argument("--private", action="store_true", help="create a private repository")
-    parser.add_argument(
-        "--revision", metavar="BRANCH", help="branch, which is created if it does not exist (default: main)"
-    )
-    parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
-    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be pushed and removed, and send nothing"
-    )
-
-
 def run(args):
     from pathlib import Path
 
     from ..hub import (
         build_bundle,
+        build_space,
         build_state,
         check_destination,
         code_only,
@@ -72,16 +73,27 @@ def run(args):
         verify_push,
         with_card,
     )
+    from ..metrics.evaluate_modules import NAMES
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
-    if Path(args.folder).is_file():
+    is_metric = args.folder in NAMES and not Path(args.folder).exists()
+    if is_metric or Path(args.folder).is_file():
         if args.verify or args.write_card or args.code_only:
-            raise ValueError(
-                "--verify, --write-card and --code-only are for models, not for memories. Leave them out."
+            raise ValueError("--verify, --write-card and --code-only must be left out; they are for models.")
+        if not is_metric:
+            commit, says = (
+                send(build_state(args.folder, args.repo, args.tag), args),
+                "hf-longctx read MODEL {}@{} QUESTION",
             )
-        commit = send(build_state(args.folder, args.repo, args.tag), args)
+        elif args.repo.endswith(f"/{args.folder}"):
+            commit, says = send(build_space(args.folder), args, "space"), 'evaluate.load("{}", revision="{}")'
+        else:
+            raise ValueError(
+                f"evaluate.load finds {args.folder} in a repository of that name only; push to "
+                f"{args.repo.partition('/')[0]}/{args.folder}."
+            )
         if commit is not None:
-            print(f"hf-longctx read MODEL {args.repo}@{commit.oid} QUESTION")
+            print(says.format(args.repo, commit.oid))
         return
     given = build_bundle(args.folder)
     if args.write_card:

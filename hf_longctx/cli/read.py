@@ -13,7 +13,6 @@ Examples:
   cat *.txt | hf-longctx read MODEL -
 """
 
-import math
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -54,10 +53,6 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     from ..hmt.reading import load_state, read_text
 
-    if args.question is not None and not args.question.strip():
-        raise ValueError("QUESTION must not be empty. Give it in quotes.")
-    if args.temperature is not None and not (args.temperature >= 0 and math.isfinite(args.temperature)):
-        raise ValueError(f"--temperature must be 0 (greedy) or a positive number such as 0.8, got {args.temperature}.")
     saved = args.text.endswith(".safetensors") or ("@" in args.text and not Path(args.text).exists())
     if saved and (args.question is None or args.output is not None):
         raise ValueError(f"{args.text} is a saved memory. Give a QUESTION about it, and leave --output out.")

@@ -1,6 +1,6 @@
 """What several commands have in common: naming a model and loading it, and exit codes."""
 
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,16 +44,8 @@ def add_model(parser: ArgumentParser) -> Any:
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1, mps ... (default: an accelerator if there is one)")
     add_remote_code(group)
-    group.add_argument("--seed", type=seed, default=0, metavar="N", help="random seed (default: %(default)s)")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
     return group
-
-
-def seed(text: str) -> int:
-    """Parse an integer that numpy and PyTorch both take as a seed."""
-    value = int(text)
-    if not 0 <= value < 2**63:
-        raise ArgumentTypeError(f"{value} must be from 0 to 2**63 - 1")
-    return value
 
 
 def add_remote_code(parser: Any) -> None:

@@ -44,6 +44,8 @@ class Call(NamedTuple):
     position_in_sequence: (B, T), where rows hold several sequences. None: each row is one sequence.
     predecessor: (1 or B, T), the token before each one, for the token shift: an index of the last cached token, 0, and
         the new ones; -1 for none. None: the tokens stand one after another.
+    successor: (1 or B, T), the new real token whose predecessor each one is, an index of the new ones; -1 for none.
+        None: as `predecessor`, or the tokens are those of a tree.
     visible: (1 or B, 1, T, keys) bool, the keys that each token sees by a mask of four dimensions, else None.
     flash: borders of the sequences, as FlashAttention takes them.
     shard: which part of the rows is here; `predecessor` is then of this part, everything else of the whole rows. None:
@@ -57,6 +59,7 @@ class Call(NamedTuple):
     position_ids: torch.Tensor | None = None
     position_in_sequence: torch.Tensor | None = None
     predecessor: torch.Tensor | None = None
+    successor: torch.Tensor | None = None
     visible: torch.Tensor | None = None
     flash: dict[str, Any] = {}
     shard: Shard | None = None

@@ -74,7 +74,7 @@ def read_call(
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
     check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs)
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
-    token_mask = sequences = predecessor = visible = None
+    token_mask = sequences = predecessor = successor = visible = None
     name = config._attn_implementation
     if isinstance(attention_mask, dict):
         (name, mask), (_, token_mask) = attention_mask.items()
@@ -104,6 +104,8 @@ def read_call(
         if sequences is not None:
             first = sequences == 0 if shard is None else shard.part(sequences == 0)
             predecessor = torch.where(first, -1, torch.arange(first.shape[1], device=device))
+        if visible is None and predecessor is not None:
+            successor = find_successors(predecessor, token_mask)
     flash = {}
     if sequences is not None and cu_seq_lens_q is None and is_flash_attention_requested(config):
         # FlashAttention would look for them in the position ids, in each layer again and only in a batch of one
@@ -118,7 +120,19 @@ def read_call(
     if position_ids is None:
         cached = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(length, device=device) + cached).unsqueeze(0)
-    return Call(mask, token_mask, position_ids, sequences, predecessor, visible, flash, shard, name, in_place)
+    return Call(
+        mask, token_mask, position_ids, sequences, predecessor, successor, visible, flash, shard, name, in_place
+    )
+
+
+def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return `Call.successor` of a `Call.predecessor` whose real tokens have one predecessor each, (1 or B, T)."""
+    length = predecessor.shape[1]
+    has_none = predecessor <= 0 if token_mask is None else (predecessor <= 0) | ~token_mask
+    index = torch.where(has_none, length, predecessor - 1)  # of the predecessor, or of a place that is cut off
+    tokens = torch.arange(length, device=predecessor.device).expand_as(predecessor)
+    successor = predecessor.new_full((predecessor.shape[0], length + 1), -1).scatter(1, index, tokens)
+    return successor[:, :-1].contiguous()
 
 
 def can_be_cached(call: Call) -> bool:
@@ -278,6 +292,11 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard
             "token shift out. Export with a DynamicCache, as export_for_generation of transformers.exporters does, or without a "
             "cache: use_cache=False."
         )
+    if cache is not None and is_exporting() and config.sliding_window is not None:
+        raise NotImplementedError(
+            "FoX with a sliding window cannot be exported with a cache, whose tokens transformers counts outside of the graph. "
+            "Export it without a cache (use_cache=False), or without a window (sliding_window=None)."
+        )
     if torch.compiler.is_compiling():
         return
     for name in kwargs.keys() - NAMES:
@@ -388,11 +407,14 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
     """Return the number of tokens in a cache; None where only the GPU knows.
 
     Raises:
+        TypeError: the cache is not one of a decoder.
         ValueError: this model, with this batch, cannot have filled the cache. The first layer is looked at.
         NotImplementedError: the cache is a quantized one.
     """
-    layers, kind = cache.layers, type(cache).__name__
-    make_one = "Make one for this model: DynamicCache(config=model.config)."
+    kind, make_one = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
+    if not hasattr(cache, "layers"):  # the tuple of old versions, or the cache of another kind of model
+        raise TypeError(f"`cache` must be a Cache of transformers for a decoder, got a {kind}. {make_one}")
+    layers = cache.layers
     if len(layers) not in (0, config.num_hidden_layers):
         raise ValueError(
             f"this {kind} is for {len(layers)} layers and the model has {config.num_hidden_layers}. {make_one}"
@@ -403,6 +425,11 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         raise NotImplementedError(NO_QUANTIZED_CACHE)
     if keys is not None and keys.ndim == 4:
         width = folded_width(sizes.head_dim, sizes.gates_per_key, device) if gated else sizes.head_dim
+        if gated and keys.shape[3] == sizes.head_dim != width:
+            raise ValueError(
+                f"the keys in this {kind} must carry the decay of a FoX, got plain ones: it was filled by another model, or by "
+                f"prefix tuning of PEFT. {make_one} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
+            )
         if (keys.shape[0], keys.shape[3]) != (batch, width):
             raise ValueError(
                 f"this {kind} holds keys of (rows, width) = {(keys.shape[0], keys.shape[3])}; those of this model and input "

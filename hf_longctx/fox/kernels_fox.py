@@ -29,14 +29,14 @@ try:
 
     jit = triton.jit
     # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
-    # again, in the middle of a generation for instance. Specialised on G = 1, the dk/dv pass loses its loop over the
-    # heads of a group, and the assembler for Hopper then makes each of its products wait for the one before. Strides
-    # follow from T too, or from the width of a cache's folded keys; `whole` tells what the compiler has to know.
+    # again, in the middle of a generation for instance. Strides follow from T too, or from the width of a cache's
+    # folded keys; `whole` tells what the compiler has to know.
     _STRIDES = (
-        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh"
+        "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh "
+        "gb gh gt dyb dyh dyt ib w"
     )
     jit_any_length = triton.jit(
-        do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_parts", "n_halvings", "G"]
+        do_not_specialize=["T", "Tq", "Tk", "n_chunks", "n_split", "n_groups", "n_parts", "n_tokens", "n_blocks", "G"]
         + [f"s_{name}" for name in _STRIDES.split()]
     )
     LOG2E = tl.constexpr(1.4426950408889634)
@@ -71,6 +71,12 @@ def narrow(b_x, dtype: tl.constexpr):
         b_bits = b_x.to(tl.uint32, bitcast=True)
         b_x = ((b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return b_x.to(dtype)
+
+
+@jit
+def number(x):
+    """A float argument, which Inductor passes in float64; float64 logits would be many times as slow."""
+    return tl.cast(x, tl.float32)
 
 
 @jit
@@ -221,7 +227,7 @@ def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: t
     tl.store(p_d + i_bh * Tk + o_t, b_d, mask=m_t)
     if PARTS:
         o_p = tl.arange(0, 16)[None, :]
-        b_rest = b_d / (scale * LOG2E)
+        b_rest = b_d / (number(scale) * LOG2E)
         b_g = tl.zeros([BT, 16], tl.float32)
         for i_p in tl.static_range(3):
             b_part = narrow(b_rest, tl.bfloat16).to(tl.float32)
@@ -353,6 +359,7 @@ def forward_kernel(
 
     b_q = load_rows(p_q, i_row, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
     c_row, e_row = tl.load(p_c + i_row), tl.load(p_e + i_row)
+    scale = number(scale)
     scale2 = scale * LOG2E
     b_o = tl.zeros([BM, BD], tl.float32)
     b_l = tl.zeros([BM], tl.float32)
@@ -479,6 +486,7 @@ def dq_kernel(
     tl.store(p_rows + o_i, pack(decay(b_ci, b_ei, b_cr, b_er) - b_lse, b_delta), mask=m_i)
     b_q = load_rows(p_q, i_row, i_row, Tk, s_qt, D, BM, BD, True)  # [BM, BD]
     c_row, e_row = tl.load(p_c + i_row), tl.load(p_e + i_row)
+    scale = number(scale)
     scale2 = scale * LOG2E
     b_dq = tl.zeros([BM, BD], tl.float32)
     b_dc = tl.zeros([BM], tl.float32)
@@ -538,19 +546,22 @@ def dkdv_kernel(
     p_q, p_k, p_v, p_c, p_e, p_query_end, p_lse, p_do, p_rows, p_dk, p_dv, p_dc,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
     s_dvb, s_dvh, s_dvt, s_sb, s_sh,
-    Tq, Tk, Hq, G, n_parts, scale,
+    Tq, Tk, Hq, n_groups, n_parts, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of one block of keys, summed over G query heads that share it; the keys' share of each head's dc.
+    """dk, dv of one block of keys, summed over the query heads of one of n_groups; the keys' share of each head's dc.
 
-    A key head with n_parts * G query heads has a program, and a part of its dk and dv, for each G of them.
+    A key head has n_parts groups, each with a program and a part of its dk and dv. The G heads of a group are not an
+    argument: Inductor would compile a 1 into the kernel, which then loses its loop over them, and the assembler for
+    Hopper makes each of its products wait for the one before.
 
     Where it masks, it takes BS queries at a time: the exact decay of every pair needs more registers per query.
     """
     n_n = tl.cdiv(Tk, BN)
     i_bh = tl.program_id(0) // n_n
-    i_b, i_hg = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)  # i_hg: of G query heads
+    i_b, i_hg = tl.cast(i_bh // n_groups, tl.int64), tl.cast(i_bh % n_groups, tl.int64)
+    G = Hq // n_groups
     i_hk = i_hg // n_parts
     i_col = tl.program_id(0) % n_n * BN  # the oldest keys, seen by most queries, start first
     i_last = tl.minimum(i_col + BN, Tk) - 1
@@ -564,6 +575,7 @@ def dkdv_kernel(
     o_j = i_col + tl.arange(0, BN)
     b_k = load_rows(p_k + i_b * s_kb + i_hk * s_kh, i_col, i_col, Tk, s_kt, D, BN, BD, True)  # [BN, BD]
     b_v = load_rows(p_v + i_b * s_vb + i_hk * s_vh, i_col, i_col, Tk, s_vt, D, BN, BD, True)  # [BN, BD]
+    scale = number(scale)
     scale2 = scale * LOG2E
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
@@ -628,7 +640,7 @@ def decay_parts(p_i, p_j, s_xp, gate_scale, m_i, m_ij, P: tl.constexpr):
 @jit_any_length
 def prune_kernel(
     p_x, p_start, p_end, p_bound, p_kept, s_xb, s_xh, s_xg, s_xt, s_xp, s_fb, s_fh, s_ub, s_uh,
-    Tq, Tk, Hq, G, n_rows, n_halvings, gate_scale, bound_scale, tolerance,
+    Tq, Tk, Hq, G, n_rows, gate_scale, bound_scale, tolerance,
     BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
     """Adaptive computation pruning (arXiv 2504.06949): the first key that each row still has to read, (B, Hq, Tq).
@@ -653,15 +665,18 @@ def prune_kernel(
         b_start = tl.zeros([BR], tl.int32)
     m_see = m_r & (b_start <= o_i)
     b_bound = tl.load(p_bound + o_b * s_ub + o_h * s_uh, mask=m_r, other=0.0)  # [BR]
-    b_threshold = (tolerance - 2 * bound_scale * b_bound) * LOG2E - tl.log2(tl.cast(Tk, tl.float32))
+    b_threshold = (number(tolerance) - 2 * number(bound_scale) * b_bound) * LOG2E - tl.log2(tl.cast(Tk, tl.float32))
+    gate_scale = number(gate_scale) * LOG2E
     p_x_rows = p_x + o_b * s_xb + o_h // G * s_xh + o_h % G * s_xg
     p_xm = p_x_rows + o_m.to(tl.int64) * s_xt
     b_lo, b_hi = b_start // BN, o_m // BN
-    for _ in range(n_halvings):
+    left = tl.cdiv(Tk, BN)
+    while left > 0:
+        left //= 2
         b_mid = (b_lo + b_hi) // 2
         m_mid = m_see & (b_lo < b_hi)
         p_xj = p_x_rows + (b_mid * BN + BN - 1).to(tl.int64) * s_xt
-        m_drop = m_mid & (decay_parts(p_xm, p_xj, s_xp, gate_scale * LOG2E, m_see, m_mid, P) < b_threshold)
+        m_drop = m_mid & (decay_parts(p_xm, p_xj, s_xp, gate_scale, m_see, m_mid, P) < b_threshold)
         b_lo, b_hi = tl.where(m_drop, b_mid + 1, b_lo), tl.where(m_mid & ~m_drop, b_mid, b_hi)
     tl.store(p_kept + o_r, tl.where(m_see, tl.maximum(b_start, b_lo * BN), b_start), mask=m_r)
 
@@ -703,7 +718,7 @@ def decode_kernel(
     p_x_rows = p_x + (o_r // Tq).to(tl.int64) * s_xg  # [BM]
     p_xi = p_x_rows + o_i.to(tl.int64) * s_xt
     p_last = p_x + tl.cast(Tk - 1, tl.int64) * s_xt
-    gate_scale = gate_scale * LOG2E
+    gate_scale = number(gate_scale) * LOG2E
     if BOUNDED:
         b_start = tl.load(p_start + i_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BM]
     else:
@@ -725,7 +740,7 @@ def decode_kernel(
         m_s = m_see[:, None] & (o_j < stop)[None, :] & (o_j[None, :] >= b_start[:, None])
         m_s = m_s & (o_j[None, :] <= o_i[:, None])
         o_x = o_j.to(tl.int64) * s_xt
-        b_s = dot(b_q, tl.trans(b_k)) * (scale * LOG2E)  # [BM, BN]
+        b_s = dot(b_q, tl.trans(b_k)) * (number(scale) * LOG2E)  # [BM, BN]
         if ONE_DECAY:
             b_s += decay_parts(p_last, p_x + o_x, s_xp, gate_scale, Tk > 0, o_j < stop, P)[None, :]
         else:

@@ -7,7 +7,6 @@ backend, cache and generation method of transformers works unchanged.
 """
 
 import math
-from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -38,39 +37,11 @@ from .backend_fox import AUTO, attend, check_implementation, choose_implementati
 from .call_fox import PLAIN_CALL, Call, Shard
 from .compat_fox import CACHE, accept_both_names, adapt
 from .configuration_fox import FoxConfig
+from .fused_fox import Shift, fused_norm
 from .inputs_fox import NO_QUANTIZED_CACHE, can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
-from .state_fox import CachedLayer, keep_token_shift, previous_tokens
-
-
-@lru_cache(maxsize=8)
-def kept_number(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    plain = x.dtype == torch.float32 and x.is_cpu and type(x) is torch.Tensor
-    if plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling()):
-        # PyTorch has no kernel for it on a CPU, and its composition takes more passes over memory
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x * torch.addcmul(kept_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
-    # a float() here would cost two more passes over memory
-    return F.rms_norm(x, x.shape[-1:], eps=eps).to(x.dtype) * weight
-
-
-@use_kernel_forward_from_hub("RMSNorm")
-class FoxRMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(hidden_size))
-        self.variance_epsilon = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.variance_epsilon)
-
-    def extra_repr(self):
-        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+from .state_fox import CachedLayer, keep_token_shift, tokens_before
 
 
 class FoxHeadRMSNorm(nn.Module):
@@ -82,9 +53,30 @@ class FoxHeadRMSNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight.view(-1, x.shape[-1]), self.variance_epsilon)
+        return fused_norm(x, self.weight, self.variance_epsilon)
 
-    extra_repr = FoxRMSNorm.extra_repr
+    def extra_repr(self):
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+@use_kernel_forward_from_hub("RMSNorm")
+class FoxRMSNorm(FoxHeadRMSNorm):
+    """RMSNorm over the last dimension, with one weight vector: (..., D) -> (..., D), weight (D)."""
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def shift_norm_gate(norm: Any, x: torch.Tensor, shift: Shift | None = None, **gate: Any) -> torch.Tensor:
+    """Apply a norm to heads, with the token shift before it or the gate after it in the same pass.
+
+    A norm that someone else has changed is called by itself: kernels of the Hub and tensor parallelism replace its
+    `forward`, adapters the module.
+    """
+    ours = type(norm) in (FoxRMSNorm, FoxHeadRMSNorm) and "forward" not in vars(norm)
+    if ours and not any(getattr(norm, name) for name in HOOKS):
+        return fused_norm(x, norm.weight, norm.variance_epsilon, shift, **gate)
+    return fused_norm(norm(fused_norm(x, shift=shift)), **gate)
 
 
 def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.Tensor:
@@ -169,7 +161,6 @@ class FoxAttention(nn.Module):
             self.q_norm, self.k_norm = (FoxHeadRMSNorm(size, config.qk_norm_eps) for size in (q_size, kv_size))
         self.o_norm = FoxHeadRMSNorm(q_size, config.rms_norm_eps) if config.output_norm else nn.Identity()
         self.g_proj = nn.Linear(hidden_size, q_size, bias=False) if config.output_gate else None
-        self.g_act = ACT2FN[config.output_gate] if config.output_gate else nn.Identity()
 
     @accept_both_names
     def forward(
@@ -183,36 +174,40 @@ class FoxAttention(nn.Module):
         x = hidden_states
         past = None if cache is None else CachedLayer(self, cache, x.device)
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
-        if self.k_shift_proj is not None or self.v_shift_proj is not None:
-            k, v = self.token_shift(x, k, v, call, past)  # (B, T, Hkv, D)
-        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), self.k_norm(k), v))  # (B, H, T, D)
+        if self.k_shift_proj is None and self.v_shift_proj is None:
+            k = self.k_norm(k)
+        else:
+            k, v = self.shift_and_norm(x, k, v, call, past)  # (B, T, Hkv, D)
+        q, k, v = (y.transpose(1, 2) for y in (self.q_norm(q), k, v))  # (B, H, T, D)
         if position_embeddings is not None:
             q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
         log_f = None if self.f_proj is None else self.f_proj(x)  # (B, H or Hkv, T)
         o, weights = attend(self, q, k, v, log_f, call, past, **kwargs)  # (B, T, H, D) or wider
         return self.output(x, o), weights
 
-    def token_shift(self, x, k, v, call: Call, past: CachedLayer | None):
+    def shift_and_norm(self, x, k, v, call: Call, past: CachedLayer | None):
         """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14)."""
         if call.in_place and past is not None and past.can_trade_token(k):
             kv = torch.cat([k, v], dim=2)  # (B, 1, 2 Hkv, D), as the cache has it
             projections = self.k_shift_proj, self.v_shift_proj
             shares = [torch.zeros_like(k[..., 0]) if proj is None else proj(x) for proj in projections]
             kv = torch.lerp(kv, past.trade_token(kv), torch.cat(shares, dim=2)[..., None].to(kv.dtype))
-            return kv[:, :, : k.shape[2]], kv[:, :, k.shape[2] :]
-        k_previous, v_previous = previous_tokens(k, v, call, past)  # (B, T, Hkv, D)
-        if self.k_shift_proj is not None:
-            k = torch.lerp(k, k_previous, self.k_shift_proj(x)[..., None].to(k.dtype))
-        if self.v_shift_proj is not None:
-            v = torch.lerp(v, v_previous, self.v_shift_proj(x)[..., None].to(v.dtype))
-        return k, v
+            return self.k_norm(kv[:, :, : k.shape[2]]), kv[:, :, k.shape[2] :]
+        before = tokens_before(k, v, call, past)
+        k_shift, v_shift = (
+            None if proj is None else Shift(proj(x), token, call.predecessor, call.successor)
+            for proj, token in zip((self.k_shift_proj, self.v_shift_proj), before)
+        )
+        shifted = shift_norm_gate(self.k_norm, k, k_shift), fused_norm(v, shift=v_shift)
+        if past is not None:
+            past.keep_tokens(k, v, before, call)
+        return shifted
 
     def output(self, x, o):
         """Norm, gate and project what attention returned, (B, T, H, D) or wider, to (B, T, hidden)."""
-        o = self.o_norm(o[..., : self.head_dim]).flatten(2)  # (B, T, H * D)
-        if self.g_proj is not None:
-            o = o * self.g_act(self.g_proj(x))
-        return self.o_proj(o)
+        gate = None if self.g_proj is None else self.g_proj(x)
+        o = shift_norm_gate(self.o_norm, o[..., : self.head_dim], gate=gate, activation=self.config.output_gate)
+        return self.o_proj(o.flatten(2))
 
 
 class FoxMLP(nn.Module):

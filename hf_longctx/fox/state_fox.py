@@ -31,6 +31,7 @@ from transformers.cache_utils import (
 
 from .attention_fox import fold_token, unfold_decay
 from .call_fox import Call, is_exporting
+from .fused_fox import previous_tokens
 
 
 # Tokens before the token shift that a growing cache keeps. All but one of them can be taken back.
@@ -197,11 +198,18 @@ class CachedLayer:
         last = state[..., -1].to(k).unflatten(1, (1, -1, self.attention.head_dim))
         return last[:, :, : k.shape[2]], last[:, :, k.shape[2] :]
 
-    def keep_tokens(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Store the last of these keys and values before the token shift, (B, T, Hkv, D), for the next call."""
+    def keep_tokens(self, k: torch.Tensor, v: torch.Tensor, before, call: Call) -> None:
+        """Store the last of these keys and values before the token shift, (B, T, Hkv, D), for the next call.
+
+        before: `tokens_before` of them.
+        """
+        kept = [k, v]
+        if call.token_mask is not None:  # a padded position repeats the last real one
+            previous = [previous_tokens(y, x, call.predecessor) for y, x in zip(kept, before)]
+            kept = [torch.where(call.token_mask[..., None, None], *pair) for pair in zip(kept, previous)]
         if not (self.layer.record_past or is_exporting()):
-            k, v = k[:, -KEPT:], v[:, -KEPT:]
-        states = torch.cat([k, v], dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
+            kept = [y[:, -KEPT:] for y in kept]
+        states = torch.cat(kept, dim=2).flatten(2).mT  # (B, 2 Hkv D, T)
         self.cache.update_conv_state(states, self.attention.layer_idx, conv_kernel_size=1)
 
     def can_trade_token(self, k: torch.Tensor) -> bool:
@@ -281,31 +289,9 @@ def appends_in_place(cache: Any, x: torch.Tensor) -> bool:
     )
 
 
-def previous_tokens(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the key and value of each token's predecessor before the token shift, 0 if it has none; store the last.
-
-    Args:
-        k, v: of the new tokens, (B, T, Hkv, D).
-        call: the `Call`, which says what the predecessors are.
-        past: the cached tokens, or None.
-    """
-    before = None if past is None else past.token_before(k)
+def tokens_before(k, v, call: Call, past: CachedLayer | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return key and value before the first new token and before the token shift, (B, 1, Hkv, D); None for zeros."""
     if call.shard is not None:
-        before = call.shard.token_before(k), call.shard.token_before(v)
-    if before is None:
-        before = torch.zeros_like(k[:, :1]), torch.zeros_like(v[:, :1])
-    if past is not None and k.shape[1] == 1 and call.predecessor is None and isinstance(past.layer, GrowingShiftLayer):
-        past.keep_tokens(k, v)  # a static layer would write over what was read from it
-        return before
-    tokens = [torch.cat(pair, dim=1) for pair in zip(before, (k, v))]  # (B, 1 + T, Hkv, D) each
-    if call.predecessor is None:
-        previous = [y[:, :-1] for y in tokens]
-    else:
-        index = call.predecessor[..., None, None]  # (1 or B, T, 1, 1)
-        previous = [y.gather(1, index.clamp(min=0).expand_as(k)).masked_fill(index < 0, 0.0) for y in tokens]
-    if past is not None:
-        kept = [k, v]
-        if call.token_mask is not None:  # a padded position repeats the last real one
-            kept = [torch.where(call.token_mask[..., None, None], *pair) for pair in zip(kept, previous)]
-        past.keep_tokens(kept[0], kept[1])
-    return previous[0], previous[1]
+        return call.shard.token_before(k), call.shard.token_before(v)
+    cached = None if past is None else past.token_before(k)
+    return cached or (None, None)

@@ -8,8 +8,10 @@ checked inputs: `triton_attention` starts from log f, `attention_from_sums` from
 import contextlib
 
 import torch
-from torch import library
+from torch import Tensor, library
 from torch._C._functorch import is_legacy_batchedtensor
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import Function
 from torch.autograd.forward_ad import unpack_dual
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -59,31 +61,37 @@ def blocks_of(size: int, n: int) -> int:
 
 
 def launch_options(tile: Tile) -> dict:
-    # Triton 3.10 ends the fusion of products and sums by default, which costs an instruction a logit.
+    # Triton 3.10 ends the fusion of products and sums by default, which costs an instruction a logit. Inductor, which
+    # knows the other two options only, will then have to be given it by the kernels.
     return dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
 
 
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
+    """Run a kernel, whose first argument is a tensor; or put it into the graph that AOTAutograd makes."""
+    if isinstance(args[0], FunctionalTensor):
+        kernel = library.wrap_triton(kernel)
+    elif isinstance(args[0], FakeTensor) or args[0].is_meta:
+        return
     kernel[(programs,)](*args, **launch_options(tile), **constants)
 
 
-def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
     """Batch, head and row strides of each tensor, (B, H, T, ...)."""
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
-def _unit(*tensors: torch.Tensor) -> int:
+def _unit(*tensors: Tensor) -> int:
     """How many elements of 16 bytes all strides are multiples of, or 1."""
     unit = 16 // tensors[0].itemsize
     return 1 if any(s % unit for s in _strides(*tensors)) else unit
 
 
-def _readable(x: torch.Tensor) -> torch.Tensor:
+def _readable(x: Tensor) -> Tensor:
     """x, or a copy whose rows are contiguous and so near that 32 bits hold the offsets in a block of 128 of them."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 
 
-def _bound(bound: torch.Tensor | None, B: int, H: int) -> tuple[torch.Tensor | None, int, int]:
+def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, int]:
     """A per-row bound, (B or 1, H or 1, T), with the strides that broadcast it."""
     if bound is None:
         return None, 0, 0
@@ -92,17 +100,17 @@ def _bound(bound: torch.Tensor | None, B: int, H: int) -> tuple[torch.Tensor | N
     return bound, rows, heads
 
 
-def _empty_output(q: torch.Tensor) -> torch.Tensor:
+def _empty_output(q: Tensor) -> Tensor:
     """(B, H, T, D) in the memory order (B, T, H, D), which projections write and read without a copy."""
     B, H, T, D = q.shape
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
 
-def launch_running_sum(log_f, query_end):
+def launch_running_sum(log_f: Tensor, query_end: Tensor | None) -> Tensor:
     return _running_sum(log_f, query_end, None, log_f.new_empty(log_f.shape, dtype=torch.float64))
 
 
-def launch_running_sum_backward(dc, log_f, query_end):
+def launch_running_sum_backward(dc: Tensor, log_f: Tensor, query_end: Tensor | None) -> Tensor:
     return _running_sum(log_f, query_end, dc.contiguous(), log_f.new_empty(log_f.shape))
 
 
@@ -121,7 +129,7 @@ def _running_sum(log_f, query_end, dc, result):
     return result
 
 
-def split_sum(c: torch.Tensor, block: int, scale: float | None = None):
+def split_sum(c: Tensor, block: int, scale: float | None = None):
     """The float64 running sum, (B, H, T), as the kernels read it, with parts for a scale; see `split_sum_kernel`."""
     B, H, T = c.shape
     sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
@@ -145,18 +153,29 @@ def _launch_prune(gates, key_start, end, bound, Tq, blocks, gate_scale, bound_sc
         launch(
             prune_kernel, blocks_of(128, rows), Tile(128, 1, 4, 1),
             gates, key_start, end, bound, kept, *gates.stride(), *s_start, *bound.stride(),
-            Tq, Tk, Hkv * G, G, rows, blocks_of(BN, Tk).bit_length(), gate_scale, bound_scale, tolerance,
+            Tq, Tk, Hkv * G, G, rows, gate_scale, bound_scale, tolerance,
             BR=128, BM=BM, BN=BN, BOUNDED=key_start is not None, P=parts, ENDS=end is not None,
         )  # fmt: skip
     return kept
 
 
-def launch_prune(c, key_start, bound, Tq, query_block, key_block, tolerance):
+def launch_prune(
+    c: Tensor, key_start: Tensor | None, bound: Tensor, Tq: int, query_block: int, key_block: int, tolerance: float
+) -> Tensor:
     blocks = query_block, key_block
     return _launch_prune(c[:, :, None, :, None], key_start, None, bound, Tq, blocks, 1.0, 1.0, tolerance)
 
 
-def launch_forward(q, k, v, c, key_start, query_end, logit_bound, scale):
+def launch_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    key_start: Tensor | None,
+    query_end: Tensor | None,
+    logit_bound: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     B, Hq, Tq, D = q.shape
     o, lse = _empty_output(q), q.new_empty(B, Hq, Tq, dtype=torch.float32)
     tile = tiles_for(q.device, D, q.dtype).forward
@@ -173,7 +192,19 @@ def launch_forward(q, k, v, c, key_start, query_end, logit_bound, scale):
     return o, lse
 
 
-def launch_backward(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
+def launch_backward(
+    do: Tensor,
+    dlse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    c: Tensor,
+    key_start: Tensor | None,
+    query_end: Tensor | None,
+    o: Tensor,
+    lse: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     do, dlse = _readable(do), dlse.contiguous()
@@ -201,7 +232,7 @@ def launch_backward(do, dlse, q, k, v, c, key_start, query_end, o, lse, scale):
         launch(
             dkdv_kernel, programs * n_parts, tiles.dkdv,
             q, k, v, c, e, query_end, lse, do, rows, *parts, dc, *_strides(q, k, v, do, *parts), *s_end,
-            Tq, Tk, Hq, G // n_parts, n_parts, scale,
+            Tq, Tk, Hq, Hkv * n_parts, n_parts, scale,
             D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
             W=_unit(q, k, v, do, *parts),
         )  # fmt: skip
@@ -220,7 +251,19 @@ def parts_of_group(programs: int, group: int, processors: int) -> int:
     return next(n for n in range(1, group + 1) if group % n == 0 and (programs * n >= enough or n == group))
 
 
-def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, bound_scale, tolerance):
+def launch_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    key_start: Tensor | None,
+    end: Tensor | None,
+    bound: Tensor | None,
+    scale: float,
+    gate_scale: float,
+    bound_scale: float,
+    tolerance: float,
+) -> Tensor:
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
@@ -253,7 +296,7 @@ def launch_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, boun
 # --- operators: what the launchers are to torch ----------------------------------------------------------------------
 
 
-def is_traced(*tensors: torch.Tensor) -> bool:
+def is_traced(*tensors: Tensor) -> bool:
     """Return whether a call has to be an operator: torch traces it, or a tensor is more or less than its memory."""
     return (
         torch.compiler.is_compiling()
@@ -264,33 +307,29 @@ def is_traced(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _is_plain(x: torch.Tensor) -> bool:
+def _is_plain(x: Tensor) -> bool:
     virtual = x.is_meta or x.is_neg() or x._is_zerotensor()  # without data, or with -1 or 0 for a factor
     # `is_grads_batched` has a vmap of its own, which is no transform of functorch
-    return type(x) in (torch.Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
 
 
 if triton is not None:
     # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
     _SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
-    _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor c, Tensor? key_start, Tensor? query_end"
+    # Inductor launches the kernels of a `triton_op` by itself; interpreted ones only Python can run.
+    _define = library.custom_op if INTERPRETED.value else library.triton_op
 
-    # Opaque, and not `triton_op`, with which torch could compile the kernels ahead of time. Inductor
-    # would compile G = 1 into the dk/dv pass in spite of `do_not_specialize`, drop enable_fp_fusion, and compile again
-    # where a launcher chooses by the length, for pruning at each new number of key blocks (all as of torch 2.13); and
-    # `wrap_triton` of torch 2.6 refuses interpreted kernels, which that of 2.13 takes.
-    def _operator(launcher, fake, schema, backward=None, save=None):
+    def _operator(launcher, backward=None, save=None):
         """Make a launcher an operator of its name, and return a function that calls it, directly unless it is traced.
 
         An operator takes more of the host's time than its launcher: with gradients, three times as much.
 
         Args:
-            fake: the launcher without launches.
             backward, save: the backward pass and `setup_context`, as torch.autograd.Function has them.
         """
         name = launcher.__name__.replace("launch", "fox")
-        operator = library.custom_op(f"{_SPACE}::{name}", launcher, mutates_args=(), schema=schema)
-        operator.register_fake(fake)
+        operator = _define(f"{_SPACE}::{name}", launcher, mutates_args=())
+        operator.register_fake(launcher)
         differentiable = operator  # without a backward pass, it refuses to be differentiated
         if backward is not None and save is not None:
             operator.register_autograd(backward, setup_context=save)
@@ -304,7 +343,7 @@ if triton is not None:
             differentiable = type(name, (Function,), methods).apply
 
         def call(*args):
-            tensors = [x for x in args if isinstance(x, torch.Tensor)]
+            tensors = [x for x in args if isinstance(x, Tensor)]
             if is_traced(*tensors):
                 return operator(*args)
             return differentiable(*args) if needs_grad(*tensors) else launcher(*args)
@@ -319,42 +358,16 @@ if triton is not None:
         dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse: zeros where lse is not used
         return dq, dk, dv, dc.double(), None, None, None, None
 
-    fox_running_sum_backward = _operator(
-        launch_running_sum_backward,
-        lambda dc, log_f, query_end: log_f.new_empty(log_f.shape),
-        "(Tensor dc, Tensor log_f, Tensor? query_end) -> Tensor",
-    )
+    fox_running_sum_backward = _operator(launch_running_sum_backward)
     fox_running_sum = _operator(
         launch_running_sum,
-        lambda log_f, query_end: log_f.new_empty(log_f.shape, dtype=torch.float64),
-        "(Tensor log_f, Tensor? query_end) -> Tensor",
         backward=lambda ctx, dc: (fox_running_sum_backward(dc, *ctx.saved_tensors), None),
         save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
-    fox_prune = _operator(
-        launch_prune,
-        lambda c, key_start, bound, Tq, *_: c.new_empty(*c.shape[:2], Tq, dtype=torch.int32),
-        "(Tensor c, Tensor? key_start, Tensor bound, SymInt Tq, int query_block, int key_block, float tolerance)"
-        " -> Tensor",
-    )
-    fox_backward = _operator(
-        launch_backward,
-        lambda do, dlse, q, k, v, c, *_: (*map(_empty_output, (q, k, v)), c.new_empty(c.shape, dtype=torch.float32)),
-        f"(Tensor do, Tensor dlse, {_INPUTS}, Tensor o, Tensor lse, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
-    )
-    fox_forward = _operator(
-        launch_forward,
-        lambda q, *_: (_empty_output(q), q.new_empty(q.shape[:3], dtype=torch.float32)),
-        f"({_INPUTS}, Tensor? logit_bound, float scale) -> (Tensor, Tensor)",
-        backward=_chain_rule,
-        save=_save,
-    )
-    fox_decode = _operator(
-        launch_decode,
-        lambda q, *_: _empty_output(q),
-        "(Tensor q, Tensor k, Tensor v, Tensor gates, Tensor? key_start, Tensor? end, Tensor? bound, "
-        "float scale, float gate_scale, float bound_scale, float tolerance) -> Tensor",
-    )
+    fox_prune = _operator(launch_prune)
+    fox_backward = _operator(launch_backward)
+    fox_forward = _operator(launch_forward, backward=_chain_rule, save=_save)
+    fox_decode = _operator(launch_decode)
 
 
 # --- attention of checked inputs -------------------------------------------------------------------------------------
@@ -389,17 +402,17 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
     return None
 
 
-def needs_grad(*tensors: torch.Tensor) -> bool:
+def needs_grad(*tensors: Tensor) -> bool:
     """Return True if a backward pass may follow."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def is_decoding(*tensors: torch.Tensor) -> bool:
+def is_decoding(*tensors: Tensor) -> bool:
     """Return True if the split-KV kernel computes a call: up to 16 queries (the first tensor), without gradients."""
     return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad(*tensors)
 
 
-def _refuse_tangents(*tensors: torch.Tensor) -> None:
+def _refuse_tangents(*tensors: Tensor) -> None:
     """Raise in forward-mode differentiation, where the operators below would silently give tangents of 0."""
     if any(unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
@@ -420,7 +433,7 @@ def sort_inputs(q, k, v, log_f, visible: VisibleKeys):
 
 def triton_attention(
     q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None, logit_bound=None
-) -> torch.Tensor:
+) -> Tensor:
     """Compute causal forgetting attention (arXiv 2503.02130, eq. 11) of checked inputs.
 
     Args:
@@ -480,7 +493,7 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
 
 def triton_decode(
     q, k, v, gates, gate_scale, key_start, end, scale, log_pruning_tolerance=None, bound=None, bound_scale=1.0
-) -> torch.Tensor:
+) -> Tensor:
     """Compute `triton_attention` of up to 16 queries without gradients, whose keys may be the folded keys of a cache.
 
     Args:

@@ -2,8 +2,10 @@
 
 from .configuration_hmt import HMTConfig
 from .convert import from_official, official_parameters
-from .memory_hmt import HMTMemory, HMTState
+from .memory_hmt import HMTMemory
 from .modeling_hmt import HMTOutput, HMTWrapper
+from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever
+from .state_hmt import HMTState
 
 
 # `save_pretrained` puts these files beside the weights, for trust_remote_code where the package is not installed
@@ -16,6 +18,10 @@ __all__ = [
     "HMTOutput",
     "HMTState",
     "HMTWrapper",
+    "Retrieved",
+    "Retriever",
+    "Segment",
     "from_official",
     "official_parameters",
+    "register_retriever",
 ]

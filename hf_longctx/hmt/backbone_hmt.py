@@ -98,7 +98,7 @@ class Backbone:
         self._hides: bool | None = None
         # None: not probed yet. RWKV changes its weights in place where a probe would set it to eval.
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
-        self._check_causal(embedding.weight.device)
+        self._check_causal(self.device)
 
     def _check_causal(self, device: torch.device) -> None:
         """Raise ValueError if the first of three positions sees the last: a tiny pass for each of two last embeddings.
@@ -126,13 +126,13 @@ class Backbone:
         Probed once for each way to compute: ProphetNet continues its cache by one token only, and RoBERTa and its
         relatives give embeddings the positions of a text's beginning, whatever is in the cache.
         """
-        weight = self.model.get_input_embeddings().weight
-        if not self._has_dynamic_cache or weight.device.type == "meta":
+        device, dtype = self.device, self.model.get_input_embeddings().weight.dtype
+        if not self._has_dynamic_cache or device.type == "meta":
             return self._has_dynamic_cache
-        autocast = torch.is_autocast_enabled(weight.device.type)
-        way = getattr(self.model.config, "_attn_implementation", None), weight.device.type, weight.dtype, autocast
+        autocast = torch.is_autocast_enabled(device.type)
+        way = getattr(self.model.config, "_attn_implementation", None), device.type, dtype, autocast
         if way not in self._continues:
-            self._continues[way] = self._probe_cache(weight.device)
+            self._continues[way] = self._probe_cache(device)
         return self._continues[way]
 
     def _probe_cache(self, device: torch.device) -> bool:
@@ -177,10 +177,16 @@ class Backbone:
         )
 
     @property
+    def device(self) -> torch.device:
+        """The device that embeds tokens, which accelerate loads offloaded embeddings to."""
+        embedding = self.model.get_input_embeddings()
+        loaded = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+        return embedding.weight.device if loaded is None else torch.device(loaded)
+
+    @property
     def has_data(self) -> bool:
         """Whether the weights hold numbers; those on the meta device, and PyTorch's fake tensors, do not."""
-        weight = self.model.get_input_embeddings().weight
-        return weight.device.type != "meta" and not isinstance(weight, FakeTensor)
+        return self.device.type != "meta" and not isinstance(self.model.get_input_embeddings().weight, FakeTensor)
 
     @property
     def counts_from_0(self) -> bool:
@@ -188,7 +194,7 @@ class Backbone:
         if self._counts_from_0 is None:
             if "position_ids" not in self.forward_arguments or not self.has_data:
                 return "position_ids" in self.forward_arguments
-            with self._probing(self.model.get_input_embeddings().weight.device, masks=True) as embeds:
+            with self._probing(self.device, masks=True) as embeds:
                 embeds = 0.01 * embeds  # so that wrong position embeddings show in bfloat16 too
                 places = torch.arange(embeds.shape[1], device=embeds.device)[None]
                 given = self._read_base(embeds, position_ids=places)
@@ -208,7 +214,7 @@ class Backbone:
         """
         if not self.keeps_all_keys(positions) or not self.counts_from_0:
             return False
-        device = self.model.get_input_embeddings().weight.device
+        device = self.device
         try:
             with self._probing(device, 6, masks=True) as embeds:
                 hides = self._probe_mask(embeds, 3, changes=True)
@@ -465,6 +471,9 @@ class Backbone:
         def function(*tensors: Tensor) -> list[Tensor]:
             inputs: dict[str, Any] = {"mask": None, "keep": None, **dict(zip(given, tensors))}
             cache = None if kv_cache is None else fork(kv_cache)
+            if cache is None and mask is None and self._has_dynamic_cache:
+                # without a cache, transformers looks for packed sequences in the position ids, and waits for the GPU
+                cache = DynamicCache(config=self.model.config)
             for (i, name), value in zip(of_cache, tensors[len(given) :]):
                 assert cache is not None
                 setattr(cache.layers[i], name, value)
@@ -484,9 +493,12 @@ class Backbone:
     def embedding_std(self) -> float:
         """Return the standard deviation of what `embed` returns (a scaled embedding such as Gemma's included).
 
-        Taken over at most 4096 tokens spread evenly over the vocabulary.
+        Taken over at most 4096 tokens spread evenly over the vocabulary. Without weights, such as on the meta device,
+        it is that of the configuration.
         """
-        vocabulary, device = self.model.get_input_embeddings().weight.shape[0], self.model.device
+        if not self.has_data:
+            return getattr(self.model.config.get_text_config(), "initializer_range", 0.02)
+        vocabulary, device = self.model.get_input_embeddings().weight.shape[0], self.device
         ids = torch.linspace(0, vocabulary - 1, min(vocabulary, 4096), device=device).long()
         return self.embed(ids[None]).float().std().item()
 

@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from .backbone_hmt import Backbone
+from .callers_hmt import check_prompt_learning, trl_advice
 from .configuration_hmt import HMTConfig
-from .memory_hmt import HMTState
+from .state_hmt import HMTState
 
 
 # Settings of a `GenerationConfig` that HMTWrapper would ignore or fail on: their neutral value, and why.
@@ -60,6 +61,7 @@ def same_state(state: HMTState | None, cache: object) -> HMTState | None:
     if state is not None:
         raise ValueError("`state` and `cache` are names of the same argument, an HMTState. Give only one of them.")
     if not isinstance(cache, HMTState):
+        check_prompt_learning()
         raise TypeError(
             f"`cache` must be the HMTState of an earlier call, got a {type(cache).__name__}. Pass the `state` of its output."
         )
@@ -85,7 +87,9 @@ def check_call(
     """
     for name, value in keywords.items():
         if name not in _OF_OTHER_MODELS or not (value is None or value is False):
-            raise ValueError(f"HMTWrapper does not use {name}; pass input_ids, attention_mask and labels.")
+            check_prompt_learning()
+            advice = trl_advice() or "Pass input_ids, attention_mask and labels."
+            raise ValueError(f"HMTWrapper does not use {name}. {advice}")
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
@@ -145,9 +149,7 @@ def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
 def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
     """Raise ValueError for the state of another model, or one that the paper mode cannot continue."""
     differing = {
-        name: value
-        for name, value in config.signature(lm.width).items()
-        if state.signature.get(name, value if name == "reread" else None) != value  # of states from before it
+        name: value for name, value in config.signature(lm.width).items() if state.signature.get(name) != value
     }
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
@@ -156,11 +158,10 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
             "Its memories mean nothing here; start a new state."
         )
     weight = lm.model.get_input_embeddings().weight
-    if (
-        type(weight) is torch.nn.Parameter and weight.dtype != state.bank.dtype
-    ):  # FSDP's own type casts it when it is used
+    # FSDP's own type casts the weight when it is used
+    if type(weight) is torch.nn.Parameter and state.dtype not in (None, weight.dtype):
         raise ValueError(
-            f"The state is in {state.bank.dtype}, and the model in {weight.dtype}. Save the state and load it for this "
+            f"The state is in {state.dtype}, and the model in {weight.dtype}. Save the state and load it for this "
             "model (HMTState.load), or load the model in the state's dtype."
         )
     open_tokens = state.position % config.segment_length
@@ -169,7 +170,7 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
         raise ValueError(
             f"The state stops after {open_tokens} tokens of a segment, and recall_mode='paper' reads the first "
             f"{config.summary_length} before it predicts them: what was predicted so far would change. End chunks "
-            "at multiples of segment_length, or use recall_mode='three_pass' (also to generate beyond a segment)."
+            "at multiples of segment_length. To generate beyond a segment, train a model of recall_mode='single_pass'."
         )
 
 
@@ -184,13 +185,15 @@ def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState
     if not lm.sees_padding:
         raise NotImplementedError(
             f"{type(lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding "
-            "as text. Use recall_mode='three_pass', rows of equal length, or batch size 1."
+            "as text. Use rows of equal length, batch size 1, or recall_mode='single_pass'."
         )
-    opened = state is not None and (state.open_mask.any(1) & ~mask[:, 0]).any()
+    opened = state is not None and state.open_ids.shape[1] > 0 and not mask[:, 0].all()
+    if opened and state is not None and state.open_mask is not None:
+        opened = bool((state.open_mask.any(1) & ~mask[:, 0]).any())
     if opened or not mask[:, -1].all():
         raise ValueError(
             "The rows are padded on the right, and recall_mode='paper' would put padding into the query, the loss "
-            "or the memory. Pad on the left: tokenizer.padding_side = 'left', or use recall_mode='three_pass'."
+            "or the memory. Pad on the left: tokenizer.padding_side = 'left', or use recall_mode='single_pass'."
         )
 
 

@@ -10,6 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .callers_hmt import check_prompt_learning
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
 from .versions_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
@@ -38,9 +39,11 @@ class HMTConfig(PreTrainedConfig):
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
         memory_tokens: m, embeddings per memory. More than one only without recall.
         recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
-        recall_mode: "single_pass" (logits at t see tokens <= t only, in one pass; see `single_pass_hmt.py`),
-            "three_pass" (the same in three passes, with the paper's memories) or "paper" (the published algorithm,
-            which reads the first j tokens of a segment before it predicts them; see `modeling_hmt.py`).
+        recall_mode: "single_pass" (logits at t see tokens <= t only, in one pass; see `single_pass_hmt.py`) or "paper"
+            (the published algorithm, which reads the first j tokens of a segment before it predicts them; see
+            `modeling_hmt.py`).
+        retrievers: names of registered retrievers (`retriever_hmt.py`); the first gives the prompt. None: those
+            that the other fields ask for.
         reread: how the single-pass mode shows a recalled prompt to a segment. False: the tokens before the recall do
             not see it. True: the whole segment is read again behind it, as recurrent states, gates that fade keys and
             windows shorter than a segment need it. None: decided when a backbone is wrapped, and saved; a checkpoint
@@ -100,6 +103,7 @@ class HMTConfig(PreTrainedConfig):
     memory_tokens: int = 1
     recall_dim: int | None = None
     recall_mode: str = "single_pass"
+    retrievers: list[str] | None = None
     reread: bool | None = None
     recall_tokens: int | None = None
     neural_cache_weight: float | int | None = None
@@ -179,8 +183,13 @@ class HMTConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and value < smallest:
                 raise ValueError(f"{name} is {value}; it must be at least {smallest}.")
+        if self.recall_mode == "three_pass":
+            raise ValueError(
+                "recall_mode 'three_pass' is not supported any more. Train with recall_mode='single_pass', which is faster, or "
+                "load the weights with recall_mode='paper', the published algorithm, which has the same parameters."
+            )
         choices = {
-            "recall_mode": ("single_pass", "three_pass", "paper"),
+            "recall_mode": ("single_pass", "paper"),
             "recall_init": ("similarity", "random"),
             "loss_scope": ("all", "last"),
         }
@@ -196,7 +205,7 @@ class HMTConfig(PreTrainedConfig):
         if (self.recall or self.single_pass) and self.memory_tokens != 1:
             raise ValueError(
                 f"memory_tokens is {self.memory_tokens}; with recall, and in the single-pass mode, a segment has one "
-                "memory embedding. Use memory_tokens=1, or recall=False with recall_mode='three_pass'."
+                "memory embedding. Use memory_tokens=1, or recall=False with recall_mode='paper'."
             )
         if not self.recurrence and not self.single_pass:
             raise ValueError(
@@ -244,9 +253,11 @@ class HMTConfig(PreTrainedConfig):
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
             longest = self.segment_length - self.positions_per_segment + positions
-            remedy = f"Set segment_length to at most {longest}."
-            if longest <= self.sensory_tokens + self.memory_tokens:
-                remedy = "Lower sensory_tokens and segment_length, or take a backbone with more positions."
+            unit = self.recall_tokens or 1
+            remedy = f"Set segment_length to {'a multiple of recall_tokens, ' * (unit > 1)}at most {longest // unit * unit}."
+            if longest // unit * unit <= self.sensory_tokens + self.memory_tokens:
+                names = "sensory_tokens and" if self.recall_tokens is None else "recall_tokens, sensory_tokens and"
+                remedy = f"Lower {names} segment_length, or take a backbone with more positions."
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
                 f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} tokens "
@@ -268,6 +279,7 @@ class HMTConfig(PreTrainedConfig):
             "memory_tokens",
             "recall_tokens",
             "recurrence",
+            "retrievers",
         )
         return {
             "backbone": getattr(self.backbone_config, "model_type", None),
@@ -308,6 +320,12 @@ class HMTConfig(PreTrainedConfig):
     def vocab_size(self) -> int:
         """Tokens of the backbone's vocabulary."""
         return self.text_config.vocab_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Layers of the backbone, for which PEFT asks first where it adds a prompt."""
+        check_prompt_learning()
+        return self.text_config.num_hidden_layers
 
     @property
     def hidden_size(self) -> int:

@@ -29,7 +29,7 @@ def from_official(
     sum_fraction: float = 0.5,
     recall: bool = True,
     memory_tokens: int = 1,
-    recall_mode: str = "three_pass",
+    recall_mode: str = "paper",
 ) -> HMTWrapper:
     """Wrap a backbone with parameters in the official naming.
 
@@ -38,8 +38,7 @@ def from_official(
         params: name to tensor: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
             `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
         segment_length: *new* tokens per segment: the official segment_length - 2 m - num_sensory.
-        sensory_tokens, memory_size, sum_fraction, recall, memory_tokens, recall_mode: as in `HMTConfig`. The official
-            code runs recall_mode="paper".
+        sensory_tokens, memory_size, sum_fraction, recall, memory_tokens, recall_mode: as in `HMTConfig`.
 
     Raises:
         ValueError: a parameter is missing, unknown, or of the wrong shape.

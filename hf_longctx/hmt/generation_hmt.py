@@ -9,7 +9,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from .checks_hmt import check_generation, same_state
 from .compat_hmt import RENAMED, accept_both_names
-from .memory_hmt import HMTState
+from .state_hmt import HMTState
 
 
 class HMTGenerationMixin(GenerationMixin):
@@ -101,7 +101,7 @@ class HMTGenerationMixin(GenerationMixin):
         """Expand as in transformers, and also repeat the rows of a `state`."""
         state = model_kwargs.get("state")
         if expand_size > 1 and state is not None:
-            index = torch.arange(len(state.bank)).repeat_interleave(expand_size)
+            index = torch.arange(len(state.lengths)).repeat_interleave(expand_size)
             model_kwargs["state"] = state.select_rows(index)
         mixin: Any = super()
         return mixin._expand_inputs_for_generation(expand_size, is_encoder_decoder, input_ids, **model_kwargs)
@@ -115,7 +115,7 @@ def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) ->
     """Cut from the tokens of whole texts, (B, T), what a state has read; ValueError if nothing is left of a row."""
     lengths = torch.tensor(state.lengths, device=input_ids.device)[:, None]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    counted = torch.ones_like(mask) if state.padded else mask
+    counted = torch.ones_like(mask) if state.open_mask is not None else mask
     new = mask * (counted.cumsum(1) > lengths) if mask.shape == input_ids.shape else torch.zeros_like(mask)
     if not new.any(1).all():
         raise ValueError(

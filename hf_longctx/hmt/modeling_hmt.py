@@ -7,24 +7,14 @@ into segments of L' new tokens. Every segment is one short pass of the backbone 
 
 and the hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is
 recalled from the memories so far: a *summary pass* over its first j tokens gives a query that attends to them. Cost
-grows linearly with the text, and an `HMTState` of fixed size carries everything from segment to segment. Memories
-beyond that size are dropped, or go to pages where a recall still finds them (`pages_hmt.py`).
+grows linearly with the text, and an `HMTState` of fixed size carries everything from segment to segment. What a
+segment gets from those before it is decided by retrievers (`retriever_hmt.py`).
 
-Three ways to use the recall
-----------------------------
+Two ways to use the recall
+--------------------------
 `recall_mode="paper"` does what is written above. But a prompt that depends on the first j tokens then stands *before*
 them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and it
 cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
-
-`recall_mode="three_pass"` uses each prompt only once its query is known. From token j on, a segment is read as above:
-these logits, and all memories, are exactly the paper's. The first j tokens get their logits from a shorter pass
-
-    [opening prompt, k sensory tokens, tokens 0..j-1]
-
-whose opening prompt is recalled with the latest query that is complete when the segment begins, that of the previous
-segment. So no position sees a later token. The price is the extra pass. No memory comes out of it, so those of several
-segments go through the backbone together, and a call that returns no logits before token j runs none. Segments 0 and 1
-have at most one memory and nothing to choose from, so one pass serves all their tokens.
 
 `recall_mode="single_pass"` (default) reads every position once: the query is taken and the recall stands in the middle
 of one pass (`single_pass_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
@@ -61,24 +51,25 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
+from .callers_hmt import INSTEAD, trl_advice
 from .checks_hmt import check_backbone, check_call, check_config, same_state
 from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
-from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, HMTState
-from .multi_pass_hmt import MultiPassSegments
+from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
 from .no_recurrence_hmt import NoRecurrenceSegments
 from .packing_hmt import PackedSegments
-from .pages_hmt import MemoryPages, PageFile
+from .paper_hmt import PaperSegments
+from .retrievers_hmt import Retrievers, build_retrievers
 from .segments_hmt import PassOutput, Segments
 from .single_pass_hmt import SinglePassSegments
+from .state_hmt import HMTState
 
 
 LAYOUTS: dict[tuple[str, bool], type[Segments]] = {  # by recall_mode and recurrence
     ("single_pass", True): SinglePassSegments,
     ("single_pass", False): NoRecurrenceSegments,
-    ("three_pass", True): MultiPassSegments,
-    ("paper", True): MultiPassSegments,
+    ("paper", True): PaperSegments,
 }
 
 
@@ -117,10 +108,8 @@ class HMTOutput(ModelOutput):
     @property
     def last_hidden_state(self) -> Tensor:
         """Raise AttributeError: a text has none, as each segment has passes of its own."""
-        raise AttributeError(
-            "HMT returns no last_hidden_state, from which SFTTrainer of TRL makes its loss. Train with Trainer of "
-            "transformers, or with hf-longctx finetune --recipe hmt."
-        )
+        advice = trl_advice() or f"Trainers such as SFTTrainer of TRL need one. {INSTEAD}"
+        raise AttributeError(f"HMT returns no last_hidden_state. {advice}")
 
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
         """List what each segment of the call recalled most, as (tokens of the text, weight), strongest first.
@@ -194,6 +183,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
         settings = partial(config.signature, lm.width)
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass, settings)
+        _ = self.retriever  # raises an error where retrievers and settings do not fit
         self._versions = lm.versions()
         quantizer: Any = getattr(lm.model, "hf_quantizer", None)
         if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.BITS_AND_BYTES:
@@ -205,6 +195,11 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
         self.settle_layout()
+
+    @property
+    def retriever(self) -> Retrievers:
+        """What gives a segment the memory of those before it."""
+        return build_retrievers(self.config, self.memory, self.lm.embed)
 
     def settle_layout(self) -> None:
         """Decide `config.reread` where it is None, else raise ValueError if the backbone cannot be read so.
@@ -327,8 +322,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             )
         if state is None:
             state = self.new_state(len(input_ids), device=input_ids.device)
-        if mask is not None and self.config.recall_mode == "paper":
-            state = replace(state, padded=True)
+        if mask is not None and self.config.recall_mode == "paper" and state.open_mask is None:
+            state = replace(state, open_mask=torch.ones_like(state.open_ids, dtype=torch.bool))
         if self.config.cuda_graphs:
             self.lm.graphs.check_weights(self.backbone)
         length, targets, result = self.config.segment_length, None, HMTOutput()
@@ -337,12 +332,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         rows = PackedSegments.pack(state, input_ids, mask, targets, length)
 
         offload = self.config.offload_activations and torch.is_grad_enabled()
-        with torch.autograd.graph.save_on_cpu() if offload else nullcontext():
+        saved = torch.autograd.graph.save_on_cpu() if offload else nullcontext()
+        with saved, self.memory.loaded() if hasattr(self.memory, "_hf_hook") else nullcontext():
             checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
             layout = LAYOUTS[self.config.recall_mode, self.config.recurrence](
                 self.config,
                 self.lm,
                 self.memory,
+                self.retriever,
                 self.loss_function,
                 self._gradient_checkpointing_func if checkpoints else None,
                 output_recall,
@@ -357,7 +354,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         ]
         like = next((piece for row in pieces for piece in row), None)
         if like is None:  # padding alone was asked for
-            like = state.bank.new_zeros(0, self.config.vocab_size)
+            like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
         logits = rows.unpack(pieces, first, input_ids.shape[1], like)
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep.to(logits.device) - first]
@@ -365,7 +362,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if use_cache:
             open_ids, open_mask = rows.open_segments(length)
             lengths = tuple(begun + n for begun, n in zip(rows.begun, rows.lengths))
-            result.state = replace(state, open_ids=open_ids, open_mask=open_mask, lengths=lengths)
+            tail = torch.cat([state.sensory_ids, open_ids], 1)
+            open_mask = None if state.open_mask is None else open_mask
+            result.state = replace(state, tail=tail, open_mask=open_mask, lengths=lengths)
             result.cache = result.state
         if output_recall:
             no_recall = torch.zeros_like(input_ids[:, 0])
@@ -417,7 +416,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             the targets; how many are scored; how many are labelled.
         """
         length, token_mask = self.config.segment_length, torch.ones_like(labels, dtype=torch.bool)
-        if mask is not None and not state.padded:
+        if mask is not None and state.open_mask is None:
             token_mask = mask
         targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         both = token_mask & torch.nn.functional.pad(token_mask[:, 1:], (0, 1), value=False)
@@ -473,18 +472,11 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """
         if batch_size < 1:
             raise ValueError(f"batch_size is {batch_size}; a state has at least one row.")
-        config, device = self.config, self.device if device is None else device
-        if page_file is not None and config.recalled_pages is None:
-            raise ValueError(
-                "page_file is where pages are kept, and this model has no pages; set config.recalled_pages, or leave "
-                "page_file out."
-            )
-        dtype = self.lm.model.get_input_embeddings()(torch.zeros(1, 1, dtype=torch.long, device=device)).dtype
-        sizes, pages = (batch_size, self.lm.width, dtype, device), None
-        if config.recalled_pages is not None:
-            file = None if page_file is None else PageFile(page_file)
-            pages = (MemoryPages.empty(*sizes[1:], config.page_size, config.recalled_pages, file),) * batch_size
-        return HMTState.empty(*sizes, config.signature(self.lm.width), pages)
+        device = self.device if device is None else device
+        like = self.lm.embed(torch.zeros(1, 1, dtype=torch.long, device=device))
+        tail = torch.zeros(batch_size, self.config.sensory_tokens, dtype=torch.long, device=device)
+        memory = self.retriever.empty(batch_size, like, page_file)
+        return HMTState(memory, tail, (0,) * batch_size, self.config.signature(self.lm.width))
 
     # ---------------------------------------------------------------------------------------- generation, training
 
@@ -550,8 +542,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             backbone = AutoModelForCausalLM.from_pretrained(backbone, revision=revision, **kwargs)
             config.backbone_revision = revision or getattr(backbone.config, "_commit_hash", None)
         model = cls(config, backbone=backbone)
-        like = model.get_input_embeddings().weight
-        model.memory.to(like.device, torch.promote_types(model.lm.model.dtype, torch.float32))
+        model.memory.to(model.lm.device, torch.promote_types(model.lm.model.dtype, torch.float32))
         return model.train(backbone.training)
 
     def save_pretrained(self, save_directory: str | Path, *args, state_dict: dict | None = None, **kwargs) -> None:

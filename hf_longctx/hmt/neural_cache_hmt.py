@@ -11,11 +11,14 @@ The cache takes no position of the backbone and no training. Gradients reach h_t
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from .configuration_hmt import HMTConfig
+from .retriever_hmt import Retriever, Segment, register_retriever, remember
 
 
 SHARPNESS = 30  # theta; of 10 to 60 the best for SmolLM2-135M on Moby Dick
@@ -60,9 +63,43 @@ class NeuralCache(NamedTuple):
         return torch.where(self.valid.any(1)[:, None, None], mixed, logits).to(dtype)
 
 
+@register_retriever("neural_cache")
+class NeuralCacheRetriever(Retriever):
+    """Remembers the tokens of the latest `memory_size` segments and their keys, and mixes their vote into the logits.
+
+    Memory: `keys` (B, c, L' - 1, d), `ids` (B, c, L') and `ends` (B, c).
+    """
+
+    reads_hidden = True
+
+    @classmethod
+    def is_used(cls, config: HMTConfig) -> bool:
+        """Say whether the cache has a weight."""
+        return config.neural_cache_weight is not None
+
+    def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
+        """Return a cache without entries."""
+        length = self.config.segment_length
+        ends = torch.zeros(rows, 0, dtype=torch.long, device=like.device)
+        keys = like.new_zeros(rows, 0, length - 1, like.shape[-1])
+        return {"keys": keys, "ids": ends[..., None].expand(-1, -1, length), "ends": ends}
+
+    def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
+        """Append the tokens of a segment and their keys."""
+        assert segment.hidden is not None
+        keys = keys_of(segment.hidden[:, None, :-1].detach())
+        return remember(state, segment, self.config.memory_size, keys=keys, ids=segment.ids[:, None])
+
+    def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
+        """Mix the vote of the remembered tokens into the logits."""
+        weight = self.config.neural_cache_weight
+        assert weight is not None
+        return NeuralCache(state["keys"], state["ids"], state["ends"] > 0).mix(logits, hidden, weight)
+
+
 def keys_of(hidden: Tensor) -> Tensor:
     """Scale hidden states (..., d) to length one, in fp32 at least."""
     return F.normalize(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), dim=-1)
 
 
-__all__ = ["NeuralCache", "keys_of"]
+__all__ = ["NeuralCache", "NeuralCacheRetriever", "keys_of"]

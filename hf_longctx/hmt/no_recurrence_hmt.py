@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from .backbone_hmt import fork
-from .memory_hmt import HMTState
 from .packing_hmt import Chunk
 from .segments_hmt import Pass, PassOutput, SegmentOutput
 from .single_pass_hmt import SinglePassSegments
+from .state_hmt import HMTState
 
 
 class NoRecurrenceSegments(SinglePassSegments):
@@ -33,7 +33,7 @@ class NoRecurrenceSegments(SinglePassSegments):
     ) -> tuple[HMTState, list[PassOutput], list[SegmentOutput]]:
         """See `Segments.read`."""
         passes, segments = [], []
-        size = self.segments_per_batch(state)
+        size = self.segments_per_batch(state, chunks)
         for together, group in groupby(chunks, key=self.is_complete):
             several = list(group)
             for i in range(0, len(several), size):
@@ -54,20 +54,20 @@ class NoRecurrenceSegments(SinglePassSegments):
 
     def memory_of(self, state: HMTState, chunk: Chunk) -> Tensor:
         """Make the memory of a full segment, (B, 1, d), in a pass of its own."""
-        _, hidden, _ = self.run_passes([self.memory_pass(state, chunk)._replace(stop=[0] * len(state.bank))])
+        _, hidden, _ = self.run_passes([self.memory_pass(state, chunk)._replace(stop=[0] * len(chunk.counts))])
         return hidden[:, -1:].clone()
 
     def read_complete(
         self, state: HMTState, chunks: list[Chunk], use_cache: bool
     ) -> tuple[HMTState, list[PassOutput], list[SegmentOutput]]:
         """Read whole segments together, in two calls. See `Segments.read`."""
-        batch, split = len(state.bank), self.k + self.j
+        batch, split = len(state.lengths), self.k + self.j
         passes = [self.memory_pass(state, chunk) for chunk in chunks]
         outputs, hidden, kv_cache = self.run_passes(passes, None, self.new_cache() if self.cuts else None)
         queries, memories = (hidden[:, i].clone()[:, None].chunk(len(chunks)) for i in (split, -1))
         passes, again, segments, prompts, rows = [], [], [], [], []
         for i, (chunk, query, memory) in enumerate(zip(chunks, queries, memories)):
-            prompt, recall = self.prompt_of(state, chunk, query)
+            prompt, recall = self.recall(state, chunk, query)
             segments.append(SegmentOutput(recall, memory))
             if any(token < self.length for token in chunk.first):
                 one = self.lay_out(state, chunk, self.j if self.cuts else -self.k, self.length, 1, False)
@@ -76,7 +76,7 @@ class NoRecurrenceSegments(SinglePassSegments):
                 again += self.again(state, chunk)
                 prompts.append(prompt)
                 rows += range(i * batch, (i + 1) * batch)
-            state = self.close_segment(state.without_kv_cache(), chunk, memory, [True] * batch)
+            state = self.close_segment(state.without_kv_cache(), chunk, memory)
         if passes:
             below = kv_cache and fork(kv_cache, rows, split)
             if below is not None and not self.masks:

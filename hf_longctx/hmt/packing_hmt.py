@@ -11,18 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .memory_hmt import HMTState
+from .state_hmt import HMTState
 
 
-def align(mask: Tensor, *tensors: Tensor, left: bool = True) -> tuple[Tensor, ...]:
-    """Move what `mask` (B, n) marks to one side of each row, in order, and cut off the columns without any.
+def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Move what `mask` (B, n) marks to the left of each row, in order, and cut off the columns without any.
 
     Returns:
         the moved mask and tensors, (B, n', ...), zero where the mask is False.
     """
-    order = (mask != left).to(torch.uint8).argsort(dim=1, stable=True)
-    width = int(mask.sum(1).max())
-    order = order[:, :width] if left else order[:, order.shape[1] - width :]
+    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
     mask, moved = mask.gather(1, order), []
     for x in tensors:
         over = (..., *[None] * (x.dim() - 2))
@@ -38,7 +36,6 @@ class Chunk(NamedTuple):
     counts, read: its tokens so far; how many of them earlier calls read.
     returned: the first token whose logits the call returns.
     first: the first token whose logits are computed, because they are returned or scored.
-    ongoing: False where the row has ended in an earlier chunk.
     before: (B, L'), the segment before; (B, 0) for the first of a call.
     """
 
@@ -51,7 +48,6 @@ class Chunk(NamedTuple):
     read: list[int]
     returned: list[int]
     first: list[int]
-    ongoing: list[bool]
     before: Tensor
 
     def of_rows(self, rows: list[int]) -> "Chunk":
@@ -99,14 +95,20 @@ class PackedSegments:
         opened = [n % segment_length for n in state.lengths]
         begun = [n - m for n, m in zip(state.lengths, opened)]
         new, padding = [tokens] * batch, [0] * batch
-        if mask is not None and not state.padded:
+        padded = state.open_mask is not None
+        if mask is not None and not padded:
             new, padding = mask.sum(1).tolist(), mask.long().argmax(1).tolist()
         mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
-        ids, mask = torch.cat([state.open_ids, input_ids], 1), torch.cat([state.open_mask, mask], 1)
+        ids, opened_ids = torch.cat([state.open_ids, input_ids], 1), state.open_ids
+        if state.open_mask is None:
+            columns = torch.arange(opened_ids.shape[1], device=mask.device)
+            mask = torch.cat([columns < torch.tensor(opened, device=mask.device)[:, None], mask], 1)
+        else:
+            mask = torch.cat([state.open_mask, mask], 1)
         if targets is not None:
-            targets = torch.cat([torch.full_like(state.open_ids, -100), targets], 1)
+            targets = torch.cat([torch.full_like(opened_ids, -100), targets], 1)
         lengths = [m + n for m, n in zip(opened, new)]
-        if min(lengths) < ids.shape[1] and not state.padded:
+        if min(lengths) < ids.shape[1] and not padded:
             aligned, ids = align(mask, ids)
             targets = None if targets is None else align(mask, targets)[1].masked_fill(~aligned, -100)
             mask = aligned
@@ -131,7 +133,6 @@ class PackedSegments:
                     read,
                     returned,
                     returned if self.targets is None else read,
-                    [length // segment_length >= n for length in self.lengths],
                     self.ids[:, max(0, a - segment_length) : a],
                 )
             )

@@ -17,12 +17,19 @@ the pages, for unrelated vectors and for the memories of a text.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .bank_hmt import Bank
+from .configuration_hmt import HMTConfig
+from .memory_hmt import mean_memory
+from .retriever_hmt import Retrieved, Segment, register_retriever
 
 
 _STORING = Lock()  # branches of one state, read by several threads, share a file
@@ -235,4 +242,71 @@ class MemoryPages:
         )
 
 
-__all__ = ["MemoryPages", "PageFile"]
+@register_retriever("pages")
+class Pages(Bank):
+    """A bank, and pages of what it drops.
+
+    Memory: that of the bank, and `pages`, a tuple of B `MemoryPages`.
+    """
+
+    takes_file = True
+    rows = {"pages": MemoryPages}
+
+    @classmethod
+    def is_used(cls, config: HMTConfig) -> bool:
+        """Say whether pages are recalled."""
+        return config.recalled_pages is not None
+
+    def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
+        """Return a bank and pages without entries; `file` holds the pages in place of CPU memory."""
+        config, kept_in = self.config, None if file is None else PageFile(file)
+        pages = MemoryPages.empty(
+            like.shape[-1], like.dtype, like.device, config.page_size, config.recalled_pages or 1, kept_in
+        )
+        return super().empty(rows, like) | {"pages": (pages,) * rows}
+
+    def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
+        """Append the memory of a segment to the bank, and the memory that it drops to the pages."""
+        drops = [number >= (self.config.memory_size or 0) for number in segment.numbers]
+        dropped = state["embeddings"][:, :1]
+        pages = tuple(row.append(x) if drop else row for row, x, drop in zip(state["pages"], dropped, drops))
+        return super().observe(state, segment) | {"pages": pages}
+
+    def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
+        """Recall a prompt from the bank and the best pages of each row, (B, 1, d)."""
+        if query is None:
+            return super().retrieve(state, query, ids)
+        pages, valid = state["pages"], state["ends"] > 0
+        bank = state["embeddings"].to(pages[0].sums.dtype)
+        sums = torch.stack([row.sums.sum(0, keepdim=True) for row in pages])
+        counts = torch.tensor([row.count for row in pages], device=bank.device)
+        origin, count = mean_memory(bank, valid, sums, counts)
+
+        def score(tags: Tensor, i: int) -> Tensor:
+            row = slice(i, i + 1)
+            return self.memory.scores(query[row], tags[None], origin[row], count[row]).squeeze(0)
+
+        looked_up = [row.look_up(partial(score, i=i)) for i, row in enumerate(pages)]
+        width = max(len(x) for x, _ in looked_up)
+        found = torch.stack([pad_front(x, width) for x, _ in looked_up])
+        ends = torch.stack([pad_front(self.config.segment_length * (x + 1), width) for _, x in looked_up])
+        # the gradient of the origin reaches the embeddings that are attended to
+        total = sums + (found - found.detach()).to(sums).sum(1, keepdim=True)
+        bank, ends = torch.cat([found, state["embeddings"]], 1), torch.cat([ends, state["ends"]], 1)
+        of_all = mean_memory(state["embeddings"].to(sums), valid, total, counts)
+        prompt, weights = self.memory.recall(query, bank, ends > 0, *of_all)
+        return Retrieved(prompt, weights, ends)
+
+    @classmethod
+    def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
+        """List for each row the ends of the segments in its pages, which are its first ones, and in the bank."""
+        rows = super().listed(state, length)
+        return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
+
+
+def pad_front(x: Tensor, width: int) -> Tensor:
+    """Put zeros before `x` (n, ...), to (width, ...)."""
+    return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
+
+
+__all__ = ["MemoryPages", "PageFile", "Pages", "pad_front"]

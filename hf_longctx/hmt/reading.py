@@ -17,8 +17,8 @@ from huggingface_hub import hf_hub_download
 from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
-from .memory_hmt import HMTState
 from .modeling_hmt import HMTWrapper
+from .state_hmt import HMTState
 
 
 STATE = "state.safetensors"  # in a repository of the Hub

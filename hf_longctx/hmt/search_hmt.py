@@ -6,12 +6,48 @@ that its b is without effect. What comes next depends most on the latest tokens 
 its end counts exp(-n / 8).
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .configuration_hmt import HMTConfig
+from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, remember
 
 
 K1 = 1.2  # how soon more of the same token stops counting, the usual choice
 FADE = 8  # tokens, over which a token of the query loses its weight
+
+
+@register_retriever("search")
+class Search(Retriever):
+    """Remembers the tokens of the latest `memory_size` segments; a segment reads the best `recall_tokens` again.
+
+    Memory: `ids` (B, c, L') and `ends` (B, c).
+    """
+
+    @classmethod
+    def is_used(cls, config: HMTConfig) -> bool:
+        """Say whether tokens are read again."""
+        return config.recall_tokens is not None
+
+    @property
+    def columns(self) -> int:
+        """Tokens that are read again."""
+        return self.config.recall_tokens or 0
+
+    def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
+        """Return a memory without tokens."""
+        ends = torch.zeros(rows, 0, dtype=torch.long, device=like.device)
+        return {"ids": ends[..., None].expand(-1, -1, self.config.segment_length), "ends": ends}
+
+    def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
+        """Embed the tokens that share most with the first part of the segment."""
+        return Retrieved(self.embed(find_tokens(ids, state["ids"], state["ends"] > 0, self.columns)))
+
+    def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
+        """Append the tokens of a segment."""
+        return remember(state, segment, self.config.memory_size, ids=segment.ids[:, None])
 
 
 def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tensor:
@@ -39,4 +75,4 @@ def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tenso
     return stretches[torch.arange(len(best), device=best.device), best]
 
 
-__all__ = ["find_tokens"]
+__all__ = ["Search", "find_tokens"]

@@ -1,9 +1,9 @@
-"""Reading one segment: what the layouts `single_pass_hmt.py`, `no_recurrence_hmt.py` and `multi_pass_hmt.py` share.
+"""Reading one segment: what the layouts `single_pass_hmt.py`, `no_recurrence_hmt.py` and `paper_hmt.py` share.
 
 A layout has a method `read`. It takes a state and the `Chunk`s of a call (`packing_hmt.py`), lays out embeddings as
-`Pass`es, runs them (`run_passes`), recalls prompts (`prompt_for`), puts memories into the state (`close_segment`), and
-returns the new state, a `PassOutput` for each pass and a `SegmentOutput` for each chunk. `HMTWrapper.forward` puts
-logits, loss and the report of recalls together from these.
+`Pass`es, runs them (`run_passes`), asks its retriever for prompts (`recall`), shows it full segments
+(`close_segment`), and returns the new state, a `PassOutput` for each pass and a `SegmentOutput` for each chunk.
+`HMTWrapper.forward` puts logits, loss and the report of recalls together from these.
 """
 
 from bisect import bisect
@@ -19,9 +19,10 @@ from transformers import Cache
 from .backbone_hmt import Backbone, fork, hide_prompt
 from .configuration_hmt import HMTConfig
 from .graphs_hmt import can_capture
-from .memory_hmt import HMTMemory, HMTState, mean_memory, pad_front, where_rows
-from .neural_cache_hmt import NeuralCache, keys_of
+from .memory_hmt import HMTMemory
 from .packing_hmt import Chunk
+from .retriever_hmt import Retrievers, Segment, of_rows
+from .state_hmt import HMTState, where_rows
 
 
 class Pass(NamedTuple):
@@ -31,7 +32,7 @@ class Pass(NamedTuple):
     first, stop: for each row, the tokens `first` to `stop` - 1 of its segment get logits.
     offset: the column of token 0 of each row; it may lie before the pass.
     begins: the position id of column 0 of each row; None leaves positions to the backbone.
-    neural_cache: what is mixed into the logits, if anything.
+    memory: of the retriever, which is mixed into the logits, if anything.
     hidden_from: column 0 is a prompt, at position 0, which so many columns behind it do not see; None is no prompt.
     last: no pass reads the keys and values that this one adds to a cache.
     """
@@ -43,7 +44,7 @@ class Pass(NamedTuple):
     stop: list[int]
     offset: list[int]
     begins: list[int] | None = None
-    neural_cache: NeuralCache | None = None
+    memory: dict | None = None
     hidden_from: int | None = None
     last: bool = False
 
@@ -131,7 +132,7 @@ class Segments:
     """Reads segments with a backbone and a memory.
 
     Args:
-        config, lm, memory: of the wrapper.
+        config, lm, memory, retriever: of the wrapper.
         loss_function: sums the loss of logits, as in transformers.
         checkpoint: calls a function so that the backward pass computes it again, or None.
         output_recall: whether to keep each `Recall`; those of n segments have up to n * n / 2 weights.
@@ -142,14 +143,14 @@ class Segments:
         config: HMTConfig,
         lm: Backbone,
         memory: HMTMemory,
+        retriever: Retrievers,
         loss_function: Callable[..., Tensor],
         checkpoint: Callable[..., Any] | None = None,
         output_recall: bool = False,
     ):
-        self.config, self.lm, self.memory, self.loss_function = config, lm, memory, loss_function
-        self.output_recall, self.embed = output_recall, lm.model.get_input_embeddings()
+        self.config, self.lm, self.memory, self.retriever = config, lm, memory, retriever
+        self.loss_function, self.output_recall, self.embed = loss_function, output_recall, lm.embed
         self.j, self.k = self.config.summary_length, self.config.sensory_tokens
-        self.caches = self.config.neural_cache_weight is not None
         self.masks_of_prompts: dict[tuple, Tensor] = {}
         self.run: Callable[..., Any] = self.run_once
         if checkpoint is not None:
@@ -170,99 +171,35 @@ class Segments:
         """
         raise NotImplementedError
 
-    def segments_per_batch(self, state: HMTState) -> int:
-        """Return how many segments go through the backbone together, where they need no memory."""
-        if self.caches:  # which hold the tokens of all segments before
-            return 1
-        return max(1, self.config.summary_batch // len(state.bank))
+    def segments_per_batch(self, state: HMTState, chunks: list[Chunk]) -> int:
+        """Return how many first parts go through the backbone together, which need no memory."""
+        if self.retriever.mixes and any(token < self.j for chunk in chunks for token in chunk.first):
+            return 1  # logits need the memory of all segments before
+        return max(1, self.config.summary_batch // len(state.lengths))
 
-    def recall(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
-        """Recall a prompt (B, 1, d) from the bank and, if there are pages, from the best of them.
+    def recall(self, state: HMTState, chunk: Chunk, query: Tensor | None) -> tuple[Tensor, Recall | None]:
+        """Ask the retriever for what a segment reads in front of its tokens, (B, n, d)."""
+        found = self.retriever.retrieve(state.memory, query, chunk.ids[:, : self.j])
+        if found.weights is None or found.ends is None or not self.output_recall:
+            return found.embeds, None
+        length, ends = self.config.segment_length, found.ends
+        begins = length * of_rows(chunk.segments, ends.device)[:, None]
+        distance = 1 + (begins - ends.gather(1, found.weights.argmax(1, keepdim=True))).squeeze(1) // length
+        return found.embeds, Recall(found.weights, ends, distance * (ends > 0).any(1))
 
-        Without recall, it is the latest memory.
+    def close_segment(self, state: HMTState, chunk: Chunk, memory: Tensor, hidden: Tensor | None = None) -> HMTState:
+        """Return the state after a segment that is full in all rows, with its sensory tokens.
+
+        Args:
+            memory: its memory embeddings, (B, m, d).
+            hidden: the last hidden states of its tokens, (B, L', d), for retrievers that read them.
         """
-        if not self.config.recall:
-            return state.latest(1)[0], None
-        bank, ends, of_all = state.bank, state.ends, ()
-        length = self.config.segment_length
-        if state.pages is not None:
-            paged, numbers, of_all = self.look_up(state, query)
-            bank, ends = torch.cat([paged, bank], 1), torch.cat([length * (numbers + 1), ends], 1)
-        prompt, weights = self.memory.recall(query, bank, ends > 0, *of_all)
-        if not self.output_recall:
-            return prompt, None
-        begins = length * of_rows(chunk.segments, bank.device)[:, None]
-        distance = 1 + (begins - ends.gather(1, weights.argmax(1, keepdim=True))).squeeze(1) // length
-        return prompt, Recall(weights, ends, distance * (ends > 0).any(1))
-
-    def look_up(self, state: HMTState, query: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """Find the best pages of each row.
-
-        Returns:
-            their embeddings (B, c, d); the numbers of their segments (B, c), -1 where a row has fewer; the origin and
-            the number of all memories, as `HMTMemory.recall` takes them.
-        """
-        assert state.pages is not None
-        pages, bank = state.pages, state.bank.to(state.pages[0].sums.dtype)
-        sums = torch.stack([row.sums.sum(0, keepdim=True) for row in pages])
-        counts = torch.tensor([row.count for row in pages], device=bank.device)
-        origin, count = mean_memory(bank, state.valid, sums, counts)
-
-        def score(tags: Tensor, i: int) -> Tensor:
-            row = slice(i, i + 1)
-            return self.memory.scores(query[row], tags[None], origin[row], count[row]).squeeze(0)
-
-        looked_up = [row.look_up(partial(score, i=i)) for i, row in enumerate(pages)]
-        width = max(len(x) for x, _ in looked_up)
-        embeddings = torch.stack([pad_front(x, width) for x, _ in looked_up])
-        numbers = torch.stack([pad_front(x + 1, width) for _, x in looked_up]) - 1
-        # the gradient of the origin reaches the embeddings that are attended to
-        total = sums + (embeddings - embeddings.detach()).to(sums).sum(1, keepdim=True)
-        return embeddings, numbers, mean_memory(bank, state.valid, total, counts)
-
-    def close_segment(
-        self, state: HMTState, chunk: Chunk, memory: Tensor, full: list[bool], hidden: Tensor | None = None
-    ) -> HMTState:
-        """Return the state after the segment of the `full` rows, with its memory (B, m, d) and its sensory tokens.
-
-        For a neural cache, `hidden` are the last hidden states of its tokens, (B, L', d).
-        """
-        config, pages = self.config, state.pages
-        bank = torch.cat([state.bank, memory.to(state.bank)], 1)
-        begins = of_rows(chunk.segments, bank.device)[:, None].expand(memory.shape[:2])
-        ends = torch.cat([state.ends, (begins + 1) * config.segment_length], 1)
-        # of rows that close in turn, each would leave the others a column without a memory
-        kept = (config.memory_size or 1 + max(chunk.segments)) if config.recall else config.memory_tokens
-        if pages is not None:
-            drops = [closes and segment >= kept for closes, segment in zip(full, chunk.segments)]
-            # slice the *old* bank: a dropped memory must not keep this segment's autograd graph alive
-            pages = tuple(row.append(x) if drop else row for row, x, drop in zip(pages, state.bank[:, :1], drops))
-        sensory_ids = chunk.ids[:, config.segment_length - config.sensory_tokens :]
-        bank_ids, bank_keys = state.bank_ids, state.bank_keys
-        if bank_ids is not None:
-            bank_ids = torch.cat([bank_ids, chunk.ids[:, None, : config.segment_length]], 1)[:, -kept:]
-        if bank_keys is not None:
-            assert hidden is not None
-            keys = keys_of(hidden[:, None, :-1].detach())
-            bank_keys = torch.cat([bank_keys, keys.to(bank_keys)], 1)[:, -kept:]
-        closed = replace(
-            state,
-            pages=pages,
-            bank=bank[:, -kept:],
-            ends=ends[:, -kept:],
-            bank_ids=bank_ids,
-            bank_keys=bank_keys,
-            sensory_ids=sensory_ids,
-            sensory_mask=torch.ones_like(sensory_ids, dtype=torch.bool),
-            opening_prompt=None,
-            prompt=None,
-        )
-        state = closed if all(full) else closed.where_rows(full, state)
-        if config.bptt_segments is not None:
-            cut = [
-                closes and (segment + 1) % config.bptt_segments == 0 for closes, segment in zip(full, chunk.segments)
-            ]
-            state = state.detach().where_rows(cut, state)
+        length, cut = self.config.segment_length, self.config.bptt_segments
+        segment = Segment(chunk.ids[:, :length], memory, chunk.segments, hidden)
+        memories = self.retriever.observe(state.memory, segment)
+        state = replace(state, memory=memories, tail=chunk.ids[:, length - self.k : length], prompt=None)
+        if cut is not None:
+            state = state.detach().where_rows([(number + 1) % cut == 0 for number in chunk.segments], state)
         return state
 
     def run_passes(
@@ -271,7 +208,7 @@ class Segments:
         """Run passes of one shape together: their outputs, the last hidden states (R, P, d), and the cache."""
         columns, targets, positions = sorted({c for one in passes for c in one.columns(one.first)}), None, None
         kept = sorted({c for one in passes for c in one.columns(one.chunk.returned)})
-        embeds, scored, neural_cache = torch.cat([one.embeds for one in passes]), None, passes[0].neural_cache
+        embeds, scored, memory = torch.cat([one.embeds for one in passes]), None, passes[0].memory
         if passes[0].chunk.targets is not None:
             targets = torch.cat([one.targets(columns) for one in passes])
         if passes[0].begins is not None:
@@ -281,14 +218,14 @@ class Segments:
             mask = self.mask_of_prompt(embeds, passes[0].hidden_from, kv_cache)
             assert positions is not None
             positions[:, 0] = 0
-        skips = kept != columns and torch.is_grad_enabled() and neural_cache is None
+        skips = kept != columns and torch.is_grad_enabled() and memory is None
         if skips and self.lm.can_skip_logits(embeds.device):
             logits, hidden, loss, kv_cache = self.run(embeds, mask, kept, None, kv_cache, positions)
             assert targets is not None
             scored, columns = (hidden[:, columns].flatten(0, 1), targets.flatten()), kept
         else:
             captures = self.config.cuda_graphs and passes[0].last and can_capture(embeds)
-            arguments = (embeds, mask, columns, targets, kv_cache, positions, bool(kept), neural_cache, captures)
+            arguments = (embeds, mask, columns, targets, kv_cache, positions, bool(kept), memory, captures)
             logits, hidden, loss, kv_cache = self.run(*arguments)
         rows = [[] for _ in passes]
         if logits is not None and kept:
@@ -313,7 +250,7 @@ class Segments:
         kv_cache: Cache | None = None,
         positions: Tensor | None = None,
         keep_logits: bool = True,
-        neural_cache: NeuralCache | None = None,
+        memory: dict | None = None,
         captures: bool = False,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
         """Run the backbone once. Arguments as in `Backbone.run` and `Pass`, but for the `columns` that get logits.
@@ -333,20 +270,13 @@ class Segments:
         else:
             kv_cache = None if kv_cache is None else fork(kv_cache)
             logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, positions)
-        loss, weight = None, self.config.neural_cache_weight
-        if logits is not None and neural_cache is not None and weight is not None:
-            logits = neural_cache.mix(logits, hidden[:, keep], weight)
+        loss = None
+        if logits is not None and memory is not None:
+            logits = self.retriever.mix(memory, logits, hidden[:, keep])
         if logits is not None and targets is not None:
             sizes = {"vocab_size": logits.shape[-1], "num_items_in_batch": 1}
             loss = self.loss_function(logits=logits, labels=None, shift_labels=targets, **sizes)
         return logits if keep_logits else None, hidden, loss, kv_cache
-
-
-def of_rows(values: list[int], device: torch.device) -> Tensor:
-    """Make a tensor (B,) of a number for each row. Equal numbers are not copied, so no GPU is waited for."""
-    if len(set(values)) == 1:
-        return torch.full((len(values),), values[0], device=device)
-    return torch.tensor(values, device=device)
 
 
 def column_numbers(columns: Sequence[int], device: torch.device) -> Tensor:

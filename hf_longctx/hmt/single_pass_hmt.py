@@ -21,13 +21,13 @@ sensory tokens, x, summary token], and a mask hides the prompt from the sensory 
 With `reread=True` of the configuration there is no such mask, and x[:j] sees the prompt in this pass. That is another
 function, which every backbone computes.
 
-With `recall_tokens`, r tokens of the remembered segments (`search_hmt.py`) stand behind the prompt, and all that
-follows is r positions later. Once they are found, the whole segment is read behind them, with the prompt masked as
-above; without masks, a pass over [tokens, sensory tokens, x[:j]] gives the keys and values that the second part sees.
+Where retrievers give r more embeddings, such as tokens that are read again, these stand behind the prompt, and all
+that follows is r positions later. Once they are retrieved, the whole segment is read behind them, with the prompt
+masked as above; without masks, a pass over [embeddings, sensory tokens, x[:j]] gives the keys and values that the
+second part sees.
 
-With `neural_cache_weight`, the prediction of a neural cache of the remembered segments (`neural_cache_hmt.py`) is
-mixed into all logits. A segment whose beginning an earlier call has read is read again as a whole when it is full,
-because all its hidden states become keys.
+A retriever that reads hidden states gets those of a whole segment: one whose beginning an earlier call has read is
+read again when it is full.
 
 Rows that stand at the same place of their segments are read together. Others are read apart, but for steps below
 caches that stand side by side.
@@ -42,16 +42,15 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from .backbone_hmt import fork, side_by_side, split
-from .memory_hmt import HMTState, where_rows
 from .packing_hmt import Chunk
-from .search_hmt import find_tokens
-from .segments_hmt import Pass, PassOutput, Recall, SegmentOutput, Segments
+from .segments_hmt import Pass, PassOutput, SegmentOutput, Segments
+from .state_hmt import HMTState, where_rows
 
 
 class FirstPart(NamedTuple):
     """What the first part of a segment leaves: the query (B, 1, d), logits, and a cache without the summary token.
 
-    For a neural cache, `hidden` are the last hidden states of its tokens, (B, j, d).
+    For retrievers that read them, `hidden` are the last hidden states of its tokens, (B, j, d).
     """
 
     query: Tensor
@@ -66,7 +65,7 @@ class SinglePassSegments(Segments):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.length = self.config.segment_length
-        self.front = 1 + (self.config.recall_tokens or 0)  # positions of a prompt, and of tokens that are read again
+        self.front = self.retriever.columns  # a prompt, and what stands behind it
         reread, positions = self.config.reread, self.config.positions_per_segment
         self.masks = not reread and self.lm.takes_mask(positions)
         self.cuts = not reread and not (self.masks and self.front > 1) and self.lm.cuts(positions)
@@ -82,7 +81,7 @@ class SinglePassSegments(Segments):
         passes, segments = [], []
         for together, group in groupby(chunks, key=self.reads_first_part):
             several = list(group)
-            size = self.segments_per_batch(state) if together else 1
+            size = self.segments_per_batch(state, several) if together else 1
             for i in range(0, len(several), size):
                 batch = several[i : i + size]
                 firsts = self.first_parts(state, batch) if together else [None]
@@ -153,8 +152,8 @@ class SinglePassSegments(Segments):
             mask = torch.cat([state.kv_mask, state.kv_mask.new_ones(embeds.shape[:2])], 1)
         begins = [read + (self.front + self.k) * (n > 0) for n, read in zip(chunk.segments, chunk.read)]
         offset = [-read for read in chunk.read]
-        cache = state.neural_cache if self.caches else None
-        one = Pass(chunk, 1, embeds, chunk.first, chunk.counts, offset, begins, cache)
+        memory = state.memory if self.retriever.mixes else None
+        one = Pass(chunk, 1, embeds, chunk.first, chunk.counts, offset, begins, memory)
         outputs, _, kv_cache = self.run_passes([one], mask, state.kv_cache)
         return replace(state, kv_cache=kv_cache, kv_mask=mask), outputs, SegmentOutput()
 
@@ -174,8 +173,8 @@ class SinglePassSegments(Segments):
             embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(rows, -1, -1)], 1)
         first = [min(stop, max(self.j * part * later, token)) for token in chunk.first]
         begin = start + (self.front + self.k) * later
-        cache = state.neural_cache if self.caches else None
-        return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [begin] * rows, cache)
+        memory = state.memory if self.retriever.mixes else None
+        return Pass(chunk, part, embeds, first, [stop] * rows, [-start] * rows, [begin] * rows, memory)
 
     def new_cache(self) -> Cache:
         """Make an empty cache."""
@@ -200,17 +199,11 @@ class SinglePassSegments(Segments):
                     cache.crop(-1)
             caches = [None] * len(alike) if cache is None else split(cache, len(alike))
             queries = hidden[:, -1:].clone().chunk(len(alike))  # a view would keep all hidden states alive
-            tokens = [hidden[:, -start : self.j - start]] if self.caches else [None] * len(alike)
+            tokens = [None] * len(alike)
+            if self.retriever.reads_hidden:
+                tokens = hidden[:, -start : self.j - start].chunk(len(alike))
             firsts += map(FirstPart, queries, outputs, caches, tokens)
         return firsts
-
-    def prompt_of(self, state: HMTState, chunk: Chunk, query: Tensor) -> tuple[Tensor, Recall | None]:
-        """Recall a prompt, and the tokens that are read again behind it, (B, 1 + r, d)."""
-        prompt, recall = self.recall(state, chunk, query)
-        if self.front > 1 and state.bank_ids is not None:
-            ids = find_tokens(chunk.ids[:, : self.j], state.bank_ids, state.valid, self.front - 1)
-            prompt = torch.cat([prompt, self.embed(ids).to(prompt)], 1)
-        return prompt, recall
 
     def again(self, state: HMTState, chunk: Chunk) -> list[Pass]:
         """Lay out the first part of a segment for `below`; [] where no tokens are read again."""
@@ -253,17 +246,17 @@ class SinglePassSegments(Segments):
         """
         count, read, later = chunk.counts[0], chunk.read[0], chunk.segments[0] > 0
         full, outputs, recall, memory, hidden = count == self.length, [], None, None, None
-        whole = full and self.caches
+        whole = full and self.retriever.reads_hidden
         state = state.without_kv_cache() if whole else state
         kv_cache = state.kv_cache if read and not torch.is_grad_enabled() else None
         if later and (read < self.j or (kv_cache is None and (self.cuts or whole))):
             first = first or self.first_parts(state, [chunk])[0]
             outputs, kv_cache = [first.output], first.kv_cache if count < self.j else None
             if read < self.j <= count:
-                prompt, recall = self.prompt_of(state, chunk, first.query)
+                prompt, recall = self.recall(state, chunk, first.query)
                 state = replace(state, prompt=prompt)
         if not later or count >= self.j:
-            prompt = state.prompt.to(state.bank) if later and state.prompt is not None else None
+            prompt = state.prompt if later else None
             start, in_front = -self.k * later, None
             if kv_cache is not None:
                 start = read
@@ -289,7 +282,7 @@ class SinglePassSegments(Segments):
                 hidden = hidden[:, -1 - self.length + self.j * later : -1]
                 if first is not None and first.hidden is not None:
                     hidden = torch.cat([first.hidden, hidden], 1)
-            state = self.close_segment(state, chunk, memory, [True] * len(chunk.counts), hidden)
+            state = self.close_segment(state, chunk, memory, hidden)
         kept = kv_cache if keeps else None
         return replace(state, kv_cache=kept, kv_mask=None), outputs, SegmentOutput(recall, memory if full else None)
 

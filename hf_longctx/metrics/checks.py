@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 
 
-KINDS = {bool: "True or False", str | None: "a text, or None"}
-
-
 def whole_number(name: str, value, least: float = -math.inf) -> int:
     """Return a whole number as a plain integer.
 
@@ -38,28 +35,6 @@ def numbers(name: str, values) -> list:
     if listed is None or not all(hasattr(value, "__float__") for value in listed):
         raise ValueError(f"{name} must be a list of numbers, got {values!r}.")
     return listed
-
-
-def check_kind(kind: Any, **values) -> None:
-    """Raise ValueError if a value is not of this kind, which is one of `KINDS`."""
-    for name, value in values.items():
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be {KINDS[kind]}, got {value!r}.")
-
-
-def tokenizer_name(tokenizer, or_name: bool = False) -> str:
-    """Return the name of a tokenizer, as settings have it; with `or_name`, a text is taken for the name itself.
-
-    Raises:
-        ValueError: this is not a tokenizer: it neither encodes, nor decodes, nor has a vocabulary.
-    """
-    if or_name and isinstance(tokenizer, str):
-        return public_name(tokenizer)
-    if not (callable(tokenizer) or hasattr(tokenizer, "decode") or hasattr(tokenizer, "get_vocab")):
-        raise ValueError(
-            f"tokenizer must be the tokenizer of the model, such as AutoTokenizer.from_pretrained(NAME), got {tokenizer!r}."
-        )
-    return public_name(getattr(tokenizer, "name_or_path", type(tokenizer).__name__))
 
 
 def public_name(name: str) -> str:

@@ -6,7 +6,6 @@ The drawing files take what they need of matplotlib from here, so that its absen
 from __future__ import annotations
 
 import textwrap
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +112,6 @@ def name_differences(axes, differences) -> None:
         axes.set_title(
             textwrap.fill(literal("not alike: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING
         )
-
-
-def check_train_length(train_length: int | None) -> None:
-    """Raise ValueError unless the context length of the training is a positive number or None."""
-    if train_length is not None and not (isinstance(train_length, Real) and train_length > 0):
-        raise ValueError(f"train_length must be the context length of the training, in tokens, got {train_length!r}.")
 
 
 def heading(result, metric: str | None = None) -> str:

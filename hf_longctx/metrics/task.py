@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get
 
 import numpy as np
 
-from .checks import check_kind, check_token_ids, numbers, public_name, tokenizer_name, whole_number
+from .checks import check_token_ids, numbers, public_name, whole_number
 from .result import Result
 from .run.journal import content_hash
 
@@ -250,11 +250,11 @@ class Subject:
         from .run.reader import reader_for, special_ids  # imports PyTorch
 
         self.reader: Reader = reader_for(model)
-        self.tokenizer, self.tokenizer_name = tokenizer, None
-        if tokenizer is not None:
-            self.tokenizer_name = tokenizer_name(tokenizer, or_name=True)
+        self.tokenizer, self.tokenizer_name = tokenizer, tokenizer
+        if tokenizer is not None and not isinstance(tokenizer, str):
+            self.tokenizer_name = getattr(tokenizer, "name_or_path", type(tokenizer).__name__)
+        self.tokenizer_name = self.tokenizer_name and public_name(self.tokenizer_name)
         self.tokens = None if tokens is None else check_token_ids(tokens, "tokens", self.reader.vocab_size)
-        check_kind(str | None, corpus_name=corpus_name)
         self.labels = {"corpus": corpus_name and public_name(corpus_name), "train_length": train_length}
         self.labels = {name: value for name, value in self.labels.items() if value is not None}
         if train_length is not None:
@@ -496,7 +496,6 @@ class TaskResult(Result):
 
         if not self.measured:
             raise ValueError("the result must have something to draw; nothing was measured.")
-        style.check_train_length(train_length)
         figure = style.figure(*self.inches)
         self.draw(figure, title or style.heading(self), train_length, **options)
         style.save(figure, path)

@@ -65,6 +65,9 @@ class RunConfig(TrainingArguments):
     bf16: bool | None = option(None, "Compute in bfloat16 (default: true on an accelerator)", nargs="?", const=True)
     per_device_train_batch_size: int = option(1, "Sequences of a forward pass on each device")
     per_device_eval_batch_size: int | None = option(None, "Sequences of an evaluation pass (default: as in training)")
+    torch_compile: bool | None = option(
+        None, "Compile each decoder layer (default: true for a new model on CUDA)", nargs="?", const=True
+    )
     save_steps: float = option(100, "Steps between checkpoints")
     save_total_limit: int | None = option(2, "Number of checkpoints to keep, at least 2")
     eval_steps: float | None = option(500, "Steps between evaluations on `eval_data`")
@@ -130,6 +133,12 @@ class RunConfig(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
             self.bf16 = not (self.use_cpu or self.fp16)
+        if self.torch_compile is None:
+            on_cuda = torch.cuda.is_available() and not self.use_cpu
+            self.torch_compile = self.command == "train" and on_cuda and self.sequence_parallel == 1
+        # Trainer would compile the whole model, whose first step takes longer.
+        self.compile_layers = self.torch_compile and not (self.torch_compile_backend or self.torch_compile_mode)
+        self.torch_compile = self.torch_compile and not self.compile_layers
         if self.per_device_eval_batch_size is None:
             self.per_device_eval_batch_size = self.per_device_train_batch_size
         if self.eval_data is not None and self.eval_strategy == "no":

@@ -182,15 +182,10 @@ def with_memory(args: FinetuneConfig, config: Any) -> Any:
 
     A model without one gets a memory that recalls nothing; one that a stage has trained recalls from now on.
     """
-    fields = checked_fields(HMTConfig, args)
+    fields = check_recipe(args, config)
     if config.model_type != "hmt":
         new = make_config(HMTConfig, {"recall": False, "backbone_name_or_path": args.model, **fields})
         return HMTWrapper.from_backbone(load_whole(args, config), new)
-    for name, value in fields.items():
-        if getattr(config, name) != value:
-            raise ValueError(
-                f"{args.model} was trained with {name}={getattr(config, name)!r}; both stages need the same."
-            )
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # a first stage has no weights for the recall, which transformers calls missing
     try:
@@ -199,6 +194,18 @@ def with_memory(args: FinetuneConfig, config: Any) -> Any:
         return model
     finally:
         logging.set_verbosity(verbosity)
+
+
+def check_recipe(args: FinetuneConfig, config: Any) -> dict[str, Any]:
+    """Return the fields of a memory; ValueError for one that differs from the memory that a model has."""
+    fields = checked_fields(HMTConfig, args) if args.recipe == "hmt" else {}
+    for name, value in fields.items() if config.model_type == "hmt" else ():
+        if getattr(config, name) != value:
+            raise ValueError(
+                f"{args.model} was trained with {name}={getattr(config, name)!r}; both stages need the same, got {value!r}. "
+                f"Leave {name} out of --set."
+            )
+    return fields
 
 
 def extend_rope(config, args: FinetuneConfig) -> str:
@@ -307,4 +314,4 @@ def check_length(model, length: int) -> None:
         )
 
 
-__all__ = ["base_dtype", "disable_zero3_init", "extend_rope", "load_base", "new_config", "new_model"]
+__all__ = ["base_dtype", "check_recipe", "disable_zero3_init", "extend_rope", "load_base", "new_config", "new_model"]

@@ -20,7 +20,7 @@ from .boundaries import boundaries, takes_boundaries
 from .config import FinetuneConfig, PretrainConfig, RunConfig, parse, write_yaml
 from .data import collate
 from .loss_in_pieces import LossInPieces, fits
-from .models import base_dtype, extend_rope, load_base, new_model, read_config
+from .models import base_dtype, check_recipe, extend_rope, load_base, new_model, read_config
 from .prepare import Datasets, prepare_datasets
 from .run_folder import (
     RUN,
@@ -32,7 +32,7 @@ from .run_folder import (
     remove_other_checkpoints,
 )
 from .sequence_parallel import SequenceParallelTrainer, SequenceShard, check_arguments, check_model
-from .trainer import LongContextTrainer, Progress, StopAtNaN, StopAtSignal
+from .trainer import FirstStep, LongContextTrainer, Progress, StopAtNaN, StopAtSignal
 
 
 def train(args: RunConfig) -> int:
@@ -127,9 +127,11 @@ def load_tokenizer(args: Any) -> PreTrainedTokenizerBase:
 
 def reads_across_documents(args: RunConfig) -> bool:
     """Return whether the model has a memory, which reads across the boundaries of documents."""
-    return isinstance(args, FinetuneConfig) and (
-        args.recipe == "hmt" or read_config(str(args.model)).model_type == "hmt"
-    )
+    if not isinstance(args, FinetuneConfig):
+        return False
+    config = read_config(str(args.model))
+    check_recipe(args, config)  # before data are packed
+    return args.recipe == "hmt" or config.model_type == "hmt"
 
 
 def make_model(args: RunConfig, tokenizer) -> tuple[Any, dict[str, Any] | None]:
@@ -191,9 +193,23 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
     )
     trainer.remove_callback(PrinterCallback)
     makes_logits = not options and args.label_smoothing_factor == 0
+    if args.compile_layers:
+        compile_layers(model)
+        trainer.add_callback(FirstStep())
     if makes_logits and not trainer.is_deepspeed_enabled and fits(base):
         LossInPieces(base).__enter__()  # for the whole run; ZeRO-3 has the weights of the head only in its own call
     return trainer
+
+
+def compile_layers(model: Any) -> None:
+    """Compile the decoder layers in place: they share one graph, so the first step starts sooner than a whole model's.
+
+    Layers are what transformers does not split between devices, `_no_split_modules`.
+    """
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    for module in model.modules():
+        if type(module).__name__ in names:
+            module.compile()
 
 
 def describe(args: RunConfig, model: Any, trainer: LongContextTrainer, checkpoint: Path | None) -> str:

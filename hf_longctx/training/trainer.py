@@ -18,7 +18,10 @@ SECONDS_BETWEEN_LINES = 10
 
 
 class LongContextTrainer(Trainer):
-    """Trainer with the `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, which resumes after the last step."""
+    """Trainer with the `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, which resumes after the last step.
+
+    It does not call tied weights missing.
+    """
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
@@ -44,6 +47,11 @@ class LongContextTrainer(Trainer):
             optimizer = optimizer or self.optimizer
             self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # ty: ignore[invalid-argument-type] - made
         return super().create_scheduler(num_training_steps, optimizer)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        tied = getattr(self.model, "all_tied_weights_keys", {})  # absent from the file, and equal to what is there
+        missing = [name for name in load_result.missing_keys if name not in tied]
+        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
@@ -97,6 +105,20 @@ class StopAtSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
+class FirstStep(TrainerCallback):
+    """Announces that the first step compiles, and prints how long it took."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.begin = time.monotonic() if state.is_world_process_zero else None
+        if self.begin is not None:
+            print("the first step compiles the decoder layers; --torch_compile false leaves that out", file=sys.stderr)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.begin is not None:
+            print(f"the first step took {time.monotonic() - self.begin:.1f} s", file=sys.stderr)
+        self.begin = None
+
+
 class Progress(TrainerCallback):
     """Prints losses, speed and remaining time every few seconds, each evaluation, and the last step.
 
@@ -129,4 +151,4 @@ class Progress(TrainerCallback):
             )
 
 
-__all__ = ["LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]
+__all__ = ["FirstStep", "LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]

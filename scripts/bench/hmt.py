@@ -4,11 +4,12 @@
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
 
 `speed` compares the modes with the loop of the official code: per segment two calls of the causal LM, each with the
-key/value cache, all hidden states and all logits, and the memories kept on the CPU. It reads with all logits and with
-the last alone, makes a training step (which returns the last logits, as Trainer asks it to), and decodes token by
-token: the median step of a segment, and the slowest place in it. On a CPU times are those of the process. `memory`
-streams a token file from disk, piece by piece, and gives the peak of resident memory at each length, and what the loss
-of all its tokens in one call adds (of CPU memory).
+key/value cache, all hidden states and all logits, and the memories kept on the CPU. `windows` is the backbone alone,
+in windows of a segment; on a GPU there is `cuda_graphs` too. It reads with all logits and with the last alone, makes a
+training step (which returns the last logits, as Trainer asks it to), and decodes token by token: the median step of a
+segment, and the slowest place in it. On a CPU times are those of the process. `memory` streams a token file from disk,
+piece by piece, and gives the peak of resident memory at each length, and what the loss of all its tokens in one call
+adds (of CPU memory).
 """
 
 import statistics
@@ -26,8 +27,8 @@ from scripts.bench import common
 
 TABLES = {
     "speed": """
-| L' | task | official loop, us per token | paper | three_pass | single_pass |
-| {segment_length} | {task} | {us:.0f} | {paper:.2f}x | {three_pass:.2f}x | {single_pass:.2f}x |
+| L' | task | official loop, us per token | windows | paper | single_pass | cuda_graphs |
+| {segment_length} | {task} | {us:.0f} | {windows:.2f}x | {paper:.2f}x | {single_pass:.2f}x | {cuda_graphs:.2f}x |
 """,
     "memory": """
 | tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB | perplexity |
@@ -39,6 +40,7 @@ SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "small": (256, 6, 4, 704, 8192),
     "demo": (64, 2, 4, 192, 112),  # model_cards/hmt-demo
     "100m": (640, 10, 10, 1728, 32000),
+    "1b": (2048, 16, 16, 5632, 32000),
 }
 PIECE = 8192  # tokens that `memory` reads at a time
 
@@ -89,7 +91,7 @@ def official_loop(model, ids):
 def speed(args):
     """Microseconds per token of the official loop and of every mode."""
     for length in args.segment_lengths:
-        models = {mode: build(args.size, mode, args, length) for mode in ("paper", "three_pass", "single_pass")}
+        models = {mode: build(args.size, mode, args, length) for mode in ("paper", "single_pass")}
         vocabulary = models["paper"].config.vocab_size
         ids = torch.randint(vocabulary, (1, length * max(2, args.tokens // length)), device=args.device)
 
@@ -98,14 +100,24 @@ def speed(args):
 
         readers = {mode: (lambda model=model, ids=ids: model(ids)) for mode, model in models.items()}
         last = {mode: (lambda model=model, ids=ids: model(ids, logits_to_keep=1)) for mode, model in models.items()}
+
+        def windows(ids=ids, backbone=models["paper"].backbone, length=length):
+            return [backbone(x) for x in ids.split(length, 1)]
+
+        if args.device == "cuda":
+            captured = build(args.size, "single_pass", args, length)
+            captured.config.cuda_graphs = True
+            readers["cuda_graphs"] = lambda captured=captured, ids=ids: captured(ids)
+            last["cuda_graphs"] = lambda captured=captured, ids=ids: captured(ids, logits_to_keep=1)
         with torch.no_grad():
             probe = ids[:, : 2 * length + 3]
             logits = models["paper"](probe).logits.cpu()
             change = (logits - official_loop(models["paper"], probe)).abs().max().item()
             allowed = 1e-3 if args.dtype == "float32" else 0.1 * logits.abs().max().item()
             assert change < allowed, f"the official loop differs from the paper's mode by {change}"
-            yield from compare("all logits", {"official loop": official} | readers, length, ids, args)
-            yield from compare("last logits", {"official loop": official} | last, length, ids, args)
+            others = {"official loop": official, "windows": windows}
+            yield from compare("all logits", others | readers, length, ids, args)
+            yield from compare("last logits", others | last, length, ids, args)
         steps = {
             mode: (lambda model=model, ids=ids: train_step(model, model(ids, labels=ids, logits_to_keep=1).loss))
             for mode, model in models.items()
@@ -116,8 +128,9 @@ def speed(args):
             train_step(paper, torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[0, 1:]))
 
         yield from compare("training step", {"official loop": official_step} | steps, length, ids, args)
-        for name, row in decode({mode: models[mode] for mode in ("three_pass", "single_pass")}, length, args).items():
-            yield {"segment_length": length, "task": "decoding", "name": name} | row
+        yield {"segment_length": length, "task": "decoding", "name": "single_pass"} | decode(
+            models["single_pass"], length, args
+        )
 
 
 def compare(task, readers, length, ids, args):
@@ -140,31 +153,23 @@ def train_step(model, loss):
 
 
 @torch.no_grad()
-def decode(models, length, args):
-    """For each model, of each place in a segment the median over segments: the median and the largest of these.
-
-    Models take turns, segment by segment.
-    """
-    ids = torch.randint(next(iter(models.values())).config.vocab_size, (1, length), device=args.device)
-    states = {name: model(ids, use_cache=True, logits_to_keep=1).state for name, model in models.items()}
-    places = {name: [[] for _ in range(length)] for name in models}
+def decode(model, length, args):
+    """The median step over the places of a segment, and the slowest one; of each place the median over segments."""
+    ids = torch.randint(model.config.vocab_size, (1, length), device=args.device)
+    state, places = model(ids, use_cache=True, logits_to_keep=1).state, [[] for _ in range(length)]
     for _ in range(max(3, args.rounds)):
-        for name, model in models.items():
-            for place in range(length):
-                arguments = ids[:, place : place + 1], None, None, states[name]
-                seconds, out = common.timed(model, *arguments, clock=clock(args), device=args.device)
-                states[name] = out.state
-                places[name][place].append(seconds)
-    rows = {}
-    for name, of_places in places.items():
-        medians = [statistics.median(x) for x in of_places]
-        typical, slowest = statistics.median(medians), max(medians)
-        rows[name] = {
-            "us_per_token": 1e6 * typical,
-            "slowest_to_median": slowest / typical,
-            "slowest_place": medians.index(slowest),
-        }
-    return rows
+        for place in range(length):
+            arguments = ids[:, place : place + 1], None, None, state
+            seconds, out = common.timed(model, *arguments, clock=clock(args), device=args.device)
+            state = out.state
+            places[place].append(seconds)
+    medians = [statistics.median(x) for x in places]
+    typical, slowest = statistics.median(medians), max(medians)
+    return {
+        "us_per_token": 1e6 * typical,
+        "slowest_to_median": slowest / typical,
+        "slowest_place": medians.index(slowest),
+    }
 
 
 def memory(args):

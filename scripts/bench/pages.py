@@ -66,7 +66,8 @@ def of_a_novel(count, args):
         state = model(ids, state=state, logits_to_keep=1, use_cache=True).state
     del model.memory.recall  # that of the class is left
     queries = torch.cat([queries[0], *queries])  # the first segment has nothing to recall
-    return state.bank[0], {"itself": state.bank[0], "first half": queries}, model.memory
+    embeddings = state.memory["bank"]["embeddings"][0]
+    return embeddings, {"itself": embeddings, "first half": queries}, model.memory
 
 
 @torch.no_grad()

@@ -71,10 +71,10 @@ STOP_WORDS = {"the", "of", "is", "s"}
 PLAIN = ("full attention", "window", "BM25 and window")
 SOLVED = 0.5  # a loss, the mean of the last tenth of a round
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found"}
-MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "HMT, three passes", "RMT")
+MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "RMT")
 UNTRAINED = ("HMT, single pass", READ_AGAIN, "full attention", "BM25 and window")
 METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in UNTRAINED))
-UNPICTURED = ("HMT, single pass, no recurrence", "HMT, three passes")
+UNPICTURED = ("HMT, single pass, no recurrence",)
 
 
 class Questions(NamedTuple):

@@ -55,7 +55,7 @@ def one_stretch(number, seed, model, args):
         if place >= args.earliest:
             far = max(0, begin - k - length)  # where the longer window begins
             logits = [model.backbone(texts[:, i : begin + length]).logits[:, -length:] for i in (begin - k, far)]
-            other = replace(state.select_rows([1, 0]), sensory_ids=state.sensory_ids)
+            other = replace(state.select_rows([1, 0]), tail=state.tail)
             logits += [whole.logits, own.logits, model(ids, state=other, use_cache=False).logits]
             logits = torch.stack(logits)
             losses = F.cross_entropy(

@@ -44,7 +44,7 @@ def read(model, method, reading, ids, args):
 def memories_of_others(model, texts, args):
     """For each text the memories of the one half of all texts away, (texts, segments, d)."""
     banks = [
-        model(input_ids=rows[:, :-1], use_cache=True, logits_to_keep=1).state.bank
+        model(input_ids=rows[:, :-1], use_cache=True, logits_to_keep=1).state.memory["bank"]["embeddings"]
         for rows in texts.split(args.rows_at_once)
     ]
     return torch.cat(banks).roll(len(texts) // 2, 0)

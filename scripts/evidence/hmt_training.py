@@ -16,9 +16,8 @@ TEXT = common.ROOT / "demo_output" / "corpus"
 HMT = {  # arguments of HMTConfig in the second stage
     "HMT, single pass": {"recall_mode": "single_pass"},
     "HMT, single pass, no recurrence": {"recall_mode": "single_pass", "recurrence": False},
-    "HMT, three passes": {"recall_mode": "three_pass"},
     "HMT, paper": {"recall_mode": "paper"},
-    "RMT": {"recall": False, "recall_mode": "three_pass"},
+    "RMT": {"recall": False, "recall_mode": "paper"},
 }
 READ_AGAIN = "HMT, tokens read again"
 AS_IT_IS = ", as it is"

@@ -11,7 +11,8 @@ from scripts.bench import common
 
 PICTURES = common.ROOT / "model_cards" / "evidence"
 PREPARE = "python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus"
-OF_KEYS = ("seeds", "methods", "bases", "contexts", "lines", "needles")  # options that add parts, and change none
+ADD_PARTS = "seeds methods bases contexts lines needles learning_rates ablation"
+NOT_OF_PARTS = {*ADD_PARTS.split(), "minutes", "at_once"}  # options that change no part
 
 
 def make_parser(module, description, name, **defaults):
@@ -39,7 +40,7 @@ def require(*paths):
 
 def settings_of(args):
     """The options on which the figures of a part depend."""
-    return {name: x for name, x in vars(args).items() if name not in (*common.NO_SETTINGS, *OF_KEYS)}
+    return {name: x for name, x in vars(args).items() if name not in {*common.NO_SETTINGS, *NOT_OF_PARTS}}
 
 
 def measure_parts(measure, keys, args, so_far=False):

@@ -8,7 +8,7 @@ import hf_longctx
 
 
 MODEL = "model_cards/fox-demo"
-# The same module is a Space after `hf-longctx push-metric forgetting_curve NAME/forgetting_curve`.
+# The same module is a Space after `hf-longctx push forgetting_curve NAME/forgetting_curve`.
 MODULE = Path(hf_longctx.__file__).parent / "metrics" / "modules" / "forgetting_curve"
 
 curve = evaluate.load(str(MODULE))

@@ -7,7 +7,14 @@ import pytest
 import torch
 from mistakes import harmless, refused
 from tiny_fox import ROPE, TINY, filled, logits, make, tokens
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    EncoderDecoderCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
 
@@ -185,6 +192,14 @@ def with_cache(name, says, make_cache):
 CACHES = [
     call("cache of an unknown name", "'memory', a DynamicCache: pass it as `cache`", memory=filled),
     with_cache("cache of a Llama", "filled by another model", lambda model: filled(llama())),
+    *(
+        with_cache(
+            f"a {type(cache).__name__} as a cache",
+            f"must be a Cache.*got a {type(cache).__name__}",
+            lambda model, cache=cache: cache,
+        )
+        for cache in (((IDS, IDS),) * 2, [(IDS, IDS)], {}, EncoderDecoderCache(DynamicCache(), DynamicCache()))
+    ),
     with_cache("cache of a Llama as wide as folded keys", "carry no decay", lambda model: filled(llama(head_dim=12))),
     with_cache(
         "cache of a deeper Llama",

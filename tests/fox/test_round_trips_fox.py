@@ -160,6 +160,16 @@ def test_an_export_decodes_what_it_has_read():
     assert difference_of_generation(model, "Dynamo") < 2e-5
 
 
+@pytest.mark.filterwarnings("ignore:.treespec:FutureWarning")
+def test_torch_export_refuses_a_window_with_a_cache():
+    from transformers.exporters import DynamoConfig, DynamoExporter
+
+    model = make_from(FoxConfig(**TINY, sliding_window=8))
+    with pytest.raises(Exception, match="prefill") as raised:
+        DynamoExporter().export_for_generation(model, {"input_ids": tokens(2, 9)}, DynamoConfig(dynamic=True))
+    assert "with a sliding window cannot be exported with a cache" in str(raised.value.__cause__)
+
+
 @both_blocks
 def test_torch_export_refuses_a_static_cache(variant):
     """transformers.integrations.executorch gives its keys no room for the decay, and forgets the token shift."""
@@ -221,3 +231,19 @@ def test_lora_on_all_linear_layers():
     model = make("pro")
     adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     check_kept({name for name, _ in adapted.named_parameters() if "lora_" not in name and "base_layer" not in name})
+
+
+@asks_for_an_old_name
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # peft uses it
+@pytest.mark.parametrize("variant", ["llama", "pro"])
+def test_prefix_tuning_is_refused_by_its_name_and_prompt_tuning_works_instead(variant):
+    peft = pytest.importorskip("peft")
+    ids = tokens()
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    with pytest.raises(ValueError, match=r"prefix tuning of PEFT.*use prompt tuning \(PromptTuningConfig\) or LoRA"):
+        peft.get_peft_model(make(variant), prefix)(input_ids=ids)
+    prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = make(variant)
+    tuned = peft.get_peft_model(model, prompt).eval()
+    embeds = torch.cat([tuned.get_prompt(len(ids)), model.get_input_embeddings()(ids)], 1)
+    torch.testing.assert_close(tuned(input_ids=ids).logits, model(inputs_embeds=embeds).logits)

@@ -1,4 +1,4 @@
-"""Every row of the tile table compiles, without a GPU, to code that fits the chip and uses its tensor cores."""
+"""Compilation of the kernels without a GPU: every row of the tile table fits the chip, and graphs hold kernels."""
 
 import json
 import os
@@ -55,6 +55,7 @@ for name in [name for name in sys.modules if name.split(".")[0] == "triton" and 
     del sys.modules[name]  # was imported to interpret
 from scripts.bench.gpu.compile import report
 cases = ("dkdv", 64, True), ("forward", 32, True), ("forward", 64, False)
+cases += ("fused_norm", 64, False), ("fused_norm_backward", 64, False), ("fused_norm_backward", 64, True)
 print(json.dumps([report(90, kernel, "bf16", head_dim, bounded) for kernel, head_dim, bounded in cases]))
 """
 
@@ -64,7 +65,9 @@ def test_common_sizes(tmp_path):
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     done = run(["python", "-c", REPORTS], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    check(json.loads(done.stdout), 90, "bf16")
+    rows = json.loads(done.stdout)
+    check(rows, 90, "bf16")
+    assert not any(row["spill_bytes"] for row in rows if row["kernel"].startswith("fused"))
 
 
 @exhaustive
@@ -95,3 +98,46 @@ def test_head_sizes_between_powers_of_two(tmp_path):
     rows = compile_all(tmp_path, "--capability", 90, "--dtype", "bf16", "--head-dim", 72, 80, 96, 192)
     assert all(row["shared"] <= row["shared_limit"] for row in rows)
     assert all("MMA" in row["tensor_core"] for row in rows if row["kernel"] in PRODUCING)
+
+
+GRAPHS = """
+import json, torch
+from functorch.compile import min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+from torch._subclasses import FakeTensorMode
+from triton.runtime import driver
+from hf_longctx.fox.triton_fox import triton_attention
+from scripts.bench.gpu.compile import Target
+
+driver.set_active(Target(90))
+graphs = []
+
+def record(graph, inputs):
+    calls = [node for node in graph.graph.nodes if node.op == "call_function"]
+    kernels = [kernel_side_table.get_kernel(node.kwargs["kernel_idx"]) for node in calls if "kernel_idx" in node.kwargs]
+    graphs.append([kernel.fn.__name__ for kernel in kernels] + [str(n.target) for n in calls if "fox_" in str(n.target)])
+    return graph
+
+attention = torch.compile(
+    lambda *x: triton_attention(*x, log_pruning_tolerance=-10.0, logit_bound=9.0),
+    fullgraph=True,
+    backend=aot_autograd(fw_compiler=record, bw_compiler=record, partition_fn=min_cut_rematerialization_partition),
+)
+with FakeTensorMode():
+    inputs = [torch.empty(1, heads, 2048, 64, requires_grad=True) for heads in (2, 1, 1)]
+    attention(*inputs, torch.empty(1, 2, 2048, requires_grad=True)).sum().backward()
+print(json.dumps(graphs))
+"""
+
+
+def test_kernels_are_nodes_of_the_graph():
+    """Inductor launches them itself; the operators are gone. Two launches sum up each row in chunks."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", GRAPHS], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    sums = ["running_sum_kernel"] * 2
+    assert json.loads(done.stdout) == [
+        [*sums, "prune_kernel", "split_sum_kernel", "forward_kernel", "split_sum_kernel"],
+        ["dq_kernel", "dkdv_kernel", *sums],
+    ]

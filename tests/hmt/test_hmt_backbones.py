@@ -49,40 +49,26 @@ BACKBONES = {
 }
 
 
-# How the single-pass mode reads them. Nothing can be put in front of windows shorter than a segment, or of gates, and
+# How the model-pass mode reads them. Nothing can be put in front of windows shorter than a segment, or of gates, and
 # BLOOM takes no position ids.
 RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Rwkv")}
 WITHOUT_CACHE = RECURRENT | {"RobertaForCausalLM"}
 READ_AGAIN = WITHOUT_CACHE | {f"{name}ForCausalLM" for name in ("Gemma2", "Fox", "ModernBertDecoder", "Bloom")}
 
 
-# The three-pass mode meets what a backbone is like in its calls and caches only: a backbone of each kind will do.
-KINDS = [f"{name}ForCausalLM" for name in ("Llama", "Gemma2", "Fox", "MiniMax", "Roberta", "Mamba")] + [
-    "GPT2LMHeadModel"
-]
-CASES = [*((name, "single_pass") for name in BACKBONES), *((name, "three_pass") for name in KINDS)]
-
-
 @cache
-def make_model(name, mode):
+def make_model(name):
     """A wrapper in eval mode. The tests share it and leave it as it is."""
     model_class = getattr(hf_longctx if name.startswith("Fox") else transformers, name)
     torch.manual_seed(0)
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     backbone = model_class(model_class.config_class(**BACKBONES[name], **special)).eval()
-    return HMTWrapper.from_backbone(
-        backbone, HMTConfig(segment_length=8, sensory_tokens=3, memory_size=3, recall_mode=mode)
-    )
-
-
-@pytest.fixture(params=CASES, ids="-".join)
-def model(request):
-    return make_model(*request.param)
+    return HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=8, sensory_tokens=3, memory_size=3))
 
 
 @pytest.fixture(params=BACKBONES)
-def single(request):
-    return make_model(request.param, "single_pass")
+def model(request):
+    return make_model(request.param)
 
 
 def assert_same_logits(actual, expected, largest=None):
@@ -111,10 +97,10 @@ def test_every_parameter_learns_with_logits_and_without(model, tokens):
 
 
 @pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
-def test_logits_are_skipped_where_they_are_the_product_with_the_head(single):
+def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
     more_than_a_product = {f"{x}ForCausalLM" for x in ("Gemma2", "Cohere", "Rwkv", "ModernBertDecoder", "Roberta")}
-    name, cpu = type(single.lm.model).__name__, torch.device("cpu")
-    assert single.lm.can_skip_logits(cpu) == (name not in more_than_a_product)
+    name, cpu = type(model.lm.model).__name__, torch.device("cpu")
+    assert model.lm.can_skip_logits(cpu) == (name not in more_than_a_product)
 
 
 def test_stream_and_generation_equal_forward(model, tokens):
@@ -145,27 +131,27 @@ def test_a_padded_row_token_by_token(model, tokens):
     assert_same_logits(torch.cat(logits, 1)[mask > 0], whole[mask > 0])
 
 
-def test_prompts_start_at_the_scale_of_embeddings(single):
+def test_prompts_start_at_the_scale_of_embeddings(model):
     """What Gemma's embedding multiplies by sqrt(d) must not leave the prompts behind."""
-    embedded = single.get_input_embeddings()(torch.arange(61)).std()
-    prompts = single.memory.summary_token.std()
+    embedded = model.get_input_embeddings()(torch.arange(61)).std()
+    prompts = model.memory.summary_token.std()
     assert 0.5 < prompts / embedded < 2
 
 
-def test_reload_gives_the_same_logits(single, tokens, tmp_path):
-    single.save_pretrained(tmp_path)
+def test_reload_gives_the_same_logits(model, tokens, tmp_path):
+    model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert isinstance(again, HMTWrapper)
-    assert {n: p.shape for n, p in again.named_parameters()} == {n: p.shape for n, p in single.named_parameters()}
+    assert {n: p.shape for n, p in again.named_parameters()} == {n: p.shape for n, p in model.named_parameters()}
     with torch.no_grad():
-        assert_same_logits(again(tokens).logits, single(tokens).logits)
-    tied = [m.get_input_embeddings().weight is m.get_output_embeddings().weight for m in (single, again)]
+        assert_same_logits(again(tokens).logits, model(tokens).logits)
+    tied = [m.get_input_embeddings().weight is m.get_output_embeddings().weight for m in (model, again)]
     assert tied[0] == tied[1]
 
 
 def test_a_padded_row_is_as_alone(model, tokens):
     """No recurrence, convolution, window or position bias sees padding."""
-    padding = 5 if model.config.recall_mode == "single_pass" else 16
+    padding = 5
     ids, mask = tokens.clone(), torch.ones_like(tokens)
     mask[1, :padding] = 0
     with torch.no_grad():
@@ -182,10 +168,10 @@ def test_no_position_sees_a_later_token(model, tokens):
     assert min(here) > 0
 
 
-def test_the_layout_of_the_single_mode(single):
-    lm, name = single.lm, type(single.lm.model).__name__
-    assert single.config.reread == (name in READ_AGAIN)
-    assert single.config.reread or lm.cuts(13)
+def test_the_layout_of_the_single_mode(model):
+    lm, name = model.lm, type(model.lm.model).__name__
+    assert model.config.reread == (name in READ_AGAIN)
+    assert model.config.reread or lm.cuts(13)
     assert lm.continues == (name not in WITHOUT_CACHE)
     with torch.autocast("cpu", torch.bfloat16):  # another dtype is no other layout
         assert Backbone(lm.model).continues == lm.continues

@@ -1,6 +1,7 @@
 """What users of HMT get wrong: each row is refused with one clear error, or changes no number."""
 
 import copy
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -98,11 +99,8 @@ CONFIG = [
         ("half a token", {"segment_length": 64.5}, "segment_length"),
         ("two memory tokens with recall", {"memory_tokens": 2}, "memory_tokens is 2; with recall"),
         ("two memory tokens in one pass", {"memory_tokens": 2, "recall": False}, "memory_tokens is 2"),
-        (
-            "three passes without recurrence",
-            {"recall_mode": "three_pass", "recurrence": False},
-            "only the single-pass",
-        ),
+        ("the paper without recurrence", {"recall_mode": "paper", "recurrence": False}, "only the single-pass"),
+        ("three passes", {"recall_mode": "three_pass"}, "not supported any more"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
         ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction is 0.0001 of 512"),
         ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction is 1.5 of 512"),
@@ -115,8 +113,8 @@ CONFIG = [
         ("pages without recall", {"recalled_pages": 2, "recall": False}, "beyond memory_size"),
         ("tokens read again without recall", {"recall_tokens": 2, "recall": False}, "Set recall=True"),
         (
-            "tokens read again in three passes",
-            {"recall_tokens": 2, "recall_mode": "three_pass"},
+            "tokens read again by the paper",
+            {"recall_tokens": 2, "recall_mode": "paper"},
             "a recall of the single",
         ),
         (
@@ -129,7 +127,7 @@ CONFIG = [
             (f"a neural cache with {name}={x}", {"neural_cache_weight": 0.1, name: x}, "that of the single-pass mode")
             for name, x in {
                 "recall": False,
-                "recall_mode": "three_pass",
+                "recall_mode": "paper",
                 "recurrence": False,
                 "recalled_pages": 2,
             }.items()
@@ -151,7 +149,7 @@ CONFIG += [
     ),
     harmless(
         "a whole segment as an integer",
-        lambda: (HMTConfig(sum_fraction=1, recall_mode="three_pass").summary_length, 512),
+        lambda: (HMTConfig(sum_fraction=1, recall_mode="paper").summary_length, 512),
     ),
 ]
 
@@ -193,6 +191,11 @@ BUILD = [
     refused("too few positions", lambda it: build(segment_length=64, sensory_tokens=0), "64 positions.*at most 62"),
     refused(
         "too few positions for k", lambda it: build(segment_length=100, sensory_tokens=50), "Lower sensory_tokens"
+    ),
+    refused(
+        "too few positions for tokens read again",
+        lambda it: build(segment_length=32, sensory_tokens=4, recall_tokens=32),
+        "Lower recall_tokens, sensory_tokens and segment_length",
     ),
     refused(
         "positions that are kept for padding",
@@ -292,7 +295,7 @@ READ += [
     refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0)(it.tokens), "memory_size is 0"),
     refused(
         "memory_tokens set to 3 without recall",
-        lambda it: changed(build(recall=False, recall_mode="three_pass"), memory_tokens=3)(it.tokens),
+        lambda it: changed(build(recall=False, recall_mode="paper"), memory_tokens=3)(it.tokens),
         "built with another value",
     ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
@@ -411,7 +414,7 @@ GENERATE += [
     refused(
         "the paper mode behind an open segment",
         lambda it: it.paper.generate(it.tokens[:, :29], max_new_tokens=9, eos_token_id=None),
-        "use recall_mode='three_pass'",
+        "train a model of recall_mode='single_pass'",
     ),
     harmless("a state used twice", lambda it: (generate(it, state=it.state), generate(it, state=it.state))),
 ]
@@ -448,8 +451,22 @@ def test_a_tie_goes_to_the_even_number():
     assert [HMTConfig(segment_length=n, sensory_tokens=0).summary_length for n in (13, 15, 16)] == [6, 8, 8]
 
 
-def test_the_longest_segment_that_fits():
-    assert build(segment_length=62, sensory_tokens=0).config.positions_per_segment == 64
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(sensory_tokens=0),
+        dict(sensory_tokens=4, recall_tokens=8),
+        dict(sensory_tokens=0, recall_tokens=7, recurrence=False),
+    ],
+    ids=str,
+)
+def test_the_longest_segment_that_fits(settings):
+    segment_length = 8 * 7 * 2
+    with pytest.raises(ValueError, match="at most") as refusal:
+        build(segment_length=segment_length, **settings)
+    longest = int(re.search(r"at most (\d+)", str(refusal.value))[1])
+    config = build(segment_length=longest, **settings).config
+    assert 64 - config.positions_per_segment < settings.get("recall_tokens", 1)
 
 
 def test_official_parameters(llama, make_wrapper):

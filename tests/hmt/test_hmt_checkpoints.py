@@ -22,7 +22,7 @@ from hf_longctx.hmt.memory_hmt import TEMPERATURE
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 
 
-@pytest.mark.parametrize("mode", ["single_pass", "three_pass"])
+@pytest.mark.parametrize("mode", ["single_pass", "paper"])
 def test_whole_checkpoint(make_wrapper, tokens, tmp_path, mode):
     model = make_wrapper(recall_dim=5, sum_fraction=0.3, memory_size=None, recall_mode=mode)
     logits = model(tokens).logits
@@ -228,7 +228,7 @@ def test_settings_of_a_checkpoint(llama, tmp_path, pointer):
 
 
 def test_stage_two_starts_from_stage_one(make_wrapper, tokens, tmp_path):
-    first = make_wrapper(recall=False, recall_mode="three_pass")
+    first = make_wrapper(recall=False, recall_mode="paper")
     first.save_pretrained(tmp_path)
     assert not any("wq" in name for name, _ in first.named_parameters())
     torch.manual_seed(5)
@@ -249,13 +249,13 @@ def test_stage_two_of_the_single_mode_keeps_what_closes_its_parts(make_wrapper, 
     assert torch.equal(second.memory.summary_token, first.memory.summary_token)
     assert torch.equal(second.memory.wq, torch.eye(16).double())
     assert second.memory.log_temperature.exp().item() == pytest.approx(TEMPERATURE)
-    second.config.recall_mode = "three_pass"
+    second.config.recall_mode = "paper"
     with pytest.raises(ValueError, match="built with another value"):
         second(torch.ones(1, 3, dtype=torch.long))
 
 
 def test_the_random_start_is_that_of_a_linear_layer(make_wrapper):
-    model = make_wrapper(recall_init="random", recall_dim=200, recall_mode="three_pass")
+    model = make_wrapper(recall_init="random", recall_dim=200, recall_mode="paper")
     assert not torch.equal(model.memory.summary_token, model.memory.initial)
     for projection in (model.memory.wq, model.memory.wk):
         assert 0.24 < projection.abs().max() <= 0.25

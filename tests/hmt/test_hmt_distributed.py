@@ -13,9 +13,9 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 def step(kind):
     """In both processes: the mean loss and the gradients of `kind`, compared with those of the whole batch."""
     rank, ids = dist.get_rank(), torch.randint(3, 61, (4, 19), generator=torch.Generator().manual_seed(2))
-    causal = {"recall_mode": "three_pass"}
-    without_recall = {"recall": False}, causal | {"recall": False, "memory_tokens": 2}, {"recall_mode": "paper"}
-    for settings in ({}, causal, *(without_recall if kind == "ddp" else ())):  # DDP wants to know what is not used
+    paper = {"recall_mode": "paper"}
+    without_recall = {"recall": False}, paper | {"recall": False, "memory_tokens": 2}
+    for settings in ({}, paper, *(without_recall if kind == "ddp" else ())):  # DDP wants to know what is not used
         for length in (19, 6) if settings.get("recall", True) else (19,):  # a text of one segment recalls nothing
             torch.manual_seed(0)
             config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=2, **settings)

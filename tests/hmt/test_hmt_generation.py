@@ -12,9 +12,6 @@ from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorSt
 from hf_longctx.hmt.compat_hmt import RENAMED
 
 
-THREE_PASS = {"recall_mode": "three_pass"}
-
-
 def teacher_forced(model, ids, prompt_length, mask=None):
     with torch.no_grad():
         if mask is not None:
@@ -25,8 +22,7 @@ def teacher_forced(model, ids, prompt_length, mask=None):
 KINDS = [
     {},
     {"recall": False},
-    THREE_PASS,
-    THREE_PASS | {"sum_fraction": 1.0},
+    {"sum_fraction": 0.9},
     {"memory_size": 1},
     {"recurrence": False},
     {"neural_cache_weight": 0.5},
@@ -52,7 +48,7 @@ def test_any_prompt_length(make_wrapper, tokens, prompt_length):
     assert torch.equal(ids[:, prompt_length:], teacher_forced(model, ids, prompt_length))
 
 
-@pytest.mark.parametrize("settings", [{}, THREE_PASS], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recall_tokens": 4}], ids=str)
 def test_beam_search_reorders_the_state(make_wrapper, tokens, settings):
     model = make_wrapper(**settings)
     cached, plain = (
@@ -161,7 +157,7 @@ def test_several_sequences_continue_a_state(make_wrapper, tokens, settings, argu
     whole = model.generate(tokens[:, :23], eos_token_id=None, **arguments)
     torch.manual_seed(0)
     assert torch.equal(model.generate(tokens[:, 19:23], state=state, eos_token_id=None, **arguments), whole[:, 19:])
-    assert len(state.bank) == 2
+    assert len(state.tail) == 2
 
 
 def test_end_of_text_per_row(make_wrapper, tokens):
@@ -251,7 +247,7 @@ def test_paper_mode_does_not_generate_what_it_would_have_to_read(make_wrapper, t
     model = make_wrapper(recall_mode="paper")
     inside = model.generate(tokens[:, :29], max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert torch.equal(inside[:, 29:], teacher_forced(model, inside, 29))
-    with pytest.raises(ValueError, match="use recall_mode='three_pass'"):
+    with pytest.raises(ValueError, match="train a model of recall_mode='single_pass'"):
         model.generate(tokens[:, :29], max_new_tokens=9, do_sample=False, eos_token_id=None)
     assert make_wrapper(recall=False, recall_mode="paper").generate(tokens, max_new_tokens=20).shape[1] > 43
 

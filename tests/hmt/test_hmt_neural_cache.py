@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from streams import stream
-from tiny_hmt import VOCAB
+from tiny_hmt import ROUNDING, VOCAB
 
 from hf_longctx import FoxConfig, FoxForCausalLM
 from hf_longctx.hmt import HMTConfig, HMTWrapper, neural_cache_hmt
@@ -21,9 +21,26 @@ def test_what_was_read_is_predicted(make_wrapper, tokens):
     def loss(state):
         return model(text[:, 32:], state=state, labels=text[:, 32:]).loss
 
-    own, without = loss(state), loss(replace(state, bank_keys=None))
+    def changed(**tensors):
+        cache = state.memory["neural_cache"] | tensors
+        return replace(state, memory=state.memory | {"neural_cache": cache})
+
+    cache = state.memory["neural_cache"]
+    own, without = loss(state), loss(changed(ends=torch.zeros_like(cache["ends"])))
     assert own < without - 1
-    assert loss(replace(state, bank_ids=state.bank_ids.flip(0))) > without  # of the other row
+    assert loss(changed(ids=cache["ids"].flip(0))) > without  # of the other row
+
+
+@torch.no_grad()
+def test_first_parts_are_read_together_where_no_logits_are_asked_for(make_wrapper, tokens):
+    model, rows = make_wrapper(neural_cache_weight=0.2, summary_batch=7), []
+    whole = model(tokens, use_cache=True)
+    model.backbone.model.register_forward_hook(lambda module, args, out: rows.append(len(out[0])))
+    last = model(tokens, use_cache=True, logits_to_keep=1)
+    assert rows[:2] == [2, 6]  # the first segment, and the first parts of three
+    torch.testing.assert_close(last.logits, whole.logits[:, -1:], atol=ROUNDING, rtol=0)
+    for name, value in whole.state.tensors().items():
+        torch.testing.assert_close(last.state.tensors()[name], value, atol=ROUNDING, rtol=0)
 
 
 def random_cache(dtype):
@@ -76,7 +93,8 @@ def test_a_backbone_whose_cache_cannot_be_cut(tokens):
     logits, state = stream(model, tokens, [5, 3, 1, 14, 2, 11, 7])
     allowed = 64 * torch.finfo(torch.float32).eps  # FoX sums its gates in float32
     torch.testing.assert_close(logits, whole.logits, atol=allowed, rtol=0)
-    torch.testing.assert_close(state.bank_keys, whole.state.bank_keys, atol=allowed, rtol=0)
+    keys, expected = (x.memory["neural_cache"]["keys"] for x in (state, whole.state))
+    torch.testing.assert_close(keys, expected, atol=allowed, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -86,4 +104,5 @@ def test_keys_are_of_the_dtype_of_the_model_after_loading_too(make_wrapper, toke
         state = model(tokens, use_cache=True).state
         state.save(tmp_path / "state", model)
         loaded = type(state).load(tmp_path / "state", model)
-    assert loaded.bank_keys.dtype == dtype and torch.equal(loaded.bank_keys, state.bank_keys)
+    keys, own = (x.memory["neural_cache"]["keys"] for x in (loaded, state))
+    assert keys.dtype == dtype and torch.equal(keys, own)

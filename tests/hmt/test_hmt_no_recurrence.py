@@ -62,7 +62,7 @@ def test_any_chunking_is_one_piece(make_parallel, tokens, chunks):
         tensors = whole.state.tensors()
         tensors.pop("prompt", None)  # of a row without an open recall it may be anything
         for name, value in tensors.items():
-            close(getattr(state, name), value)
+            close(state.tensors()[name], value)
 
 
 @pytest.mark.parametrize("segments", [4, 5])

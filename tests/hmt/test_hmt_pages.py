@@ -11,8 +11,8 @@ from tiny_hmt import ROUNDING
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTState, HMTWrapper
-from hf_longctx.hmt.multi_pass_hmt import MultiPassSegments
 from hf_longctx.hmt.pages_hmt import MemoryPages, PageFile
+from hf_longctx.hmt.paper_hmt import PaperSegments
 
 
 PAGED = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}
@@ -24,6 +24,10 @@ def filled(embeddings, page_size=4, recalled=3, file=None, at_once=7):
     for part in embeddings.split(at_once):
         pages = pages.append(part)
     return pages
+
+
+def pages_of(state):
+    return state.memory["pages"]["pages"]
 
 
 @pytest.fixture
@@ -66,7 +70,7 @@ def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, 
     assert counts[:4] == [1, 2, 3, 4] and max(counts) < 10
 
 
-@pytest.mark.parametrize("settings", [{}, {"recurrence": False}, {"recall_mode": "three_pass"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recurrence": False}], ids=str)
 def test_rows_of_unequal_length_recall_as_in_a_flat_memory(make_wrapper, long_tokens, settings):
     """While all pages are recalled."""
     read = {}
@@ -77,7 +81,7 @@ def test_rows_of_unequal_length_recall_as_in_a_flat_memory(make_wrapper, long_to
             first = model(long_tokens[:, :45], attention_mask=mask, use_cache=True)
             read[name] = first, model(long_tokens[:, 45:], state=first.state, output_recall=True)
     flat, paged = read["flat"], read["paged"]
-    assert [len(row) for row in paged[1].state.pages] == [11, 8]
+    assert [len(row) for row in pages_of(paged[1].state)] == [11, 8]
     for of_flat, of_paged in zip(flat, paged):
         assert of_flat.state.segments() == of_paged.state.segments()
         torch.testing.assert_close(of_paged.logits, of_flat.logits, atol=ROUNDING, rtol=0)
@@ -95,7 +99,7 @@ def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
         whole = model(tokens, attention_mask=mask, use_cache=True)
         logits, state = stream(model, tokens, CHUNKS[chunks], mask)
     torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
-    assert [len(row) for row in state.pages] == [len(row) for row in whole.state.pages] == [3, 1]
+    assert [len(row) for row in pages_of(state)] == [len(row) for row in pages_of(whole.state)] == [3, 1]
 
 
 @pytest.mark.parametrize("in_file", [False, True], ids=["RAM", "file"])
@@ -147,7 +151,7 @@ def test_training_that_cuts_every_segment_pages_to_a_file(make_wrapper, tokens, 
     in_file = model(tokens, labels=tokens, state=model.new_state(2, tmp_path / "pages"))
     in_file.loss.backward()
     assert torch.equal(in_file.logits, in_ram.logits)
-    assert len(in_file.state.pages[0]) == 4 and model.memory.wq.grad.any()
+    assert len(pages_of(in_file.state)[0]) == 4 and model.memory.wq.grad.any()
 
 
 def test_what_a_file_cannot_do(make_wrapper, tokens, tmp_path):
@@ -224,17 +228,20 @@ def test_a_fact_ten_thousand_segments_back():
     torch.manual_seed(0)
     sizes = dict(vocab_size=61, hidden_size=512, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
     backbone = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, recalled_pages=8, recall_mode="three_pass")
+    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, recalled_pages=8, recall_mode="paper")
     model = HMTWrapper.from_backbone(backbone, config)
     ids = torch.randint(3, 61, (1, 8))
     with torch.no_grad():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
-        fact = MultiPassSegments(model.config, model.lm, model.memory, model.loss_function).summarize(ids[:, :4])
+        layout = PaperSegments(model.config, model.lm, model.memory, model.retriever, model.loss_function)
+        fact = layout.summarize(ids[:, :4])
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
-        state.bank, state.ends, state.lengths = everything[:, -4:], state.ends + 8 * 9991, (8 * 10_001,)
-        state.pages = (filled(everything[0, :-4], page_size=16, recalled=8, at_once=1000),)
+        pages = (filled(everything[0, :-4], page_size=16, recalled=8, at_once=1000),)
+        ends = state.memory["pages"]["ends"] + 8 * 9991
+        state.lengths, state.memory = (8 * 10_001,), {"pages": {"embeddings": everything[:, -4:], "ends": ends}}
+        state.memory["pages"]["pages"] = pages
         with_pages = model(ids, state=state, output_recall=True)
-        state.pages = None
+        state.memory["pages"]["pages"] = (pages[0].emptied(),)
         without = model(ids, state=state, output_recall=True)
     assert with_pages.recall_distance.item() == 10_001
     assert with_pages.recall_scores[0].max() > 0.99

@@ -12,28 +12,17 @@ from tiny_hmt import ROUNDING, tiny_llama
 from hf_longctx.hmt import HMTState, HMTWrapper
 
 
-@pytest.mark.parametrize(
-    "chunks, gradients",
-    [("one by one", False), ("ragged", True), ("ragged", False), ("at j", False), ("segments", True)],
-)
-def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks, gradients):
+@pytest.mark.parametrize("gradients", [True, False])
+def test_without_recall_any_chunking_is_one_piece(make_wrapper, tokens, gradients):
     """With gradients there is no key/value cache: the open segment is read again."""
-    model, chunks = make_wrapper(recall_mode="three_pass"), CHUNKS[chunks]
-    mask = torch.ones_like(tokens)
-    mask[1, :13] = 0
+    model = make_wrapper(recall=False, memory_tokens=2, recall_mode="paper")
     with torch.set_grad_enabled(gradients):
-        whole = model(tokens, attention_mask=mask, use_cache=True)
-        logits, state = stream(model, tokens, chunks, mask)
+        whole = model(tokens, use_cache=True)
+        logits, state = stream(model, tokens, CHUNKS["ragged"])
     torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
     for name, value in whole.state.tensors().items():
-        torch.testing.assert_close(getattr(state, name), value, atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(state.tensors()[name], value, atol=ROUNDING, rtol=0)
     assert (state.kv_cache is None) == gradients
-
-
-def test_without_recall_too(make_wrapper, tokens):
-    model = make_wrapper(recall=False, memory_tokens=2, recall_mode="three_pass")
-    logits, _ = stream(model, tokens, CHUNKS["ragged"])
-    torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
 
 def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
@@ -48,9 +37,9 @@ def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
         stream(model, tokens, [11, 8])
 
 
-@pytest.mark.parametrize("mode", ["single_pass", "three_pass"])
-def test_a_state_can_be_continued_twice(make_wrapper, tokens, mode):
-    model = make_wrapper(recall_mode=mode)
+@pytest.mark.parametrize("settings", [{}, {"recall": False, "recall_mode": "paper"}], ids=str)
+def test_a_state_can_be_continued_twice(make_wrapper, tokens, settings):
+    model = make_wrapper(**settings)
     with torch.no_grad():
         start = model(tokens[:, :21], use_cache=True).state
         first = model(tokens[:, 21:30], state=start).logits
@@ -62,18 +51,19 @@ def test_a_state_can_be_continued_twice(make_wrapper, tokens, mode):
 
 
 @pytest.mark.parametrize(
-    "rows, mode, stop",
+    "rows, settings, stop",
     [
-        (1, "three_pass", 3),  # in the first segment
-        (2, "single_pass", 3),
-        (2, "three_pass", 16),  # at a border
-        (2, "single_pass", 16),
-        (2, "three_pass", 21),  # in a later segment
-        (1, "single_pass", 21),
+        (1, {"recall": False, "recall_mode": "paper"}, 3),  # in the first segment
+        (2, {}, 3),
+        (2, {"recall": False, "recall_mode": "paper"}, 16),  # at a border
+        (2, {}, 16),
+        (2, {"recall": False, "recall_mode": "paper"}, 21),  # in a later segment
+        (1, {}, 21),
+        (2, {"recall_tokens": 4, "neural_cache_weight": 0.2}, 21),
     ],
 )
-def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, mode):
-    model, tokens = make_wrapper(recall_mode=mode), tokens[:rows]
+def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, settings):
+    model, tokens = make_wrapper(**settings), tokens[:rows]
 
     def through_a_file(state):
         state.save(tmp_path / "state.safetensors", model)
@@ -84,7 +74,7 @@ def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, mode):
     torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize("mode", ["single_pass", "three_pass", "paper"])
+@pytest.mark.parametrize("mode", ["single_pass", "paper"])
 def test_a_padded_state_continues_alike_when_it_was_saved(make_wrapper, tokens, tmp_path, mode):
     """Two segments of padding and a part of the third, which the next call, without a mask, must still leave out."""
     model, mask = make_wrapper(recall_mode=mode), torch.ones(2, 21, dtype=torch.long)
@@ -101,7 +91,7 @@ def test_memory_does_not_grow(make_wrapper, tokens):
     model = make_wrapper()
     with torch.no_grad():
         _, state = stream(model, tokens.repeat(1, 8), [43] * 7 + [41])
-    assert state.bank.shape == (2, 4, 16)
+    assert state.memory["bank"]["embeddings"].shape == (2, 4, 16)
     assert sum(x.numel() for x in state.tensors().values()) < 2 * (4 * 16 + 4 + 3 * 16 + 2 * 3 + 2 * 8 + 1)
     assert state.kv_cache.get_seq_length() <= model.config.positions_per_segment
 
@@ -111,7 +101,7 @@ def test_rows_that_close_segments_in_turn_take_no_more_columns(make_wrapper, tok
     model, mask = make_wrapper(memory_size=None), torch.ones_like(tokens)
     mask[1, :3] = 0
     _, state = stream(model, tokens, CHUNKS["one by one"], mask)
-    assert state.bank.shape[1] == 5
+    assert state.memory["bank"]["ends"].shape[1] == 5
 
 
 @torch.no_grad()
@@ -119,17 +109,18 @@ def test_copies_of_a_row_share_its_memory(make_wrapper, tokens):
     """So that the beams of a text do not move its memories with each token."""
     state = make_wrapper()(tokens, use_cache=True).state
     beams = state.select_rows([1, 1, 1])
-    bank = beams.bank
+    own, bank = (x.memory["bank"]["embeddings"] for x in (state, beams))
     beams.reorder_cache(torch.tensor([2, 0, 0]))
-    assert bank.data_ptr() == beams.bank.data_ptr() and bank.untyped_storage().nbytes() == 4 * 16 * 8
-    assert torch.equal(beams.bank, state.bank[[1, 1, 1]]) and torch.equal(beams.open_ids, state.open_ids[[1, 1, 1]])
+    shared = beams.memory["bank"]["embeddings"]
+    assert bank.data_ptr() == shared.data_ptr() and bank.untyped_storage().nbytes() == 4 * 16 * 8
+    assert torch.equal(shared, own[[1, 1, 1]]) and torch.equal(beams.open_ids, state.open_ids[[1, 1, 1]])
     beams.reorder_cache(torch.tensor([1, 2]))
-    assert beams.bank.shape == (2, 4, 16)
+    assert beams.memory["bank"]["embeddings"].shape == (2, 4, 16)
 
 
 def test_detach_cuts_the_gradient(make_wrapper, tokens):
     for detach in (False, True):
-        model = make_wrapper(recall_mode="three_pass")
+        model = make_wrapper(recall_mode="paper")
         state = model(tokens[:, :16], use_cache=True).state
         if detach:
             state = state.detach()
@@ -166,6 +157,12 @@ def test_a_file_of_other_weights_is_refused(make_wrapper, tokens, tmp_path):
     assert HMTState.load(file, None).position == 43
 
 
+def test_a_file_of_an_older_version_is_refused(tmp_path):
+    save_file({"bank": torch.ones(1)}, tmp_path / "state", metadata={"hmt_state": "{}"})
+    with pytest.raises(ValueError, match=r"older version of hf-longctx\. Read the text again"):
+        HMTState.load(tmp_path / "state", None)
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -173,12 +170,14 @@ def test_a_file_of_other_weights_is_refused(make_wrapper, tokens, tmp_path):
         {"hmt_state": "[" * 10**5},
         {"hmt_state": "{}"},
         {"hmt_state": "x"},
-        {"hmt_state": '{"lengths": 3, "padded": false}'},
+        {"hmt_state": '{"lengths": 3, "retrievers": ["bank"], "rows": {}}'},
+        {"hmt_state": '{"lengths": [3, 3], "retrievers": ["unknown"], "rows": {}}'},
         {"signature": "3"},
         {"weights": None},
-        {"pages": '[{"x": 1}]'},
+        {"hmt_state": '{"lengths": [43, 43], "retrievers": ["bank"], "rows": {"pages.pages": [{"x": 1}]}}'},
         {"unknown": torch.ones(1)},
-        {"bank": None},
+        {"memory.other.ends": torch.ones(1)},
+        {"tail": None},
     ],
     ids=str,
 )
@@ -193,7 +192,7 @@ def test_a_damaged_file_is_refused(changed, make_wrapper, tokens, tmp_path):
         HMTState.load(file, model)
 
 
-@pytest.mark.parametrize("mode", ["single_pass", "three_pass", "paper"])
+@pytest.mark.parametrize("mode", ["single_pass", "paper"])
 def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens, mode):
     model = make_wrapper(recall_mode=mode)
     state = model(tokens[:, :5], use_cache=True).state.detach()
@@ -204,9 +203,8 @@ def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens, mode)
     assert all(torch.equal(value, before[name]) for name, value in state.tensors().items())
 
 
-@pytest.mark.parametrize("mode", ["single_pass", "three_pass"])
-def test_a_memory_can_be_seen(make_wrapper, tokens, mode):
-    model = make_wrapper(recall_mode=mode, memory_size=4)
+def test_a_memory_can_be_seen(make_wrapper, tokens):
+    model = make_wrapper(memory_size=4)
     with torch.no_grad():
         state = model(tokens[:, :40], use_cache=True).state
         assert state.segments() == [[range(8, 16), range(16, 24), range(24, 32), range(32, 40)]] * 2
@@ -227,10 +225,15 @@ def test_the_tokens_of_the_memories_are_read_again(make_wrapper, tokens, length)
         text = torch.cat([tokens[:, :32], tokens[:, 8:16]], 1)
         state = model(text[:, :32], use_cache=True).state
         found = model(text[:, 32:], state=state).logits
-        other_ids = state.bank_ids.clone()
+        ids = state.memory["search"]["ids"]
+        other_ids = ids.clone()
         other_ids[:, 1] = 0
-        without = model(text[:, 32:], state=replace(state, bank_ids=other_ids)).logits
-        lost = model(text[:, 32:], state=replace(state, bank_ids=state.bank_ids.roll(2, 1))).logits
+
+        def read(ids):
+            memory = state.memory | {"search": state.memory["search"] | {"ids": ids}}
+            return model(text[:, 32:], state=replace(state, memory=memory)).logits
+
+        without, lost = read(other_ids), read(ids.roll(2, 1))
     assert (found - without).abs().amax(-1)[:, 4:].min() > 1e-3
     torch.testing.assert_close(lost, found, atol=ROUNDING, rtol=0)  # found by its tokens, wherever it stands
 

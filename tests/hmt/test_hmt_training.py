@@ -28,7 +28,7 @@ def token_losses(logits, ids):
     return cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")  # (B, T - 1)
 
 
-@pytest.mark.parametrize("mode", ["single_pass", "three_pass", "paper"])
+@pytest.mark.parametrize("mode", ["single_pass", "paper"])
 def test_losses_are_what_they_say(make_wrapper, tokens, mode):
     model = make_wrapper(recall_mode=mode)
     labels = tokens.clone()
@@ -84,7 +84,7 @@ def test_recall_report(make_wrapper, tokens):
     assert len(scores) == 4
 
 
-@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "three_pass"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "paper"}], ids=str)
 @pytest.mark.parametrize("scored, bptt, reached", [(4, None, 0), (3, 2, 16), (4, 2, 32), (4, 1, 32)])
 def test_truncation_really_cuts(make_wrapper, distinct, settings, scored, bptt, reached):
     """`scored`: the segment whose loss is taken; `reached`: first token that may matter, but for sensory tokens."""
@@ -240,18 +240,14 @@ def test_offloaded_activations_give_the_same_gradients(make_wrapper, tokens):
 
 
 def test_summaries_go_through_together(make_wrapper, tokens):
-    model, rows = make_wrapper(summary_batch=7, recall_mode="three_pass"), []  # two rows of three segments fit
+    model, rows = make_wrapper(summary_batch=7, recall_mode="paper"), []  # two rows of three segments fit
     assert model.lm.continues  # probes, which are not counted
     model.backbone.model.register_forward_hook(lambda module, args, out: rows.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
         together = model(tokens[:, :40]).logits
-    # segment 0; segments 1 to 3 summarised together, then read; segment 4; the first halves of segments 2 to 4
-    assert rows == [(2, 10), (6, 6), (2, 13), (2, 13), (2, 13), (2, 6), (2, 13), (6, 8)]
-    rows.clear()
-    with torch.no_grad():
-        model(tokens[:, :40], logits_to_keep=1)
+    # segment 0; segments 1 to 3 summarised together, then read; segment 4
     assert rows == [(2, 10), (6, 6), (2, 13), (2, 13), (2, 13), (2, 6), (2, 13)]
-    one_by_one = make_wrapper(summary_batch=1, recall_mode="three_pass")
+    one_by_one = make_wrapper(summary_batch=1, recall_mode="paper")
     torch.testing.assert_close(one_by_one(tokens[:, :40]).logits, together, atol=ROUNDING, rtol=0)
 
 

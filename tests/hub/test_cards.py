@@ -160,7 +160,7 @@ def test_without_a_tag_nothing_is_pinned_and_that_is_said(llama):
     "settings, sentence",
     [
         ({"recall_mode": "paper"}, "the first 4 tokens of a segment are read before"),
-        ({"recall_mode": "three_pass"}, ""),
+        ({"recurrence": False}, ""),
         ({"recall_tokens": 4, "neural_cache_weight": 0.1}, ""),
     ],
     ids=str,

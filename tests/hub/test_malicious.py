@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
-from hf_longctx.hmt.memory_hmt import weights_hash
+from hf_longctx.hmt.state_hmt import weights_hash
 from hf_longctx.hub import build_bundle
 
 
@@ -142,7 +142,7 @@ def test_hostile_repositories(hub, run_client, publish, tmp_path):
     states = [pickle.dumps(Touch(ran)), *HEADERS]
     for i, metadata in enumerate(({"weights": "0"}, {"hmt_state": f"__import__('pathlib').Path({ran!r}).touch()"})):
         save_file(
-            {"bank": torch.ones(1, 1, 32)}, tmp_path / f"state-{i}", metadata={"weights": weights_hash(hmt)} | metadata
+            {"tail": torch.ones(1, 1)}, tmp_path / f"state-{i}", metadata={"weights": weights_hash(hmt)} | metadata
         )
         states.append(tmp_path / f"state-{i}")
     for i, content in enumerate(states):

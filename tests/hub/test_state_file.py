@@ -62,7 +62,7 @@ def test_the_card_says_which_tokens_the_file_holds(file, hmt, tmp_path):
     model.config.name_or_path = "alice/hmt"
     path = tmp_path / "with_tokens"
     read_text(model, tokenizer, "a" * 44, path, revision=COMMIT)
-    assert load_file(path)["bank_ids"].flatten().tolist() == [*range(40)]
+    assert load_file(path)["memory.search.ids"].flatten().tolist() == [*range(40)]
     assert "holds the tokens of all its memories" in build_state(path, "alice/novel").text("README.md")
 
 
@@ -98,9 +98,9 @@ def test_secrets_and_damage_are_refused(file, hmt):
     with pytest.raises(ValueError, match=r"state\.safetensors holds a token"):
         check(build_state(file, "alice/novel"))
     tensors = load_file(file)
-    tensors["bank"][0, 0, 0] = torch.nan
+    tensors["memory.bank.embeddings"][0, 0, 0] = torch.nan
     save_file(tensors, file, metadata={"about": json.dumps(describe(file))})
-    with pytest.raises(ValueError, match="NaN in bank"):
+    with pytest.raises(ValueError, match=r"NaN in memory\.bank\.embeddings"):
         build_state(file, "alice/novel")
     file.write_bytes(b"x")
     with pytest.raises(ValueError, match="is not a file of a text that was read"):

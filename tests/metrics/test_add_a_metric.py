@@ -17,8 +17,9 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 from hf_longctx import cli
 from hf_longctx.cli.task_command import TaskCommand
 from hf_longctx.metrics import Run, card_snippet, measure_all, read_result, write_report
+from hf_longctx.metrics.report.comparison import compare
 from hf_longctx.metrics.result import Result
-from hf_longctx.metrics.task import Task
+from hf_longctx.metrics.task import Counts, Task
 
 
 GUIDE = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -71,6 +72,25 @@ def test_the_result_is_saved_read_and_drawn_and_has_its_place_in_page_and_card(a
     page = (tmp_path / "report.html").read_text()
     assert result.title in page and result.summary() in page and page.count("<img") == 1
     assert "repeated sequence of 128 tokens" in card_snippet("tiny", [result])
+
+
+def test_models_are_compared_by_what_its_result_counts(added, tmp_path):
+    class Counted(added.RepeatsResult):
+        verb = "repeats"
+
+        def by_length(self, replies=True, overlapping=False):
+            return [
+                Counts(n, np.repeat([1.0, 0.0], [right, 8 - right]), 1, n, 8, right)
+                for n, right in self.scores.items()
+            ]
+
+        def places(self):
+            return {n: [] for n in self.scores}
+
+    results = {"one": Counted({16: 0, 32: 8}), "other": Counted({16: 8, 32: 8})}
+    text = compare(results, tmp_path / "both.md")
+    assert "other repeats more than one at 1 of 2 lengths, 16 tokens" in text and "| one | 0.0% | 100.0% |" in text
+    assert "| other | RULER | 85.6% | 32 |" in text
 
 
 @pytest.mark.usefixtures("undrawn")

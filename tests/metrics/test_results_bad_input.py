@@ -16,7 +16,7 @@ from hf_longctx.metrics import (
     read_result,
 )
 from hf_longctx.metrics.retrieval.answers import Answer, Answers
-from hf_longctx.metrics.tasks.lines import LinesPoint, draw_record
+from hf_longctx.metrics.tasks.lines import LinesPoint
 from hf_longctx.metrics.tasks.loss import moving_average, window_starts
 from hf_longctx.metrics.tasks.needle import NeedleCell
 
@@ -94,8 +94,6 @@ ARGUMENTS = [
     refused("unknown protocol", lambda: CURVE.with_settings(protocol="fast").interval("fine"), "protocol must be"),
     refused("even window", lambda: moving_average([1.0], 2), "window must be odd and positive, .*got 2"),
     refused("corpus too short", lambda: window_starts(9, 10, None), "context_length must be at most 9, .*got 10"),
-    refused("misspelt score", lambda: NeedleGrid.of_cells([CELL]).grid("accuracy"), "score must be one of"),
-    refused("record of 0 lines", lambda: draw_record(0, 0, 0), "from 1 to 15872 lines, got 0"),
     refused(
         "table of an empty curve", lambda: comparison_table({"fox": ForgettingCurve.of_points([])}), "measured: fox"
     ),
@@ -153,7 +151,6 @@ def pictures():
         refused("picture of no lines", plotted(LineRetrieval.of_points([])), "nothing was measured"),
         refused("unknown ending of a curve", plotted(CURVE, "x.xyz"), "Format 'xyz' is not supported"),
         refused("folder that does not exist", plotted(CURVE, "no/x.png"), "No such file or directory"),
-        refused("training context as text", plotted(CURVE, train_length="512"), "train_length .*'512'"),
         refused("score without replies", plotted(grid, score="match_rate"), "draw exact_rate or probability"),
         refused("comparison of nothing", compared({}), "these results are none"),
     ]

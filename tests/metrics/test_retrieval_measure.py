@@ -1,7 +1,5 @@
 """Running models over needles and lines, and what all measured parts share: resuming, processes, failures."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +13,6 @@ from torch import nn
 
 from hf_longctx.metrics import Run, ServedModel, line_retrieval, needle_in_a_haystack, position_loss
 from hf_longctx.metrics.retrieval.wording import ANSWER
-from hf_longctx.metrics.run import distributed as distributed_module
 
 
 # -- an exact copier answers
@@ -205,31 +202,6 @@ def test_a_killed_run_ends_with_the_same_file(tmp_path, capsys, bytes_tokenizer,
     assert run(model, bytes_tokenizer, prose, run=Run(path)) == expected  # nothing is left to do
 
 
-def test_processes_share_the_parts(tmp_path, monkeypatch, bytes_tokenizer, prose):
-    """Two threads stand for processes, which exchange what they have measured."""
-    run, expected = RUNS["needle"], RUNS["needle"](Copier(12), bytes_tokenizer, prose)
-    here, barrier, parts = threading.local(), threading.Barrier(2), [{}, {}]
-
-    def exchange(scores, failure, processes):
-        parts[here.rank] = scores
-        barrier.wait()
-        together = parts[0] | parts[1]
-        barrier.wait()
-        return together, failure
-
-    def measure(rank):
-        here.rank = rank
-        return run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "journal"))
-
-    monkeypatch.setattr(distributed_module, "exchange", exchange)
-    monkeypatch.setattr(distributed_module, "rank_and_world_size", lambda reader: (here.rank, 2))
-    with ThreadPoolExecutor(2) as pool:
-        results = [*pool.map(measure, (0, 1))]
-    assert results == [expected, expected]
-    for name in ("journal", "journal.1"):
-        assert len((tmp_path / name).read_bytes().splitlines()) == 3
-
-
 def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_tokenizer):
     options = dict(repeats=1, replies=False, run=Run(tmp_path / "journal"))
     line_retrieval(Copier(12), bytes_tokenizer, lines=[2, 3], **options)
@@ -237,28 +209,13 @@ def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_t
     assert [point.lines for point in result.points] == result.settings["lines"] == [2]
 
 
-@pytest.mark.parametrize("run", ["loss", "needle"])
-def test_nan_logits(bytes_tokenizer, prose, run):
+def test_nan_logits(bytes_tokenizer, prose):
     class Broken(Copier):
         def forward(self, input_ids):
             return (super().forward(input_ids)[0] * torch.nan,)
 
     with pytest.raises(ValueError, match=r"logits at position \d+ are not finite.*bfloat16"):
-        RUNS[run](Broken(12), bytes_tokenizer, prose)
-
-
-def test_memory_that_does_not_suffice(bytes_tokenizer, prose):
-    class Large(Copier):
-        calls = 0
-
-        def forward(self, input_ids):
-            self.calls += 1
-            if self.calls > 3:
-                raise torch.OutOfMemoryError("no memory")
-            return super().forward(input_ids)
-
-    needle = RUNS["needle"](Large(12), bytes_tokenizer, prose)
-    assert needle.measured and set(needle.missing.values()) == {"out of memory, even in the smallest passes"}
+        RUNS["needle"](Broken(12), bytes_tokenizer, prose)
 
 
 # -- bad input
@@ -308,10 +265,3 @@ def test_prompts_beyond_the_positions(bytes_tokenizer, prose):
         needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[520])  # and a reply
     with pytest.raises(ValueError, match="nothing could be measured: beyond the model's 520 positions"):
         line_retrieval(model, bytes_tokenizer, lines=[30], replies=False)
-
-
-def test_lengths_beyond_the_positions_are_named(bytes_tokenizer, prose):
-    model = build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=520, vocab_size=384)
-    needle = needle_in_a_haystack(model, bytes_tokenizer, prose, lengths=[500, 521], depths=[0, 1], replies=False)
-    assert needle.lengths == [500] and {length for length, _ in needle.missing} == {521}
-    assert needle.summary().endswith("521 tokens not measured: beyond the model's 520 positions")

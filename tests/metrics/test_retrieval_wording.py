@@ -53,7 +53,6 @@ def test_languages_without_spaces():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"mode": "hard"}, "mode must be one of"),
         ({**COW, "answer": " "}, "needs its question and its answer"),
         ({**COW, "mode": "easy"}, "give one of the two"),
         ({**COW, "answer": "Weide"}, "does not hold the answer 'Weide'"),

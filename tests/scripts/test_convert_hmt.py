@@ -75,7 +75,7 @@ def test_the_command_makes_a_folder_with_the_logits_of_the_authors(case, golden,
         main(command)
 
 
-def test_the_perplexity_of_a_text_in_both_modes(model, base, tmp_path, capsys):
+def test_the_perplexity_of_a_text_with_and_without_looking_ahead(model, base, tmp_path, capsys):
     (tmp_path / "text.txt").write_text("She looked at him, and he looked at her. " * 8)
     source = official_file(tmp_path / "model_weights_0.pth", model)
     command = [str(source), str(tmp_path / "hmt"), "--base", str(base), *OPTIONS]
@@ -84,10 +84,9 @@ def test_the_perplexity_of_a_text_in_both_modes(model, base, tmp_path, capsys):
         (tmp_path / "text.txt").read_text(), return_tensors="pt", add_special_tokens=False
     )
     out = capsys.readouterr().out
-    for mode in ("paper", "three_pass"):
-        model.config.recall_mode = mode
-        expected = model(ids.input_ids, labels=ids.input_ids).loss.exp().item()
-        assert f"{mode} (" in out and f"): {expected:.4g}\n" in out, (expected, out)
+    for score_from in (None, model.config.summary_length):
+        expected = model(ids.input_ids, labels=ids.input_ids, score_from=score_from).loss.exp().item()
+        assert f"): {expected:.4g}\n" in out, (expected, out)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft

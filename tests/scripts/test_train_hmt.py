@@ -2,6 +2,9 @@
 
 import sys
 
+from transformers import LlamaConfig
+
+from hf_longctx.hmt import HMTConfig
 from hf_longctx.training.config import FinetuneConfig, parse
 from scripts import train_hmt
 
@@ -18,6 +21,16 @@ def test_both_stages_one_after_the_other(monkeypatch):
     assert (second.model, second.output_dir) == ("run/stage-1/model", "run/stage-2")
     assert (second.max_length, second.max_steps, second.config_fields()) == (4096, 500, {"segment_length": 512})
     assert {call.data for call in calls} == {"books"} and {call.recipe for call in calls} == {"hmt"}
+
+
+def test_the_segments_of_a_saved_memory_are_the_default(monkeypatch, tmp_path):
+    calls = []
+    HMTConfig(segment_length=32, sensory_tokens=4, backbone_config=LlamaConfig()).save_pretrained(tmp_path)
+    monkeypatch.setattr(train_hmt, "main", lambda argv: calls.append(parse(FinetuneConfig, argv[1:])))
+    monkeypatch.setattr(sys, "argv", ["train_hmt", str(tmp_path), "--data", "books", "--output_dir", "run"])
+    assert train_hmt.stages() == 0
+    assert [call.max_length for call in calls] == [64, 480]
+    assert calls[0].config_fields() == {"segment_length": 32}
 
 
 def test_a_stage_that_fails_ends_the_script(monkeypatch):

@@ -14,7 +14,15 @@ pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-long
 
 from faults import log, losses, make
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.integrations import deepspeed
 
 from hf_longctx.hub.bundle import build_bundle
@@ -241,6 +249,26 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tm
         shutil.rmtree(tmp_path / "model")
 
 
+@pytest.mark.parametrize("model", ["fox", "llama"])
+def test_tied_weights_are_not_called_missing(model, tmp_path, monkeypatch):
+    sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    tied = AutoConfig.for_model(model, tie_word_embeddings=True, **sizes)
+    warned, row = [], {"input_ids": torch.arange(9), "labels": torch.arange(9)}
+    monkeypatch.setattr("transformers.trainer.logger.warning", lambda text, *rest: warned.append(text))
+    args = dict(max_steps=2, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True)
+    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **args)
+    for checkpoint in (None, str(tmp_path / "checkpoint-1")):
+        trainer = LongContextTrainer(
+            AutoModelForCausalLM.from_config(tied), args, train_dataset=[row], eval_dataset=[row]
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+    assert not [text for text in warned if "keys in the checkpoint" in text]
+    trainer._issue_warnings_after_load(
+        torch.nn.modules.module._IncompatibleKeys(["model.norm.weight", "lm_head.weight"], [])
+    )
+    assert [text for text in warned if "missing keys" in text and "['model.norm.weight']" in text]
+
+
 @pytest.mark.parametrize("owner, method", [(LlamaForCausalLM, "save_pretrained"), (LongContextTrainer, "save_model")])
 def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
     owner, method, llama, tmp_path, monkeypatch
@@ -329,7 +357,8 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
     assert not first.config.recall
     options["max_length"] = 160
     with pytest.raises(ValueError, match="was trained with recall_mode='single_pass'; both stages need the same"):
-        train(settings(first_stage, tmp_path / "x", **options | texts | {"set": ["recall_mode=three_pass"]}))
+        train(settings(first_stage, tmp_path / "x", **options | texts | {"set": ["recall_mode=paper"]}))
+    assert not (tmp_path / "x" / "data").exists(), "it is refused before anything is packed"
     assert train(settings(first_stage, tmp_path / "second", **options | texts | {"set": []})) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
     assert second.config.recall and second.config.segment_length == 40 and second.config.recall_mode == "single_pass"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -15,6 +16,7 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 
 import faults
 from faults import FAULTS, log, losses, make, make_environments
+from torch._dynamo.backends.debugging import aot_eager
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_longctx import FoxForCausalLM
@@ -121,6 +123,32 @@ def test_a_run_resumes_as_if_nothing_had_happened(apart, text, tmp_path):
     assert log(tmp_path / "run") == log(tmp_path / "whole") and len(log(tmp_path / "run")) == STEPS
     weights = [(tmp_path / name / "model" / "model.safetensors").read_bytes() for name in ("run", "whole")]
     assert weights[0] == weights[1]
+
+
+def test_a_compiled_run_resumes_and_equals_one_that_is_not(text, tmp_path, monkeypatch, capsys):
+    """One graph for all layers, under activation checkpointing; Inductor itself takes minutes on a CPU."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self: compile_module(self, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    layers = {"set": [*settings(text, "")["set"], "num_hidden_layers=3"]}
+    for name, compiles in dict(plain=False, whole=True, resumed=True).items():
+        options = layers | {CHECKPOINTING: True, "torch_compile": compiles}
+        if name == "resumed":
+            assert train(make(settings(text, tmp_path / name, **options | dict(save_steps=1)))) == 0
+            shutil.rmtree(tmp_path / name / "model")
+            shutil.rmtree(tmp_path / name / f"checkpoint-{STEPS}")
+        assert train(make(settings(text, tmp_path / name, **options))) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if line.startswith("the first step took")]) == 3
+    assert losses(tmp_path / "whole") == losses(tmp_path / "resumed")
+    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "plain"), rel=1e-5)
+    assert 1 <= len(graphs) <= 2  # rows with several documents, and rows with one
 
 
 @pytest.mark.skipif(

@@ -15,7 +15,6 @@ from .. import style
 from ..curve.lengths import METHODS
 from ..curve.plot import areas, logarithmic, ribbon
 from ..result import Result
-from ..retrieval.answers import Retrieval
 from ..task import TaskResult
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss, draw_losses
@@ -33,8 +32,8 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     """Draw the results of several models into one picture, or write their table into a file.
 
     Args:
-        results: by the name of the model, in the order of the picture; of one metric: forgetting curves, per-token
-            losses, needle or line retrieval.
+        results: by the name of the model, in the order of the picture; of one metric, that of `curve`, `loss`, or any
+            that counts right answers by length.
         path: of a PNG, SVG or PDF; or of a Markdown file (.md), which gets the title and what is returned.
         title: as for `plot_comparison`.
 
@@ -43,47 +42,49 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
         that differs, the tests of `paired_text`, and effective lengths by three rules.
 
     Raises:
-        ValueError: the results are of several metrics, or of one without such a picture; or see `plot_comparison`.
+        ValueError: the results are of several metrics, or of one that cannot be compared; or see `plot_comparison`.
     """
-    curves = {name: result for name, result in results.items() if isinstance(result, ForgettingCurve)}
-    losses = {name: result for name, result in results.items() if isinstance(result, PositionLoss)}
     kinds = {type(result) for result in results.values()}
-    if len(kinds) != 1 or not issubclass(kinds.copy().pop(), (ForgettingCurve, PositionLoss, Retrieval)):
+    if len(kinds) != 1 or not issubclass(next(iter(kinds)), TaskResult):
         names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"
-        raise ValueError(
-            f"these results are {names}; give forgetting curves only, or per-token losses only, or needles or line "
-            "retrievals only."
-        )
+        raise ValueError(f"these results are {names}; give results of one metric: curve, loss, needle, lines.")
     check_measured(results)
-    train_lengths = {
-        name: curve.settings["train_length"]
-        for name, curve in curves.items()
-        if curve.settings.get("train_length") is not None
-    }
-    if curves:
-        text = comparison_table(curves, train_lengths)
-    else:
-        text = loss_table(losses) if losses else score_table(results)
-    unlike = differences(results)
+    unlike, first = differences(results), next(iter(results.values()))
+    table, draw = KINDS.get(type(first), (score_table, draw_scores))
     said, tables = paired_text(results)
-    text = "\n\n".join([*said, text])
-    text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike)
-    text += tables + ("" if losses else f"\n{markdown(*effective_rows(results))}")
+    text = "\n\n".join([*said, table(results)])
+    text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike) + tables
+    if type(first) is not PositionLoss:
+        text += f"\n{markdown(*effective_rows(results))}"
     if Path(path).suffix == ".md":
-        heading = title or next(iter(results.values())).title
-        Path(path).write_text(f"# {heading}\n\n{text}", encoding="utf-8")
-    elif curves:
-        plot_comparison(curves, path, train_lengths=train_lengths, title=title)
-    elif not losses:
-        shares = {name: shares_by_length(result) for name, result in results.items()}
-        first = next(iter(results.values()))
-        plot_shares(shares, path, title=title or first.title, unit=first.size_unit, unlike=unlike)
+        Path(path).write_text(f"# {title or first.title}\n\n{text}", encoding="utf-8")
     else:
-        named_losses = [loss.with_settings(model=name) for name, loss in losses.items()]
-        figure = style.figure(*PositionLoss.inches)
-        draw_losses(figure, named_losses, title or PositionLoss.title, differences=unlike)
-        style.save(figure, path)
+        draw(results, path, title, unlike)
     return text
+
+
+def train_lengths_of(curves: Mapping[str, TaskResult]) -> dict[str, int]:
+    """Return the context length of the training, in tokens, of those models where a result knows it."""
+    known = {name: curve.settings.get("train_length") for name, curve in curves.items()}
+    return {name: length for name, length in known.items() if length is not None}
+
+
+def draw_curve_lengths(curves: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
+    """Draw curves by `plot_comparison`, which names what is not alike by itself."""
+    plot_comparison(curves, path, train_lengths=train_lengths_of(curves), title=title)
+
+
+def draw_scores(results: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
+    """Draw shares of right answers by length, a line for each model."""
+    shares, first = {name: shares_by_length(result) for name, result in results.items()}, next(iter(results.values()))
+    plot_shares(shares, path, title=title or first.title, unit=first.size_unit, unlike=unlike)
+
+
+def draw_loss(losses: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
+    """Draw the losses of several models into one figure."""
+    figure, named_losses = style.figure(*PositionLoss.inches), [x.with_settings(model=n) for n, x in losses.items()]
+    draw_losses(figure, named_losses, title or PositionLoss.title, differences=unlike)
+    style.save(figure, path)
 
 
 def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
@@ -204,8 +205,6 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
     Raises:
         ValueError: curves are missing, or one is without a point.
     """
-    if not isinstance(curves, Mapping):
-        raise ValueError(f"curves must be a dictionary of names of models and curves, got a {type(curves).__name__}.")
     check_measured(curves)
     rows = []
     for name, curve in curves.items():
@@ -415,3 +414,10 @@ def notes(curves: Mapping[str, ForgettingCurve]) -> list[str]:
     kinds = sorted({str(curve.settings["data_type"]) for curve in curves.values() if "data_type" in curve.settings})
     sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats, lengths 95 % sure"
     return [sizes, f"{' and '.join(kinds)} data"] if kinds else [sizes]
+
+
+# Table and figure of results that are more than right answers by length.
+KINDS: dict[type, tuple[Any, Any]] = {
+    ForgettingCurve: (lambda curves: comparison_table(curves, train_lengths_of(curves)), draw_curve_lengths),
+    PositionLoss: (loss_table, draw_loss),
+}

@@ -40,10 +40,7 @@ def write_report(
 
     Raises:
         ImportError: matplotlib or jinja2 is missing.
-        ValueError: results and reasons are both missing.
     """
-    if not results and not missing:
-        raise ValueError("results are missing; give one or more to report.")
     from ... import __version__
     from .comparison import comparable, plot_comparison
 

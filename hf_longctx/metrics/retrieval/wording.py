@@ -56,10 +56,8 @@ def wording(
         question, answer: in any language; nothing is added to them but a space between them if the question has one.
 
     Raises:
-        ValueError: the mode is unknown, question or answer is missing, or the needle does not hold the answer.
+        ValueError: question or answer is missing, or the needle does not hold the answer.
     """
-    if mode not in MODES:
-        raise ValueError(f"mode must be one of {MODES}, got {mode!r}.")
     if needle is None and question is None and answer is None:
         hidden = f"{QUESTION} Answer: {ANSWER_BEGIN}" if mode == "easy" else ANSWER_BEGIN
         return Wording(f"\n{hidden}{ANSWER}\n", f"\n{TASK} {QUESTION}", ANSWER_BEGIN, ANSWER)

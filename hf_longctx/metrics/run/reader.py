@@ -130,13 +130,6 @@ class LocalReader:
     """
 
     def __init__(self, model: nn.Module):
-        if not hasattr(model, "config"):
-            raise TypeError(f"{type(model).__name__} has no config; a model needs one, as those of transformers have.")
-        if {p.is_meta for p in model.parameters()} == {True} and not hasattr(model, "hf_device_map"):
-            raise ValueError(
-                f"the weights of this {type(model).__name__} are on the meta device, which holds no numbers: load it with "
-                "from_pretrained."
-            )
         self.model = model
         self.config = text_config(model)
         check_decoder(self.config)

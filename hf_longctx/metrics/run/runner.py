@@ -13,7 +13,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
-from ..checks import check_kind, whole_number
+from ..checks import whole_number
 from ..task import Answered, Key, Missing, Predict, Request, Score, Subject, Task, TaskResult, Trial
 from . import distributed
 from .engine import TOKENS_PER_PASS, Unreadable
@@ -42,7 +42,7 @@ class Run:
         progress: show a progress bar, in work to do: long inputs count for more than their tokens.
 
     Raises:
-        ValueError: tokens_per_pass is below 1, or progress is neither True nor False.
+        ValueError: tokens_per_pass is below 1.
     """
 
     journal: str | os.PathLike | None = None
@@ -52,7 +52,6 @@ class Run:
     def __post_init__(self):
         if self.tokens_per_pass is not None:
             whole_number("tokens_per_pass", self.tokens_per_pass, 1)
-        check_kind(bool, progress=self.progress)
 
 
 def run(task: Task, subject: Subject, run: Run | None = None) -> Any:

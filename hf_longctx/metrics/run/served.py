@@ -58,7 +58,7 @@ class ServedModel(PromptReader):
 
     Raises:
         ConnectionError: the server cannot be reached.
-        ValueError: an argument is out of range, there is no such model, or the endpoint neither gives
+        ValueError: there is no such model, or the endpoint neither gives
             log-probabilities of a prompt nor completes one.
         RuntimeError: the server refuses; the message is the server's.
     """
@@ -77,13 +77,6 @@ class ServedModel(PromptReader):
         retries: int = 4,
         backoff: float = 1.0,
     ):
-        if not isinstance(base_url, str) or not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url is {base_url!r}; give one like http://localhost:8000/v1.")
-        if concurrency < 1 or retries < 0 or not timeout > 0:
-            raise ValueError(
-                f"concurrency is {concurrency}, retries {retries}, timeout {timeout}: at least one request must be in "
-                "flight, retries cannot be negative, and a request needs more than 0 seconds."
-            )
         self.base_url = base_url.rstrip("/").removesuffix("/completions")
         self.concurrency, self.timeout, self.retries, self.backoff = concurrency, timeout, retries, backoff
         self.vocab_size = vocab_size or math.inf

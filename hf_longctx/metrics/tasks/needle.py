@@ -22,7 +22,6 @@ from ..function import function
 from ..result import Table, plural
 from ..retrieval.answers import (
     REPLY_MARGIN,
-    SCORES,
     SUMMARY,
     Answer,
     Answers,
@@ -123,12 +122,7 @@ class NeedleGrid(Retrieval):
 
         Args:
             score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
-
-        Raises:
-            ValueError: the score is unknown.
         """
-        if score not in SCORES:
-            raise ValueError(f"score must be one of {SCORES}, got {score!r}.")
         lengths, depths = self.lengths, self.depths
         grid = np.full((len(depths), len(lengths)), np.nan)
         for cell in self.cells:

@@ -8,12 +8,14 @@ ended, with the last lines of those that failed. `python -m scripts.bench.tables
 results. `--device cpu` is a dry run with tiny sizes.
 """
 
+import collections
 import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +29,7 @@ TABLE = """
 | `{command}` | {seconds:.0f} | {limit:.0f} | {status} | {passed} | {failed} | {skipped} | {tail} |
 """
 TESTS = ("tests/fox/test_triton_fox_gpu.py", "tests/fox/test_triton_backend_gpu.py")
-KILLED = 124  # the exit status of a part that is ended, as of the command `timeout`
+KILLED = -signal.SIGKILL  # the exit status of a part that reached its limit
 FINE = {"cuda": (0,), "cpu": (0, 5)}  # exit statuses; pytest exits with 5 where all files are skipped, without a GPU
 
 
@@ -44,7 +46,7 @@ class Part(NamedTuple):
 DECODING = ("--dtype bfloat16 --hidden 2048 --layers 16 --head-dim 128 --vocab 32000 --context 1024 --tokens 128 "
             "--rounds 2", "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64")  # fmt: skip
 PARTS = {
-    "tests": Part(4, "pytest", "", ""),
+    "tests": Part(6, "pytest", "", ""),
     "gpu_step": Part(7, "bench.gpu.step", "", "--rounds 1", takes_minutes=True),
     "generate": Part(2, "bench.generate", *DECODING),
     "generate_static": Part(3, "bench.generate --cache static", *DECODING),
@@ -57,7 +59,7 @@ PARTS = {
     "hmt_speed": Part(
         4,
         "bench.hmt speed",
-        "--size 100m --dtype bfloat16 --segment-lengths 512 --tokens 16384",
+        "--size 1b --dtype bfloat16 --segment-lengths 512 --tokens 8192 --rounds 2",
         "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
     ),
     "gpu_check": Part(3, "bench.gpu.check", "", "--minutes 0", takes_minutes=True),
@@ -68,7 +70,8 @@ def make_command(name, device, limit, folder):
     """Return the command of a part; `limit` in seconds."""
     part, python = PARTS[name], [sys.executable, "-m"]
     if name == "tests":
-        workers = ["-n", "6"] if device == "cuda" and importlib.util.find_spec("xdist") else []
+        in_parallel = device == "cuda" and importlib.util.find_spec("xdist")
+        workers = ["-n", str(max(1, (os.cpu_count() or 1) // 2))] if in_parallel else []
         return [*python, "pytest", "-q", "-p", "no:cacheprovider", *workers, *TESTS, f"--junitxml={folder}/tests.xml"]
     options = (part.cuda if device == "cuda" else part.cpu).split()
     if part.takes_minutes and device == "cuda":
@@ -77,17 +80,19 @@ def make_command(name, device, limit, folder):
     return [*python, *f"scripts.{part.module}".split(), "--device", device, *options, "--output", str(file)]
 
 
-def run_command(command, limit, log):
-    """Return the exit status of a command, which is ended with all its processes after `limit` seconds."""
-    process = subprocess.Popen(command, cwd=common.ROOT, stdout=log, stderr=log, start_new_session=True)
-    try:
-        return process.wait(limit)
-    except subprocess.TimeoutExpired:
-        return KILLED
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+def run_command(command, limit):
+    """Return the exit status of a command, and the last lines that it printed; KILLED where it reached its limit."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    lines = collections.deque(maxlen=5)
+    with subprocess.Popen(command, cwd=common.ROOT, **options) as process:
+        timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # its workers, too
+        timer.start()
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+        status = process.wait()
+        timer.cancel()
+    return status, " ".join(" ".join(lines).split())[-500:]
 
 
 def count_tests(file):
@@ -105,20 +110,20 @@ def measure(args):
     for place, name in enumerate(args.parts):
         shares = [PARTS[part].share for part in args.parts[place:]]
         limit = (until - time.monotonic()) * shares[0] / sum(shares)
-        with tempfile.TemporaryDirectory() as scratch, open(Path(scratch) / "log", "w+") as log:
+        with tempfile.TemporaryDirectory() as scratch:
             command = make_command(name, args.device, limit, Path(scratch) if name == "tests" else folder)
             begin = time.monotonic()
-            status = run_command(command, limit, log)
+            status, tail = run_command(command, limit)
             shown = " ".join(["python", *command[1:]]).replace(f"{scratch}/", "").replace(f"{folder}/", "")
-            row = {"part": name, "command": shown}
-            row |= {"seconds": time.monotonic() - begin, "limit": limit, "status": status}
+            row = {
+                "part": name,
+                "command": shown,
+                "seconds": time.monotonic() - begin,
+                "limit": limit,
+                "status": status,
+            }
             row |= count_tests(Path(scratch) / "tests.xml")
-            log.seek(0)
-            lines = log.read().splitlines()
-        print("\n".join(lines[-40:]), flush=True)
-        yield row | (
-            {"tail": " ".join(" ".join(lines[-5:]).split())[-500:]} if status not in FINE[args.device] else {}
-        )
+        yield row | ({} if status in FINE[args.device] else {"tail": tail})
 
 
 def table(result):

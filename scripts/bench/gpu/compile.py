@@ -8,7 +8,7 @@ follow from registers, shared memory and warps; the share of peak that the hot l
 instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
 a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding,
 pruning and a bound of the logits, 1 with them; --kv-heads of eight heads share the gates of the keys, which are those
-of a cache.
+of a cache. The norms of fused_fox.py have a gate after them with --bounded 0, and a token shift before them with 1.
 
 Versions of Triton compile differently, so each has a JSON of its own. Another version than the installed one runs from
 a folder: `pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command. --before
@@ -36,14 +36,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from hf_longctx.fox import tiles_fox
+from hf_longctx.fox import fused_fox, tiles_fox
 from hf_longctx.fox import triton_fox as fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, folded_width
 from scripts.bench import common
 
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KERNELS = ("running_sum", "split_sum", "forward", "dq", "dkdv", "decode", "prune", "merge")
+ATTENTION = ("running_sum", "split_sum", "forward", "dq", "dkdv", "decode", "prune", "merge")
+KERNELS = (*ATTENTION, "fused_norm", "fused_norm_backward")
 # bytes of shared memory per multiprocessor and per block, registers, warps and blocks per multiprocessor (CUDA C++
 # programming guide, table of technical specifications per compute capability)
 LIMITS = {
@@ -109,7 +110,9 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
     keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)
     k = v = keys[..., :D]
     first = torch.empty(1, 1, T, dtype=torch.int32) if bounded else None
-    if kernel == "running_sum":
+    if kernel not in ATTENTION:
+        launch_fused_norm(kernel, torch.empty(B, T, H, D, dtype=dtype), bounded)
+    elif kernel == "running_sum":
         fox.launch_running_sum(torch.empty(B, H, T), first)
     elif kernel in ("split_sum", "forward", "dq", "dkdv"):
         q, o, do = (torch.empty(B, T, H, D, dtype=dtype).transpose(1, 2) for _ in range(3))
@@ -126,17 +129,29 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
         fox.launch_decode(q, k, v, gates, first, end, bound, scale, 1.0, 1.0, -10.0)
 
 
+def launch_fused_norm(kernel, x, shifted):
+    """Launches a norm of heads, (B, T, H, D): with the token shift of documents before it, or a gate after it."""
+    B, T, H, D = x.shape
+    neighbors = torch.empty(1, T, dtype=torch.int64)
+    shift = fused_fox.Shift(torch.empty(B, T, H), None, neighbors, neighbors) if shifted else None
+    arguments = x, torch.empty(H, D), None if shifted else x, shift, 1e-6, "silu"
+    if kernel == "fused_norm":
+        fused_fox.launch_fused_norm(*arguments, x.dtype)
+    else:
+        fused_fox.launch_fused_norm_backward(x, *arguments)
+
+
 def compile_launch(capability, kernel, tiles, *case):
     """The compiled kernel of a launch, and its tile."""
-    launches = []
+    launches, module = [], fox if kernel in ATTENTION else fused_fox
 
     def compile_only(this, programs, tile, *args, **constants):
-        if this is getattr(fox, f"{kernel}_kernel"):
+        if this is getattr(module, f"{kernel}_kernel"):
             options = fox.launch_options(tile) | constants
             launches.append((this.warmup(*args, grid=(programs,), **options), tile))
 
     driver.set_active(Target(capability))
-    with mock.patch.object(fox, "launch", compile_only), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
+    with mock.patch.object(module, "launch", compile_only), mock.patch.object(fox, "tiles_for", lambda *_: tiles):
         call_launcher(kernel, *case)
     return launches[0]
 

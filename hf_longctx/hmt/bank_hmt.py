@@ -1,0 +1,47 @@
+"""The paper's memory: the embeddings of the latest segments, and a recall that attends to them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .configuration_hmt import HMTConfig
+from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, remember
+
+
+@register_retriever("bank")
+class Bank(Retriever):
+    """Remembers the memory embeddings of the latest `memory_size` segments; the prompt is softmax(scores) C.
+
+    Without recall, it is the latest memory.
+
+    Memory: `embeddings` (B, c, d), the latest at the end; `ends` (B, c).
+    """
+
+    columns = 1
+
+    @classmethod
+    def is_used(cls, config: HMTConfig) -> bool:
+        """Say whether there are no pages, which hold a bank of their own, and `retrievers` is not set."""
+        return config.recalled_pages is None and config.retrievers is None
+
+    def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
+        """Return a bank without entries."""
+        ends = torch.zeros(rows, 0, dtype=torch.long, device=like.device)
+        return {"embeddings": like.new_zeros(rows, 0, like.shape[-1]), "ends": ends}
+
+    def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
+        """Recall a prompt, (B, 1, d); without recall, return the latest memory, (B, m, d)."""
+        if query is None or not self.config.recall:
+            return Retrieved(state["embeddings"][:, -self.config.memory_tokens :])
+        prompt, weights = self.memory.recall(query, state["embeddings"], state["ends"] > 0)
+        return Retrieved(prompt, weights, state["ends"])
+
+    def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
+        """Append the memory of a segment, and drop the oldest."""
+        size = self.config.memory_size if self.config.recall else self.config.memory_tokens
+        ends = segment.ends[:, None].expand(segment.memory.shape[:2])
+        return remember(state, segment, size, embeddings=segment.memory, ends=ends)
+
+
+__all__ = ["Bank"]

@@ -1,0 +1,23 @@
+"""The retrievers of the package, registered in the order in which a segment reads what they give.
+
+transformers copies the files that this one imports beside saved weights.
+"""
+
+from .bank_hmt import Bank
+from .neural_cache_hmt import NeuralCacheRetriever
+from .pages_hmt import Pages
+from .retriever_hmt import RETRIEVERS, Retriever, Retrievers, build_retrievers, register_retriever
+from .search_hmt import Search
+
+
+__all__ = [
+    "RETRIEVERS",
+    "Bank",
+    "NeuralCacheRetriever",
+    "Pages",
+    "Retriever",
+    "Retrievers",
+    "Search",
+    "build_retrievers",
+    "register_retriever",
+]

@@ -1,0 +1,304 @@
+"""What a stream carries from call to call, and its file: `HMTState`."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from json import JSONDecodeError
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import Cache
+
+from .memory_hmt import memory_dtype
+from .retriever_hmt import RETRIEVERS
+
+
+@dataclass
+class HMTState:
+    """Everything that continues a stream: in the next call, after a gradient cut, or in another process.
+
+    A call does not change its state: keep a state to branch off from it later. Weights are compared by `load` only: in
+    one process, the memories of another model of the same settings are accepted, and are noise.
+
+    memory: for each retriever, by its name, what it remembers (`retriever_hmt.py`).
+    tail: (B, k + l), the last k tokens of the segment before, and the l tokens of the open segment, from the left.
+    lengths: how many tokens each row has read. Every L'-th of them is the last of a segment.
+    signature: architecture and settings of the model, which a call compares with its own.
+    prompt: what the open segment reads in front of its tokens, (B, n, d).
+    open_mask: (B, l), bool, False on padding of the open segment that the paper mode has read; None without padding.
+    kv_cache: keys and values of the open segments, which speed up the next call. They are never saved, and without
+        them the open segments are read again. `kv_mask` (B, P) is False, or 0, on their padding.
+    """
+
+    memory: dict[str, dict[str, Any]]
+    tail: Tensor
+    lengths: tuple[int, ...]
+    signature: dict
+    prompt: Tensor | None = None
+    open_mask: Tensor | None = None
+    kv_cache: Cache | None = field(default=None, repr=False)
+    kv_mask: Tensor | None = field(default=None, repr=False)
+
+    is_croppable = False  # transformers asks whether tokens can be taken back
+
+    @property
+    def position(self) -> int:
+        """Tokens that the longest row has read."""
+        return max(self.lengths)
+
+    @property
+    def segment(self) -> int:
+        """Full segments of the longest row."""
+        return self.position // self.signature["segment_length"]
+
+    @property
+    def sensory_ids(self) -> Tensor:
+        """The last k tokens of the segment before, (B, k)."""
+        return self.tail[:, : self.signature["sensory_tokens"]]
+
+    @property
+    def open_ids(self) -> Tensor:
+        """The tokens of the open segment, (B, l)."""
+        return self.tail[:, self.signature["sensory_tokens"] :]
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the memories; None if no retriever holds embeddings."""
+        return next((x.dtype for name, x in self.tensors().items() if x.is_floating_point()), None)
+
+    def segments(self) -> list[list[range]]:
+        """List for each row the tokens that each memory was made of, oldest first."""
+        length = self.signature["segment_length"]
+        for name, state in self.memory.items():
+            if rows := RETRIEVERS[name].listed(state, length):
+                return [[range(end - length, end) for end in row] for row in rows]
+        return [[] for _ in self.lengths]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors, by name, without those in row objects and the key/value cache."""
+        named: dict[str, Any] = {"tail": self.tail, "prompt": self.prompt, "open_mask": self.open_mask}
+        for name, state in self.memory.items():
+            named |= {f"memory.{name}.{key}": value for key, value in state.items()}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def without_kv_cache(self) -> "HMTState":
+        """Return a state whose open segment is read again."""
+        return replace(self, kv_cache=None, kv_mask=None)
+
+    def each(self, of_tensor: Callable[[Tensor], Tensor], of_rows: Callable[[tuple], tuple]) -> "HMTState":
+        """Return a state with a function applied to each tensor, and one to each tuple of row objects.
+
+        The key/value cache is left out.
+        """
+
+        def changed(value: Any) -> Any:
+            if value is None:
+                return None
+            return of_tensor(value) if isinstance(value, Tensor) else of_rows(value)
+
+        memory = {name: {key: changed(x) for key, x in state.items()} for name, state in self.memory.items()}
+        state = replace(self, memory=memory, **{name: changed(getattr(self, name)) for name in _TENSORS})
+        return state.without_kv_cache()
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "HMTState":
+        """Return a state with `function` applied to each tensor, and without the key/value cache."""
+        return self.each(function, lambda rows: tuple(row.map(function) for row in rows))
+
+    def detach(self) -> "HMTState":
+        """Return the same memory without its autograd graph: no gradient reaches earlier calls."""
+        return self.map(Tensor.detach)
+
+    def to(self, device: torch.device | str) -> "HMTState":
+        """Return the same memory on another device; pages stay in CPU memory.
+
+        Raises:
+            TypeError: a dtype; token ids would be rounded too.
+        """
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"A state has the dtype of its model, and cannot be cast to {device}; cast the model.")
+        return self.each(lambda x: x.to(device), lambda rows: tuple(row.to(device) for row in rows))
+
+    def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
+        """Return a state of the rows in `index` (rows,), ints, of which all are there, without the key/value cache."""
+        chosen, rows = torch.as_tensor(index), len(self.lengths)
+        whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1 and len(chosen)
+        if not whole or chosen.min() < 0 or chosen.max() >= rows:
+            raise ValueError(
+                f"select_rows takes a list of numbers of rows, here of 0 to {rows - 1}, and not {chosen.tolist()}."
+            )
+        numbers = chosen.tolist()
+        chosen = chosen.to(self.tail.device)
+        state = self.each(lambda x: take_rows(x, chosen), lambda rows: tuple(rows[i] for i in numbers))
+        return replace(state, lengths=tuple(self.lengths[i] for i in numbers))
+
+    def where_rows(self, rows: list[bool], other: "HMTState") -> "HMTState":
+        """Return a state with `rows` (B bools) of this one and the others of `other`, without the key/value cache."""
+        if all(rows):
+            return self
+
+        def joined(mine: Any, theirs: Any) -> Any:
+            if isinstance(mine, tuple):
+                return tuple(a if row else b for row, a, b in zip(rows, mine, theirs))
+            return None if mine is None and theirs is None else where_rows(rows, mine, theirs)
+
+        memory = {
+            name: {key: joined(value, other.memory[name][key]) for key, value in state.items()}
+            for name, state in self.memory.items()
+        }
+        changed = {name: joined(getattr(self, name), getattr(other, name)) for name in _TENSORS if name != "tail"}
+        state = replace(self, memory=memory, tail=where_rows(rows, self.tail, other.tail, front=False), **changed)
+        return state.without_kv_cache()
+
+    def restart_rows(self, rows: list[bool]) -> "HMTState":
+        """Return a state in which `rows` (B bools) have read nothing yet, without the key/value cache."""
+        if not any(rows):
+            return self
+        state = self.each(
+            lambda x: where_rows(rows, torch.zeros_like(x), x),
+            lambda values: tuple(x.emptied() if row else x for row, x in zip(rows, values)),
+        )
+        return replace(state, lengths=tuple(0 if row else n for row, n in zip(rows, self.lengths)))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Select rows in place, as beam search does with a `Cache`. `beam_idx`: (rows,), long."""
+        kv_cache, kv_mask = self.kv_cache, self.kv_mask
+        self.__dict__.update(self.select_rows(beam_idx).__dict__)
+        if kv_cache is not None:
+            kv_cache.reorder_cache(beam_idx)
+            kv_mask = None if kv_mask is None else kv_mask.index_select(0, beam_idx.to(kv_mask.device))
+            self.kv_cache, self.kv_mask = kv_cache, kv_mask
+
+    def save(self, path: str | Path, model: nn.Module | None, about: dict | None = None) -> None:
+        """Write a safetensors file from which `load` restores the state in any process.
+
+        Args:
+            model: the one that read the text. A sample of its weights is hashed, so that `load` knows them again.
+                None within a training, which changes them.
+            about: what else the file shall tell, as JSON.
+
+        Raises:
+            FileNotFoundError: there is no folder for the file.
+        """
+        if not Path(path).parent.is_dir():
+            raise FileNotFoundError(f"There is no folder {Path(path).parent} to save a state in.")
+        tensors, packed = self.tensors(), {}
+        for name, state in self.memory.items():
+            for key in RETRIEVERS[name].rows:
+                rows = [row.pack() for row in state[key]]
+                packed[f"{name}.{key}"] = [numbers for _, numbers in rows]
+                for i, (named, _) in enumerate(rows):
+                    tensors |= {f"memory.{name}.{key}.{i}.{part}": x for part, x in named.items()}
+        metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "retrievers": [*self.memory], "rows": packed})}
+        metadata |= {"signature": json.dumps(self.signature), "weights": weights_hash(model)}
+        metadata |= {} if about is None else {"about": json.dumps(about)}
+        # a copy of each: safetensors refuses views of one storage
+        copies = {n: x.detach().clone(memory_format=torch.contiguous_format) for n, x in tensors.items()}
+        save_file(copies, str(path), metadata=metadata)
+
+    @classmethod
+    def load(cls, path: str | Path, model: nn.Module | None, device: torch.device | str = "cpu") -> "HMTState":
+        """Read a state written by `save`. All its pages come into CPU memory, those of a page file too.
+
+        Args:
+            model: the one that goes on with it, in whose dtype the state is given. None: any weights, such as those
+                before a training.
+
+        Raises:
+            ValueError: the file holds something else, is damaged, or was made by other weights or an older version.
+        """
+        try:
+            with safe_open(str(path), "pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            if "bank" in tensors:
+                raise ValueError(f"{path} was written by an older version of hf-longctx. Read the text again.")
+            if model is not None and metadata["weights"] != weights_hash(model):
+                raise ValueError(
+                    f"{path} was made by other weights than those of this model, to which its memories are noise. Load the "
+                    "model that made it, or read it with model=None."
+                )
+            if model is not None:  # weights in another dtype are the same weights
+                dtype = memory_dtype(model)
+                tensors = {
+                    name: x.to(dtype) if x.is_floating_point() and not name.endswith(".sums") else x
+                    for name, x in tensors.items()
+                }
+            header = json.loads(metadata["hmt_state"])
+            state = cls(
+                memory={name: {} for name in header["retrievers"]},
+                lengths=tuple(header["lengths"]),
+                signature=dict(json.loads(metadata["signature"])),
+                **{name: tensors.pop(name) for name in _TENSORS if name in tensors},
+            )
+            for place, rows in header["rows"].items():
+                name, key = place.split(".")
+                state.memory[name][key] = tuple(
+                    RETRIEVERS[name].rows[key].unpack(take_named(tensors, f"memory.{place}.{i}."), numbers)
+                    for i, numbers in enumerate(rows)
+                )
+            for name, value in tensors.items():
+                retriever, _, key = name.removeprefix("memory.").partition(".")
+                state.memory[retriever][key] = value
+            missing = [name for name in state.memory if name not in RETRIEVERS or not state.memory[name]]
+            if missing:
+                raise LookupError(f"no memory of {missing}")
+            return state
+        except (AttributeError, LookupError, RecursionError, SafetensorError, TypeError, JSONDecodeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{path} is not a whole file of HMTState.save ({reason}).") from error
+
+
+_TENSORS = ("tail", "prompt", "open_mask")  # the fields of a state that are saved as tensors
+
+
+def take_named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Remove the tensors of a prefix from a dict, and return them by the rest of their names."""
+    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+
+
+def weights_hash(model: nn.Module | None) -> str:
+    """Hash some 64 numbers of each parameter in bfloat16; a training changes them, and a copy in float32 has them."""
+    digest = hashlib.sha256()
+    for parameter in () if model is None else model.parameters():
+        if not parameter.is_meta:
+            flat = parameter.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 64)].to("cpu", torch.bfloat16).contiguous()
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def where_rows(rows: list[bool], new: Tensor | None, old: Tensor | None, front: bool = True) -> Tensor:
+    """Take `new` (B, n, ...) in `rows` (B bools) and `old` (B, m, ...) elsewhere.
+
+    The shorter is padded with zeros, in `front` or behind. None stands for zeros; at most one is None.
+    """
+    if all(rows) and new is not None:
+        return new
+    like = old if new is None else new
+    assert like is not None
+    new, old = (torch.zeros_like(like) if x is None else x for x in (new, old))
+    width = max(new.shape[1], old.shape[1])
+
+    def padded(x: Tensor) -> Tensor:
+        zeros = x.new_zeros(len(x), width - x.shape[1], *x.shape[2:])
+        return torch.cat([zeros, x] if front else [x, zeros], 1)
+
+    chosen = torch.tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1))
+    return torch.where(chosen, padded(new), padded(old))
+
+
+def take_rows(x: Tensor, rows: Tensor) -> Tensor:
+    """Take `rows` (n,), long, of x (B, ...). Copies of one row share its memory, as do the beams of one text."""
+    alike = x.stride(0) == 0  # shared already
+    if not alike and (rows != rows[0]).any():
+        return x.index_select(0, rows)
+    row = x[:1] if alike else x.index_select(0, rows[:1])
+    return row.expand(len(rows), *x.shape[1:])
+
+
+__all__ = ["HMTState", "take_rows", "weights_hash", "where_rows"]

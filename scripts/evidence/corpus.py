@@ -1,0 +1,185 @@
+"""Collect long documents without a hub, the sources of packages on PyPI, and pack them.
+
+    python -m scripts.evidence.corpus collect [--folder demo_output/code] [--megabytes 45] [--packages pandas ...]
+    python -m scripts.evidence.corpus pack [--folder demo_output/code]
+
+`collect` downloads wheels, which run no code, and reads the sources in them. Documents that are equal count once, and
+projects of --held-out are for evaluation. It trains a tokenizer of 8,192 tokens and compresses documents into files of
+at most --megabytes, to travel. `pack` needs no network: it encodes the documents on all cores into train.npy, the
+`--data` of `hf-longctx train`, and held_out.npy, rows of --row-length tokens that are each the beginning of one
+document. Both write what is missing.
+"""
+
+import argparse
+import hashlib
+import itertools
+import json
+import lzma
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+import zipfile
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from scripts.bench import common
+
+
+FOLDER = common.ROOT / "demo_output" / "code"
+HELD_OUT = ["pandas", "sympy", "sqlalchemy", "networkx"]
+PACKAGES = Path(__file__).with_name("packages.txt").read_text().split()
+ENDINGS = (".py", ".pyi", ".pyx", ".pxd", ".c", ".h", ".cpp", ".hpp", ".rst", ".md")
+SHORTEST, LONGEST = 6_000, 2_000_000  # characters of a document: shorter ones would leave a row little context
+PROJECT = 10_000_000  # characters of one project, because generated ones repeat themselves
+FILES = 64  # of training documents, all similar: those that --megabytes allows are kept
+VOCABULARY = 8192
+EOS = "<eos>"
+
+
+# Collecting.
+
+
+def download(package, folder):
+    """Return the wheel of a package, downloaded if it is missing; None if it has no wheel for this machine."""
+    pattern = f"{package.replace('-', '_').lower()}-*.whl"
+    if not (found := sorted(folder.glob(pattern))):
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        subprocess.run([*pip, "--dest", str(folder), package], check=False)
+        found = sorted(folder.glob(pattern))
+    return found[-1] if found else None
+
+
+def read_wheel(file):
+    """Return the sources in a wheel, in the order of their paths."""
+    with zipfile.ZipFile(file) as wheel:
+        names = sorted(info.filename for info in wheel.infolist() if info.filename.endswith(ENDINGS))
+        documents = (wheel.read(name).decode(errors="replace") for name in names)
+        return [document for document in documents if SHORTEST <= len(document) <= LONGEST]
+
+
+def read_projects(wheels, seen):
+    """Yield (project, documents) without those that were seen before, at most PROJECT characters of each."""
+    for project, file in wheels.items():
+        documents, size = [], 0
+        several = read_wheel(file)
+        random.Random(0).shuffle(several)
+        for document in several:
+            key = hashlib.sha256(document.encode()).digest()
+            if key not in seen and size < PROJECT:
+                seen.add(key)
+                documents.append(document)
+                size += len(document)
+        yield project, documents
+
+
+def train_tokenizer(documents, vocabulary):
+    """Return a byte-level BPE tokenizer whose one special token ends a document."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocabulary, special_tokens=[EOS], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(documents, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, pad_token=EOS)
+
+
+def compress(documents):
+    """Return documents as bytes, a JSON string a line."""
+    return lzma.compress("".join(json.dumps(document) + "\n" for document in documents).encode(), preset=4)
+
+
+def read_documents(file):
+    return [json.loads(line) for line in lzma.decompress(file.read_bytes()).decode().splitlines()]
+
+
+def collect(args):
+    wheels, seen = args.folder / "wheels", set()
+    wheels.mkdir(parents=True, exist_ok=True)
+    files = {package: download(package, wheels) for package in [*args.held_out, *args.packages]}
+    found = {package: file for package, file in files.items() if file is not None}
+    held_out = [x for _, several in read_projects({p: f for p, f in found.items() if p in args.held_out}, seen)
+                for x in several if len(x) >= args.held_out_length]  # fmt: skip
+    training, sizes = [], {}
+    for project, documents in read_projects({p: f for p, f in found.items() if p not in args.held_out}, seen):
+        training += [(project, document) for document in documents]
+        sizes[project] = sum(map(len, documents))
+    random.Random(0).shuffle(training)
+    parts = [sorted(training[i::FILES], key=lambda pair: pair[0]) for i in range(FILES)]
+    parts = [[document for _, document in part] for part in parts if part]
+    train_tokenizer(itertools.chain(*parts[:2]), args.vocabulary).save_pretrained(args.folder / "tokenizer")
+    (args.folder / "held_out.xz").write_bytes(compressed := compress(held_out))
+    left = args.megabytes * 10**6 - len(compressed)
+    names = [args.folder / f"train-{i:02d}.xz" for i in range(FILES)]
+    kept = 0
+    with multiprocessing.Pool(args.processes) as pool:
+        for part, file, compressed in zip(parts, names, pool.imap(compress, parts)):
+            if len(compressed) > left:
+                break
+            file.write_bytes(compressed)
+            left, kept = left - len(compressed), kept + sum(map(len, part))
+    facts = {"wheels": [file.name for file in found.values()], "characters": sizes, "kept_characters": kept,
+             "held_out": args.held_out, "held_out_documents": len(held_out)}  # fmt: skip
+    (args.folder / "sources.json").write_text(json.dumps(facts, indent=1) + "\n")
+    print(f"{kept:,} characters of {len(sizes)} projects, {len(held_out)} documents held out", file=sys.stderr)
+
+
+# Packing.
+
+
+def encode(file, tokenizer):
+    """Return the tokens of the documents of a file, each document ended by EOS, and where the documents begin."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+    ids = [
+        tokenizer(document, verbose=False)["input_ids"] + [tokenizer.eos_token_id] for document in read_documents(file)
+    ]
+    return [np.array(document, dtype=np.uint16) for document in ids]
+
+
+def pack(args):
+    begin, held_out = time.monotonic(), args.folder / "held_out.npy"
+    files = sorted(args.folder.glob("train-*.xz"))
+    if not files and not (args.folder / "train.npy").exists():
+        raise FileNotFoundError(f"{args.folder} holds no documents. Collect them by `{__spec__.name} collect`.")
+    encode_file = partial(encode, tokenizer=str(args.folder / "tokenizer"))
+    with multiprocessing.Pool(args.processes) as pool:
+        if not held_out.exists():
+            documents = pool.map(encode_file, [args.folder / "held_out.xz"])[0]
+            rows = [document[: args.row_length] for document in documents if len(document) >= args.row_length]
+            np.save(held_out, np.stack(rows))
+        if not (args.folder / "train.npy").exists():
+            parts = pool.map(encode_file, files, chunksize=1)
+            tokens = np.concatenate([document for part in parts for document in part])
+            np.save(args.folder / ".train.npy", tokens)
+            (args.folder / ".train.npy").rename(args.folder / "train.npy")
+    tokens, rows = (np.load(args.folder / name, mmap_mode="r") for name in ("train.npy", "held_out.npy"))
+    seconds = time.monotonic() - begin
+    print(f"{tokens.size:,} tokens and {len(rows)} rows held out, in {seconds:.0f} s", file=sys.stderr)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {__spec__.name}", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("collect", "pack"))
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="default: demo_output/code")
+    parser.add_argument("--packages", nargs="+", default=PACKAGES, help="packages of PyPI to train on (default: 64)")
+    parser.add_argument("--held-out", nargs="+", default=HELD_OUT, help=f"default: {' '.join(HELD_OUT)}")
+    parser.add_argument("--megabytes", type=float, default=45, help="size of the compressed documents (default: 45)")
+    parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"default: {VOCABULARY}")
+    parser.add_argument("--held-out-length", type=int, default=50_000, help="least characters (default: 50000)")
+    parser.add_argument("--row-length", type=int, default=16384, help="tokens of a held-out row (default: 16384)")
+    parser.add_argument("--processes", type=int, help="default: one for each core")
+    args = parser.parse_args(arguments)
+    {"collect": collect, "pack": pack}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""scripts.evidence.corpus and scripts.evidence.pretraining at tiny sizes, by the code that runs on a GPU."""
+
+import json
+import lzma
+import multiprocessing.pool
+import zipfile
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from hf_longctx.cli import main
+
+
+pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'hf-longctx[plot]'")
+
+SIZES = "hidden_size=32 num_hidden_layers=1 num_attention_heads=2 intermediate_size=32"
+TINY = (
+    f"--tokens 256 --length 32 --rows 2 --documents 7 --repeats 1 --prompts 400 --lines 1 2 --minutes 9 --set {SIZES}"
+)
+
+
+@pytest.fixture
+def corpus(load, tmp_path, monkeypatch):
+    """Sources of the standard library as the wheels of two packages, collected and packed."""
+    corpus = load("corpus")
+    monkeypatch.setattr(corpus.multiprocessing, "Pool", multiprocessing.pool.ThreadPool)
+    files = [
+        file for file in sorted(Path(json.__file__).parents[1].glob("*.py")) if 7000 < file.stat().st_size < 14000
+    ]
+    (tmp_path / "code" / "wheels").mkdir(parents=True)
+    for package, some in {"some_package": [*files[:6], files[0]], "other": [*files[6:14], files[0]]}.items():
+        with zipfile.ZipFile(tmp_path / "code" / "wheels" / f"{package}-1.0-py3-none-any.whl", "w") as wheel:
+            for i, file in enumerate(some):
+                wheel.write(file, f"{i}/{file.name}")
+    folder = ["--folder", str(tmp_path / "code"), "--processes", "2"]
+    sizes = "--packages some-package absent --held-out other --vocabulary 300 --held-out-length 6000"
+    asked = []
+    monkeypatch.setattr(corpus, "subprocess", SimpleNamespace(run=lambda command, check: asked.append(command[-1])))
+    corpus.main(["collect", *folder, *sizes.split()])
+    assert asked == ["absent"]
+    corpus.main(["pack", *folder, "--row-length", "256"])
+    return corpus
+
+
+class Now:
+    """An executor that runs a function as it is submitted, because signals need the main thread."""
+
+    def __init__(self, workers):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def submit(self, function, *args):
+        future = Future()
+        future.set_result(function(*args))
+        return future
+
+
+@pytest.fixture
+def pretraining(load, corpus, monkeypatch):
+    """Trains in this process."""
+    module = load("pretraining")
+    monkeypatch.setattr(module, "ThreadPoolExecutor", Now)
+
+    def popen(command, **options):
+        assert main(list(map(str, command[3:]))) == 0
+        return SimpleNamespace(wait=lambda limit: 0)
+
+    monkeypatch.setattr(module, "subprocess", SimpleNamespace(Popen=popen))
+    return module
+
+
+def test_documents_are_read_once_and_held_out_by_project(corpus, tmp_path):
+    folder = tmp_path / "code"
+    facts = json.loads((folder / "sources.json").read_text())
+    documents = [document for file in folder.glob("train-*.xz") for document in corpus.read_documents(file)]
+    held_out = corpus.read_documents(folder / "held_out.xz")
+    assert len(documents) == len(set(documents)) and not set(documents) & set(held_out)
+    assert facts["characters"] == {"some-package": sum(map(len, documents))}
+    tokens, rows = np.load(folder / "train.npy"), np.load(folder / "held_out.npy")
+    assert (tokens == 0).sum() == len(documents) and rows.shape == (len(held_out), 256) and (rows != 0).all()
+
+
+def test_documents_beyond_the_limit_are_left_out(corpus, tmp_path):
+    folder, documents = tmp_path / "code", "--packages some-package --held-out other --vocabulary 300"
+    for file in folder.glob("*.xz"):
+        file.unlink()
+    corpus.main(["collect", "--folder", str(folder), *documents.split(), "--megabytes", "0.01"])
+    sizes = [len(lzma.decompress(file.read_bytes())) for file in folder.glob("train-*.xz")]
+    assert 0 < len(sizes) < 6 and sum(file.stat().st_size for file in folder.glob("*.xz")) <= 10_000
+
+
+def test_no_documents_are_an_error_that_says_how_to_get_some(load, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"Collect them by `scripts.evidence.corpus collect`"):
+        load("corpus").main(["pack", "--folder", str(tmp_path)])
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.filterwarnings("ignore:.*more than the .* claims to support")
+def test_models_are_trained_and_compared(pretraining, tmp_path, capsys, monkeypatch):
+    folders = f"--data {tmp_path}/code --work {tmp_path}/work --output {tmp_path}/x.json --picture {tmp_path}/x.png"
+    pretraining.main([*folders.split(), *TINY.split()])
+    printed, result = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
+    rows = {row["model"]: row for row in result["rows"]}
+    assert rows.keys() == pretraining.MODELS.keys() and (tmp_path / "x.png").exists()
+    assert all(len(row["training_losses"]) == 4 and len(row["documents"]) == 4 for row in rows.values())
+    assert {name for name, row in rows.items() if "keys_dropped" in row} == {"FoX (Pro)", "FoX (LLaMA)"}
+    assert printed.count("| FoX (Pro) | loss at 129 to 256, nats |") == 3
+    monkeypatch.setattr(pretraining, "torch", None)  # what was measured is not computed again
+    pretraining.main([*folders.split(), *TINY.split()])
+    again = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert {row["model"]: row for row in again} == rows
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_what_was_not_reached_is_named(pretraining, tmp_path, capsys):
+    folders = f"--data {tmp_path}/code --work {tmp_path}/work --output {tmp_path}/x.json --picture {tmp_path}/x.png"
+    pretraining.main([*folders.split(), *TINY.split(), "--ablation", "--minutes", "0"])
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert {row["model"]: row["missing"] for row in rows} == dict.fromkeys(pretraining.ABLATION, "not begun")
