@@ -258,8 +258,8 @@ def _texts(rows, columns, name, column):
     column = column or "text"
     if column not in columns:
         raise ValueError(
-            f'{name} has columns {columns}; a corpus needs a column "{column}": rename the one with the text, or name it '
-            "where there is --text-column. Conversations are trained on, from one file or dataset and without --streaming, "
+            f'{name} has columns {columns}; a corpus needs a column "{column}": rename the one with the text (train and '
+            "finetune take its name: --text-column). Conversations are trained on, from one file or dataset and without --streaming, "
             'if they are in "messages", lists of {"role", "content"}, or in "prompt" and "completion".'
         )
 

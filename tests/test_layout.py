@@ -14,7 +14,7 @@ ALLOWED = {
     "fox": {"fox"},
     "hmt": {"hmt"},
     "vllm": {"vllm", "fox"},
-    "metrics": {"metrics", "corpus"},
+    "metrics": {"metrics"},
     "lm_eval": {"lm_eval", "corpus", "metrics"},
     "training": {"training", "fox", "hmt", "metrics", "corpus"},
     "hub": {"hub", "fox", "hmt", "metrics"},

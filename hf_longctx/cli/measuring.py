@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -81,8 +82,11 @@ def check_writable(option: str, name: str, folder: bool = False) -> None:
     if not folder and path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"{option} {name} is a file that you may not write.")
     parent = next(parent for parent in (*[path] * folder, *path.parents) if parent.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK):
-        raise ValueError(f"{option} {name} cannot be written: {parent} is not a folder that you may write into.")
+    try:
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:  # permissions do not say it of /proc, or of a disk that is full
+        why = f"{parent} is not a folder that you may write into ({error.strerror})"
+        raise ValueError(f"{option} {name} cannot be written: {why}.") from error
 
 
 def picture_path(name: str, endings: Sequence[str] = PICTURES) -> Path:

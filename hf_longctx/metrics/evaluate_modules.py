@@ -207,15 +207,17 @@ def prepare(
 
 
 def read_text(corpus: str | os.PathLike) -> str:
-    """Return a text, or that of the file whose path it is."""
-    from hf_longctx.corpus import load_text  # by its whole name, as Spaces have a copy of this file elsewhere
-
-    looks_like_path = isinstance(corpus, os.PathLike) or (len(corpus) < 1000 and re.fullmatch(r"\S*\.\w{1,5}", corpus))
+    """Return a text, or that of the plain text file whose path it is."""
     if os.path.isfile(corpus):
-        return load_text(os.fspath(corpus))
-    if looks_like_path:
+        path = Path(corpus)
+        if path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".gz"):
+            raise ValueError(
+                f"corpus must be a plain text, got {path}. Read it: hf_longctx.corpus.load_text({str(path)!r})."
+            )
+        return path.read_text(encoding="utf-8")
+    if isinstance(corpus, os.PathLike) or (len(corpus) < 1000 and re.fullmatch(r"\S*\.\w{1,5}", corpus)):
         raise ValueError(f"corpus must be a text or the path of one, got {os.fspath(corpus)!r}, which is not a file.")
-    return str(corpus)
+    return corpus
 
 
 # The forgetting curve -----------------------------------------------------------------------------------------------

@@ -20,11 +20,10 @@ except ImportError as error:
 
 INK, QUIET, GRID, WARNING = "#1f2933", "#5f6b76", "#e4e7ea", "#a3301f"
 COPY, LM, PROBABILITY = "#b8500a", "#1f5fa6", "#2c7a4b"
-# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve and as bars; what is not sure is hatched.
+# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve and as bars; what is not significant is white.
 PALE = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
 STRONG = {"fine": "#57a55f", "coarse": "#7ea6d8", "amnesia": "#e59a94"}
-HATCHES = {"fine?": "#8cc596", "unsure": "#c3c9cf"}
-AREAS = {"fine?": "passes as fine, not sure", "amnesia": "no memory", "unsure": "not sure"}  # beside the two lengths
+AREAS = {"fine": "copied word for word", "coarse": "copied", "amnesia": "no memory", "unsure": "not significant"}
 # Colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker where colours do not suffice.
 MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -35,6 +34,13 @@ RATES = {
     "probability": ("probability of an answer's token", PROBABILITY, "^", "-"),
 }
 TOKENS = "{x:,.0f}"  # tick labels with commas between thousands
+FITS = (
+    (2, 44, 52),
+    (1, 88, 52),
+    (1, 64, 44),
+    (1, 40, 28),
+    (1, 20, 16),
+)  # columns, characters of a label, of the title
 WIDTH = 6.6  # inches: a telephone shows this in 390 pixels, with letters of 10 points in 8 pixels
 
 
@@ -48,16 +54,14 @@ def save(figure: Figure, path) -> None:
     figure.savefig(Path(path))
 
 
-def area(colours: dict[str, str], name: str | None) -> dict:
+def area(colours: dict[str, str], name: str) -> dict:
     """Return how an area is filled, with `PALE` or `STRONG` colours: options of patches and bars.
 
     Args:
-        name: "fine", "coarse", "amnesia", or hatched: "fine?", "unsure". None is transparent, for a key of no colour.
+        name: one of `AREAS`.
     """
-    if name is None:
-        return dict(facecolor="none", edgecolor="none")
-    if name in HATCHES:
-        return dict(facecolor="white", edgecolor=HATCHES[name], hatch="////", linewidth=0)
+    if name == "unsure":
+        return dict(facecolor="white", edgecolor=QUIET, linewidth=0.5)
     return dict(facecolor=colours[name], edgecolor="none", linewidth=0)
 
 
@@ -123,12 +127,35 @@ def draw_title(figure: Figure, text: str) -> None:
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:
     """Draw a legend under its title, above the axes, where no curve can run into it."""
-    title: dict[str, Any] = dict(title=textwrap.fill(text, 52), title_fontproperties={"size": 13, "weight": "bold"})
-    place: dict[str, Any] = dict(loc="outside upper left", alignment="left", ncols=columns, columnspacing=1.6)
-    figure.legend(handles=handles, **title, **place, frameon=False, fontsize=fontsize)
+    font = {"size": 13, "weight": "bold"}
+    place: dict[str, Any] = dict(loc="outside upper left", columnspacing=1.6, fontsize=fontsize)
+    legend = fitted_legend(figure, figure, handles, text, columns, title_fontproperties=font, **place)
+    width, height = figure.get_size_inches()
+    surplus = legend.get_window_extent().height / figure.dpi - 1.8
+    if surplus > 0:  # of many models
+        figure.set_size_inches(width, height + surplus)
 
 
-def small_print(figure: Figure, *notes: str) -> None:
-    """Write how the numbers were made, at the bottom right."""
-    words = textwrap.fill(literal(", ".join(notes)), 84)
+def fitted_legend(figure: Figure, owner: Any, handles, title: str, columns: int = 2, **options: Any) -> Any:
+    """Draw a legend that is not wider than its figure: in fewer columns, and with shorter lines, as far as needed.
+
+    Args:
+        owner: the figure or the axes that it belongs to.
+        options: of matplotlib's `legend`.
+    """
+    labels = [str(handle.get_label()) for handle in handles]
+    for most, width, title_width in FITS:
+        words = [textwrap.fill(label, width, max_lines=3, placeholder=" ...") for label in labels]
+        heading = textwrap.fill(title, title_width, max_lines=4, placeholder=" ...")
+        text: dict[str, Any] = dict(handles=handles, labels=words, title=heading, ncols=min(most, columns))
+        legend = owner.legend(**text, alignment="left", frameon=False, **options)
+        if legend.get_window_extent().width <= 0.94 * figure.bbox.width or (most, width, title_width) == FITS[-1]:
+            return legend
+        legend.remove()
+
+
+def small_print(figure: Figure, *notes: str, said: str = "") -> None:
+    """Write what the figure says, and how the numbers were made, at the bottom right."""
+    lines = [textwrap.fill(literal(text), 84, max_lines=4) for text in (said, ", ".join(notes)) if text]
+    words = "\n".join(lines)
     figure.supxlabel(words, x=0.99, ha="right", multialignment="right", fontsize=9, color=QUIET)

@@ -113,6 +113,7 @@ MEASURING = [
     ("curve {fox} --confidence 0.9", "protocol=reference and confidence exclude"),
     ("curve {fox} --text {text} --lengths 99999", r"The longest possible length is \d\d:"),
     ("curve {fox} --text {text} --lengths 8 --irrelevant-text {short}", "irrelevant_text has .* ids, fewer"),
+    ("curve {fox} --output /proc/x", "--output /proc/x cannot be written: /proc is not a folder"),
     ("curve {fox} --output {empty_file}/a", "--output .* cannot be written: .*empty_file is not a folder"),
     ("curve {fox} --output a.gif", "a.gif ends with .gif; a picture may end with .png"),
     ("needle {fox} --lengths 100", "length 100 is too short"),

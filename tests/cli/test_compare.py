@@ -55,7 +55,7 @@ def test_a_markdown_file_gets_the_table(files, capsys):
 
 
 def test_counts_of_other_benchmarks(files, capsys):
-    (files / "ruler.csv").write_text("model,length,correct,total\na,4096,480,500\na,8192,300,500\nb,4096,99,500\n")
+    (files / "ruler.csv").write_text("Model,Length, Correct,Total\na,4096,480,500\na,8192,300,500\nb,4096,99,500\n")
     for output in ("ruler.svg", "ruler.md"):
         assert cli.main(["compare", "--counts", str(files / "ruler.csv"), "--output", str(files / output)]) == 0
         printed = capsys.readouterr().out

@@ -13,14 +13,13 @@ SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # sett
 
 
 def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = None) -> None:
-    """Draw copy and LM accuracy over the length of the target, and the memory that they show for sure.
+    """Draw copy and LM accuracy over the length of the target, and what they show, in a sentence.
 
     Lines are means over repeats, ribbons one population standard deviation to each side, triangles the worst repeat.
-    Green are the lengths whose typical text is copied above 99 %, blue those that pass as coarse, as far as memory
-    reaches for sure; red are those that it does not reach for sure. What is hatched is not sure; hatched in green,
-    more than half of the repeats are copied above 99 %, which a dotted line marks. A ring is the first length that
-    fails after others have passed. The upper axis counts what the model reads, 2n + 3 tokens at length n, and a line
-    marks where they are as many as `train_length`. See `Result.plot`.
+    Green are the lengths whose typical text is copied above 99 %, blue those that are copied better than guessed, as
+    far as memory reaches significantly; red are those that it does not reach. A ring is the first length that fails
+    after others have passed. The upper axis counts what the model reads, 2n + 3 tokens at length n, and a line marks
+    where they are as many as `train_length`. See `Result.plot`.
     """
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
@@ -31,10 +30,9 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     worst: Any = dict(linestyle="none", marker="v", markersize=3, color=style.COPY, alpha=0.6, zorder=4)
     axes.plot(lengths, [p.copy_worst for p in curve.points], **worst, label="copy accuracy of the worst repeat")
     draw_accuracy(axes, lengths, [(p.lm_mean, p.lm_std) for p in curve.points], style.LM, "s", "LM accuracy")
-    axes.axhline(
-        0.99, color=style.INK, linewidth=0.8, linestyle=":", zorder=2, label="99 %: a text above it is copied"
-    )
+    axes.axhline(0.99, color=style.INK, linewidth=0.8, linestyle=":", zorder=2, label="99 %: copied word for word")
     mark_failures(axes, curve)
+    said = f"{curve.copies_in_words()}; {curve.exact_in_words()} (95 % CI in brackets)."
     notes = [f"mean and standard deviation of {curve.repeats_in_words}"]
     notes += [form.format(curve.settings[name]) for name, form in SMALL_PRINT.items() if name in curve.settings]
     if train_length is not None and not mark_input(axes, train_length, right):
@@ -45,7 +43,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     axes.set_xlim(left, right)
     axes.xaxis.set_major_formatter(style.TOKENS)
     style.percent_axis(axes)
-    style.grid(axes, "white", 1.2)
+    style.grid(axes)
     style.strip_frame(axes, "length of the text to copy (tokens)", "tokens predicted right")
 
     reads = axes.twiny()  # not secondary_xaxis, which forgets its ticks when the scale is logarithmic
@@ -59,7 +57,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
 
     lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
     style.titled_legend(figure, [*lines, *keys], title)
-    style.small_print(figure, *notes)
+    style.small_print(figure, *notes, said=said)
 
 
 def logarithmic(lengths) -> bool:
@@ -97,10 +95,10 @@ def mark_failures(axes, curve) -> None:
 
 
 def area_of(point, intervals) -> str:
-    """Return what a length shows: "fine", "coarse" or "amnesia" for sure, "fine?" by its counts only, or "unsure"."""
+    """Return what a length shows significantly: "fine", "coarse" or "amnesia", else "unsure"."""
     fine, coarse = (intervals[method] for method in METHODS)
-    if 2 * point.copied > point.repeats and (fine.high is None or point.length < fine.high):
-        return "fine" if point.length <= fine.low else "fine?"
+    if 2 * point.copied > point.repeats and point.length <= fine.low:
+        return "fine"
     if point.passes("coarse") and point.length <= coarse.low:
         return "coarse"
     return "unsure" if coarse.high is None or point.length < coarse.high else "amnesia"
@@ -121,19 +119,15 @@ def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, floa
 
 
 def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
-    """Shade the `areas`; returns keys for the legend, with a colour for those that there are, and the intervals."""
+    """Shade the `areas` that are significant, and return their keys for the legend."""
     stretches = areas(curve, left, right, logarithmic([p.length for p in curve.points]))
-    for start, end, area in stretches:
+    shaded = [stretch for stretch in stretches if stretch[2] != "unsure"]
+    for start, end, area in shaded:
         axes.axvspan(start, end, **style.area(style.PALE, area), zorder=0)
-    drawn = {area for _, _, area in stretches}
-    names = {"fine": "fine (typical text)", "coarse": "coarse"}
-    keys = []
-    for method, name in names.items():
-        interval = curve.interval(method)
-        label = f"{name}{', 95 % sure' * interval.sure}: {interval.in_words()}"
-        keys.append((method if method in drawn else None, label))
-    keys += [(area, label) for area, label in style.AREAS.items() if area in drawn]
-    return [style.Patch(**style.area(style.PALE, area), label=label) for area, label in keys]
+    drawn = {area for _, _, area in shaded}
+    return [
+        style.Patch(**style.area(style.PALE, area), label=style.AREAS[area]) for area in style.AREAS if area in drawn
+    ]
 
 
 def ribbon(moments) -> tuple[list[float], list[float]]:

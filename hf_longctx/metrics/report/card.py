@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from ..result import Result, rounded
+from ..result import Result
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
@@ -38,7 +38,7 @@ def card_snippet(model: str, results: Sequence[Result], picture: str | None = No
     Args:
         model: name of the model. Its line breaks become spaces, and characters that Markdown or HTML would read are
             escaped, as in all texts that come from a result.
-        results: of one model. A result without such numbers is listed by its summary.
+        results: of one model, each listed by its summary.
         picture: file name or address of a picture to show.
 
     Raises:
@@ -48,14 +48,7 @@ def card_snippet(model: str, results: Sequence[Result], picture: str | None = No
     if not entries:
         raise ValueError("these results are without a number for a model card: nothing was measured on a dataset.")
     header = ModelCardData(model_name=" ".join(model.split()), eval_results=entries).to_yaml()
-    lines = [
-        f"- {entry.metric_name}: {rounded(entry.metric_value)} ({plain(entry.dataset_name)})" for entry in entries
-    ]
-    lines += [
-        f"- {result.title}: {plain(result.summary())}"
-        for result in results
-        if result.measured and not any(number.metric for number in result.numbers())
-    ]
+    lines = [f"- {result.title}: {plain(result.summary())}" for result in results if result.measured]
     image = "" if picture is None else f"\n![How far {plain(model)} remembers]({picture})\n"
     return f"---\n{header}\n---\n\n## How far it remembers\n\n" + "\n".join(lines) + "\n" + image
 

@@ -283,7 +283,7 @@ def plot_shares(
     figure = style.figure(style.WIDTH, 4.6)
     axes = figure.add_subplot()
     for (name, shares), colour, marker in zip(models.items(), cycle(style.MODELS), cycle(style.MARKERS)):
-        line: dict[str, Any] = dict(color=colour, marker=marker, label=textwrap.fill(style.literal(name), 30))
+        line: dict[str, Any] = dict(color=colour, marker=marker, label=style.literal(name))
         axes.plot([*shares], [*shares.values()], **line)
     style.percent_axis(axes)
     style.grid(axes)
@@ -339,9 +339,12 @@ def plot_comparison(
     style.strip_frame(below, "length of the text to copy (tokens)")
     drawn = draw_bars(below, curves, train_lengths or {}, left, log)
     style.name_differences(above, differences(curves))
-    words = {"fine": "fine", "coarse": "coarse", **style.AREAS}
-    keys = [style.Patch(**style.area(style.STRONG, area), label=words[area]) for area in words if area in drawn]
-    below.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9, ncols=3)
+    keys = [
+        style.Patch(**style.area(style.STRONG, area), label=words)
+        for area, words in style.AREAS.items()
+        if area in drawn
+    ]
+    below.legend(handles=keys, loc="lower left", bbox_to_anchor=(0, 1), frameon=False, fontsize=9, ncols=4)
     style.titled_legend(figure, above.get_legend_handles_labels()[0], title or "Forgetting curves")
     mark = ["black mark: where both readings fill the training context"] if train_lengths else []
     style.small_print(figure, *notes(curves), *mark)
@@ -356,7 +359,7 @@ def draw_curves(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
         copy = [(p.copy_mean, p.copy_std) for p in curve.points]
         axes.fill_between(lengths, *ribbon(copy), color=colour, alpha=0.13, linewidth=0)
         line: dict[str, Any] = dict(
-            color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=textwrap.fill(style.literal(name), 30)
+            color=colour, marker=marker, markersize=4.5, linewidth=1.8, label=style.literal(name)
         )
         axes.plot(lengths, [mean for mean, _ in copy], **line)
     style.percent_axis(axes)
@@ -395,7 +398,9 @@ def draw_bars(
         mark = mark_place(curve, train_lengths.get(name), left)
         if mark is not None:
             axes.plot([mark, mark], [row - 0.29, row + 0.29], color=style.INK, linewidth=1.6)
-    axes.set_yticks(range(len(curves)), [textwrap.fill(style.literal(name), 16) for name in curves])
+    axes.set_yticks(
+        range(len(curves)), [textwrap.fill(style.literal(name), 16, max_lines=2, placeholder="...") for name in curves]
+    )
     for label, colour in zip(axes.get_yticklabels(), cycle(style.MODELS)):
         label.set_color(colour)
         label.set_fontsize(9)

@@ -175,11 +175,13 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
     models: dict[str, list[tuple[int, int, int]]] = {}
     with open(path, newline="", encoding="utf-8-sig") as file:
         table = csv.DictReader(file, skipinitialspace=True)
-        missing = {"length", "correct", "total"} - {*(table.fieldnames or ())}
+        table.fieldnames = [name.strip().lower() for name in table.fieldnames or ()]
+        missing = {"length", "correct", "total"} - {*table.fieldnames}
         if missing:
             raise ValueError(
                 f"{path} lacks the column {' and '.join(sorted(missing))}; its first line must be length,correct,total, "
-                "or model,length,correct,total."
+                "or model,length,correct,total. A score in per cent (RULER's summaries) is correct = score / 100 * total, with a "
+                "row for each length."
             )
         for row in table:
             try:

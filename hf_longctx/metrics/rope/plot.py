@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from itertools import pairwise
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -34,10 +33,10 @@ def plot_bound(
     for axes, group in zip(figure.subplots(len(groups), squeeze=False)[:, 0], groups):
         draw_decay(axes, group, train_length)
         layers = f"{group.layer_type} " if len(report.groups) > 1 else ""
-        words = textwrap.fill(f"{layers}{group.verdict}: {group.detail}", 64)
-        above = dict(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, alignment="left")
-        legend = dict(title=words, title_fontsize=10, fontsize=9.5, ncols=2, columnspacing=1.5, frameon=False)
-        axes.legend(**above, **legend, labelcolor=style.INK)
+        words = f"{layers}{group.verdict}: {group.detail}"
+        place: dict[str, Any] = dict(loc="lower left", bbox_to_anchor=(0, 1), borderpad=0, columnspacing=1.5)
+        handles = axes.get_legend_handles_labels()[0]
+        style.fitted_legend(figure, axes, handles, words, title_fontsize=10, fontsize=9.5, **place)
     axes.set_xlabel("distance m (tokens)")
     style.draw_title(figure, title or style.heading(report))
     style.small_print(figure, f"claimed context: {report.claimed_context:,} tokens ({report.claimed_by})")

@@ -82,7 +82,7 @@ class GreedyCompletions:
                 failures.append(str(error))
         advice = "" if self.tokenizer is not None else " Where ids cannot be sent, give tokenizer=... ."
         raise ValueError(
-            f"{self.server.base_url} must complete a prompt at temperature 0: {'; '.join(dict.fromkeys(failures))}.{advice} A "
+            f"{'; '.join(dict.fromkeys(failures))}. {self.server.base_url} must complete a prompt at temperature 0.{advice} A "
             "chat API cannot be measured, as its response does not begin after given tokens."
         )
 

@@ -1,0 +1,69 @@
+"""Legends, titles and small print stay on the page, whatever names they hold."""
+
+import io
+
+import pytest
+from examples import one_of_each
+
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
+from hf_longctx.metrics.report.comparison import compare, compare_counts
+
+
+NAMES = ["fox", "a model of " * 60, "W" * 300, "\u6a21" * 200, "some-organization/" + "long-name-" * 12, "$" * 90]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are drawn, instead of files."""
+    pytest.importorskip("matplotlib")
+    drawn = []
+    monkeypatch.setattr("hf_longctx.metrics.style.save", lambda figure, path: drawn.append(figure))
+    return drawn
+
+
+def check_boxes(figure):
+    """Draw the figure, and compare the boxes of its legends and of its own words with the page."""
+    figure.savefig(io.BytesIO(), format="png", dpi=60)
+    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
+    words = [figure._suptitle, figure._supxlabel]
+    for artist in (*legends, *words):
+        if artist is not None:
+            box = artist.get_window_extent()
+            assert box.x0 >= -1 and box.x1 <= figure.bbox.width + 1, (artist, box, figure.bbox)
+            assert box.y0 >= -1 and box.y1 <= figure.bbox.height + 1, (artist, box, figure.bbox)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name[:9])
+def test_one_result(figures, name):
+    """The name is that of the model, and the title; there may be a training context."""
+    for result in one_of_each(model="someone/fox"):
+        named = (
+            result.with_settings(model=name) if hasattr(result, "with_settings") and result.kind != "rope" else result
+        )
+        for options in ({}, {"title": name.replace("$", "S"), "train_length": 64}):
+            named.plot("x.png", **options)
+    assert len(figures) == 10
+    for figure in figures:
+        check_boxes(figure)
+
+
+def test_a_curve_that_is_not_significant(figures):
+    """As of Gemma 3 270M: 98.6 % of 1,000 tokens, and no text above 99 %."""
+    points = [CurvePoint(n, [round(n // 2 * 0.986)] * 6, [n // 20] * 6) for n in (64, 250, 500, 1000)]
+    ForgettingCurve.of_points(points, {"model": "google/gemma-3-270m", "data_type": "order"}).plot("x.png")
+    check_boxes(figures[0])
+    assert not any(patch.get_hatch() for axes in figures[0].axes for patch in axes.patches)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 7, 20])
+def test_several_models(figures, count):
+    names = [f"{i} {NAMES[i % len(NAMES)]}" for i in range(count)]
+    points = [CurvePoint(n, [n // 2] * 6, [0] * 6) for n in (64, 128)]
+    curves = {name: ForgettingCurve.of_points(points, {"tokenizer": name, "train_length": 90}) for name in names}
+    compare(curves, "x.png", title=names[-1])
+    compare({name: PositionLoss.of_mean([3.0, 2.5], 4, {"model": name}) for name in names}, "x.png")
+    compare_counts({name: [(64, 5, 9), (128, 3, 9)] for name in names}, "x.png")
+    for figure in figures:
+        check_boxes(figure)
