@@ -360,7 +360,8 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
     """
     x = tensors[0]
     return (
-        has_kernels(x.device)
+        not torch.compiler.is_compiling()  # first: `has_kernels` would end the graph
+        and has_kernels(x.device)
         and x.shape[1] > DECODE_ROWS
         and x.shape[-1] <= MAX_HEAD_DIM
         and all(y.dtype in DTYPES for y in tensors)

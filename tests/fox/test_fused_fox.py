@@ -218,3 +218,17 @@ def test_autocast_has_its_dtype():
         hidden = model.model.layers[0].input_layernorm(torch.randn(1, 20, 32))
         hidden_on_few_tokens = model.model.layers[0].input_layernorm(torch.randn(1, 1, 32))
     assert hidden.dtype == hidden_on_few_tokens.dtype == torch.bfloat16
+
+
+def test_a_graph_does_not_ask_for_the_gpu(monkeypatch):
+    """torch 2.11 ends a graph where `torch.cuda.get_device_capability` is called."""
+
+    def has_kernels(device):
+        torch._dynamo.graph_break()
+        return True
+
+    monkeypatch.setattr(fused_fox, "has_kernels", has_kernels)
+    model, ids = make_model("pro"), tokens(1, 40)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    assert (compiled(ids).logits - model(ids).logits).abs().max() < 1e-5
