@@ -203,7 +203,8 @@ class FoxAttention(nn.Module):
             return self.q_norm(q), self.k_norm(kv[:, :, : k.shape[2]]), kv[:, :, k.shape[2] :]
         norms: Any = (self.q_norm, self.k_norm)
         before = tokens_before(k, v, call, past)
-        starts = before[0] is None and before[1] is None  # a comparison of tensors with None ends a graph of torch 2.11
+        # torch 2.11 ends a graph where a tensor is compared with None
+        starts = before[0] is None and before[1] is None
         in_chains = starts and (call.predecessor is None) == (call.successor is None)
         if in_chains and are_ours(*norms, *projections):
             weights = [module.weight for module in (*norms, *projections)]
