@@ -1,6 +1,6 @@
 """Draw the README's diagram of what a FoX forgets and what an HMT recalls.
 
-python -m scripts.draw_overview [--output model_cards/overview.svg]
+python -m scripts.draw_overview [--output model_cards/overview.png]
 """
 
 import argparse
@@ -59,8 +59,8 @@ def draw():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="model_cards/overview.svg", metavar="FILE")
-    draw().savefig(parser.parse_args().output, metadata={"Date": None})
+    parser.add_argument("--output", default="model_cards/overview.png", metavar="FILE")
+    draw().savefig(parser.parse_args().output, dpi=150)
 
 
 if __name__ == "__main__":
