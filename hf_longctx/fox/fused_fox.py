@@ -63,7 +63,7 @@ def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: t
     if before is None:
         before = torch.zeros_like(x[:, :1])
     if predecessor is None:
-        return before if x.shape[1] == 1 else torch.cat([before, x[:, :-1]], dim=1)
+        return before if x.shape[1] == 1 else torch.cat([before, x], dim=1)[:, :-1]
     index = predecessor[..., None, None]  # (1 or B, T, 1, 1)
     previous = torch.cat([before, x], dim=1).gather(1, index.clamp(min=0).expand_as(x))
     return previous.masked_fill(index < 0, 0.0)

@@ -80,7 +80,7 @@ def one_segment(number, book, seed, model, args):
     ]
     state = model(torch.stack(fronts).to(args.device), use_cache=True, logits_to_keep=1).state
     before = book_tokens[begin - sensory : begin].to(args.device)
-    state = replace(state, sensory_ids=before.expand(len(fronts), -1))
+    state = replace(state, tail=before.expand(len(fronts), -1))  # the segment before is full
     rows = segment.to(args.device).expand(len(fronts), -1)
     near = book_tokens[begin - sensory - length : begin + length]  # the longer window, and what it predicts
     logits = model.backbone(near[None, :-1].to(args.device), logits_to_keep=scored).logits

@@ -17,7 +17,7 @@ TINY = {  # rows of the result, and options
     "rope_smollm2": (7, "--lines 2 --needles 256 --repeats 1 --haystacks 1"),
     "llama_to_fox": (13, "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2"),
     "hmt_facts": (
-        11,
+        10,
         "--segment-length 64 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --asked 2 --most-facts 2 "
         "--most-asked 4 --rounds 2 --seeds 0",
     ),
@@ -31,7 +31,7 @@ TINY = {  # rows of the result, and options
         "--segment-length 16 --sensory-tokens 4 --segments 5 --earliest 2 --seeds 0 2",
     ),
     "hmt_perplexity": (
-        9,
+        8,
         "--segment-length 16 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --segments 2 --text-length 64 "
         "--texts 4 --seeds 0",
     ),

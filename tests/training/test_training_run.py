@@ -235,5 +235,10 @@ def test_the_members_of_trainer_that_are_overridden_are_known():
     overridden = {kind: sorted(vars(kind).keys() & set(dir(Trainer)) - {"__doc__", "__module__", "__init__"})
                   for kind in (LongContextTrainer, SequenceParallelTrainer)}  # fmt: skip
     own = {kind: [name for name in names if not name.startswith("__")] for kind, names in overridden.items()}
-    assert own[LongContextTrainer] == ["_run_epoch", "create_optimizer", "create_scheduler"]
+    assert own[LongContextTrainer] == [
+        "_issue_warnings_after_load",
+        "_run_epoch",
+        "create_optimizer",
+        "create_scheduler",
+    ]
     assert own[SequenceParallelTrainer] == ["get_eval_dataloader", "get_train_dataloader", "prediction_step"]

@@ -203,7 +203,7 @@ def check_a_memory_goes_to_the_hub_and_answers_from_there():
     card = ModelCard.load("alice/novel")
     assert card.data.base_model == "alice/hmt" and f"alice/hmt at {sha}" in card.text
     question = f"{question} the Ada of Ada Ada and Ada answer"
-    assert push("alice/hmt", "alice/novel@v1", question, "--max-new-tokens", "1", command="ask").split()[-1] == "red"
+    assert push("alice/hmt", "alice/novel@v1", question, "--max-new-tokens", "1", command="read").split()[-1] == "red"
     for words in ([], ["--dry-run"]):
         assert "alice/hmt holds a model; beside" in push("state.safetensors", "alice/hmt", *words, code=2)
         assert "alice/novel holds the memory of a text; beside" in push(DEMO, "alice/novel", *words, code=2)
