@@ -4,7 +4,8 @@
 
 The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
 narrower MLP, which pays for its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
-Figures are tokens per second, medians of alternating rounds; ratios are medians of the ratio to Llama within a round.
+Figures are tokens per second, medians of rounds, in which each FoX takes turns with the Llama; ratios are medians of
+the ratio to Llama within a round. Rows are written as they are measured, the Llama's first.
 With --cache static, `generate` decodes, and transformers compiles its step on a GPU. Cache bytes are those of a
 DynamicCache. Operations are those of ATen in a decoding step. --attention is that of FoX;
 auto: our kernels for long calls on a GPU, else SDPA.
@@ -103,15 +104,14 @@ def measure(args):
         return (generate(1 + args.tokens)[0] - generate(1)[0]) / args.tokens
 
     phases = {"prefill": prefill, "decode": decode if args.cache == "dynamic" else decode_static}
-    turns = {(phase, name): lambda phase=phase, name=name: phases[phase](name) for phase in phases for name in models}
-    seconds = common.alternate(turns, args.rounds)
-    cache_bytes = {
-        name: sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
-        for name, arguments in caches.items()
-        for cache in arguments.values()
-    }
-    for row in common.rows_beside_llama(models, cache_bytes, seconds):
-        yield row | {"operations_per_step": operations_of_a_step(models[row["name"]], ids[:, :1])}
+    for name, model in models.items():
+        pair = dict.fromkeys(["Llama", name])
+        turns = {(phase, x): lambda phase=phase, x=x: phases[phase](x) for phase in phases for x in pair}
+        seconds = common.alternate(turns, args.rounds)
+        (cache,) = caches[name].values()
+        nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
+        (row,) = common.rows_beside_llama({name: model}, {name: nbytes}, seconds)
+        yield row | {"operations_per_step": operations_of_a_step(model, ids[:, :1])}
 
 
 def table(result):

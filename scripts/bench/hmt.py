@@ -57,7 +57,8 @@ def build(size, recall_mode, args, segment_length=222):
         max_position_embeddings=4096,
     )
     torch.manual_seed(0)
-    backbone = LlamaForCausalLM(config).to(args.device, getattr(torch, args.dtype)).eval()
+    with torch.device(args.device):
+        backbone = LlamaForCausalLM(config).to(getattr(torch, args.dtype)).eval()
     hmt = HMTConfig(segment_length=segment_length, sensory_tokens=args.sensory_tokens, recall_mode=recall_mode)
     return HMTWrapper.from_backbone(backbone, hmt)
 

@@ -23,7 +23,7 @@ script](../README.md) begins with what it measures, and how.
 Machine, unless said otherwise: {where}. Small experiments take minutes of one CPU core: they show effects, not their size at scale. \
 Contenders take turns in rounds. Times are medians over rounds, and ratios are medians of the ratio within a round.
 
-Not measured yet, without a GPU: {missing}.
+Not measured yet on a GPU: {missing}.
 """
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from budget import DEVICE, runs_triton
 from tiny_fox import check_logits, filled, logits, tokens
-from tiny_fox import make as make_model
+from tiny_fox import make as make_fox
 
 from hf_longctx.fox import fused_fox
 from hf_longctx.fox.fused_fox import as_defined, fused_heads, fused_norm, norm_as_defined
@@ -35,6 +35,10 @@ def padding(*rows):
     last = torch.arange(1, mask.shape[1] + 1, device=DEVICE) * mask
     predecessor = torch.nn.functional.pad(last.cummax(1).values[:, :-1], (1, 0))
     return predecessor, find_successors(predecessor, mask), mask
+
+
+def make_model(variant):
+    return make_fox(variant).to(DEVICE)
 
 
 ROWS = ([1] * 20, [0] * 7 + [1] * 13, [1] * 9 + [0] * 3 + [1] * 6 + [0] * 2)
@@ -141,16 +145,19 @@ def test_second_and_batched_derivatives_are_those_of_the_definition(make, case):
         torch.testing.assert_close(got[1], 2 * one, atol=2e-5 * one.abs().max().item(), rtol=0)
 
 
+ONES = torch.ones(64, device=DEVICE)
+
+
 def forward_mode(x):
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        return torch.autograd.forward_ad.unpack_dual(fused_norm(dual, torch.ones(64), 1e-5)).tangent
+        return torch.autograd.forward_ad.unpack_dual(fused_norm(dual, ONES, 1e-5)).tangent
 
 
 UNFUSED = {
-    "few tokens": lambda x: fused_norm(x[:, :16], torch.ones(64), 1e-5),
-    "float64": lambda x: fused_norm(x.double(), torch.ones(64), 1e-5),
-    "vmap": lambda x: torch.func.vmap(lambda y: fused_norm(y[None], torch.ones(64), 1e-5))(x),
+    "few tokens": lambda x: fused_norm(x[:, :16], ONES, 1e-5),
+    "float64": lambda x: fused_norm(x.double(), ONES, 1e-5),
+    "vmap": lambda x: torch.func.vmap(lambda y: fused_norm(y[None], ONES, 1e-5))(x),
     "forward mode": forward_mode,
 }
 
@@ -161,7 +168,7 @@ def test_everything_else_is_computed_as_defined(call, monkeypatch):
     assert call(leaf(2, 20, 2, 64)).isfinite().all()
 
 
-PACKED = torch.cat([torch.arange(9), torch.arange(15)])[None].expand(2, -1)
+PACKED = torch.cat([torch.arange(9), torch.arange(15)])[None].expand(2, -1).to(DEVICE)
 MASKS = {
     "left": [[0] * 5 + [1] * 19] * 2,
     "right": [[1] * 24, [1] * 18 + [0] * 6],
@@ -170,16 +177,16 @@ MASKS = {
 CALLS = {
     "plain": {},
     "documents": dict(position_ids=PACKED),
-    "tree": dict(attention_mask=torch.ones(2, 1, 24, 24).tril().bool()),
-    **{f"padding, {where}": dict(attention_mask=torch.tensor(mask)) for where, mask in MASKS.items()},
+    "tree": dict(attention_mask=torch.ones(2, 1, 24, 24, device=DEVICE).tril().bool()),
+    **{f"padding, {where}": dict(attention_mask=torch.tensor(mask, device=DEVICE)) for where, mask in MASKS.items()},
 }
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("variant", ["pro with grouped heads and rope", "pro"])
 def test_models_have_the_same_losses_and_gradients(variant, call, monkeypatch):
-    found, ids = [], tokens()
-    mask = call.get("attention_mask", torch.ones(2, 24))
+    found, ids = [], tokens().to(DEVICE)
+    mask = call.get("attention_mask", torch.ones(2, 24, device=DEVICE))
     labels = ids.masked_fill(mask == 0, -100) if mask.ndim == 2 else ids
     for fused in (True, False):
         monkeypatch.setattr(fused_fox, "has_kernels", lambda device, fused=fused: fused)
@@ -192,7 +199,7 @@ def test_models_have_the_same_losses_and_gradients(variant, call, monkeypatch):
 
 
 def test_a_cache_holds_the_same_tokens(monkeypatch):
-    ids, found = tokens(2, 30), []
+    ids, found = tokens(2, 30).to(DEVICE), []
     for fused in (True, False):
         monkeypatch.setattr(fused_fox, "has_kernels", lambda device, fused=fused: fused)
         model = make_model("pro")
@@ -208,15 +215,15 @@ def test_a_module_that_was_replaced_is_called(name):
     module = getattr(model.model.layers[1].self_attn, name)
     forward = module.forward
     module.forward = lambda x: (called.append("forward"), forward(x))[1]
-    logits(model, tokens())
+    logits(model, tokens().to(DEVICE))
     assert called == ["hook", "forward"]
 
 
 def test_autocast_has_its_dtype():
     model = make_model("pro")
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.model.layers[0].input_layernorm(torch.randn(1, 20, 32))
-        hidden_on_few_tokens = model.model.layers[0].input_layernorm(torch.randn(1, 1, 32))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        hidden = model.model.layers[0].input_layernorm(torch.randn(1, 20, 32, device=DEVICE))
+        hidden_on_few_tokens = model.model.layers[0].input_layernorm(torch.randn(1, 1, 32, device=DEVICE))
     assert hidden.dtype == hidden_on_few_tokens.dtype == torch.bfloat16
 
 

@@ -7,9 +7,10 @@ bfloat16 autocast, and all logits are made. Decoder layers are compiled, as by `
 gradients and optimizer states are bfloat16, layers are checkpointed, and the loss is made in pieces. FLOPs are 6 for
 each token and parameter, and those of causal attention.
 
-"ms" is the median of steps that are waited for, "host ms" the part until Python returns, and tokens/s come from steps
-that are not waited for. "to Llama" compares with the Llama of the same size in the same mode. Rows come in order of
-importance, and none begins after --minutes. `--device cpu` is a dry run with tiny models.
+"ms" is the median of steps that are waited for, "host ms" the part until Python returns, "GPU ms" the work of the GPU
+in a profiled step, and tokens/s come from steps that are not waited for. "to Llama" compares tokens/s with the Llama
+of the same size in the same mode. Rows come in order of importance, and none begins after --minutes. `--device cpu`
+is a dry run with tiny models.
 """
 
 import gc
@@ -29,9 +30,9 @@ from scripts.bench.generate import make_configs
 
 
 TABLE = """
-| size | model | mode | parameters | sequences | tokens | seconds a step | ms | host ms | first step, s | tokens/s |\
+| size | model | mode | parameters | sequences | tokens | seconds a step | ms | host ms | GPU ms | first step, s | tokens/s |\
  to Llama | TFLOP/s | launches | peak GB | error |
-| {size} | {name} | {mode} | {billions:.2f} B | {rows} | {tokens} | {seconds:.3g} | {ms:.1f} | {host_ms:.1f} |\
+| {size} | {name} | {mode} | {billions:.2f} B | {rows} | {tokens} | {seconds:.3g} | {ms:.1f} | {host_ms:.1f} | {gpu_ms:.1f} |\
  {first_s:.1f} | {tokens_per_s:.0f} | {to_llama:.2f}x | {tflops:.0f} | {launches} | {peak_gb:.1f} | {error} |
 """
 BATCHES = {"125M": (8, 2048), "360M": (4, 8192), "760M": (1, 16384), "7B": (1, 32768), "tiny": (1, 16)}
