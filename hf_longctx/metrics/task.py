@@ -11,8 +11,8 @@
             return [Trial(n, 2 * n) for n in self.lengths]
 
         def requests(self, n):
-            ids = np.tile(self.sequence(n), 2)
-            return [Predict(ids[None], 0, range(n, 2 * n - 1))]
+            ids = np.random.default_rng(0).integers(10, self.subject.reader.vocab_size, n)
+            return [Predict(np.tile(ids, 2)[None], 0, range(n, 2 * n - 1))]
 
         def score(self, n, responses):
             return int(responses[0].sum())
