@@ -181,10 +181,13 @@ def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
 
     >>> [round(end, 3) for end in (*wilson(0, 1), *wilson(0.5, 10))]
     [0.0, 0.793, 0.237, 0.763]
+    >>> wilson(0, 11)[0], wilson(1, 11)[1]
+    (0.0, 1.0)
     """
     centre = (rate + z**2 / (2 * answers)) / (1 + z**2 / answers)
     half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
-    return max(centre - half, 0.0), min(centre + half, 1.0)
+    # exactly 0 and 1 at these rates, where both terms have rounding errors
+    return 0.0 if rate == 0 else centre - half, 1.0 if rate == 1 else centre + half
 
 
 def opened_thought(prompt: str) -> str:
