@@ -390,7 +390,6 @@ class Backbone:
         mask: Tensor | None,
         keep: Tensor | None,
         kv_cache: Cache | None = None,
-        skip_padding: bool = False,
         positions: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Run the backbone once.
@@ -400,7 +399,6 @@ class Backbone:
             mask: (B, cached + T), bool, False is padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
             keep: the positions among the T that get logits, (n,) long; or None for no logits.
             kv_cache: a `Cache` to continue from and to extend, or None.
-            skip_padding: let position ids count unmasked positions only, where the backbone takes position ids.
             positions: position ids, (B, T) long, where the backbone takes them and counts from 0; None is its own.
 
         Returns:
@@ -414,9 +412,6 @@ class Backbone:
             inputs["attention_mask"] = mask.expand(len(embeds), -1, -1, -1)
         elif mask is not None:
             inputs["attention_mask"] = mask.long()
-            if skip_padding and "position_ids" in self.forward_arguments:
-                counted = (mask.long().cumsum(1) - 1).clamp(min=0)
-                inputs["position_ids"] = counted[:, -embeds.shape[1] :]
         if kv_cache is not None:
             inputs[cache_name(type(self.base if keep is None else self.model)) or "cache"] = kv_cache
         if positions is not None and self.counts_from_0:
@@ -454,7 +449,6 @@ class Backbone:
         mask: Tensor | None,
         keep: Tensor | None,
         kv_cache: Cache | None = None,
-        skip_padding: bool = False,
         positions: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor]:
         """Run the backbone as `run` does, by a CUDA graph. The cache is read, and stays as it is."""
@@ -474,10 +468,10 @@ class Backbone:
             for (i, name), value in zip(of_cache, tensors[len(given) :]):
                 assert cache is not None
                 setattr(cache.layers[i], name, value)
-            logits, hidden = self.run(**inputs, kv_cache=cache, skip_padding=skip_padding)
+            logits, hidden = self.run(**inputs, kv_cache=cache)
             return [hidden] if logits is None else [hidden, logits]
 
-        key = (tuple(given), tuple(of_cache), skip_padding)
+        key = (tuple(given), tuple(of_cache))
         hidden, *logits = self.graphs.run(key, function, [*given.values(), *of_cache.values()])
         return logits[0] if logits else None, hidden
 

@@ -265,13 +265,12 @@ class Segments:
             graph, which continues no cache.
         """
         keep = long_tensor(columns, embeds.device) if columns else None
-        skip_padding = self.config.recall_mode != "paper"
         if captures:
-            logits, hidden = self.lm.run_captured(embeds, mask, keep, kv_cache, skip_padding, positions)
+            logits, hidden = self.lm.run_captured(embeds, mask, keep, kv_cache, positions)
             kv_cache = None
         else:
             kv_cache = None if kv_cache is None else fork(kv_cache)
-            logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, skip_padding, positions)
+            logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, positions)
         loss = None
         if logits is not None and memory is not None:
             logits = self.retriever.mix(memory, logits, hidden[:, keep])
