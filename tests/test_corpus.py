@@ -112,7 +112,8 @@ def test_tables_need_the_datasets_library(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "make, message", [("empty.txt", "holds no text"), ("folder/", r"holds no file of these kinds: \*.txt, \*.md")]
+    "make, message",
+    [("empty.txt", "holds no text"), ("folder/", r"does not hold a file of these kinds: \*.txt, \*.md")],
 )
 def test_nothing_to_read(tmp_path, make, message):
     path = tmp_path / make

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +30,7 @@ RUN, IN_USE = "run.json", ".in_use"
 COMPLETE = "complete"  # the name of an empty file
 # Settings on which the losses do not depend, or whose effect the fingerprint has in another form
 MAY_CHANGE = {
-    "output_dir", "run_name", "data", "model", "adapter", "tokenizer", "text_column", "set", "recipe", "merge",
+    "output_dir", "run_name", "data", "model", "tokenizer", "text_column", "set", "recipe", "merge",
     "resume_from_checkpoint", "sequence_parallel", "gradient_accumulation_steps", "attn_implementation", "use_cpu",
     "accelerator_config", "report_to", "disable_tqdm", "dataloader_num_workers", "dataloader_pin_memory",
     "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "push_to_hub",
@@ -39,6 +40,12 @@ MAY_CHANGE_FROM = (
     "save_", "logging_", "log_", "eval_", "do_", "hub_", "project", "trackio", "ddp_", "per_device_", "load_best_",
     "include_", "activation_checkpointing", "gradient_checkpointing",
 )  # fmt: skip
+
+
+def say(text: str) -> None:
+    """Print on stderr, in the first process only."""
+    if PartialState().is_main_process:
+        print(text, file=sys.stderr)
 
 
 def claim(folder: Path) -> TextIO | None:
@@ -169,4 +176,5 @@ __all__ = [
     "fingerprint",
     "last_checkpoint",
     "remove_other_checkpoints",
+    "say",
 ]

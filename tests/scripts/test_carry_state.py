@@ -10,7 +10,7 @@ pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-long
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.training.data import stack
+from hf_longctx.training.data import collate
 from scripts.carry_state import CarriesStates, DocumentStreams
 
 
@@ -85,7 +85,7 @@ def make_trainer(model, folder, dataset, **arguments):
         arguments,
         train_dataset=dataset,
         eval_dataset=dataset,
-        data_collator=stack,
+        data_collator=collate,
         processing_class=None,
     )
 
@@ -101,7 +101,7 @@ def test_each_chunk_has_the_loss_that_it_has_behind_the_chunks_before_it(setting
     with torch.no_grad():
         trainer = make_trainer(model, tmp_path, chunks)
         for first in range(0, len(chunks), 2):
-            batch = stack([chunks[first], chunks[first + 1]])
+            batch = collate([chunks[first], chunks[first + 1]])
             losses.append(trainer.compute_loss(model.eval(), batch, num_items_in_batch=1))
             expected = 0
             for row in range(2):
@@ -154,10 +154,10 @@ def test_dropout_goes_on_as_states_do(tmp_path):
             "without a stream to carry a state in.*remove_unused_columns",
         ),
         (
-            lambda chunks: stack([chunks[4], chunks[5]]),
+            lambda chunks: collate([chunks[4], chunks[5]]),
             "2 rows from stream 0 on .* of no rows. Read the chunks in",
         ),
-        (lambda chunks: stack([chunks[4]]), "1 rows from stream 0 on go on .* of 2 rows"),
+        (lambda chunks: collate([chunks[4]]), "1 rows from stream 0 on go on .* of 2 rows"),
     ],
     ids=["columns removed", "chunks shuffled", "other rows at once"],
 )
@@ -165,6 +165,6 @@ def test_a_state_that_does_not_fit_the_batch_is_refused(batch, message, tmp_path
     chunks = DocumentStreams(TOKENS, T, EOS, 2)
     trainer = make_trainer(tiny_hmt(), tmp_path, chunks)
     if "of 2 rows" in message:
-        trainer.compute_loss(trainer.model, stack([chunks[0], chunks[1]]))
+        trainer.compute_loss(trainer.model, collate([chunks[0], chunks[1]]))
     with pytest.raises(ValueError, match=message):
         trainer.compute_loss(trainer.model, batch(chunks))

@@ -21,10 +21,7 @@ from hf_longctx.training.adapters import add_lora, load_adapter, model_fingerpri
 from hf_longctx.training.config import FinetuneConfig
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # PEFT's, and sets it
-]
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT's, and sets it
 
 IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
 SIZES = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2)

@@ -12,7 +12,7 @@ from demo_model import DEMO
 from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.training.conversations import SCORED, encode_conversation
-from hf_longctx.training.data import FLAGS, TokenDataset, pack, stack
+from hf_longctx.training.data import TokenDataset, collate, encode, pack
 
 
 CHATML = """{% for message in messages %}<|{{ message.role }}|>
@@ -279,14 +279,16 @@ def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer, t
 
 
 def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(tokenizer, tmp_path):
-    source, target = tmp_path / "both.jsonl", tmp_path / "tokens.npy"
-    source.write_text("".join(json.dumps(row | {"text": "The same, as text."}) + "\n" for row in ROWS))
-    pack(str(source), tokenizer, target)
-    assert target.with_suffix(FLAGS).exists()
-    pack(str(source), tokenizer, target, column="text")
-    assert not target.with_suffix(FLAGS).exists()
+    source = tmp_path / "both.jsonl"
+    source.write_text("".join(json.dumps(row | {"text": "The same, as text."}) + "\n" for row in ROWS[:3]))
+    for place in (source, tmp_path):  # a folder too
+        chats, texts = (list(encode(str(place), tokenizer, column=column)) for column in (None, "text"))
+        assert [ids.tolist() for ids, _ in chats] == [
+            encode_conversation(row, tokenizer)[0].tolist() for row in ROWS[:3]
+        ]
+        assert {tokenizer.decode(ids) for ids, _ in texts} == {"<s>The same, as text.</s>"}
     with pytest.raises(ValueError, match='a corpus needs a column "body"'):
-        pack(str(source), tokenizer, target, column="body")
+        encode(str(source), tokenizer, column="body")
 
 
 @pytest.mark.parametrize("template", ["no end of a turn", "plain text", "default system prompt"])
@@ -368,7 +370,7 @@ def test_packed_conversations_have_the_losses_that_they_have_alone(tokenizer, tm
     alone = [encode_conversation(row, tokenizer) for row in ROWS[:3]]  # the last has no answer
     length = sum(len(ids) for ids, _ in alone)
     rows = TokenDataset(target, length, tokenizer.eos_token_id, len(tokenizer))
-    assert len(rows) == 1 and target.with_suffix(FLAGS).exists()
+    assert len(rows) == 1
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).double()
@@ -377,17 +379,14 @@ def test_packed_conversations_have_the_losses_that_they_have_alone(tokenizer, tm
         ids = torch.from_numpy(ids)[None]
         labels = ids.masked_fill(torch.from_numpy(flags & SCORED == 0)[None], -100)
         total += model(ids, labels=labels, num_items_in_batch=1).loss.item()
-    packed = model(**stack([rows[0]]), use_cache=False, num_items_in_batch=1).loss
+    packed = model(**collate([rows[0]]), use_cache=False, num_items_in_batch=1).loss
     assert packed.item() == pytest.approx(total, rel=1e-6)
-    source.write_text("The fox forgets what it no longer needs.")
-    pack(str(source.rename(tmp_path / "text.txt")), tokenizer, target)
-    assert not target.with_suffix(FLAGS).exists()
 
 
 def test_a_file_without_answers_is_refused(tokenizer, tmp_path):
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps(ROWS[3]) + "\n")
-    with pytest.raises(ValueError, match="holds no conversation in which an assistant answers"):
+    with pytest.raises(ValueError, match="does not hold a conversation in which an assistant answers"):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
 
 

@@ -19,10 +19,9 @@ from hf_longctx.training.run import train
 
 FOLDER = Path(os.environ.get("HF_LONGCTX_MODELS") or Path.home() / ".cache" / "hf_longctx") / "smollm2-135m"
 
-pytestmark = [
-    pytest.mark.skipif(not FOLDER.is_dir(), reason=f"{FOLDER} is missing: python -m scripts.fetch_model smollm2-135m"),
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-]
+pytestmark = pytest.mark.skipif(
+    not FOLDER.is_dir(), reason=f"{FOLDER} is missing: python -m scripts.fetch_model smollm2-135m"
+)
 
 
 @torch.no_grad()
