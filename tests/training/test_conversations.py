@@ -209,7 +209,12 @@ def test_generation_is_recognised_in_every_spelling(begin, end, chatml_tokenizer
     assert sum(masks["assistant_masks"]) > 10
     expected = masks["input_ids"], [bool(mask) for mask in masks["assistant_masks"]]
     assert read(row, chatml_tokenizer, spelt) == expected
-    assert any(read(row, chatml_tokenizer, "{# {% generation %} marks nothing #}" + CHATML)[1])
+    for nothing in (
+        "{# {% generation %} #}",
+        "{% raw %}{% generation %}{% endraw %}",
+        "{% set x = '{% generation %}' %}",
+    ):
+        assert any(read(row, chatml_tokenizer, nothing + CHATML)[1])
 
 
 def test_a_marked_span_that_ends_with_the_first_token_is_no_more_than_that(tokenizer):
@@ -263,8 +268,9 @@ def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer, t
     ids, _ = encode_conversation(row, chatml_tokenizer)
     assert chatml_tokenizer.decode(ids).startswith("<tool>find_fox2<calm><|system|>")
     assert runs(row, chatml_tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
-    as_text, _ = encode_conversation(row | {"tools": json.dumps(row["tools"])}, chatml_tokenizer)
-    assert as_text.tolist() == ids.tolist()
+    texts = {"tools": json.dumps(row["tools"]), "chat_template_kwargs": json.dumps(row["chat_template_kwargs"])}
+    for as_text in (texts, texts | {"tools": [json.dumps(tool) for tool in row["tools"]]}):
+        assert encode_conversation(row | as_text, chatml_tokenizer)[0].tolist() == ids.tolist()
     row["tools"] = [tool]
     table = [
         row,
