@@ -140,12 +140,6 @@ def test_the_assistants_tokens_are_scored(tokenizer):
     assert ids.tolist() == tokenizer.apply_chat_template(TURNS, return_dict=False)
 
 
-def test_of_a_prompt_and_its_completion_the_completion_is_scored(tokenizer):
-    assert (
-        scored_text({"prompt": "The fox", "completion": " forgets."}, tokenizer) == f" forgets.{tokenizer.eos_token}"
-    )
-
-
 def read(row, tokenizer, template):
     tokenizer.chat_template = template
     ids, flags = encode_conversation(row, tokenizer)
@@ -188,12 +182,6 @@ def runs(row, tokenizer):
     return [tokenizer.decode([token for token, _ in pairs]) for is_scored, pairs in scored if is_scored]
 
 
-def test_neither_a_default_system_prompt_nor_the_header_is_scored_where_the_assistant_begins(chatml_tokenizer):
-    chatml_tokenizer.chat_template = TEMPLATES["default system prompt"].replace("BEGIN", "").replace("END", "")
-    row = {"messages": CONVERSATIONS["the assistant begins"]}
-    assert runs(row, chatml_tokenizer) == ["Hello<|im_end|>\n", "Yes<|im_end|>\n"]
-
-
 @pytest.mark.parametrize(
     ("begin", "end"),
     [("{%-", "%}"), ("{%+", "%}"), ("{%", "-%}"), ("{%-  ", "\n-%}"), ("{%\n", "+%}")],
@@ -222,12 +210,6 @@ def test_a_marked_span_that_ends_with_the_first_token_is_no_more_than_that(token
     assert runs({"messages": turns("a", " long question follows", first="assistant")}, tokenizer) == ["a"]
 
 
-def test_the_prompts_tokens_are_not_scored_where_the_template_marks_answers(chatml_tokenizer):
-    chatml_tokenizer.chat_template = marked(TEMPLATES["thoughts of earlier turns are left out"])
-    halves = {"prompt": CONVERSATIONS["thoughts"][:3], "completion": CONVERSATIONS["thoughts"][3:]}
-    assert runs(halves, chatml_tokenizer) == ["<think>y</think>C<|im_end|>\n"]
-
-
 def test_a_turn_written_with_that_of_a_tool_is_not_scored_beyond_its_own_tokens(chatml_tokenizer):
     """The results of a tool stand in the assistant's turn, and thoughts of earlier turns are left out."""
     chatml_tokenizer.chat_template = """{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>model
@@ -237,8 +219,9 @@ def test_a_turn_written_with_that_of_a_tool_is_not_scored_beyond_its_own_tokens(
 {% endif %}"""
     call = CALL | {"content": "<think>x</think>A"}
     row = {"messages": [*turns("2 + 2?"), call, {"role": "tool", "content": "4"}, *turns("Four.", first="assistant")]}
-    with pytest.raises(ValueError, match="turn 2 cannot be found in what the chat template writes"):
-        encode_conversation(row, chatml_tokenizer)
+    for template in (chatml_tokenizer.chat_template, LAST_ONLY):
+        with pytest.raises(ValueError, match="turn 2 cannot be found in what the chat template writes"):
+            read(row, chatml_tokenizer, template)
 
 
 def test_lists_of_content_are_read(chatml_tokenizer):
@@ -271,17 +254,12 @@ def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer, t
     texts = {"tools": json.dumps(row["tools"]), "chat_template_kwargs": json.dumps(row["chat_template_kwargs"])}
     for as_text in (texts, texts | {"tools": [json.dumps(tool) for tool in row["tools"]]}):
         assert encode_conversation(row | as_text, chatml_tokenizer)[0].tolist() == ids.tolist()
-    row["tools"] = [tool]
-    table = [
-        row,
-        {"prompt": TURNS[:2], "completion": TURNS[2:3], "tools": [tool], "chat_template_kwargs": {"calm": True}},
-    ]
-    for number, line in enumerate(table):
-        source, target = tmp_path / f"{number}.jsonl", tmp_path / f"{number}.npy"
+    source = tmp_path / "chats.jsonl"
+    for line in (row | {"tools": [tool]}, {"prompt": TURNS[:2], "completion": TURNS[2:3], **row, "messages": None}):
+        line = {name: value for name, value in line.items() if value is not None}
         source.write_text(json.dumps(line) + "\n")
-        pack(str(source), chatml_tokenizer, target)
-        packed = TokenDataset(target, 20, chatml_tokenizer.eos_token_id, len(chatml_tokenizer)).tokens
-        assert chatml_tokenizer.decode(packed).startswith("<tool>find_fox2<calm><|system|>")
+        ((ids, _),) = encode(str(source), chatml_tokenizer)
+        assert chatml_tokenizer.decode(ids).startswith("<tool>find_fox2<calm><|system|>")
 
 
 def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(tokenizer, tmp_path):
@@ -361,12 +339,6 @@ def test_templates_of_trl_score_what_they_mark_or_what_an_answer_adds_to_its_pro
     left_out = groupby(zip(ids, found, scored), key=lambda entry: entry[2] and not entry[1])
     for is_left_out, entries in left_out:
         assert not is_left_out or tokenizer.decode([token for token, *_ in entries]) in prompt
-
-
-def test_a_template_that_rewrites_turns_is_refused(tokenizer):
-    tokenizer.chat_template = LAST_ONLY
-    with pytest.raises(ValueError, match="cannot be found in what the chat template writes"):
-        encode_conversation(ROWS[0], tokenizer)
 
 
 def test_packed_conversations_have_the_losses_that_they_have_alone(tokenizer, tmp_path):

@@ -96,6 +96,10 @@ def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(reci
     adapted = load_adapter(base, tmp_path / "adapter")
     assert (logits(model) - start).abs().max() > 0.01
     torch.testing.assert_close(logits(adapted), logits(model), atol=1e-5, rtol=1e-5)
+    if longer:
+        assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 128
+        assert model.config.max_position_embeddings == 128
+        assert model.config.rope_parameters["rope_theta"] >= rope_base_bound(127, 8).base
     assert model.config.tie_word_embeddings == (model.get_input_embeddings().weight is model.lm_head.weight)
 
 
@@ -283,14 +287,6 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
     before = base_of(run, llama).model.layers[0].self_attn.f_proj
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "model").model.layers[0].self_attn.f_proj
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
-
-
-def test_a_longer_context_gets_a_base_above_the_bound(llama, tmp_path):
-    assert train(settings(llama, tmp_path, recipe="rope-extend", max_length=256, max_steps=1)) == 0
-    config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 256
-    assert config.max_position_embeddings == 256
-    assert config.rope_parameters["rope_theta"] >= rope_base_bound(255, 8).base
 
 
 def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_rows():

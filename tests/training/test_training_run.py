@@ -17,7 +17,7 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 import faults
 from faults import FAULTS, log, losses, make, make_environments
 from torch._dynamo.backends.debugging import aot_eager
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from hf_longctx import FoxForCausalLM
 from hf_longctx.corpus import stdlib_text
@@ -25,8 +25,6 @@ from hf_longctx.training.adapters import load_adapter
 from hf_longctx.training.data import TokenDataset, collate
 from hf_longctx.training.models import make_config, make_model
 from hf_longctx.training.run import prepare_model, train
-from hf_longctx.training.sequence_parallel import SequenceParallelTrainer
-from hf_longctx.training.trainer import LongContextTrainer
 
 
 STEPS, SAVE_STEPS = 5, 2
@@ -234,12 +232,3 @@ def test_a_second_run_reads_in_all_processes_what_the_first_has_written(apart, t
     )
     second |= dict(max_length=32, max_steps=1, gradient_accumulation_steps=1)
     assert apart(second, faults.train_and_be_late, first, processes=2) == 0
-
-
-def test_the_members_of_trainer_that_are_overridden_are_known():
-    """A release of transformers that renames a private one would leave ours uncalled."""
-    overridden = {kind: sorted(vars(kind).keys() & set(dir(Trainer)) - {"__doc__", "__module__", "__init__"})
-                  for kind in (LongContextTrainer, SequenceParallelTrainer)}  # fmt: skip
-    own = {kind: [name for name in names if not name.startswith("__")] for kind, names in overridden.items()}
-    assert own[LongContextTrainer] == ["_run_epoch", "create_optimizer"]
-    assert own[SequenceParallelTrainer] == ["get_eval_dataloader", "get_train_dataloader", "prediction_step"]
