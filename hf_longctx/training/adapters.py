@@ -84,11 +84,6 @@ def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
     return {**{name: str(value) for name, value in shape.items()}, "names": names, "weights": digest.hexdigest()}
 
 
-def save_fingerprint(base: dict[str, Any], folder: Path) -> None:
-    """Save the fingerprint of a base beside its adapter."""
-    (folder / BASE).write_text(json.dumps(base, indent=1) + "\n")
-
-
 def load_adapter(model, folder: str | Path) -> PeftModel:
     """Load an adapter of `finetune` on its base.
 
@@ -127,4 +122,4 @@ def _leaf_name(model, module):
     return next(name for name, other in _leaves(model) if other is module)
 
 
-__all__ = ["add_lora", "load_adapter", "model_fingerprint", "save_fingerprint"]
+__all__ = ["BASE", "add_lora", "load_adapter", "model_fingerprint"]

@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from ..corpus import split_mixture
 from .config import RunConfig
 from .data import FLAGS, DocumentDataset, StreamedTokenDataset, TokenDataset, digest, encode, pack, source_digest
-from .run_folder import digest_of, last_checkpoint
+from .run_folder import checkpoints, digest_of
 
 
 class Datasets(NamedTuple):
@@ -71,7 +71,7 @@ def open_rows(args: RunConfig, source: str, part: str, tokenizer, eos: int | Non
     packed_from = [tokenizer.get_vocab(), tokenizer.chat_template, source_digest(source), args.text_column, part]
     path = folder / "data" / f"{digest_of(packed_from)[:16]}.npy"
     if not path.exists():
-        if part == "train" and last_checkpoint(folder) is not None:
+        if part == "train" and checkpoints(folder):
             raise ValueError(
                 f"{source} is not the data that the run in {folder} has packed. Resume with the same data, or with the "
                 f"tokens in {folder / 'data'}, or give another --output_dir."

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase, PrinterCallback
+from transformers import AutoConfig, AutoTokenizer, PrinterCallback
 from transformers.utils.generic import is_flash_attention_requested
 
-from .adapters import add_lora, load_adapter, model_fingerprint, save_fingerprint
+from .adapters import BASE, add_lora, load_adapter, model_fingerprint
 from .config import FinetuneConfig, RunConfig, parse, write_yaml
 from .data import collate
 from .loss_in_pieces import LossInPieces, fits
@@ -27,7 +27,7 @@ from .run_folder import (
     choose_checkpoint,
     claim,
     fingerprint,
-    remove_other_checkpoints,
+    remove_later_checkpoints,
     say,
 )
 from .sequence_parallel import SequenceParallelTrainer, SequenceShard, check_model
@@ -55,7 +55,7 @@ def train(args: RunConfig) -> int:
             f"One process sees {args.n_gpu} GPUs. Start `torchrun --nproc-per-node {args.n_gpu} -m hf_longctx "
             f"{args.command} ...` to use all, or set CUDA_VISIBLE_DEVICES=0."
         )
-    tokenizer = load_tokenizer(args)
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
     config = make_config(args, tokenizer)
     with args.main_process_first(local=False):
         in_use = claim(folder)  # closing the file would release the folder
@@ -77,7 +77,7 @@ def train(args: RunConfig) -> int:
     if args.should_save:
         (folder / "config.yaml").write_text(write_yaml(args))
         (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
-        remove_other_checkpoints(folder, checkpoint)
+        remove_later_checkpoints(folder, checkpoint)
     PartialState().wait_for_everyone()
     say(describe(args, model, checkpoint))
 
@@ -96,17 +96,6 @@ def train(args: RunConfig) -> int:
     if in_use is not None:
         in_use.close()
     return 0
-
-
-def load_tokenizer(args: Any) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the settings, by default that of the model."""
-    name = args.tokenizer or args.model
-    try:
-        return AutoTokenizer.from_pretrained(name)  # ty: ignore[invalid-explicit-return] - never None
-    except (ValueError, OSError) as error:
-        raise ValueError(
-            f"--tokenizer {name} cannot be loaded ({str(error).splitlines()[0]}). Give the folder or Hub name of one."
-        ) from error
 
 
 def prepare_model(args: RunConfig, model: Any) -> Any:
@@ -212,8 +201,7 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
         return
     (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to trust
     if isinstance(args, FinetuneConfig) and args.use_peft:
-        assert base is not None
-        save_fingerprint(base, unfinished)
+        (unfinished / BASE).write_text(json.dumps(base, indent=1) + "\n")
         if args.merge:
             shutil.rmtree(folder / "adapter", ignore_errors=True)
             unfinished.rename(folder / "adapter")

@@ -49,7 +49,7 @@ def say(text: str) -> None:
 
 
 def claim(folder: Path) -> TextIO | None:
-    """Make the folder of a run.
+    """Make the folder of a run, and remove what a killed run has left incomplete.
 
     Returns:
         a file that keeps other processes out of the folder until it is closed, however this process ends; None in all
@@ -70,7 +70,9 @@ def claim(folder: Path) -> TextIO | None:
         fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"Another process trains in {folder}; wait for it, or give a new --output_dir.") from error
-    shutil.rmtree(folder / ".model", ignore_errors=True)  # of a run that was killed while it saved
+    incomplete = [path for path in checkpoints(folder).values() if not (path / COMPLETE).exists()]
+    for path in (folder / ".model", *incomplete):  # of a run that was killed while it saved
+        shutil.rmtree(path, ignore_errors=True)
     return in_use
 
 
@@ -119,31 +121,26 @@ def digest_of(value: Any) -> str:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints in a folder by step, ascending, incomplete ones included."""
+    """Return the checkpoints in a folder by step, ascending."""
     found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """Return the last complete checkpoint in a folder, or None."""
-    return next((path for path in reversed(checkpoints(folder).values()) if (path / COMPLETE).exists()), None)
-
-
 def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from, the last complete one unless one is named; None at the beginning."""
+    """Return the checkpoint to resume from, the last one unless one is named; None at the beginning."""
     if name in (None, "true", "True"):
-        return last_checkpoint(folder)
+        return next(reversed(checkpoints(folder).values()), None)
     path = Path(str(name))
     if path.resolve().parent != folder.resolve() or not (path / COMPLETE).exists():
         raise ValueError(f"--resume_from_checkpoint must be a complete checkpoint in {folder}, got {name}.")
     return path
 
 
-def remove_other_checkpoints(folder: Path, last: Path | None) -> None:
-    """Remove the checkpoints after the one to resume from, and incomplete ones."""
+def remove_later_checkpoints(folder: Path, last: Path | None) -> None:
+    """Remove the checkpoints after the one to resume from."""
     resumed = 0 if last is None else int(last.name.removeprefix("checkpoint-"))
     for step, path in checkpoints(folder).items():
-        if step > resumed or not (path / COMPLETE).exists():
+        if step > resumed:
             shutil.rmtree(path)
 
 
@@ -170,11 +167,11 @@ class MarkComplete(TrainerCallback):
 __all__ = [
     "MarkComplete",
     "check_fingerprint",
+    "checkpoints",
     "choose_checkpoint",
     "claim",
     "digest_of",
     "fingerprint",
-    "last_checkpoint",
-    "remove_other_checkpoints",
+    "remove_later_checkpoints",
     "say",
 ]

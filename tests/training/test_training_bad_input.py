@@ -276,7 +276,6 @@ RUNS = [
             "conversations as in Alpaca": '{"instruction": "x", "input": "", "output": "y"}',
         }.items()
     ),
-    refused("no such tokenizer", run(tokenizer="./none"), "--tokenizer .*none cannot be loaded.*Give the folder"),
     *(
         refused(
             name, after(damaged("config.yaml", ""), run(resume_from_checkpoint=path)), "must be a complete checkpoint"
