@@ -3,8 +3,8 @@
     python -m scripts.bench.attention [--lengths 1024 4096 16384]
 
 Times are medians of alternating rounds, ratios are to plain causal SDPA within a round, and memory is what one call
-adds to the peak of a fresh process. Dense bias and eager are left out beyond --largest-quadratic. On a GPU: python -m
-scripts.bench.gpu.bench, which measures the Triton kernels and their peers.
+adds to the peak of a fresh process. Dense bias and eager are left out beyond --largest-quadratic. For a GPU, see
+scripts.bench.gpu.check.
 """
 
 import statistics
