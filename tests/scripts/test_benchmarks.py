@@ -16,7 +16,6 @@ from transformers import AutoConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
-    "attention": "--lengths 32 --rounds 1",
     "generate": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
     "generate --cache static": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
     "gpu.step": "--device cpu --rounds 1",
@@ -26,10 +25,8 @@ TINY = {
     "hmt speed": "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
-    "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "generate --cache static": 3, "gpu.step": 7, "gpu.tune": 5, "pruned": 3}
-ROWS["hmt speed"] = 12
+ROWS = {"generate": 3, "generate --cache static": 3, "gpu.step": 7, "gpu.tune": 5, "pruned": 3, "hmt speed": 12}
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 
 
@@ -44,13 +41,10 @@ def load(load_script, monkeypatch):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of the interpreter's numpy
 @pytest.mark.parametrize("name", [pytest.param(name, marks=ON_CPU) if "gpu" in name else name for name in TINY])
 @torch.compiler.set_stance("force_eager")
-def test_benchmark(load, name, tmp_path, capsys, monkeypatch):
+def test_benchmark(load, name, tmp_path, capsys):
     if name == "gpu.tune":
         pytest.importorskip("triton")
     module, output = load(name.split()[0]), tmp_path / "x.json"
-    if name == "import_time":  # as it would of transformers and of our package, which take seconds
-        statements = {"decimal": "import decimal", "fractions": "import decimal, fractions"}
-        monkeypatch.setattr(module, "STATEMENTS", statements)
     module.main([*name.split()[1:], *TINY[name].split(), "--output", str(output)])
     printed, result = capsys.readouterr().out, json.loads(output.read_text())
     assert len(result["rows"]) == ROWS.get(name, 2)  # gpu.step: FLA is not installed
