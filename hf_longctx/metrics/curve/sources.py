@@ -15,8 +15,10 @@ class SourceTest(NamedTuple):
 
     Attributes:
         length: tokens in the target.
-        f, anova_p: one-way analysis of variance.
-        h, kruskal_p: Kruskal-Wallis, which does not assume a normal distribution.
+        f: statistic of the one-way analysis of variance.
+        anova_p: its p-value.
+        h: statistic of Kruskal-Wallis, which does not assume a normal distribution.
+        kruskal_p: its p-value.
     """
 
     length: int
