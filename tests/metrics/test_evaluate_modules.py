@@ -174,7 +174,7 @@ def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, token
         assert curve_module.compute(corpus=corpus, tokenizer=tokenizer, **options)["points"] == named["points"]
     with pytest.raises(ValueError, match=r"corpus must be a text or the path of one, got 'no/book\.txt'"):
         curve_module.compute(corpus="no/book.txt", tokenizer=tokenizer, **options)
-    with pytest.raises(ValueError, match="a text needs tokenizer=.*, a tokenizer or its name, got 3"):
+    with pytest.raises(ValueError, match=r"a text needs tokenizer=.*, a tokenizer or its name, got 3"):
         curve_module.compute(corpus=TEXT, tokenizer=3, **options)
 
 
