@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import public_name
-from .engine import Unreadable
+from .engine import UnsupportedInput
 from .greedy import GreedyCompletions
 from .prompts import PromptReader, Scores, scores_of_entries
 
@@ -126,7 +126,7 @@ class ServedModel(PromptReader):
         Raises:
             ConnectionError, RuntimeError: as for the class.
             ValueError: the reply has not one entry per token, or its tokens are others.
-            Unreadable: the prompt is longer than the server allows.
+            UnsupportedInput: the prompt is longer than the server allows.
         """
         prompt = [int(i) for i in ids]
         if max(prompt) >= self.vocab_size:
@@ -192,9 +192,9 @@ class ServedModel(PromptReader):
             except urllib.error.HTTPError as error:
                 message = read_message(error)
                 kind = Denied if error.code in (401, 403) else RuntimeError
-                kind = Unreadable if TOO_LONG.search(message) else kind
+                kind = UnsupportedInput if TOO_LONG.search(message) else kind
                 failure = kind(f"{url} answered {error.code}: {message}{self._advice(kind)}")
-                if error.code not in PASSING or isinstance(failure, Unreadable):
+                if error.code not in PASSING or isinstance(failure, UnsupportedInput):
                     raise failure from None
                 retry_after = error.headers.get("Retry-After", "")
                 wait = float(retry_after) if retry_after.isdigit() else wait
