@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .rope.result import RopeLayers as RopeLayers
     from .rope.result import RopeReport as RopeReport
     from .run.journal import Journal as Journal
-    from .run.offline import OfflineModel as OfflineModel
+    from .run.prompts import OfflineModel as OfflineModel
     from .run.reader import LocalReader as LocalReader
     from .run.reader import Reader as Reader
     from .run.reader import reader_for as reader_for
@@ -87,7 +87,7 @@ _NAMES = {
     "run.runner": "Run",
     "run.reader": "LocalReader Reader reader_for",
     "run.served": "ServedModel",
-    "run.offline": "OfflineModel",
+    "run.prompts": "OfflineModel",
     "rope.base": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table",
     "rope.bounds": "rope_context_bound rope_decay rope_inv_freq",
     "rope.result": "RopeLayers RopeReport",
