@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from .checks import whole_number
-from .curve.lengths import METHODS
-from .curve.points import CurvePoint
+from .curve.lengths import METHODS, CurvePoint
 from .curve.protocol import scored_tokens
 from .tasks.curve import ForgettingCurve
 from .tasks.loss import PositionLoss

@@ -11,7 +11,7 @@ from tiny_models import CORPUS, Oracle, RemoteCode, tiny_gpt2, tiny_llama
 from torch import nn
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics import ForgettingCurve, Run
+from hf_longctx.metrics import Curve, ForgettingCurve, Run, Subject
 from hf_longctx.metrics import forgetting_curve as measure
 from hf_longctx.metrics.curve import protocol as core
 from hf_longctx.metrics.run.journal import content_hash
@@ -252,6 +252,11 @@ def test_random_data_are_tokens_of_text():
     assert curve.settings["id_range"] == [10, 31] and curve.settings["skipped_ids"] == 8
     with pytest.raises(ValueError, match=r"id_range=\(28, 31\) leaves no choice of random ids: 4 of them"):
         forgetting_curve(model, None, tokenizer=Vocabulary(), id_range=(28, 31), **options)
+
+
+def test_the_lengths_of_the_paper_reach_the_claim():
+    curve = Curve(preset="paper").on(Subject(tiny_llama(max_position_embeddings=64), tokens=CORPUS))
+    assert curve.lengths == [*range(2, 65, 2)] and {trial.inputs for trial in curve.trials({})} == {20}
 
 
 # -- special tokens
