@@ -132,7 +132,7 @@ def test_the_frame_tells_what_holds(base, frame, tmp_path):
 
 def test_without_replies_nothing_is_found_in_them(tmp_path):
     silent = lines([True], lines=10, tokens=200)
-    write_report([NeedleGrid.of_cells([NeedleCell(answers(True), 100, 0.5, [40])]), silent], tmp_path / "report.html")
+    write_report([NeedleGrid.of_parts([NeedleCell(answers(True), 100, 0.5, [40])]), silent], tmp_path / "report.html")
     text = Page(tmp_path / "report.html").text
     assert "repl" not in text and "found" not in text and text.count("the model's first choice") == 2
     assert silent.summary() == "given token for token: 100% of 10 lines (200 tokens); 1 repeat"
