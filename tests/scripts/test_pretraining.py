@@ -86,7 +86,7 @@ def test_documents_are_read_once_and_held_out_by_project(corpus, tmp_path):
     held_out = corpus.read_documents(folder / "held_out.xz")
     assert len(documents) == len(set(documents)) and not set(documents) & set(held_out)
     assert facts["characters"] == {"some-package": sum(map(len, documents))}
-    tokens, rows = np.load(folder / "train.npy"), np.load(folder / "held_out.npy")
+    tokens, rows = np.load(folder / "train.npy"), np.load(folder / "held_out-256.npy")
     assert (tokens == 0).sum() == len(documents) and rows.shape == (len(held_out), 256) and (rows != 0).all()
 
 
