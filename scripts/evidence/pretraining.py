@@ -42,6 +42,7 @@ from hf_longctx.metrics import (
     needle_in_a_haystack,
     paired_differences,
     position_loss,
+    style,
 )
 from hf_longctx.metrics.report.paired import holm, interval, p_values
 from scripts.bench import common
@@ -204,7 +205,7 @@ def pass_size(args):
 
 def measure_retrieval(model, tokenizer, tokens, args):
     """Return a forgetting curve, a needle in code and line retrieval, as their JSON documents."""
-    lengths = [args.length // 32 * 2**i for i in range(8)]
+    lengths = [args.length // 32 * 2**i for i in range((16 * args.times).bit_length())]
     read = {"run": pass_size(args), "train_length": args.length}
     curve = forgetting_curve(model, tokens, tokenizer=tokenizer, lengths=lengths, repeats=args.repeats, **read)
     prompts = dict(lengths=args.prompts, depths=[0.0, 0.25, 0.5, 0.75, 1.0], repeats=args.repeats)
@@ -343,10 +344,11 @@ def table(result):
 
 
 def draw(result, path):
-    """Draw loss and copy accuracy by position."""
+    """Draw loss and copy accuracy by position, of the first six models, for which there are colours."""
     length, panels = result["settings"]["length"], {"loss by position": [], "forgetting curve": []}
     rows, times = best_rate(in_order(result)), result["settings"].get("times", 8)
-    for name, several in itertools.groupby(rows, key=lambda row: row["model"]):
+    by_model = itertools.groupby(rows, key=lambda row: row["model"])
+    for name, several in itertools.islice(by_model, len(style.MODELS)):
         several = list(several)
         places = range(2, len(several[0]["loss"]))
         losses = [[row["loss"][i] for row in several] for i in places]
