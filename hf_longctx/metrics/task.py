@@ -318,7 +318,8 @@ class Task:
 
     def __init_subclass__(cls, **keywords):
         super().__init_subclass__(**keywords)
-        Task.tasks[cls.name] = cls
+        if "name" in vars(cls):
+            Task.tasks[cls.name] = cls
 
     def __post_init__(self):
         self.fill(**{entry.name: entry.check(getattr(self, entry.name)) for entry in options(type(self))})

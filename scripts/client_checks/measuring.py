@@ -7,28 +7,26 @@ import subprocess
 import torch
 
 from hf_longctx.corpus import load_tokens
-from scripts.client_checks.checks import check, load, load_tokenizer, token_ids
+from scripts.client_checks.checks import check, load, load_tokenizer
 from scripts.client_checks.inference import program, served
 
 
 COUNTS = "lengths whose counts differ from the model's"
 
 
-@check("evaluate, three modules", "evaluate", "modules whose result is not that of the function", 0)
+@check("evaluate, our modules", "evaluate", "modules whose result is not that of the function", 0)
 def evaluate_modules(folder):
     import evaluate
 
-    from hf_longctx.metrics import evaluate_modules, forgetting_curve, position_loss, rope_report
+    from hf_longctx.metrics import evaluate_modules, forgetting_curve, rope_report
 
     evaluate_modules.register()
-    model, corpus = load(folder), token_ids(1, 512)[0].tolist()
+    model = load(folder)
     random = dict(lengths=[8, 24], repeats=2, data_type="random", seed=1)
-    text = dict(corpus=corpus, context_length=64)
-    curve, loss = forgetting_curve(model, None, **random), position_loss(model, corpus, context_length=64)
+    curve = forgetting_curve(model, None, **random)
     verdict = rope_report(model.config).to_dict()["verdict"] if folder.name == "llama" else "no RoPE"
     expected = {
         "forgetting_curve": (random, "summary", curve.summary()),
-        "position_loss": (text, "summary", loss.summary()),
         "rope_base_check": ({}, "verdict", verdict),
     }
     results = {name: evaluate.load(name).compute(model=str(folder), **row[0]) for name, row in expected.items()}

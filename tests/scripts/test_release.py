@@ -18,7 +18,7 @@ CHANGES = [  # a file, its new content, and what is then missing
     (None, None, None),
     ("CHANGELOG.md", "## Unreleased: 0.2.0\n", 'must be "0.2.0 (YYYY-MM-DD)", got "Unreleased: 0.2.0"'),
     ("CHANGELOG.md", "## 0.1.0 (2026-12-01)\n", 'got "0.1.0 '),
-    ("hf_longctx/hub/card.py", FILES["hf_longctx/hub/card.py"].strip() + "  # a placeholder\n", "is a placeholder"),
+    ("hf_longctx/hub/card.py", 'SOURCE = ""\n', "must be the address of the repository"),
     ("model_cards/fox-demo/README.md", "A card.\n", "does not name https://github.com/somebody"),
     ("README.md", "Load hf-longctx/fox-demo.\n", "README.md names the placeholder"),
     ("new", None, "not committed"),
