@@ -1,4 +1,4 @@
-"""What users of `hf-longctx train` get wrong."""
+"""Mistakes of users of `hf-longctx train` and `finetune`."""
 
 import shutil
 import subprocess
@@ -251,7 +251,7 @@ FINETUNING = [
 RUNS = [
     refused("text of less than a row", run(max_length=4096), "tokens; one sequence needs 4096"),
     refused(
-        "tokens that are no integers",
+        "tokens that are not integers",
         after(write("real.npy", np.zeros(999)), run(data="./real.npy")),
         "must hold integers, .* got float64 in 1 dim",
     ),
@@ -300,7 +300,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a finished run, beside its text."""
+    """The folder of a finished run, next to its text."""
     folder = tmp_path_factory.mktemp("finished")
     text = folder / "text.txt"
     text.write_text("The fox forgets what it no longer needs. " * 40)
