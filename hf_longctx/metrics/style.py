@@ -110,7 +110,7 @@ def name_differences(axes, differences) -> None:
     """Write above the axes in what results differ that are drawn together; see `report.comparison.differences`."""
     if differences:
         axes.set_title(
-            textwrap.fill(literal("not alike: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING
+            textwrap.fill(literal("different: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING
         )
 
 
