@@ -29,14 +29,6 @@ def whole_number(name: str, value, least: float = -math.inf) -> int:
     return number
 
 
-def numbers(name: str, values) -> list:
-    """Return the values as a list; raise ValueError if this is not a list of numbers."""
-    listed = [*values] if isinstance(values, Iterable) and not isinstance(values, str) else None
-    if listed is None or not all(hasattr(value, "__float__") for value in listed):
-        raise ValueError(f"{name} must be a list of numbers, got {values!r}.")
-    return listed
-
-
 def public_name(name: str) -> str:
     """Return a name that means the same on every machine: of a path, its last component.
 

@@ -30,14 +30,14 @@ import copy
 import dataclasses
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from .checks import check_token_ids, numbers, public_name, whole_number
+from .checks import check_token_ids, public_name, whole_number
 from .result import Result
 from .run.journal import content_hash
 
@@ -113,11 +113,6 @@ class Trial(NamedTuple):
 class Missing(str):
     """The reason why a trial has no score."""
 
-    @classmethod
-    def of(cls, entry: Any) -> Any:
-        """Return the score that an entry of a journal holds, or the reason for its absence."""
-        return cls(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
-
 
 # Options -------------------------------------------------------------------------------------------------------------
 
@@ -168,7 +163,13 @@ class Option(NamedTuple):
             return None
         if not self.listed:
             return self.check_one(value)
-        values = [self.check_one(one) for one in numbers(self.name, value)]
+        if (
+            isinstance(value, str)
+            or not isinstance(value, Iterable)
+            or not all(hasattr(x, "__float__") for x in value)
+        ):
+            raise ValueError(f"{self.name} must be a list of numbers, got {value!r}.")
+        values = [self.check_one(one) for one in value]
         if not values or any(a >= b for a, b in pairwise(values)):
             raise ValueError(
                 f"{self.name} must be one or more numbers in strictly ascending order, got {values}. Give each once, and "
@@ -371,10 +372,6 @@ class Task:
         """Return further settings that the numbers depend on."""
         return {}
 
-    def labels(self) -> dict[str, Any]:
-        """Return further settings that change no number."""
-        return {}
-
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the settings that a trial's score depends on, and the others."""
         fields = {
@@ -384,7 +381,7 @@ class Task:
         selected = [entry.name for entry in options(type(self)) if entry.selects and entry.name in fields]
         selecting = {name: fields.pop(name) for name in selected}
         depends = {**self.subject.settings(self.uses_text()), **fields, **self.facts()}
-        return depends, selecting | self.subject.labels | self.labels()
+        return depends, selecting | self.subject.labels
 
 
 class Counts(NamedTuple):

@@ -11,14 +11,10 @@ from .reader import Reader
 
 def rank_and_world_size(reader: Reader) -> tuple[int, int]:
     """Return the rank of this process and the number of all that share the work: (0, 1) unless each has the model."""
-    if not several_processes() or reader.is_distributed:
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or reader.is_distributed:
         return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def several_processes() -> bool:
-    """Return whether torch.distributed is initialized."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return distributed.get_rank(), distributed.get_world_size()
 
 
 def process_rank() -> int:
@@ -30,6 +26,11 @@ def wait() -> None:
     """Wait until all processes of torch.distributed are here."""
     if several_processes():
         torch.distributed.barrier()
+
+
+def several_processes() -> bool:
+    """Return whether torch.distributed is initialized."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def exchange(scores: dict, failure: BaseException | None, processes: int) -> tuple[dict, BaseException | None]:

@@ -63,43 +63,62 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
         BaseException: whatever ends the run early, with an attribute `result`: what was measured until then.
     """
     run, reader = run or Run(), subject.reader
-    rank, subject.processes = distributed.rank_and_world_size(reader)
+    rank, processes = distributed.rank_and_world_size(reader)
+    subject.processes = processes
     task = task.on(subject)
     depends_on, labels = task.settings()
-    longest = max(task.trials({}), key=lambda trial: trial.tokens)
-    check_claim(reader, longest.tokens)
+    longest = max(trial.tokens for trial in task.trials({}))
+    if reader.position_limit is None and reader.claimed_context is not None and longest > reader.claimed_context:
+        warnings.warn(
+            f"the longest input needs {longest} positions, more than the {reader.claimed_context} (max_position_embeddings) "
+            "that the model claims to support. It is measured all the same.",
+            stacklevel=3,
+        )
+    path, settings = run.journal, {"metric": task.result.kind, **depends_on}
+    if processes > 1:
+        settings |= {"process": rank, "processes": processes}
+    if path is not None:
+        path, settings = f"{path}.{rank}" if rank else path, settings | reader.identity()
     options: dict[str, Any] = dict(total=0, smoothing=0, disable=not run.progress or rank > 0)
-    with open_journal(task, depends_on, run, rank) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
+    with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
-    outcome = result_of(task, journal.done, depends_on | labels | facts(reader, run), failure)
-    if failure is None and not outcome.measured:
-        failure = not_measured(outcome)
+    outcome = result_of(task, scores_of(journal), depends_on | labels | facts(reader, run), failure)
+    if failure is None and not outcome.measured:  # a mistake, if only the positions do not reach
+        reasons = [*dict.fromkeys(outcome.missing.values())]
+        kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
+        failure = kind(f"nothing could be measured: {'; '.join(reasons)}.")
     if failure is None:
         return outcome
     failure.result = outcome if outcome.measured or outcome.missing else None  # ty: ignore[missing-attribute]
-    told = outcome.summary() if outcome.measured else "nothing had been measured"
-    failure.add_note(f"What had been measured is in this error's .result: {told}")
+    said = outcome.summary() if outcome.measured else "nothing had been measured"
+    failure.add_note(f"What had been measured is in this error's .result: {said}")
     raise failure
 
 
 def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> BaseException | None:
     """Measure all trials that the task asks for, and return what ended the run early, or None.
 
-    Afterwards `journal.done` has what all processes have measured.
+    Each score is in the journal as soon as it is known. In the end `journal.done` has what all processes measured.
     """
-    subject, failure = task.subject, None
+    reader, processes, failure = task.subject.reader, task.subject.processes, None
     typical = first_ids(task.requests(min(task.trials({}), key=lambda trial: trial.tokens).key)[0])
-    typical = typical[: subject.reader.position_limit]
     try:
-        journal.done, _ = distributed.exchange(journal.done, None, subject.processes)
-        with subject.reader.reading(typical, run.tokens_per_pass):
-            while trials := unread(task, journal.done):
-                place = (rank + len(journal.done) // subject.processes) % subject.processes  # in turn, round by round
+        journal.done, _ = distributed.exchange(journal.done, None, processes)
+        with reader.reading(typical[: reader.position_limit], run.tokens_per_pass):
+            while trials := [trial for trial in task.trials(scores_of(journal)) if trial.key not in journal.done]:
+                place = (rank + len(journal.done) // processes) % processes  # in turn, round by round
+                costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
+                mine = share(costs, place, processes)
+                bar.total += sum(costs[key] for key in mine)
                 try:
-                    measure(task, share(trials, subject.reader, place, subject.processes), journal, bar)
+                    for trial in trials:
+                        if trial.key in mine:
+                            bar.set_postfix_str(f"{trial.tokens:,} tokens")
+                            journal.append(trial.key, measure_one(task, trial))
+                            bar.update(costs[trial.key])
                 except Exception as error:
                     failure = error
-                journal.done, failure = distributed.exchange(journal.done, failure, subject.processes)
+                journal.done, failure = distributed.exchange(journal.done, failure, processes)
                 if failure is not None:
                     return failure
     except BaseException as error:
@@ -107,25 +126,21 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
     return failure
 
 
-def open_journal(task: Task, depends_on: dict[str, Any], run: Run, rank: int) -> Journal:
-    """Open the journal of this process."""
-    reader, settings = task.subject.reader, {"metric": task.result.kind, **depends_on}
-    if task.subject.processes > 1:
-        settings |= {"process": rank, "processes": task.subject.processes}
-    if run.journal is None:
-        return Journal(None, settings)
-    return Journal(f"{run.journal}.{rank}" if rank else run.journal, settings | reader.identity())
+def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
+    """Return the trials of this process: the costliest are dealt out first, to the process with the least to do."""
+    loads, owner = [0.0] * processes, {}
+    for key in sorted(costs, key=lambda key: -costs[key]):
+        owner[key] = loads.index(min(loads))
+        loads[owner[key]] += costs[key]
+    return [key for key in costs if owner[key] == rank]
 
 
-def check_claim(reader: Reader, tokens: int) -> None:
-    """Warn if the longest input is longer than the context that the model claims."""
-    claimed = reader.claimed_context
-    if reader.position_limit is None and claimed is not None and tokens > claimed:
-        warnings.warn(
-            f"the longest input needs {tokens} positions, more than the {claimed} (max_position_embeddings) that the model "
-            "claims to support. It is measured all the same.",
-            stacklevel=4,
-        )
+def scores_of(journal: Journal) -> dict[Key, Any]:
+    """Return the scores by key, or the reason where there is none."""
+    return {
+        key: Missing(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
+        for key, entry in journal.done.items()
+    }
 
 
 def facts(reader: Reader, run: Run) -> dict[str, Any]:
@@ -137,49 +152,19 @@ def facts(reader: Reader, run: Run) -> dict[str, Any]:
     return how | size_and_hardware(getattr(reader, "model", None), reader.device)
 
 
-def unread(task: Task, entries: dict[Key, Any]) -> list[Trial]:
-    """Return the trials that the task asks for and that have no score."""
-    scores = {key: Missing.of(entry) for key, entry in entries.items()}
-    return [trial for trial in task.trials(scores) if trial.key not in scores]
-
-
 def result_of(
-    task: Task, entries: dict[Key, Any], settings: dict[str, Any], failure: BaseException | None = None
+    task: Task, scores: dict[Key, Any], settings: dict[str, Any], failure: BaseException | None
 ) -> TaskResult:
     """Make the result of the trials that the task asks for; a journal may have others too."""
-    scores = {key: Missing.of(entry) for key, entry in entries.items()}
     trials = [trial.key for trial in task.trials(scores)]
     measured = {key: scores[key] for key in trials if key in scores and not isinstance(scores[key], Missing)}
     missing = {key: str(scores[key]) for key in trials if isinstance(scores.get(key), Missing)}
     if failure is not None:
         missing |= dict.fromkeys([key for key in trials if key not in scores], "interrupted")
-        settings = settings | {"interrupted": describe(failure)}
+        cause = "Ctrl-C" if isinstance(failure, KeyboardInterrupt) else str(failure) or type(failure).__name__
+        settings = settings | {"interrupted": cause.splitlines()[0][:200]}
     measured, missing = task.summarize(measured, missing)
     return task.result(measured, settings, missing)
-
-
-def not_measured(outcome: TaskResult) -> Exception:
-    """Return the error of a run that measured nothing: a mistake, if only the positions do not reach."""
-    reasons = [*dict.fromkeys(outcome.missing.values())]
-    kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
-    return kind(f"nothing could be measured: {'; '.join(reasons)}.")
-
-
-def describe(failure: BaseException) -> str:
-    """Describe what ended a run, in one line."""
-    if isinstance(failure, KeyboardInterrupt):
-        return "Ctrl-C"
-    return (str(failure) or type(failure).__name__).splitlines()[0][:200]
-
-
-def measure(task: Task, trials: list[Trial], journal: Journal, bar: tqdm) -> None:
-    """Read and score trials, and write each score into the journal as soon as it is known."""
-    costs = {trial.key: trial.inputs * task.subject.reader.cost(trial.tokens) for trial in trials}
-    bar.total = (bar.total or 0) + sum(costs.values())
-    for trial in trials:
-        bar.set_postfix_str(f"{trial.tokens:,} tokens")
-        journal.append(trial.key, measure_one(task, trial))
-        bar.update(costs[trial.key])
 
 
 def measure_one(task: Task, trial: Trial) -> Any:
@@ -235,12 +220,3 @@ def first_ids(request: Request) -> np.ndarray:
     if isinstance(request, Predict):
         return request.rows[0]
     return request.ids[:-1] if isinstance(request, Score) else request.prompt
-
-
-def share(trials: list[Trial], reader: Reader, rank: int, processes: int) -> list[Trial]:
-    """Return the trials of this process: the costliest are dealt out first, to the process with the least to do."""
-    loads, owner = [0.0] * processes, {}
-    for trial in sorted(trials, key=lambda trial: -trial.inputs * reader.cost(trial.tokens)):
-        owner[trial.key] = loads.index(min(loads))
-        loads[owner[trial.key]] += trial.inputs * reader.cost(trial.tokens)
-    return [trial for trial in trials if owner[trial.key] == rank]

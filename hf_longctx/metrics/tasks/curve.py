@@ -403,21 +403,18 @@ class Curve(Task):
         return [low, high]
 
     def facts(self):
-        if self.uses_text():
-            if self.irrelevant is None:
-                return {}
-            return {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
-        if not self.skipped:
-            return {}
-        return {"skipped_ids": len(self.skipped), "skipped_sha256": content_hash(sorted(self.skipped))}
-
-    def labels(self):
-        tokenizer = self.subject.tokenizer
-        if not self.uses_text() or not hasattr(tokenizer, "decode"):
-            return {}
-        sample = self.subject.text[:10_000].tolist()
-        text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
-        return {"bytes_per_token": round(len(text.encode()) / len(sample), 2)}
+        facts, tokenizer = {}, self.subject.tokenizer
+        if not self.uses_text():
+            if self.skipped:
+                facts = {"skipped_ids": len(self.skipped), "skipped_sha256": content_hash(sorted(self.skipped))}
+            return facts
+        if self.irrelevant is not None:
+            facts |= {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
+        if hasattr(tokenizer, "decode"):  # to compare models of other tokenizers in bytes
+            sample = self.subject.text[:10_000].tolist()
+            text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
+            facts["bytes_per_token"] = round(len(text.encode()) / len(sample), 2)
+        return facts
 
     def trials(self, scores):
         if self.protocol == "reference":
