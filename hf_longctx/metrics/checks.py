@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterable
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 import numpy as np
 
@@ -89,19 +86,3 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
             f"(0 .. {vocab_size - 1}). The text was probably encoded with the tokenizer of another model."
         )
     return ids.astype(np.int64)
-
-
-def entries(values, kind: type, key: Callable[[Any], Any] | None = None) -> tuple:
-    """Return the parts of a result as a tuple.
-
-    Raises:
-        ValueError: one is not of this kind, or two have the same `key(part)`.
-    """
-    values = tuple(values) if isinstance(values, Iterable) else (values,)
-    strangers = [value for value in values if not isinstance(value, kind)]
-    if strangers:
-        raise ValueError(f"expected a list of {kind.__name__}, got {strangers[0]!r} in it.")
-    counts = Counter(map(key, values)) if key else Counter()
-    if key and len(counts) < len(values):
-        raise ValueError(f"two of the {kind.__name__} are of {counts.most_common(1)[0][0]}; give one of each.")
-    return values

@@ -123,7 +123,6 @@ def test_a_length_that_fails_ends_what_is_sure_below():
     points = [CurvePoint(n, [int(n // 2 * share)] * 10, [0] * 10) for n, share in accuracies.items()]
     curve = ForgettingCurve.of_points(points)
     assert curve.interval("fine").low == 100
-    assert curve.first_failures() == {"fine": 200, "coarse": 800}
     assert "word for word up to 100 tokens [100 to 800]. Measured" in curve.summary()
 
 

@@ -65,12 +65,11 @@ def test_journal_of_another_run(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("a precious text", "is no journal"),
-        ("a precious text\n", "is no journal: line 1"),
-        ("[]\n", "is no journal: line 1"),
-        ('{"format": 1}\n', "is no journal: line 1"),
-        ('{"format": 2, "settings": {}}\n', "has format 2, and this version of hf-longctx reads up to 1"),
-        ('{"format": 1, "settings": {}}\n{"key": 1, "re\n{"key": 2, "result": 3}\n', "is a damaged journal: line 2"),
+        ("a precious text", "is not a journal"),
+        ("a precious text\n", "is not a journal, or is damaged"),
+        ('{"format": 1}\n', "is not a journal, or is damaged .*settings"),
+        ('{"format": 2, "settings": {}}\n', "must have format 1, got 2"),
+        ('{"format": 1, "settings": {}}\n{"key": 1, "re\n{"key": 2, "result": 3}\n', "is damaged"),
     ],
 )
 def test_other_files_are_left_alone(tmp_path, content, message):

@@ -17,9 +17,8 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
 
     Lines are means over repeats, ribbons one population standard deviation to each side, triangles the worst repeat.
     Green are the lengths whose typical text is copied above 99 %, blue those that are copied better than guessed, as
-    far as memory reaches significantly; red are those that it does not reach. A ring is the first length that fails
-    after others have passed. The upper axis counts what the model reads, 2n + 3 tokens at length n, and a line marks
-    where they are as many as `train_length`. See `Result.plot`.
+    far as memory reaches significantly; red are those that it does not reach. The upper axis counts what the model
+    reads, 2n + 3 tokens at length n, and a line marks where that is `train_length`. See `Result.plot`.
     """
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
@@ -31,7 +30,6 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     axes.plot(lengths, [p.copy_worst for p in curve.points], **worst, label="copy accuracy of the worst repeat")
     draw_accuracy(axes, lengths, [(p.lm_mean, p.lm_std) for p in curve.points], style.LM, "s", "LM accuracy")
     axes.axhline(0.99, color=style.INK, linewidth=0.8, linestyle=":", zorder=2, label="99 %: copied word for word")
-    mark_failures(axes, curve)
     said = f"{curve.copies_in_words()}; {curve.exact_in_words()} (95 % CI in brackets)."
     notes = [f"mean and standard deviation of {curve.repeats_in_words}"]
     notes += [form.format(curve.settings[name]) for name, form in SMALL_PRINT.items() if name in curve.settings]
@@ -79,19 +77,6 @@ def mark_input(axes, train_length: int, right: float) -> bool:
     left_of_line = dict(xytext=(-3, 0), textcoords="offset points", rotation=90, ha="right", va="center")
     axes.annotate(words, (length, 0.62), **left_of_line, fontsize=9, color=style.INK)
     return True
-
-
-def mark_failures(axes, curve) -> None:
-    """A ring around the first length that fails as fine after others passed; as coarse too, if any memory is sure."""
-    failures = curve.first_failures()
-    if not curve.interval("coarse").low:
-        failures.pop("coarse", None)  # what had passed was luck
-    if failures:
-        accuracy = {p.length: p.copy_mean for p in curve.points}
-        ring = dict(marker="o", markersize=11, markerfacecolor="none", markeredgecolor=style.INK, linestyle="none")
-        words = ", ".join(f"{length:,} ({method})" for method, length in failures.items())
-        lengths = list(failures.values())
-        axes.plot(lengths, [accuracy[n] for n in lengths], **ring, zorder=5, label=f"first failure: {words}")
 
 
 def area_of(point, intervals) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..checks import check_token_ids, entries
+from ..checks import check_token_ids
 from ..curve.adaptive import locate
 from ..curve.intervals import ENOUGH, SEPARATE, LengthInterval, length_interval
 from ..curve.lengths import METHODS, CurvePoint, MemoryLength, memory_lengths
@@ -67,7 +67,10 @@ class ForgettingCurve(TaskResult):
         not_measured: dict[int, str] | None = None,
     ) -> Self:
         """Return the curve of these points; `not_measured` says why a length has none."""
-        points = sorted(entries(points, CurvePoint, lambda p: f"length {p.length}"), key=lambda p: p.length)
+        points = sorted(points, key=lambda p: p.length)
+        twice = [a.length for a, b in pairwise(points) if a.length == b.length]
+        if twice:
+            raise ValueError(f"points must be of different lengths, got two of length {twice[0]}.")
         scores = {
             p.length: {"copy": [*p.copy_correct], "LM": [*p.lm_correct]}
             | ({} if p.begin_locs is None else {"begins": [*p.begin_locs]})
@@ -123,14 +126,6 @@ class ForgettingCurve(TaskResult):
     def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
         """What `interval` has computed: a card asks for it a dozen times."""
         return {}
-
-    def first_failures(self) -> dict[str, int]:
-        """By method, the first length that fails after others have passed, if there is one.
-
-        Passing lengths beyond it are either a dip of the curve or luck.
-        """
-        first_runs = {method: self.memory_lengths[f"{method}_first_run"] for method in METHODS}
-        return {method: run.next_tested for method, run in first_runs.items() if run and run.next_tested is not None}
 
     @property
     def repeats_in_words(self) -> str:
