@@ -192,13 +192,6 @@ def test_other_metrics_need_log_probabilities(model):
         position_loss(connect(server), CORPUS, context_length=20, sequences=1, bos_token_id=1)
 
 
-def test_nobody_there(model):
-    with serving(model) as server:
-        url = server.url
-    with pytest.raises(ConnectionError, match=r"/models cannot be reached"):
-        ServedModel(url, retries=1, backoff=0.01)
-
-
 def drop_entry(choice):
     del choice["prompt_logprobs"][5:7]
     return choice
