@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from .evaluate_modules import module_path as module_path
     from .evaluate_modules import register as register
     from .read import read_result as read_result
-    from .report.card import card_snippet as card_snippet
     from .report.card import eval_results as eval_results
     from .report.comparison import comparison_table as comparison_table
     from .report.comparison import plot_comparison as plot_comparison
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 # Public names by the module that defines them.
 _NAMES = {
     "evaluate_modules": "module_path register",
-    "report.card": "card_snippet eval_results",
+    "report.card": "eval_results",
     "report.comparison": "comparison_table plot_comparison",
     "read": "read_result",
     "result": "Number Result",

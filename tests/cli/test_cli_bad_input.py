@@ -89,7 +89,7 @@ FILES = [
     ("push {empty} alice/fox --dry-run", "lacks config.json or"),
     ("push {pickled} alice/fox --dry-run", r"pytorch_model\.bin is a pickle"),
     ("push {fox} fox --dry-run", "give NAMESPACE/NAME"),
-    ("push position_loss https://huggingface.co/alice/loss --dry-run", "give NAMESPACE/NAME"),
+    ("push forgetting_curve https://huggingface.co/alice/curve --dry-run", "give NAMESPACE/NAME"),
     ("push {fox} alice/fox --revision= --dry-run", "'' is not a name of a branch or tag"),
     ("push {fox} fox --write-card", "give NAMESPACE/NAME"),
     ("compare", "give result files, or --counts FILE.csv"),
