@@ -159,47 +159,45 @@ class Option(NamedTuple):
 
     def check(self, value: Any) -> Any:
         """Return the value in plain types; raise ValueError if it does not fit."""
-        if value is None and self.default is None:
-            return None
+        if (value is None and self.default is None) or self.kind is np.ndarray:
+            return value
         if not self.listed:
-            return self.check_one(value)
-        if (
-            isinstance(value, str)
-            or not isinstance(value, Iterable)
-            or not all(hasattr(x, "__float__") for x in value)
-        ):
+            values = [value]
+        elif isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError(f"{self.name} must be a list of numbers, got {value!r}.")
-        values = [self.check_one(one) for one in value]
+        else:
+            values = [*value]
+        for i, one in enumerate(values):
+            if self.choices and one not in self.choices:
+                raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {one!r}.")
+            if self.kind is int:
+                one = whole_number(self.name, one)
+            elif self.kind is dict and isinstance(one, str):
+                try:
+                    one = json.loads(one)
+                except ValueError as error:
+                    raise ValueError(f"{self.name} must be a JSON object, got {one!r} ({error}).") from error
+            elif self.kind is float and not isinstance(one, bool) and hasattr(one, "__float__"):
+                one = float(one)
+            if not isinstance(one, self.kind):
+                kinds: dict[type, str] = {
+                    bool: "True or False",
+                    str: "a text",
+                    float: "a number",
+                    dict: "a JSON object",
+                }
+                raise ValueError(f"{self.name} must be {kinds[self.kind]}, got {one!r}.")
+            low, high = self.least, self.most
+            if (low is not None and not one >= low) or (high is not None and not one <= high):
+                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise ValueError(f"{self.name} must be {bounds}, got {one}.")
+            values[i] = one
         if not values or any(a >= b for a, b in pairwise(values)):
             raise ValueError(
                 f"{self.name} must be one or more numbers in strictly ascending order, got {values}. Give each once, and "
                 "the smallest first."
             )
-        return values
-
-    def check_one(self, value: Any) -> Any:
-        """Return a value, or one of a list, in plain types."""
-        if self.kind is np.ndarray:
-            return value
-        if self.choices and value not in self.choices:
-            raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}.")
-        if self.kind is int:
-            value = whole_number(self.name, value)
-        elif self.kind is dict and isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ValueError(f"{self.name} must be a JSON object, got {value!r} ({error}).") from error
-        elif self.kind is float and not isinstance(value, bool) and hasattr(value, "__float__"):
-            value = float(value)
-        if not isinstance(value, self.kind):
-            kinds: dict[type, str] = {bool: "True or False", str: "a text", float: "a number", dict: "a JSON object"}
-            raise ValueError(f"{self.name} must be {kinds[self.kind]}, got {value!r}.")
-        low, high = self.least, self.most
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ValueError(f"{self.name} must be {bounds}, got {value}.")
-        return value
+        return values if self.listed else values[0]
 
 
 def options(task: type[Task]) -> list[Option]:

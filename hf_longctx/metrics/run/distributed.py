@@ -22,11 +22,9 @@ def process_rank() -> int:
     return rank_and_world_size()[0]
 
 
-def exchange(scores: dict, failure: BaseException | None, processes: int) -> tuple[dict, BaseException | None]:
+def exchange(scores: dict, failure: BaseException | None) -> tuple[dict, BaseException | None]:
     """Collect the scores of all processes, and a failure if one of them had one."""
-    if processes == 1:
-        return scores, failure
-    everyone: list[Any] = [None] * processes
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (scores, repr(failure) if failure else None))
     for rank, (_, message) in enumerate(everyone):
         if message and failure is None:

@@ -48,12 +48,12 @@ class Journal(AbstractContextManager):
 
     def __init__(self, path: str | os.PathLike | None, settings: dict[str, Any]):
         self.path = None if path is None else Path(path)
-        self.settings = json.loads(_line(settings))
+        self.settings = json.loads(json.dumps(settings))
         self.done: dict[Any, Any] = {}
         self._file: Any = None
         if self.path is None:
             return
-        header = _line({"format": FORMAT, "settings": self.settings})
+        header = json.dumps({"format": FORMAT, "settings": self.settings}).encode() + b"\n"
         content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         if whole:
@@ -74,10 +74,11 @@ class Journal(AbstractContextManager):
             result: JSON values. Numbers must be finite.
 
         Raises:
-            ValueError: the key is there already, or key or result are not such values.
+            ValueError: the key is there already, or a number is not finite.
+            TypeError: key or result are not such values.
             OSError: the part cannot be written, as when the disk is full; `done` has the part all the same.
         """
-        line = _line({"key": key, "result": result})
+        line = json.dumps({"key": key, "result": result}, allow_nan=False).encode() + b"\n"
         entry = json.loads(line)
         key = entry["key"]
         key = tuple(key) if isinstance(key, list) else key
@@ -135,10 +136,3 @@ def content_hash(ids) -> str:
     True
     """
     return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()
-
-
-def _line(entry) -> bytes:
-    try:
-        return json.dumps(entry, allow_nan=False).encode() + b"\n"
-    except TypeError as error:
-        raise ValueError(f"a journal holds JSON values only: {error}.") from None

@@ -83,14 +83,14 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
     outcome = result_of(task, scores_of(journal), depends_on | labels | facts(reader, run), failure)
-    if failure is None and not outcome.measured:  # a mistake, if only the positions do not reach
+    if failure is None and not outcome.scores:  # a mistake, if only the positions do not reach
         reasons = [*dict.fromkeys(outcome.missing.values())]
         kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
         failure = kind(f"nothing could be measured: {'; '.join(reasons)}.")
     if failure is None:
         return outcome
-    failure.result = outcome if outcome.measured or outcome.missing else None  # ty: ignore[missing-attribute]
-    said = outcome.summary() if outcome.measured else "nothing had been measured"
+    failure.result = outcome if outcome.scores or outcome.missing else None  # ty: ignore[missing-attribute]
+    said = outcome.summary() if outcome.scores else "nothing had been measured"
     failure.add_note(f"What had been measured is in this error's .result: {said}")
     raise failure
 
@@ -103,12 +103,13 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
     reader, processes, failure = task.subject.reader, task.subject.processes, None
     typical = first_ids(task.requests(min(task.trials({}), key=lambda trial: trial.tokens).key)[0])
     try:
-        journal.done, _ = distributed.exchange(journal.done, None, processes)
+        if processes > 1:
+            journal.done, _ = distributed.exchange(journal.done, None)
         with reader.reading(typical[: reader.position_limit], run.tokens_per_pass):
             while trials := [trial for trial in task.trials(scores_of(journal)) if trial.key not in journal.done]:
                 place = (rank + len(journal.done) // processes) % processes  # in turn, round by round
                 costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
-                mine = share(costs, place, processes)
+                mine = share(costs, place, processes) if processes > 1 else costs.keys()
                 bar.total += sum(costs[key] for key in mine)
                 try:
                     for trial in trials:
@@ -118,7 +119,8 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
                             bar.update(costs[trial.key])
                 except Exception as error:
                     failure = error
-                journal.done, failure = distributed.exchange(journal.done, failure, processes)
+                if processes > 1:
+                    journal.done, failure = distributed.exchange(journal.done, failure)
                 if failure is not None:
                     return failure
     except BaseException as error:
