@@ -52,11 +52,6 @@ def add_remote_code(parser: Any) -> None:
     """Add arguments that say which files of a model are taken; see `source`."""
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of MODEL on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    parser.add_argument(
-        "--code-revision",
-        metavar="REVISION",
-        help="branch, tag or commit of the code, where the code is in another repository than the weights",
-    )
 
 
 def source(args: Namespace, file: bool = False) -> dict[str, Any]:
@@ -71,10 +66,8 @@ def source(args: Namespace, file: bool = False) -> dict[str, Any]:
         check_model_name(args.model)
     if args.revision is not None and Path(args.model).is_dir():
         raise ValueError(f"--revision {args.revision} is for a model on the Hub, and {args.model} is a folder.")
-    if args.code_revision is not None and not args.trust_remote_code:
-        raise ValueError("--code-revision needs --trust-remote-code; without it, no code of the model is run.")
-    options = {"revision": args.revision, "code_revision": args.code_revision}
-    return {"trust_remote_code": args.trust_remote_code} | {k: v for k, v in options.items() if v is not None}
+    revision = {} if args.revision is None else {"revision": args.revision}
+    return {"trust_remote_code": args.trust_remote_code, **revision}
 
 
 def check_model_name(name: str) -> None:

@@ -166,10 +166,10 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serving(model, key="secret") as server, serving(model) as other:
-        with pytest.raises(RuntimeError, match=r"401: invalid key. No key was sent.*--api-key-env NAME"):
+        with pytest.raises(RuntimeError, match=r"401: invalid key. The key is named by --api-key-env"):
             connect(server)
         assert set(server.keys) == {None}
-        with pytest.raises(RuntimeError, match=r"401: invalid key.*answer to the key that was given"):
+        with pytest.raises(ValueError, match=r"401: invalid key"):
             connect(server, model="tiny", api_key="wrong")
         endpoint = connect(server, api_key="secret")
         assert "secret" not in repr(endpoint)

@@ -148,7 +148,7 @@ class ServedModel(PromptReader):
         try:
             entries = self._send("/models")["data"]
         except (RuntimeError, LookupError, TypeError) as error:  # few servers lack the list, but nothing depends on it
-            if isinstance(error, RuntimeError) and (model is None or isinstance(error, Denied)):
+            if model is None and isinstance(error, RuntimeError):
                 raise
             entries = []
         names = [entry.get("id") for entry in entries]
@@ -189,10 +189,10 @@ class ServedModel(PromptReader):
                     return json.loads(reply.read())
             except urllib.error.HTTPError as error:
                 message = read_message(error)
-                kind = Denied if error.code in (401, 403) else RuntimeError
-                kind = UnsupportedInput if TOO_LONG.search(message) else kind
-                failure = kind(f"{url} answered {error.code}: {message}{self._advice(kind)}")
-                if error.code not in PASSING or isinstance(failure, UnsupportedInput):
+                kind = UnsupportedInput if TOO_LONG.search(message) else RuntimeError
+                advice = ". The key is named by --api-key-env, or api_key=..." if error.code in (401, 403) else ""
+                failure = kind(f"{url} answered {error.code}: {message}{advice}")
+                if error.code not in PASSING or kind is UnsupportedInput:
                     raise failure from None
                 retry_after = error.headers.get("Retry-After", "")
                 wait = float(retry_after) if retry_after.isdigit() else wait
@@ -206,19 +206,6 @@ class ServedModel(PromptReader):
                 )
                 time.sleep(wait)
         raise failure
-
-    def _advice(self, kind):
-        if kind is not Denied:
-            return ""
-        if self._key:
-            return ". This is the answer to the key that was given: look whether it is the right one."
-        return (
-            ". No key was sent; name the environment variable that holds it: --api-key-env NAME, or give api_key=..."
-        )
-
-
-class Denied(RuntimeError):
-    """The server does not accept the key, or asks for one."""
 
 
 def read_message(error: urllib.error.HTTPError) -> str:
