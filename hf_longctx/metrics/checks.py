@@ -1,4 +1,4 @@
-"""Checks of what callers give: counts, lengths, token ids, the parts of a result."""
+"""Checks of arguments: counts, lengths, token ids."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
     """
     ids = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     if ids.size == 0:
-        raise ValueError(f"{name} is empty: there is nothing to measure on. Was the text empty?")
+        raise ValueError(f"{name} is empty. Give the ids of a text.")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
             f"{name} must be a flat sequence of token ids, got {ids if ids.ndim == 0 else f'{ids.dtype} of shape {ids.shape}'}. "

@@ -86,7 +86,7 @@ def test_words_of_the_picture(words):
             "fades | early",
             "black mark: where both readings fill the training context",
         ),
-        "not alike: data (random, order); longest lengths (5120, 640)",
+        "different: data (random, order); longest lengths (5120, 640)",
     ):
         assert expected in picture
 
@@ -152,7 +152,7 @@ def test_settings_that_are_not_alike_are_named(tmp_path, change, words):
 
 def test_losses_of_several_lengths_are_named(tmp_path, words):
     losses = {"one": PositionLoss.of_mean([1.0] * 3, 2), "two": PositionLoss.of_mean([1.0] * 4, 2)}
-    assert "not alike: context lengths (3, 4)" in words(compare, losses)
+    assert "different: context lengths (3, 4)" in words(compare, losses)
     text = compare(losses, tmp_path / "losses.md")
     assert "Not alike: context lengths (3, 4)." in text and "| two | 1.000 | 1.000 | 2.72 | 4 | 2 |" in text
 

@@ -1,4 +1,4 @@
-"""The picture of a forgetting curve."""
+"""The figure of a forgetting curve."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def logarithmic(lengths) -> bool:
 
 
 def mark_input(axes, train_length: int, right: float) -> bool:
-    """Mark the length whose input is as long as the training context; False if it lies outside of the picture."""
+    """Mark the length whose input is as long as the training context; False if it lies outside of the figure."""
     length = (train_length - 3) / 2
     if length > right:
         return False
@@ -92,13 +92,13 @@ def area_of(point, intervals) -> str:
 def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, float, str]]:
     """Stretches of an axis from `left` to `right` around the measured lengths: start, end, and what they show.
 
-    A border is in the middle of two lengths, by their ratio on a logarithmic axis.
+    A boundary is in the middle of two lengths, by their ratio on a logarithmic axis.
     """
     intervals = {method: curve.interval(method) for method in METHODS}
     lengths = [p.length for p in curve.points]
     middles = [(a * b) ** 0.5 if log else (a + b) / 2 for a, b in pairwise(lengths)]
-    borders = [left, *middles, right]
-    stretches = [(*ends, area_of(point, intervals)) for ends, point in zip(pairwise(borders), curve.points)]
+    edges = [left, *middles, right]
+    stretches = [(*ends, area_of(point, intervals)) for ends, point in zip(pairwise(edges), curve.points)]
     groups = [list(group) for _, group in groupby(stretches, key=lambda stretch: stretch[2])]
     return [(group[0][0], group[-1][1], group[0][2]) for group in groups]
 

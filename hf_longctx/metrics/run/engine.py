@@ -27,7 +27,7 @@ from .model import first_parameter, text_config
 
 # Tokens and logits per pass: small where memory is what they cost, large where a device waits for work
 TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
-LOGITS_PER_PASS = {"cpu": 2**24, "accelerator": 2**26}
+LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
 
@@ -188,8 +188,8 @@ def check_causal(
 ) -> None:
     """Read a trial again with other ids in its second half: the logits of the first half must stay.
 
-    The border has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
-    NaN pass: whoever counts them says where they are.
+    The boundary has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
+    NaN pass: the runner reports where they are.
 
     Args:
         ids: the trial, (1, T) int64, T >= 3.
@@ -200,11 +200,11 @@ def check_causal(
     """
     if logits.shape[1] < ids.shape[1]:  # a model that returns the last logits only, or not those asked for
         return
-    border = ids.shape[1] // 2 | 1
+    boundary = ids.shape[1] // 2 | 1
     distinct = np.unique(ids) if (ids != ids[0, 0]).any() else np.unique([ids[0, 0], 0, 1])
     others = distinct[(np.searchsorted(distinct, ids) + 1) % len(distinct)]
-    changed = read(np.concatenate([ids[:, :border], others[:, border:]], axis=1))
-    before, after = (x[:, :border].float() for x in (logits, changed))
+    changed = read(np.concatenate([ids[:, :boundary], others[:, boundary:]], axis=1))
+    before, after = (x[:, :boundary].float() for x in (logits, changed))
     dtypes = {
         p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1
     }  # no quantized ones

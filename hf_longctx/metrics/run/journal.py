@@ -1,4 +1,4 @@
-"""A measurement that survives being killed: every finished part is one line of a file as soon as it is finished.
+"""A journal: every finished part of a measurement is a line of a file, from which a killed run resumes.
 
     with Journal("curve.jsonl", settings) as journal:
         for length in lengths:

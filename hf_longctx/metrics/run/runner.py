@@ -1,4 +1,4 @@
-"""Run a task on a subject: journal, several processes, progress, and what is left after an interruption."""
+"""Run a task on a subject: journal, several processes, progress bar, partial results after an interruption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .model import size_and_hardware
 from .reader import Reader
 
 
-BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # counts cost, not trials: long inputs are slow
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # counts costs, not trials, as long inputs are slow
 OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -36,10 +36,10 @@ class Run:
     also KeyboardInterrupt, has an attribute `result`: what was measured until then, or None.
 
     Attributes:
-        journal: path of a file that gets a line for every finished trial. Given again after a crash, the run resumes
-            there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no file.
+        journal: path of a file that gets a line for every finished trial. After a crash, a run with the same path
+            resumes there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no file.
         tokens_per_pass: memory budget: most tokens in a forward pass, see `engine.Engine`.
-        progress: show a progress bar, in work to do: long inputs count for more than their tokens.
+        progress: show a progress bar by cost: long inputs count for more than their tokens.
 
     Raises:
         ValueError: tokens_per_pass is below 1.
@@ -60,7 +60,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     Raises:
         ValueError: an option does not fit, which is raised before the model runs; or nothing could be measured, the
             journal is of another run, or a logit is NaN.
-        BaseException: whatever ends the run early, with an attribute `result`: what was measured until then.
+        BaseException: the error that ends the run early, with an attribute `result`: the partial result, or None.
     """
     run, reader = run or Run(), subject.reader
     rank, processes = distributed.rank_and_world_size(reader)

@@ -1,7 +1,7 @@
 """The forgetting curve: how far a model copies what it has read (Liu et al. 2024, section 3).
 
-What a model reads is in `curve.protocol`, which lengths an adaptive measurement needs in `curve.adaptive`, what counts
-show for sure in `curve.intervals`, and the paper's lengths in `curve.lengths`: plain functions that know no task.
+Inputs are in `curve.protocol`, the lengths of an adaptive measurement in `curve.adaptive`, confidence intervals in
+`curve.intervals`, and the paper's lengths in `curve.lengths`: plain functions that do not use the task.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class ForgettingCurve(TaskResult):
     def coarse_length(self) -> MemoryLength:
         """The paper's coarse length: the largest measured length copied at least 1 % better than guessed.
 
-        One of many lengths passes by chance, also where nothing is remembered: `interval` says what is sure.
+        One of many lengths passes by chance, even where nothing is remembered; `interval` is significant.
         """
         return self.memory_lengths["coarse_max"]
 
@@ -155,9 +155,7 @@ class ForgettingCurve(TaskResult):
     def unlike(self, other, *more):
         settings = self.settings, other.settings
         if any(s.get("protocol") == "adaptive" for s in settings):
-            return (
-                "the adaptive protocol stops where it is sure of one model; measure both with the reference protocol"
-            )
+            return "the adaptive protocol stops where the lengths of one model are significant; measure both with the reference protocol"
         random = [s.get("data_type") == "random" for s in settings]
         if not any(random) and any("corpus_sha256" not in s for s in settings):
             return "a text without a hash may be another"
@@ -454,7 +452,7 @@ class Curve(Task):
         reasons = {length: reason for (length, *_), reason in missing.items()}
         readable = {key: score for key, score in scores.items() if reasons.get(key[0], "interrupted") == "interrupted"}
         measured = joined(readable)
-        if "interrupted" in reasons.values():  # nobody knows which of the others would have been needed
+        if "interrupted" in reasons.values():  # which of the others would be needed is not known
             reasons |= dict.fromkeys([length for length in self.samples if length not in reasons], "interrupted")
         return measured, {length: reason for length, reason in sorted(reasons.items()) if length not in measured}
 

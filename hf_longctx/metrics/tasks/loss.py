@@ -339,7 +339,7 @@ def draw_losses(
     """
     from .. import style
 
-    figure.set_layout_engine("constrained", h_pad=0.12)  # inches, so that the two axes are told apart
+    figure.set_layout_engine("constrained", h_pad=0.12)  # inches between the two axes
     above, below = figure.subplots(2, 1, sharex=True)
     longest = max(result.context_length for result in results)
     for result, colour in zip(results, cycle(style.MODELS)):
