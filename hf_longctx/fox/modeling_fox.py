@@ -511,10 +511,9 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         skip_logits: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the next token, and with labels the loss.
+        """Return the logits of the next token, and with labels the loss. Other arguments are those of `FoxModel`.
 
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache: as in `FoxModel`.
             labels: (B, T), int64, the token ids themselves, shifted here; -100 is not scored.
             logits_to_keep: the positions that have logits, as in `keep_positions`. Default 0: all.
             skip_logits: with labels, make the loss piece by piece and return no logits, if the head allows it.

@@ -292,7 +292,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Task:
-    """How something is measured. A subclass is a frozen dataclass of `option`s, whose docstring is the help.
+    """How something is measured. A subclass is a frozen dataclass of `option` fields, whose docstring is the help.
 
     Attributes:
         name: name of the command, and of the files of a report.

@@ -32,7 +32,8 @@ class RopeLayers:
         layers: how many there are; None if the config does not tell.
         rope_type: the scaling type; None if these layers have no rotary embedding, and nothing below then applies.
         base: rope_theta.
-        head_dim, rotary_dim: dimensions of a query or key head, and those of them that rotate.
+        head_dim: dimensions of a query or key head.
+        rotary_dim: those of them that rotate.
         max_distance: the largest distance these layers attend over at the claimed context.
         context_bound: L_theta of eq. 17, so that B_m < 0 first at context_bound + 1; None if there is no violation up
             to m = 4194304 and max_distance.
