@@ -37,9 +37,8 @@ def smollm2(load, monkeypatch, tmp_path):
         (tmp_path / "text" / "train" / f"{book}.txt").write_text(stdlib_text("held_out")[:6000])
     (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
     monkeypatch.setitem(load("hmt_training").BACKBONES, "smollm2", tmp_path / "model")
-    for name in ("rope_smollm2", "rope_moments", "llama_to_fox"):
+    for name in ("rope_moments", "llama_to_fox"):
         monkeypatch.setattr(load(name), "SMOLLM2", tmp_path / "model")
     for name in ("facts", "perplexity", "recall_tokens", "neural_cache", "wrapping"):
         monkeypatch.setattr(load(f"hmt_{name}"), "TEXT", tmp_path / "text")
-    for name in ("rope_smollm2", "llama_to_fox"):
-        monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")
+    monkeypatch.setattr(load("llama_to_fox"), "TEXT", tmp_path / "text")
