@@ -12,7 +12,6 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 TINY = {  # rows of the result, and options
     "rope_base": (2, "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 10000 --seeds 0"),
-    "rope_moments": (2, "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 --tokens 64"),
     "llama_to_fox": (13, "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2"),
     "hmt_facts": (
         10,
@@ -20,10 +19,6 @@ TINY = {  # rows of the result, and options
         "--most-asked 4 --rounds 2 --seeds 0",
     ),
     "hmt_wrapping": (5, "--lengths 16 --sensory-tokens 4 --segments 3 --texts 2 --reply-segment 64 --new-tokens 4"),
-    "hmt_recall_tokens": (
-        4,
-        "--segment-length 32 --sensory-tokens 4 --earliest 6 --segments 1 --seeds 0 2",
-    ),
     "hmt_neural_cache": (
         2,
         "--segment-length 16 --sensory-tokens 4 --segments 5 --earliest 2 --seeds 0 2",
