@@ -31,14 +31,13 @@ def from_official(
     memory_tokens: int = 1,
     recall_mode: str = "paper",
 ) -> HMTWrapper:
-    """Wrap a backbone with parameters in the official naming.
+    """Wrap a backbone with parameters in the official naming. Other arguments are fields of `HMTConfig`.
 
     Args:
         backbone: causal LM; used, not copied.
         params: name to tensor: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
             `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
         segment_length: *new* tokens per segment: the official segment_length - 2 m - num_sensory.
-        sensory_tokens, memory_size, sum_fraction, recall, memory_tokens, recall_mode: as in `HMTConfig`.
 
     Raises:
         ValueError: a parameter is missing, unknown, or of the wrong shape.

@@ -77,17 +77,20 @@ LAYOUTS: dict[tuple[str, bool], type[Segments]] = {  # by recall_mode and recurr
 class HMTOutput(ModelOutput):
     """Output of `HMTWrapper`.
 
-    loss: scalar, with labels.
-    logits: (B, T, V), or those of `logits_to_keep`; 0 on padding.
-    state: `HMTState` after the last token, with `use_cache=True`.
-    recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
-        (those in the recalled pages, then the latest), 0 for a memory that a row does not have; None for a segment
-        without a recall (the first one, or one whose query is not complete).
-    recall_ends: with `output_recall=True`, like `recall_scores`, long: how many tokens of the text were read when each
-        memory was made; a memory is that of the last `segment_length` of them.
-    recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
-    memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d), 0 in a row without.
-    cache, past_key_values: the state, under the names that transformers has for what continues a text.
+    Attributes:
+        loss: scalar, with labels.
+        logits: (B, T, V), or those of `logits_to_keep`; 0 on padding.
+        state: `HMTState` after the last token, with `use_cache=True`.
+        recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
+            (those in the recalled pages, then the latest), 0 for a memory that a row does not have; None for a segment
+            without a recall (the first one, or one whose query is not complete).
+        recall_ends: with `output_recall=True`, like `recall_scores`, long: how many tokens of the text were read when
+            each memory was made; a memory is that of the last `segment_length` of them.
+        recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
+        memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d), 0 in a row
+            without.
+        cache: the state, under the name that transformers has for what continues a text.
+        past_key_values: the same, under the former name.
     """
 
     loss: Tensor | None = None
@@ -528,7 +531,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Args:
             backbone: a model (which is used, not copied), or the name or path of one.
             config: `HMTConfig`, copied; default `HMTConfig()`.
-            revision, kwargs: for `AutoModelForCausalLM.from_pretrained`, when a name or path is given.
+            revision: of the backbone on the Hub.
+            kwargs: for `AutoModelForCausalLM.from_pretrained`, when a name or path is given.
 
         Raises:
             TypeError: a backbone that is no causal LM of transformers, or a config that is no `HMTConfig`.

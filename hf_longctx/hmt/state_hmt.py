@@ -25,14 +25,16 @@ class HMTState:
     A call does not change its state: keep a state to branch off from it later. Weights are compared by `load` only: in
     one process, the memories of another model of the same settings are accepted, and are noise.
 
-    memory: for each retriever, by its name, what it remembers (`retriever_hmt.py`).
-    tail: (B, k + l), the last k tokens of the segment before, and the l tokens of the open segment, from the left.
-    lengths: how many tokens each row has read. Every L'-th of them is the last of a segment.
-    signature: architecture and settings of the model, which a call compares with its own.
-    prompt: what the open segment reads in front of its tokens, (B, n, d).
-    open_mask: (B, l), bool, False on padding of the open segment that the paper mode has read; None without padding.
-    kv_cache: keys and values of the open segments, which speed up the next call. They are never saved, and without
-        them the open segments are read again. `kv_mask` (B, P) is False, or 0, on their padding.
+    Attributes:
+        memory: for each retriever, by its name, what it remembers (`retriever_hmt.py`).
+        tail: (B, k + l), the last k tokens of the segment before, and the l tokens of the open segment, from the left.
+        lengths: how many tokens each row has read. Every L'-th of them is the last of a segment.
+        signature: architecture and settings of the model, which a call compares with its own.
+        prompt: what the open segment reads in front of its tokens, (B, n, d).
+        open_mask: (B, l), bool, False on padding of the open segment that the paper mode has read; None without
+            padding.
+        kv_cache: keys and values of the open segments, which speed up the next call. They are never saved, and without
+            them the open segments are read again. `kv_mask` (B, P) is False, or 0, on their padding.
     """
 
     memory: dict[str, dict[str, Any]]
