@@ -186,12 +186,6 @@ def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longes
 # What is told and written -------------------------------------------------------------------------------------------
 
 
-def print_first(message: str) -> None:
-    """Print a line, in one process only where several run."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        print(message)
-
-
 def log(message: str) -> None:
     """Print a line on stderr, in one process only where several run."""
     if int(os.environ.get("RANK", 0)) == 0:

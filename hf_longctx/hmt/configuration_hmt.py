@@ -67,7 +67,8 @@ class HMTConfig(PreTrainedConfig):
             Logits are equal. It needs `reread=False`; else it changes nothing. A call notices replaced weights and
             switched adapters, but not other changes in a backbone's code: set this to False and to True again, with a
             call between, to capture such a change.
-        backbone_name_or_path, backbone_revision: where the backbone was loaded from.
+        backbone_name_or_path: where the backbone was loaded from.
+        backbone_revision: its revision there.
         backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
             backbone from `backbone_name_or_path`. Only for a frozen backbone: its trained weights would be lost.
 

@@ -34,8 +34,11 @@ def from_official(
         backbone: causal LM; used, not copied.
         params: name to tensor: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
             `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
-        memory_size, recall, recall_mode, settings: fields of `HMTConfig`. Its segment_length counts *new* tokens: the
-            official segment_length - 2 m - num_sensory.
+        memory_size: as in `HMTConfig`, as are the other arguments.
+        recall: whether there are parameters of a recall.
+        recall_mode: default "paper".
+        settings: other fields of `HMTConfig`. Its segment_length counts *new* tokens: the official segment_length -
+            2 m - num_sensory.
 
     Raises:
         ValueError: a parameter is missing, unknown, or of the wrong shape.

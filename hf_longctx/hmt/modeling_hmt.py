@@ -63,16 +63,18 @@ from .state_hmt import HMTState, join_rows
 class HMTOutput(ModelOutput):
     """Output of `HMTWrapper`; `recall_*` and `memories` need `output_recall=True`.
 
-    loss: scalar, with labels.
-    logits: (B, T, V), or those of `logits_to_keep`; 0 on padding.
-    state: `HMTState` after the last token, with `use_cache=True`.
-    recall_scores: for each segment the recall weights (B, c) over the memories, oldest first (those in the recalled
-        pages, then the latest), 0 for a memory that a row does not have; None for a segment without a recall (the
-        first one, or one whose query is not complete).
-    recall_ends: like `recall_scores`, long: how many tokens of the sequence were read when each memory was made.
-    recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0 is no recall.
-    memories: the memory embeddings made in this call, each (B, m, d), 0 in a row without.
-    cache, past_key_values: the state, under transformers' names for a cache.
+    Attributes:
+        loss: scalar, with labels.
+        logits: (B, T, V), or those of `logits_to_keep`; 0 on padding.
+        state: `HMTState` after the last token, with `use_cache=True`.
+        recall_scores: for each segment the recall weights (B, c) over the memories, oldest first (those in the
+            recalled pages, then the latest), 0 for a memory that a row does not have; None for a segment without a
+            recall (the first one, or one whose query is not complete).
+        recall_ends: like `recall_scores`, long: number of tokens of the sequence up to the end of each memory.
+        recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0: no recall.
+        memories: the memory embeddings made in this call, each (B, m, d), 0 in a row without.
+        cache: the state, under transformers' name for a cache.
+        past_key_values: the state, under the former name.
     """
 
     loss: Tensor | None = None
@@ -502,7 +504,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Args:
             backbone: a model (which is used, not copied), or the name or path of one.
             config: `HMTConfig`, copied; default `HMTConfig()`.
-            revision, kwargs: for `AutoModelForCausalLM.from_pretrained`, when a name or path is given.
+            revision: that of the backbone on the Hub.
+            kwargs: for `AutoModelForCausalLM.from_pretrained`, when a name or path is given.
 
         Raises:
             TypeError: a backbone that is not a causal LM of transformers.

@@ -109,10 +109,6 @@ class MemoryPages:
         """Put pickles and deep copies into RAM: a second `PageFile` at the same path would write over the first."""
         return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
 
-    def emptied(self) -> "MemoryPages":
-        """Return pages like these without any embedding."""
-        return replace(self, rest=self.rest[:0], sums=self.sums[:0], members=(), blocks=())
-
     def __len__(self) -> int:
         """Return n, how many embeddings there are."""
         return len(self.blocks) * self.page_size + len(self.rest)

@@ -72,7 +72,7 @@ class Retriever:
         reads_hidden: whether `observe` needs the last hidden states of a segment.
         takes_file: whether `empty` takes a file.
         rows: the classes of values that are tuples with an object for each row, with the methods `map`, `to`,
-            `emptied`, `pack` and `unpack` of `MemoryPages`.
+            `pack` and `unpack` of `MemoryPages`.
     """
 
     columns = 0

@@ -25,13 +25,15 @@ class HMTState:
     A call does not change its state: keep a state to branch off from it later. Only `load` compares weights: in one
     process, the memories of another model of the same settings are accepted, and are noise.
 
-    memory: the memory of each retriever, by its name (`retriever_hmt.py`).
-    tail: (B, k + l), the last k tokens of the segment before, and the l tokens of the open segment, from the left.
-    lengths: how many tokens each row has read. Every L'-th of them is the last of a segment.
-    signature: architecture and settings of the model, which a call compares with its own.
-    open_mask: (B, l), bool, False on padding of the open segment that the paper mode has read; None without padding.
-    kv_cache: keys and values of the open segments, which speed up the next call. They are never saved, and without
-        them the open segments are read again. `kv_mask` (B, P) is False, or 0, on their padding.
+    Attributes:
+        memory: the memory of each retriever, by its name (`retriever_hmt.py`).
+        tail: the last k tokens of the previous segment and the l tokens of the open segment, (B, k + l).
+        lengths: number of tokens that each row has read. Every L'-th of them is the last of a segment.
+        signature: architecture and settings of the model, which a call compares with its own.
+        open_mask: False on padding of the open segment that the paper mode has read, (B, l), bool; None without any.
+        kv_cache: keys and values of the open segments, which speed up the next call. They are never saved, and without
+            them the open segments are read again.
+        kv_mask: False on padding of `kv_cache`, (B, P), bool; None without padding.
     """
 
     memory: dict[str, dict[str, Any]]
@@ -127,17 +129,6 @@ class HMTState:
         numbers = chosen.tolist()
         state = self.each(lambda x: take_rows(x, chosen), lambda rows: tuple(rows[i] for i in numbers))
         return replace(state, lengths=tuple(self.lengths[i] for i in numbers))
-
-    def restart_rows(self, rows: list[bool]) -> "HMTState":
-        """Return a state in which `rows` (B bools) have read nothing yet, without the key/value cache."""
-        if not any(rows):
-            return self
-        chosen = torch.tensor(rows, device=self.tail.device)
-        state = self.each(
-            lambda x: x.masked_fill(chosen.view(-1, *[1] * (x.dim() - 1)), 0),
-            lambda values: tuple(x.emptied() if row else x for row, x in zip(rows, values)),
-        )
-        return replace(state, lengths=tuple(0 if row else n for row, n in zip(rows, self.lengths)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Select rows in place, as beam search does with a `Cache`. `beam_idx`: (rows,), long."""

@@ -30,7 +30,8 @@ class Number(NamedTuple):
         metric: what the Hub calls it, such as "perplexity"; empty if it is not for a model card.
         name: the same in words, with its unit.
         value: a plain number, or a verdict.
-        low, high: where it lies with a confidence of 95 %; None for an end that is not known.
+        low: lower end of its 95 % confidence interval; None if it is not known.
+        high: upper end.
         sample: what it was measured on, such as "10 sequences".
         words: value and interval in words, where numbers do not say it all.
         more_is_better: whether a larger value is better.

@@ -227,9 +227,10 @@ class Subject:
         tokenizer: that of the model. Tasks that ask no questions in words need none, and then also take its name.
         tokens: the text, a flat sequence of ids, encoded without special tokens.
         context: longest input to measure with, in tokens. Default: the context that the model claims, else 4096.
-        bos_token_id, eos_token_id: default to those of the tokenizer, then of the model's configuration, each in place
-            of the other.
-        corpus_name, train_length: name of the text and context length of the training, in tokens, for the settings.
+        bos_token_id: default: that of the tokenizer, then of the model's configuration, then `eos_token_id`.
+        eos_token_id: default: that of the tokenizer, then of the model's configuration, then `bos_token_id`.
+        corpus_name: name of the text, for the settings.
+        train_length: context length of the training in tokens, for the settings.
 
     Raises:
         ValueError: an argument does not fit, or there is neither a BOS nor an EOS.
@@ -291,7 +292,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Task:
-    """How something is measured. A subclass is a frozen dataclass of `option`s, whose docstring is the help.
+    """How something is measured. A subclass is a frozen dataclass of `option` fields, whose docstring is the help.
 
     Attributes:
         name: of the command, and of the files of a report.
@@ -317,7 +318,8 @@ class Task:
 
     def __init_subclass__(cls, **keywords):
         super().__init_subclass__(**keywords)
-        Task.tasks[cls.name] = cls
+        if "name" in vars(cls):
+            Task.tasks[cls.name] = cls
 
     def __post_init__(self):
         self.fill(**{entry.name: entry.check(getattr(self, entry.name)) for entry in options(type(self))})

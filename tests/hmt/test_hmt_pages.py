@@ -204,7 +204,7 @@ def test_a_fact_ten_thousand_segments_back():
         state.lengths, state.memory = (8 * 10_001,), {"pages": {"embeddings": everything[:, -4:], "ends": ends}}
         state.memory["pages"]["pages"] = pages
         with_pages = model(ids, state=state, output_recall=True)
-        state.memory["pages"]["pages"] = (pages[0].emptied(),)
+        state.memory["pages"]["pages"] = (filled(everything[0, :0]),)
         without = model(ids, state=state, output_recall=True)
     assert with_pages.recall_distance.item() == 10_001
     assert with_pages.recall_scores[0].max() > 0.99

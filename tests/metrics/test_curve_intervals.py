@@ -14,9 +14,12 @@ from hf_longctx.metrics.curve.intervals import (
 from hf_longctx.metrics.curve.intervals import (
     test_result as t_test,
 )
-from hf_longctx.metrics.curve.lengths import margins
-from hf_longctx.metrics.curve.points import CurvePoint
+from hf_longctx.metrics.curve.lengths import CurvePoint, margins
 from hf_longctx.metrics.tasks.curve import ForgettingCurve
+
+
+def shown(point, method, level):
+    return t_test(point.margins(method), point.scored_tokens, level, method)
 
 
 def test_the_test_result_is_a_paired_t_test():
@@ -24,9 +27,8 @@ def test_the_test_result_is_a_paired_t_test():
     values = margins(point.copy_correct, point.lm_correct, 1000, "coarse")
     assert np.allclose(values, [0.03, 0.015, 0.03, 0.03, 0.027])
     p = scipy.stats.ttest_1samp(values, 0, alternative="greater").pvalue
-    assert t_test(values, 1000, 1.1 * p, "coarse") == point.test_result("coarse", 1.1 * p) == 1
-    assert t_test(values, 1000, 0.9 * p, "coarse") == 0
-    assert CurvePoint(2000, point.lm_correct, point.copy_correct).test_result("coarse", 0.001) == -1
+    assert shown(point, "coarse", 1.1 * p) == 1 and shown(point, "coarse", 0.9 * p) == 0
+    assert shown(CurvePoint(2000, point.lm_correct, point.copy_correct), "coarse", 0.001) == -1
 
 
 @pytest.mark.parametrize(
@@ -41,7 +43,7 @@ def test_the_test_result_is_a_paired_t_test():
     ids=["few-tokens", "many", "fails", "one-repeat", "at-the-threshold"],
 )
 def test_result_without_spread(point, expected):
-    assert point.test_result("coarse", 0.01) == expected
+    assert shown(point, "coarse", 0.01) == expected
 
 
 @pytest.mark.parametrize("good, bad", [(6, 0), (9, 1), (1, 7), (14, 6)])
@@ -51,7 +53,7 @@ def test_the_fine_length_is_a_sign_test_of_texts(good, bad):
     side = 1 if good > bad else -1
     p = scipy.stats.binomtest(max(good, bad), good + bad, alternative="greater").pvalue
     assert (point.copied, point.copy_worst) == (good, 0.99 if bad else 0.991)
-    assert point.test_result("fine", 1.01 * p) == side and point.test_result("fine", 0.99 * p) == 0
+    assert shown(point, "fine", 1.01 * p) == side and shown(point, "fine", 0.99 * p) == 0
 
 
 def test_six_perfect_texts_of_one_length_suffice_and_five_do_not():

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from hf_longctx.metrics.curve.intervals import p_values
-from hf_longctx.metrics.curve.lengths import METHODS
-from hf_longctx.metrics.curve.points import CurvePoint
+from hf_longctx.metrics.curve.lengths import METHODS, CurvePoint
 from hf_longctx.metrics.tasks.curve import ForgettingCurve
 
 

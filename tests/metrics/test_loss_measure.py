@@ -10,7 +10,6 @@ import transformers
 from tiny_models import LLAMA, RemoteCode, build
 
 from hf_longctx.metrics import Run, position_loss
-from hf_longctx.metrics.run import engine as engine_module
 from hf_longctx.metrics.run.engine import Engine
 from hf_longctx.metrics.run.logits import CACHES
 
@@ -40,15 +39,16 @@ def losses_of(model, bos, targets):
     return F.cross_entropy(logits[0].double(), torch.tensor(targets), reduction="none").numpy()
 
 
-def test_logits_in_parts_are_those_of_one_pass(model, monkeypatch):
+def test_logits_in_parts_are_those_of_one_pass(model):
     ids = CORPUS[:40]
     with torch.inference_mode():
         output = model(torch.tensor(ids)[None])
         whole = (output[0] if isinstance(output, tuple) else output.logits)[0]
     for tokens, rows, positions in ((7, 3, range(31, 38)), (100, 5, range(0, 40)), (13, 1000, range(39, 40))):
-        monkeypatch.setattr(engine_module, "LOGITS_PER_PASS", rows * 32)
         with torch.inference_mode():
-            parts = list(Engine(model, ids, tokens).logits(ids, positions))
+            engine = Engine(model, ids, tokens)
+            engine.logits_per_pass = rows * 32
+            parts = list(engine.logits(ids, positions))
         assert max(map(len, parts)) <= rows
         assert torch.allclose(torch.cat(parts), whole[positions.start : positions.stop], atol=1e-5), positions
 

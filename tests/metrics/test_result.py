@@ -83,14 +83,14 @@ def test_what_a_report_says_of_a_rope_base():
 
 
 def test_what_is_not_measured_has_no_number():
-    for result in (ForgettingCurve.of_points([]), NeedleGrid.of_cells([]), LineRetrieval.of_points([])):
+    for result in (ForgettingCurve.of_points([]), NeedleGrid.of_parts([]), LineRetrieval.of_parts([])):
         assert not result.measured and result.numbers() == [] == result.table().rows
 
 
 def test_a_dataset_has_a_name_and_an_identifier():
     assert ForgettingCurve.of_points([], {"corpus": "My Text, 2nd"}).dataset() == ("My Text, 2nd", "my-text-2nd")
     assert ForgettingCurve.of_points([], {"data_type": "random"}).dataset() == ("random tokens", "random-tokens")
-    assert LineRetrieval.of_points([]).dataset() == ("generated records", "line-retrieval")
+    assert LineRetrieval.of_parts([]).dataset() == ("generated records", "line-retrieval")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def cell(length, depth, *matches):
     return NeedleCell(answers, length, depth, [7] * len(matches))
 
 
-GRID = NeedleGrid.of_cells(
+GRID = NeedleGrid.of_parts(
     [cell(100, 0.0, True, False), cell(100, 0.5, True, True), cell(200, 0.0, False, False)], {"seed": 3}
 )
 
@@ -111,14 +111,14 @@ def test_grid():
         "given token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
     )
     assert GRID.units(100) == [[cell.answers[i] for cell in GRID.cells[:2]] for i in (0, 1)]
-    assert NeedleGrid.of_cells(()).summary() == "nothing measured"
+    assert NeedleGrid.of_parts(()).summary() == "nothing measured"
 
 
 def apart(depths, repeats, right=True):
     """Answers about haystacks of their own."""
     answers = [Answer(-1.0, 12, right, None, right)] * repeats
     cells = [NeedleCell(answers, 100, d / 10, [7] * repeats, range(d, 1000, 100)[:repeats]) for d in range(depths)]
-    return NeedleGrid.of_cells(cells)
+    return NeedleGrid.of_parts(cells)
 
 
 def test_an_interval_is_one_over_haystacks():
@@ -126,7 +126,7 @@ def test_an_interval_is_one_over_haystacks():
     (row,) = apart(11, 1).numbers()
     assert row.name == "needle in a haystack, token for token: 100 tokens"
     assert (row.interval(), row.sample) == ("0.7412 to 1", "11 questions")
-    shared = NeedleGrid.of_cells([cell(100, d / 10, True) for d in range(11)])
+    shared = NeedleGrid.of_parts([cell(100, d / 10, True) for d in range(11)])
     (row,) = shared.numbers()
     assert (row.interval(), row.sample) == ("", "11 questions about 1 haystack")
     assert [row.interval() for row in GRID.numbers()] == ["", ""]  # of two haystacks at each length

@@ -238,7 +238,7 @@ class OneId:
         ({"depths": [50.5]}, r"numbers from 0 to 1, .* got \[50.5\]"),
         ({"tokens": [400, 5]}, r"tokens\[0\] is 400"),
         ({"tokenizer": OneId()}, "does not know this language"),
-        ({"replies": True}, "Copier has no generate method; measure without replies: replies=False"),
+        ({"replies": True}, "Copier has no generate method; measure without responses: replies=False"),
         ({"lines": [0, 3]}, "lines must be from 1 to 15872, got 0"),
         ({"lines": [2], "tokenizer": OneId()}, "does not know this language"),
         (

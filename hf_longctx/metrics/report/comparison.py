@@ -254,7 +254,8 @@ def compare_counts(
 
     Args:
         models: by the name of the model, rows of (length in tokens, right answers, answers); see `read_counts`.
-        path, title: as for `compare`.
+        path: as for `compare`.
+        title: as for `compare`.
 
     Returns:
         a Markdown table.
@@ -314,7 +315,8 @@ def plot_comparison(
 
     Args:
         curves: by the name of the model, in the order of the bars.
-        path, title: as for `Result.plot`.
+        path: as for `Result.plot`.
+        title: as for `Result.plot`.
         train_lengths: context length of the training, in tokens, of those models where it is known.
 
     Raises:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .answers import holds_text
+import numpy as np
+
+from ..checks import check_token_ids
+from ..task import Ask, Task, Trial, option
+from .answers import REPLY_MARGIN, holds_text, opened_thought
 
 
 QUESTION = "What is the best thing to do in San Francisco?"
@@ -99,8 +105,44 @@ def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
     return Frame(*text.split(words))
 
 
-def chat_frame_of(task: Any) -> Frame | None:
-    """Return the frame of a task with the options `chat_template` and `chat_template_kwargs`; None without a chat."""
-    if task.chat_template_kwargs and not task.chat_template:
-        raise ValueError("chat_template_kwargs must come with chat_template, got it without. Add --chat-template.")
-    return chat_frame(task.subject.tokenizer, task.chat_template_kwargs) if task.chat_template else None
+@dataclass(frozen=True)
+class RetrievalTask(Task):
+    """The options and steps that all retrieval tasks share.
+
+    Attributes:
+        frame: what stands around the words of the user in a chat; None without a chat.
+        opened: the thought that the prompt opens, see `opened_thought`.
+    """
+
+    asks = True
+
+    chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    chat_template_kwargs: dict | None = option(
+        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
+    )
+    seed: int = option(0, "random seed of the prompts")
+    replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
+
+    def prepare(self):
+        subject = self.subject
+        if self.replies and not subject.reader.can_reply:
+            raise ValueError(
+                f"{subject.reader.settings()['model']} has no generate method; measure without responses: replies=False, or "
+                "--no-replies."
+            )
+        if self.chat_template_kwargs and not self.chat_template:
+            raise ValueError("chat_template_kwargs must come with chat_template, got it without. Add --chat-template.")
+        frame = chat_frame(subject.tokenizer, self.chat_template_kwargs) if self.chat_template else None
+        self.fill(frame=frame, opened=opened_thought(frame.tail if frame else ""))
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> np.ndarray:
+        """Return ids, which the model must know, as an array."""
+        return check_token_ids(ids, f"the {name} as the tokenizer encodes it", self.subject.reader.vocab_size)
+
+    def ask(self, prompt: np.ndarray, answer: np.ndarray) -> Ask:
+        """Return the request with this prompt and answer."""
+        return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN))
+
+    def trial(self, key: Any, tokens: int, questions: int) -> Trial:
+        """Return the trial of prompts that take so many tokens with their answers."""
+        return Trial(key, tokens + self.replies * REPLY_MARGIN, questions)

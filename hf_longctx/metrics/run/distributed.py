@@ -26,12 +26,6 @@ def process_rank() -> int:
     return torch.distributed.get_rank() if several_processes() else 0
 
 
-def wait() -> None:
-    """Wait until all processes of torch.distributed are here."""
-    if several_processes():
-        torch.distributed.barrier()
-
-
 def exchange(scores: dict, failure: BaseException | None, processes: int) -> tuple[dict, BaseException | None]:
     """Collect the scores of all processes, and a failure if one of them had one."""
     if processes == 1:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .engine import Unreadable
+from .engine import UnsupportedInput
 from .journal import Journal, content_hash
 
 
@@ -98,7 +98,7 @@ class GreedyCompletions:
         """Return the input's next id where the model predicts it, and -2 where it predicts another.
 
         Raises:
-            Unreadable: no text leads to a position, or the text of a response may be that of several tokens.
+            UnsupportedInput: no text leads to a position, or the text of a response may be that of several tokens.
         """
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         first, stop, workers = positions.start + 1, positions.stop + 1, self.server.concurrency
@@ -116,7 +116,7 @@ class GreedyCompletions:
         verdicts = np.array([*chain(*read)]).reshape(len(rows), -1)
         unsure = int((verdicts == "unsure").sum())
         if unsure:
-            raise Unreadable(
+            raise UnsupportedInput(
                 f"the responses do not tell the predicted tokens at {unsure} of {verdicts.size} positions, as they have no ids"
             )
         return np.where(verdicts == "right", rows[:, first:stop], ANOTHER)[inverse.reshape(-1)]

@@ -25,6 +25,10 @@ import numpy as np
 FORMAT = 1
 
 
+class OtherRun(ValueError):
+    """A journal holds a run with other settings."""
+
+
 class Journal(AbstractContextManager):
     """Results by key, kept in a JSONL file. Close it, or use it in a `with` statement.
 
@@ -38,8 +42,8 @@ class Journal(AbstractContextManager):
         done: the finished parts, `{key: result}`. Lists within keys are tuples here.
 
     Raises:
-        ValueError: the file is no journal, is damaged before its last line, or holds a run with other settings; the
-            message names what differs. The file is left as it was.
+        OtherRun: the file holds a run with other settings; the message names what differs.
+        ValueError: the file is no journal, or is damaged before its last line. It is left as it was.
     """
 
     def __init__(self, path: str | os.PathLike | None, settings: dict[str, Any]):
@@ -127,7 +131,7 @@ class Journal(AbstractContextManager):
             if written.get(name, missing) != self.settings.get(name, missing)
         ]
         if differing:
-            raise ValueError(
+            raise OtherRun(
                 f"{self.path} is a journal from another run: {'; '.join(differing)}. To resume it, use its settings; "
                 "to measure anew, give another path."
             )

@@ -16,7 +16,7 @@ from ... import __version__
 from ..checks import whole_number
 from ..task import Answered, Key, Missing, Predict, Request, Score, Subject, Task, TaskResult, Trial
 from . import distributed
-from .engine import TOKENS_PER_PASS, Unreadable
+from .engine import TOKENS_PER_PASS, UnsupportedInput
 from .journal import Journal
 from .model import size_and_hardware
 from .reader import Reader
@@ -161,7 +161,7 @@ def result_of(
 def not_measured(outcome: TaskResult) -> Exception:
     """Return the error of a run that measured nothing: a mistake, if only the positions do not reach."""
     reasons = [*dict.fromkeys(outcome.missing.values())]
-    kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else Unreadable
+    kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
     return kind(f"nothing could be measured: {'; '.join(reasons)}.")
 
 
@@ -189,7 +189,7 @@ def measure_one(task: Task, trial: Trial) -> Any:
         return {"missing": f"beyond the model's {limit} positions"}
     try:
         responses = [answer(subject.reader, request, subject.tokenizer) for request in task.requests(trial.key)]
-    except Unreadable as error:
+    except UnsupportedInput as error:
         return {"missing": str(error)}
     except NotFinite as error:
         raise ValueError(f"{task.name}, trial {trial.key}: {error} {OVERFLOW}") from None

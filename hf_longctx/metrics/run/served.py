@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 
 from ..checks import public_name
-from .engine import Unreadable
+from .engine import UnsupportedInput
 from .greedy import GreedyCompletions
-from .prompts import PromptReader, Scores, scores_of_entries
+from .prompts import Entry, PromptReader, check_entries
 
 
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # worth another try
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
-ASKED = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+REQUEST = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
 ROUNDING = 0.02  # nats by which rounding may change a log-probability from one request to the next
 
 
@@ -100,38 +100,36 @@ class ServedModel(PromptReader):
     def identity(self) -> dict[str, str]:
         return {"endpoint": self.base_url}
 
-    def configured_id(self, name: str) -> None:
-        """None: no server reports its special ids."""
-
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         if self.greedy is not None:
             return self.greedy.predict(inputs, positions)
         return super().predict(inputs, prefix, positions)
 
-    def score_prompts(self, prompts: np.ndarray) -> list[Scores]:
+    def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
         if self.greedy is not None:
             raise ValueError(
                 f"{self.base_url} must give log-probabilities of the tokens of a prompt (prompt_logprobs): {self._no_log_probs}. "
                 "Serve the model with vLLM. A forgetting curve alone needs none."
             )
         with ThreadPoolExecutor(self.concurrency) as pool:
-            return list(pool.map(self.score_prompt, prompts))
+            return list(pool.map(self.entries, prompts.tolist()))
 
-    def score_prompt(self, ids: np.ndarray, **options: Any) -> Scores:
-        """Return what the model expected in place of each token of a prompt.
-
-        Args:
-            ids: (T,) integers.
+    def entries(self, prompt: list[int], **options: Any) -> list[Entry]:
+        """Return the entries of one prompt.
 
         Raises:
             ConnectionError, RuntimeError: as for the class.
-            ValueError: the reply has not one entry per token, or its tokens are others.
-            Unreadable: the prompt is longer than the server allows.
+            ValueError: the response does not have one entry for each token, or its tokens are others.
+            UnsupportedInput: the prompt is longer than the server allows.
         """
-        prompt = [int(i) for i in ids]
-        if max(prompt) >= self.vocab_size:
-            raise ValueError(f"id {max(prompt)} is not in the vocabulary of {self.model}.")
-        return read_scores(self.complete({"model": self.model, "prompt": prompt, **ASKED}, **options), prompt)
+        response = self.complete({"model": self.model, "prompt": prompt, **REQUEST}, **options)
+        check_count((response.get("usage") or {}).get("prompt_tokens", len(prompt)), len(prompt))
+        entries = response["choices"][0].get("prompt_logprobs")
+        if not entries:
+            raise ValueError(f"the response to a prompt of {len(prompt)} tokens has no log-probabilities.")
+        check_count(len(entries), len(prompt))
+        by_id = [{int(token): as_float(x["logprob"]) for token, x in (entry or {}).items()} for entry in entries]
+        return check_entries(by_id, prompt)
 
     def complete(self, body: dict[str, Any], **options: Any) -> dict[str, Any]:
         """Return the response to a request for completions, which has a choice."""
@@ -140,9 +138,9 @@ class ServedModel(PromptReader):
             raise RuntimeError(f"{self.base_url}/completions answered without choices: {str(reply)[:200]}")
         return reply
 
-    def reply(self, prompt: np.ndarray, tokens: int, tokenizer=None) -> str:
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any = None) -> str:
         """Return the greedy reply; the server's tokenizer makes the text."""
-        body = {"model": self.model, "prompt": [int(i) for i in prompt], "max_tokens": tokens, "temperature": 0}
+        body = {"model": self.model, "prompt": prompt.tolist(), "max_tokens": tokens, "temperature": 0}
         return self.complete(body)["choices"][0]["text"]
 
     def _choose_model(self, model):
@@ -167,8 +165,8 @@ class ServedModel(PromptReader):
     def _check_log_probs(self):
         """Raise ValueError or RuntimeError unless the server gives log-probabilities of the right tokens."""
         size = 10 if self.vocab_size == math.inf else int(self.vocab_size)
-        probes = np.array([[0, 1, 2, size * i // 5] for i in range(1, 5)])
-        if np.ptp([self.score_prompt(probe, retries=1).highest[3] for probe in probes]) > ROUNDING:
+        probes = [self.entries([0, 1, 2, size * i // 5], retries=1) for i in range(1, 5)]
+        if np.ptp([max(entries[3].values()) for entries in probes]) > ROUNDING:
             raise ValueError("they are those of other tokens, as if one position late.")
 
     def _send(self, path, body=None, retries=None):
@@ -192,9 +190,9 @@ class ServedModel(PromptReader):
             except urllib.error.HTTPError as error:
                 message = read_message(error)
                 kind = Denied if error.code in (401, 403) else RuntimeError
-                kind = Unreadable if TOO_LONG.search(message) else kind
+                kind = UnsupportedInput if TOO_LONG.search(message) else kind
                 failure = kind(f"{url} answered {error.code}: {message}{self._advice(kind)}")
-                if error.code not in PASSING or isinstance(failure, Unreadable):
+                if error.code not in PASSING or isinstance(failure, UnsupportedInput):
                     raise failure from None
                 retry_after = error.headers.get("Retry-After", "")
                 wait = float(retry_after) if retry_after.isdigit() else wait
@@ -235,26 +233,12 @@ def read_message(error: urllib.error.HTTPError) -> str:
     return " ".join(str(text).split())[:500] or str(error.reason)
 
 
-def read_scores(reply: dict[str, Any], ids: list[int]) -> Scores:
-    """Read the scores of a prompt from a reply of vLLM: `[None, {"17": {"logprob": -0.3, "rank": 1}, ...}, ...]`.
-
-    Raises:
-        ValueError: there is none, or the server has read another number of tokens.
-    """
-    check_logprob_count((reply.get("usage") or {}).get("prompt_tokens", len(ids)), len(ids))
-    entries = reply["choices"][0].get("prompt_logprobs")
-    if not entries:
-        raise ValueError(f"the reply to a prompt of {len(ids)} tokens has no log-probabilities.")
-    check_logprob_count(len(entries), len(ids))
-    numbers = [{int(token): number(x["logprob"]) for token, x in (entry or {}).items()} for entry in entries]
-    return scores_of_entries(numbers, ids)
-
-
-def number(value) -> float:
+def as_float(value: float | None) -> float:
+    """Return a number of JSON, which has no NaN."""
     return math.nan if value is None else float(value)
 
 
-def check_logprob_count(entries, tokens):
+def check_count(entries: int, tokens: int) -> None:
     if entries != tokens:
         raise ValueError(
             f"the endpoint returned log-probabilities of {entries} tokens for a prompt of {tokens}. It may add special "
