@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_longctx.fox import triton_fox as fox
-from hf_longctx.fox.attention_fox import fold_keys, fold_queries, folded_attention
+from hf_longctx.fox.attention_fox import fold_keys, fold_queries
+from hf_longctx.fox.operator import folded_attention
 
 
 LOGIT_BOUND = 8.0  # |scale * q.k| where logits are bounded, as QK-norm would promise it
