@@ -1,25 +1,24 @@
 """The folded form of forgetting attention, which every attention kernel can run.
 
-Forgetting attention (Lin et al. 2025, arXiv 2503.02130, eq. 11) adds the decay `D_ij = c_i - c_j`, `c_t = sum_{l<=t} log
-f_l`, to the attention logits. A softmax row does not see what is added to the whole row, so `c_i` can be left out, and
+Forgetting attention (Lin et al. 2025, arXiv 2503.02130, eq. 11) adds the decay `D_ij = c_i - c_j` to the attention
+logits, where `c_t = sum_{l<=t} log f_l`. Softmax ignores what is added to a whole row, so `c_i` can be left out, and
 `-c_j` is a property of the key alone. It becomes a few more dimensions of the head:
 
     q' = [q, 64, 64, 64, 0]     k' = [k, p1, p2, p3, 64]     v' = [v, 0]     p1 + p2 + p3 = -c_j / (64 * scale)
 
-so `scale * q'.k'_j = scale * q.k_j - c_j`: any kernel computes forgetting attention, in linear memory, and any KV
+Then `scale * q'.k'_j = scale * q.k_j - c_j`: any kernel computes forgetting attention, in linear memory, and any KV
 cache carries the decay along. Each part has eight significant bits, so it is exact in bfloat16, float16 and TF32, and
 the three together hold the 24 bits of a float32. The factor 64 keeps the parts inside float16's range up to `|c|` of
-64 * scale * 65504, 5e5 at D = 64.
+64 * scale * 65504, which is 5e5 at D = 64.
 
-The last column adds 0 to the logits and is there for the gradient. Let dS be the gradient of the logits. The gradient
-of c_t is (row sum - column sum) of dS at t, and the gradient of log f_t sums it over all later positions. Rows of dS
-sum to 0 but for rounding. Without the last column, the rounding of the rows would be missing, that of the columns
-would have nothing to cancel against, and it would pile up over the whole context.
+The last column adds 0 to the logits and exists for the gradient. Let dS be the gradient of the logits. The gradient of
+c_t is (row sum - column sum) of dS at t, and the gradient of log f_t sums it over all later positions. Rows of dS sum
+to 0 up to rounding. Without the last column, nothing would cancel the rounding of the column sums, and it would
+accumulate over the whole context.
 
-Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the decay is resolved to 0.008 in the exponent. And a
-kernel that returns the gradient of k' in bfloat16 rounds the column sums: the gradient of log f is then off by 1 % to
-4 % (T = 512 to 1024; float16 0.3 %, float32 1e-5 to 1e-4), a noise without bias. A key that never fades
-(`keep_from_fading`) has the same resolution; beside closed gates, what is rounded there is more than their gradient.
+Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the decay is resolved to 0.008 in the exponent. A kernel
+that returns the gradient of k' in bfloat16 rounds the column sums: the gradient of log f then has an unbiased error of
+1 % to 4 % (T = 512 to 1024; float16 0.3 %, float32 1e-5 to 1e-4).
 """
 
 from functools import lru_cache
@@ -27,8 +26,6 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 from torch.autograd.forward_ad import unpack_dual
-
-from .call_fox import is_exporting
 
 
 GATE_PARTS = 3
@@ -39,6 +36,11 @@ CLOSED_GATE = -120.0
 # An additive mask below -1e4 hides a key. It is applied again as a minimum of float32, because a decay can exceed the
 # minimum of float16, -65504.
 MASKED = -1e4
+
+
+def is_exporting() -> bool:
+    """Return whether `torch.export` traces the call, by its flag: torch 2.11 compiles `is_exporting()` to True."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -20,7 +20,7 @@ from .attention_fox import (
     gate_parts,
 )
 from .kernels_fox import INTERPRETED
-from .key_ranges_fox import find_visible_keys, sequence_starts
+from .key_ranges_fox import find_visible_keys
 from .triton_fox import triton_attention, why_not
 
 
@@ -173,6 +173,15 @@ def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruni
     return o.masked_fill(~token_mask[:, None, -Tq:, None], 0.0)
 
 
+def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
+    """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: borders, (N + 1,)."""
+    if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
+        rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
+        torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
+    cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
+    return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
+
+
 def triton_runs_well(q: torch.Tensor) -> bool:
     """Return True if the Triton kernels can run on q without the interpreter."""
     return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
@@ -254,6 +263,8 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_f
 
 def keep_from_fading(q, k, c, kept, scale):
     """Append three columns to queries and keys before the fold, so that kept keys do not fade.
+
+    The decay has the resolution of the folded form; next to closed gates, its rounding exceeds their gradient.
 
     Of such a key the fold shall add `-c_i` to the logit, which the query knows, where it adds `-c_j` of others.
 

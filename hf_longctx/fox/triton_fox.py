@@ -33,7 +33,6 @@ from .key_ranges_fox import (
     bound_from_norms,
     bound_per_head,
     find_query_end,
-    tally_pruned,
 )
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
 
@@ -484,7 +483,6 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
         if log_pruning_tolerance is not None:
             Tq, Tk, tiles = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype)
             pruned = fox_prune(c, key_start, logit_bound, Tq, *prune_blocks(tiles), log_pruning_tolerance)
-            tally_pruned(key_start, pruned, Tk, tiles.forward)
             key_start, query_end = pruned, find_query_end(pruned, Tk)
         if q.dtype == torch.float16:  # cannot hold weights that are small beside a bound: keeps the running maximum
             logit_bound = None

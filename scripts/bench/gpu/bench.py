@@ -39,6 +39,7 @@ from scripts.bench.gpu.peers import (
     ours_bounded,
     ours_pruned,
 )
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
 ROUNDS = {"cuda": 100, "cpu": 1}
@@ -171,7 +172,7 @@ def pruning_row(name, share_aimed_at, D, T, B, H, device):
     threshold = 2 * LOGIT_BOUND + math.log(T) - TOLERANCE
     log_f = -threshold / (T * (1 - share_aimed_at**0.5)) if share_aimed_at else 0.0
     inputs = draw(B, H, T, D, device, log_f=log_f)
-    with key_ranges_fox.count_pruned_blocks() as blocks:
+    with count_pruned_blocks() as blocks:
         ours_pruned(*inputs)
     if name == "ours":
         dense, pruned = ours_bounded, ours_pruned
