@@ -36,10 +36,10 @@ from .attention_fox import CLOSED_GATE, folded_width
 from .backend_fox import AUTO, attend, check_implementation, choose_implementation, with_implementation
 from .compat_fox import CACHE, accept_both_names, adapt
 from .configuration_fox import FoxConfig
-from .fused_fox import can_fuse, fused_heads, fused_norm, shift_tokens
+from .fused_fox import can_fuse, fused_heads, fused_norm
 from .inputs_fox import NO_QUANTIZED_CACHE, can_be_cached, create_attention_mask, read_call, read_token_mask
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
-from .state_fox import PLAIN_CALL, CachedLayer, Call, keep_token_shift
+from .state_fox import PLAIN_CALL, CachedLayer, Call, keep_token_shift, shift_tokens
 
 
 LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product

@@ -22,7 +22,6 @@ from transformers.cache_utils import (
 )
 
 from .attention_fox import is_exporting, unfold_decay
-from .fused_fox import previous_tokens
 
 
 # Tokens before the token shift that a growing cache keeps. All but one of them can be taken back.
@@ -60,6 +59,26 @@ class Call(NamedTuple):
 
 
 PLAIN_CALL = Call()  # real tokens of one sequence per row, and nothing cached
+
+
+def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: torch.Tensor | None) -> torch.Tensor:
+    """Return the predecessor of each token, 0 where it has none: (B, T, H, D).
+
+    before: (B, 1, H, D), the token before the first one; None for zeros.
+    predecessor: as in `Call`.
+    """
+    if before is None:
+        before = torch.zeros_like(x[:, :1])
+    if predecessor is None:
+        return before if x.shape[1] == 1 else torch.cat([before, x], dim=1)[:, :-1]
+    index = predecessor[..., None, None]  # (1 or B, T, 1, 1)
+    previous = torch.cat([before, x], dim=1).gather(1, index.clamp(min=0).expand_as(x))
+    return previous.masked_fill(index < 0, 0.0)
+
+
+def shift_tokens(x, share, before=None, predecessor=None):
+    """Mix each token with its predecessor, whose weight is `share`, (B, T, H)."""
+    return torch.lerp(x, previous_tokens(x, before, predecessor), share[..., None].to(x.dtype))
 
 
 class ShiftLayer(LinearAttentionLayer):

@@ -38,6 +38,7 @@ from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, pru
 
 
 MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MASKED_KEYS = 32  # at a time, in the blocks of keys that not all of a program's queries see
 SUM_TILE = Tile(1024, 128, 4, 1)  # of a running sum: numbers of a chunk, and chunks before it that are added at once
 
@@ -380,7 +381,7 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
         return NotImplementedError(
             f"head size {head_dim}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip. Use another backend."
         )
-    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+    if dtype not in (None, *DTYPES):
         return NotImplementedError(f"q, k, v are {dtype}; the kernels are written for bfloat16, float16 and float32.")
     if device is not None and device.type == "cuda":
         if torch.version.hip is not None:
