@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_fox import (
@@ -33,10 +33,9 @@ from .attention_fox import (
     running_sum,
     unfold_decay,
 )
-from .call_fox import Call
 from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
-from .state_fox import CachedLayer, drops_tokens
+from .state_fox import CachedLayer, Call, drops_tokens
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
     attention_from_sums,
@@ -262,33 +261,18 @@ if triton is not None:
 AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 
 
-# SDPA by a backend of choice: torch's own order has cuDNN first on some GPUs, since 2.11.
-SDPA = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_fa2": SDPBackend.FLASH_ATTENTION}
-
-
-def sdpa_by(first: SDPBackend, module, query, key, value, *args, **kwargs):
-    """Run SDPA by one backend, or by others where it cannot compute a call, for example with a mask.
-
-    Above 128, cuDNN has few pairs of widths, of which one is 192 beside values of 128. A decoding step would copy all
-    keys for it.
-    """
-    wide = value.shape[-1] == 128 < query.shape[-1] <= 192 and query.shape[2] > DECODE_ROWS
-    if wide and first is SDPBackend.CUDNN_ATTENTION:
-        query, key = (F.pad(x, (0, 192 - x.shape[-1])) for x in (query, key))
-    with sdpa_kernel([first, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+def sdpa_without_cudnn(module, query, key, value, *args, **kwargs):
+    """Run SDPA by FlashAttention, or where a call has a mask by another kernel; cuDNN plans again for each length."""
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-for name, first in SDPA.items():
-    AttentionInterface.register(name, partial(sdpa_by, first))
-    AttentionMaskInterface.register(name, sdpa_mask)
-
 # Of values, which SDPA's other kernels and FlashAttention-2 want as wide as folded keys. transformers (5.23) fills
 # them up for every FlashAttention, also where FlashAttention-3 and 4 could take them as they are.
-OWN_WIDTH = ("eager", "sdpa_cudnn", "flex_attention")
+OWN_WIDTH = ("eager", "flex_attention")
 # Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
 # Others may drop an argument that they do not know.
-ATTENTION_BACKENDS = ("eager", "sdpa", *SDPA, "flash_attention_2", "flash_attention_3", "flex_attention")
+ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # FlashAttention-4 gives wrong gradients of queries, and says nothing, where the width of heads is no multiple of 32
 # (Dao-AILab/flash-attention, pull request 2896): with gradients, what may be that gets zeros on top of the fold.
 EXACT_FLASH = ("flash_attention_2", "flash_attention_3")
@@ -406,7 +390,7 @@ def run_backend(name, module, q, k, v, attention_mask, past: CachedLayer | None 
     if attention_function is flash_attention_forward and name not in EXACT_FLASH and needs_grad(q, k, v):
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 32)) for x in (q, k, v))
     elif name == "sdpa" and q.is_cuda and q.shape[2] <= DECODE_ROWS and not torch.compiler.is_compiling():
-        attention_function = partial(sdpa_by, SDPBackend.FLASH_ATTENTION)  # cuDNN plans again for each length
+        attention_function = sdpa_without_cudnn
     if name in OWN_WIDTH:
         v = v[..., : module.head_dim]
     if past is not None and hasattr(past.layer, "attend"):

@@ -15,7 +15,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import deprecation
 
-from .versions_fox import IS_TESTED, REPAIR
+from .configuration_fox import IS_TESTED, REPAIR
 
 
 CACHE = next((f.name for f in fields(BaseModelOutputWithPast) if f.name in ("cache", "past_key_values")), "")

@@ -4,11 +4,28 @@ import difflib
 import math
 from typing import Any, NamedTuple
 
+import transformers
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
+from transformers.utils.versions import require_version
 
-from .versions_fox import REPAIR  # noqa: F401 - the import warns where transformers is newer
 
+TESTED = (5, 15), (5, 24)  # the oldest and the newest minor version with which this code was tested
+OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
+IS_TESTED = tuple(map(int, transformers.__version__.split(".")[:2])) <= TESTED[1]
+REPAIR = (
+    f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}: "
+    "`pip install -U hf-longctx` and load without trust_remote_code, or pin "
+    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}' (owners of a repository update its code with "
+    "`hf-longctx push --code-only FOLDER REPO`)."
+)
+
+# This file of a saved folder is loaded first, so an untested version is named before anything can fail.
+require_version(f"transformers>={OLDEST}", "FoX is tested from there on: pip install -U transformers")
+if not IS_TESTED:
+    # this logger and text are the same in all copies of this file, so that there is one warning
+    logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
 FORMAT_VERSION = 1
 FORGET_GATES = ("full", "bias_only", "fixed", "none")

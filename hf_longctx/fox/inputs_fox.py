@@ -19,10 +19,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width
-from .call_fox import Call, Shard, is_exporting
+from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width, is_exporting
 from .compat_fox import check_unknown
-from .state_fox import drops_tokens
+from .state_fox import Call, drops_tokens
 
 
 logger = logging.get_logger(__name__)
@@ -46,7 +45,7 @@ def read_call(
     attention_mask: torch.Tensor | dict | None,
     position_ids: torch.Tensor | None,
     cache,
-    shard: Shard | None = None,
+    shard: Any = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     **kwargs,

@@ -1,17 +1,14 @@
 """The keys that a query sees: padding, packing and a window become one integer per query, the first key that it sees.
 
 `find_visible_keys` computes that integer for the operator and for the model. Adaptive computation pruning (arXiv
-2504.06949) raises it to the first key that the gates have not forgotten (`prune_kernel` in kernels_fox.py), and
-`count_pruned_blocks` counts what was left out.
+2504.06949) raises it to the first key that the gates have not forgotten (`prune_kernel` in kernels_fox.py).
 """
 
-import contextlib
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from .tiles_fox import DECODE_ROWS, Tile
+from .tiles_fox import DECODE_ROWS
 
 
 class VisibleKeys(NamedTuple):
@@ -111,15 +108,6 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
     return VisibleKeys(first[:, None].int(), end)
 
 
-def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
-    """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: borders, (N + 1,)."""
-    if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
-        rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
-        torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
-    cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
-    return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
-
-
 def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
     """Transpose key_start, (b, h, Tq), to one past the last query that sees each key, int32, (b, h, Tk).
 
@@ -146,45 +134,3 @@ def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
     if not isinstance(logit_bound, torch.Tensor):
         return q.new_full(q.shape[:2], logit_bound, dtype=torch.float32)  # a copy to the GPU would wait for it
     return logit_bound.to(q.device, torch.float32).expand(q.shape[:2]).contiguous()
-
-
-@dataclass(eq=False)
-class PrunedBlocks:
-    """Blocks of the forward tile, summed over heads, rows and calls; `count_pruned_blocks` yields it.
-
-    total: blocks that causality, padding, packing and window leave.
-    pruned: how many of them were not computed.
-    """
-
-    total: int | torch.Tensor = 0
-    pruned: int | torch.Tensor = 0
-
-
-_tallies: list[PrunedBlocks] = []
-
-
-def tally_pruned(key_start: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-    """Count the key blocks that `key_start` leaves to the query blocks of a call, and those `pruned_from` drops."""
-    if not _tallies:
-        return
-    stops = torch.arange(Tk - pruned_from.shape[-1], Tk, tile.BM, device=pruned_from.device).add(tile.BM).clamp(max=Tk)
-    begin = pruned_from[..., :: tile.BM]
-    before = torch.zeros_like(begin) if key_start is None else key_start[..., :: tile.BM].expand_as(begin)
-    blocks, kept = (((stops - first).clamp(min=0) + tile.BN - 1) // tile.BN for first in (before, begin))
-    for tally in _tallies:
-        tally.total = tally.total + blocks.sum()
-        tally.pruned = tally.pruned + (blocks - kept).sum()
-
-
-@contextlib.contextmanager
-def count_pruned_blocks():
-    """Count what adaptive computation pruning leaves out: `with count_pruned_blocks() as blocks: model(x)`, then read
-    `blocks.pruned` and `blocks.total`, as integers at the end of the block. Compiled calls are not counted.
-    """
-    tally = PrunedBlocks()
-    _tallies.append(tally)
-    try:
-        yield tally
-    finally:
-        _tallies.remove(tally)
-    tally.total, tally.pruned = int(tally.total), int(tally.pruned)

@@ -34,14 +34,15 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_fox import CLOSED_GATE, folded_width
 from .backend_fox import AUTO, attend, check_implementation, choose_implementation, with_implementation
-from .call_fox import PLAIN_CALL, Call, Shard
 from .compat_fox import CACHE, accept_both_names, adapt
 from .configuration_fox import FoxConfig
-from .fused_fox import can_fuse, fused_heads, fused_norm, shift_tokens
+from .fused_fox import can_fuse, fused_heads, fused_norm
 from .inputs_fox import NO_QUANTIZED_CACHE, can_be_cached, create_attention_mask, read_call, read_token_mask
-from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
-from .state_fox import CachedLayer, keep_token_shift
+from .state_fox import PLAIN_CALL, CachedLayer, Call, keep_token_shift, shift_tokens
+
+
+LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
 class FoxHeadRMSNorm(nn.Module):
@@ -368,7 +369,7 @@ class FoxModel(FoxPreTrainedModel):
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
-        shard: Shard | None = None,
+        shard: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the final hidden states of all tokens.
@@ -382,7 +383,7 @@ class FoxModel(FoxPreTrainedModel):
                 count from the cached tokens on.
             cache: a `Cache`, which grows by this call.
             use_cache: make a cache and return it; never while gradients are recorded in training.
-            shard: a `Shard`; the tokens are then its part of each row, and `position_ids` those of whole rows.
+            shard: as in `Call`; the tokens are then its part of each row, and `position_ids` those of whole rows.
             kwargs: `cu_seq_lens_q` or `seq_idx`, the borders of packed documents, and what transformers passes on.
 
         Raises:
@@ -458,6 +459,57 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
     if logits_to_keep.dtype == torch.bool:
         return hidden_states[logits_to_keep]
     return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
+
+
+def can_skip_logits(head: nn.Module) -> bool:
+    """Return whether `loss_without_logits` can replace a head: a plain linear layer, whose weight is all here.
+
+    An adapter or a quantized head computes something else, tensor parallelism divides the weight, and PyTorch before
+    2.13 lacks the function.
+    """
+    return hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear and type(head.weight) is nn.Parameter
+
+
+def loss_without_logits(
+    hidden_states: torch.Tensor,
+    head: nn.Linear,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    **kwargs,
+) -> torch.Tensor:
+    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)`; a scalar, fp32.
+
+    Logits and sums are those of float32 at least, since PyTorch returns the sum over all tokens in the dtype of the
+    weights: in bfloat16 it has 8 bits. A copy of the weight and its gradient in float32 is the price.
+
+    Args:
+        hidden_states: (B, T, hidden), or (tokens, hidden).
+        head: as `can_skip_logits` allows.
+        labels: (B, T) or (tokens,), int64, shifted here; or
+        shift_labels: of the same shape, already shifted: of position t the token t + 1.
+        num_items_in_batch: scored labels in the whole batch. None: the mean over these.
+        ignore_index: the label that is not scored.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    shift_labels = shift_labels.to(hidden_states.device).flatten()
+    rows = max(1, LOGITS_AT_ONCE // head.out_features)
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)
+    loss = F.linear_cross_entropy(
+        hidden_states.flatten(0, -2).to(dtype),
+        head.weight.to(dtype),
+        shift_labels,
+        linear_bias=None if head.bias is None else head.bias.to(dtype),
+        reduction="sum",
+        ignore_index=ignore_index,
+        options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != ignore_index).sum()
+    return loss.float() / num_items_in_batch
 
 
 class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):

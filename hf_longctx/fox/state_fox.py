@@ -5,7 +5,7 @@ is part of the last cached key, into which it was folded (attention_fox.py). The
 shift are the state of a convolution, in layers that take it along wherever rows or tokens of the keys go.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,13 +21,64 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention_fox import unfold_decay
-from .call_fox import Call, is_exporting
-from .fused_fox import previous_tokens
+from .attention_fox import is_exporting, unfold_decay
 
 
 # Tokens before the token shift that a growing cache keeps. All but one of them can be taken back.
 KEPT = 32
+
+
+class Call(NamedTuple):
+    """All that the layers need to know of one call, the same for every layer.
+
+    mask: who sees whom, in the form that the attention implementation takes; None for plain causal attention.
+    token_mask: (B, T) bool, False at padding. None: every token is real.
+    position_ids: (1 or B, T), positions for RoPE.
+    position_in_sequence: (B, T), where rows hold several sequences. None: each row is one sequence.
+    predecessor: (1 or B, T), the token before each one, for the token shift: an index of the last cached token, 0, and
+        the new ones; -1 for none. None: the tokens stand one after another.
+    successor: (1 or B, T), the new real token whose predecessor each one is, an index of the new ones; -1 for none.
+        None: as `predecessor`, or the tokens are those of a tree.
+    visible: (1 or B, 1, T, keys) bool, the keys that each token sees by a mask of four dimensions, else None.
+    flash: borders of the sequences, as FlashAttention takes them.
+    shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py if several processes share the rows; then
+        `predecessor` belongs to the part of the rows that is here, and everything else to whole rows.
+    implementation: the attention implementation; None: that of the config.
+    """
+
+    mask: Any = None
+    token_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    position_in_sequence: torch.Tensor | None = None
+    predecessor: torch.Tensor | None = None
+    successor: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    flash: dict[str, Any] = {}
+    shard: Any = None
+    implementation: str | None = None
+
+
+PLAIN_CALL = Call()  # real tokens of one sequence per row, and nothing cached
+
+
+def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: torch.Tensor | None) -> torch.Tensor:
+    """Return the predecessor of each token, 0 where it has none: (B, T, H, D).
+
+    before: (B, 1, H, D), the token before the first one; None for zeros.
+    predecessor: as in `Call`.
+    """
+    if before is None:
+        before = torch.zeros_like(x[:, :1])
+    if predecessor is None:
+        return before if x.shape[1] == 1 else torch.cat([before, x], dim=1)[:, :-1]
+    index = predecessor[..., None, None]  # (1 or B, T, 1, 1)
+    previous = torch.cat([before, x], dim=1).gather(1, index.clamp(min=0).expand_as(x))
+    return previous.masked_fill(index < 0, 0.0)
+
+
+def shift_tokens(x, share, before=None, predecessor=None):
+    """Mix each token with its predecessor, whose weight is `share`, (B, T, H)."""
+    return torch.lerp(x, previous_tokens(x, before, predecessor), share[..., None].to(x.dtype))
 
 
 class ShiftLayer(LinearAttentionLayer):

@@ -33,12 +33,12 @@ from .key_ranges_fox import (
     bound_from_norms,
     bound_per_head,
     find_query_end,
-    tally_pruned,
 )
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
 
 
 MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MASKED_KEYS = 32  # at a time, in the blocks of keys that not all of a program's queries see
 SUM_TILE = Tile(1024, 128, 4, 1)  # of a running sum: numbers of a chunk, and chunks before it that are added at once
 
@@ -381,7 +381,7 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
         return NotImplementedError(
             f"head size {head_dim}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip. Use another backend."
         )
-    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+    if dtype not in (None, *DTYPES):
         return NotImplementedError(f"q, k, v are {dtype}; the kernels are written for bfloat16, float16 and float32.")
     if device is not None and device.type == "cuda":
         if torch.version.hip is not None:
@@ -484,7 +484,6 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
         if log_pruning_tolerance is not None:
             Tq, Tk, tiles = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype)
             pruned = fox_prune(c, key_start, logit_bound, Tq, *prune_blocks(tiles), log_pruning_tolerance)
-            tally_pruned(key_start, pruned, Tk, tiles.forward)
             key_start, query_end = pruned, find_query_end(pruned, Tk)
         if q.dtype == torch.float16:  # cannot hold weights that are small beside a bound: keeps the running maximum
             logit_bound = None

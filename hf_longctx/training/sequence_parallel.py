@@ -24,7 +24,7 @@ from .trainer import LongContextTrainer
 class SequenceShard:
     """The part of each row that this process has, and its exchange with the processes that have the other parts.
 
-    It is a `Shard` of fox/call_fox.py; t = T / N.
+    FoX takes it as `shard` (fox/state_fox.py); t = T / N.
 
     Args:
         size: N, processes that share a row: neighbours by rank.

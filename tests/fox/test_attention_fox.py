@@ -13,11 +13,10 @@ from hf_longctx.fox.attention_fox import (
     cumulative_sum,
     fold_keys,
     fold_queries,
-    folded_attention,
-    forgetting_attention_ref,
     kept_columns,
     unfold_decay,
 )
+from hf_longctx.fox.operator import folded_attention, forgetting_attention_ref
 
 
 def by_hand(q, k, v, log_f, *, scale=None, attention_mask=None, cu_seqlens=None, window=None):

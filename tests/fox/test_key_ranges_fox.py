@@ -22,14 +22,10 @@ from golden_fox import check, load_cases
 
 from hf_longctx import forgetting_attention
 from hf_longctx.fox import key_ranges_fox, tiles_fox
-from hf_longctx.fox.key_ranges_fox import (
-    VisibleKeys,
-    count_pruned_blocks,
-    find_query_end,
-    find_visible_keys,
-    sequence_starts,
-)
+from hf_longctx.fox.key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
+from hf_longctx.fox.operator import sequence_starts
 from hf_longctx.fox.triton_fox import launch_prune, triton_attention
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
 def key_starts(Tq, Tk, **options):

@@ -11,7 +11,7 @@ from commands import run
 from tiny_fox import TINY, make_from, tokens
 
 from hf_longctx.fox import FoxConfig
-from hf_longctx.fox.loss_fox import loss_without_logits
+from hf_longctx.fox.modeling_fox import loss_without_logits
 
 
 pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs PyTorch 2.13")
@@ -71,11 +71,11 @@ def test_logits_are_there_without_labels_and_where_the_head_is_an_adapter():
 MEASURE = """
 import sys, torch
 from torch import nn
-from hf_longctx.fox import loss_fox
+from hf_longctx.fox import modeling_fox
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 torch.manual_seed(0)
-loss_fox.LOGITS_AT_ONCE = 2**20
+modeling_fox.LOGITS_AT_ONCE = 2**20
 hidden = torch.randn(1, 2048, 16, dtype=torch.bfloat16, requires_grad=True)
 head = nn.Linear(16, 8000, bias=False, dtype=torch.bfloat16)
 labels = torch.randint(8000, (1, 2048))
@@ -85,7 +85,7 @@ def status(name):
     return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(name)))
 
 for loss in (
-    lambda: loss_fox.loss_without_logits(hidden, head, labels),
+    lambda: modeling_fox.loss_without_logits(hidden, head, labels),
     lambda: ForCausalLMLoss(head(hidden), labels, 8000),
 ):
     open("/proc/self/clear_refs", "w").write("5")

@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCa
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, forgetting_attention_ref
-from hf_longctx.fox.call_fox import Call
 from hf_longctx.fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, decay_time_bias
+from hf_longctx.fox.state_fox import Call
 
 
 CHUNKS = [[13, 1, 3, 7], [1, 1, 1, 1, 20], [23, 1]]

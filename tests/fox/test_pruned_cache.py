@@ -336,6 +336,23 @@ def test_memory_falls_to_what_is_remembered():
     assert (fast > 300).all() and not slow.any()
 
 
+def test_a_compiled_step_is_one_graph_between_prunings():
+    """The second graph serves any number of tokens, up to `prune_every`; the first one has it as a constant."""
+    torch._dynamo.reset()
+    model, ids, graphs = make("grouped heads"), tokens(), []
+    cache, want = pruned(model, prune_every=32), logits(model, ids)
+    in_chunks(model, ids[:, :140], cache, 70)
+    cache.prune()
+    assert cache.dropped.any()
+    step = torch.compile(model, fullgraph=True, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1])
+    got = in_chunks(step, ids[:, 140:], cache, 1)
+    torch.testing.assert_close(got, want[:, 140:], atol=5e-5, rtol=1e-4)
+    assert len(graphs) == 2
+    dropped = cache.dropped.sum()
+    cache.prune()
+    assert cache.dropped.sum() > dropped
+
+
 def test_half_precision():
     """As far from the full cache as the dtype's rounding takes both of them."""
     exact, model, ids = logits(make("grouped heads"), tokens()), make("grouped heads").bfloat16(), tokens()

@@ -31,7 +31,7 @@ from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx import forgetting_attention, forgetting_attention_ref
-from hf_longctx.fox import kernels_fox, key_ranges_fox, tiles_fox, triton_fox
+from hf_longctx.fox import kernels_fox, key_ranges_fox, operator, tiles_fox, triton_fox
 from hf_longctx.fox.attention_fox import GATE_PARTS, GATE_QUERY, fold_keys, unfold_decay
 from hf_longctx.fox.key_ranges_fox import find_visible_keys
 from hf_longctx.fox.triton_fox import triton_attention, triton_decode
@@ -328,7 +328,7 @@ def test_a_known_bound_changes_nothing(shape, options, dtype, products, set_prod
     if "attention_mask" in options:
         described["token_mask"] = options["attention_mask"].bool()
     if "cu_seqlens" in options:
-        described["sequence_start"] = key_ranges_fox.sequence_starts(options["cu_seqlens"], shape[4])
+        described["sequence_start"] = operator.sequence_starts(options["cu_seqlens"], shape[4])
     visible = find_visible_keys(*shape[3:5], bound.device, **described)
     fast = run(triton_attention, *inputs, visible=visible, logit_bound=bound)
     plain, exact = (f(*inputs, **options) for f in (run_plain, run_exact))

@@ -10,7 +10,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from hf_longctx.fox.attention_fox import forgetting_attention_ref
+from hf_longctx.fox import forgetting_attention_ref
 
 
 EPS = torch.finfo(torch.float32).eps  # kernels sum in float32, whatever the dtype of the inputs

@@ -31,7 +31,7 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from hf_longctx.fox import FoxConfig
-from hf_longctx.fox.backend_fox import NAME, SDPA, attend, with_implementation
+from hf_longctx.fox.backend_fox import NAME, attend, with_implementation
 from hf_longctx.fox.inputs_fox import read_call
 from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 from hf_longctx.fox.modeling_fox import FoxAttention
@@ -45,7 +45,7 @@ FLASH = {
     "flash_attention_3": is_flash_attn_3_available,
     "flash_attention_4": is_flash_attn_4_available,
 }
-CANDIDATES = [NAME, "sdpa", *SDPA, *FLASH]
+CANDIDATES = [NAME, "sdpa", *FLASH]
 ALL_KEYS = f"{NAME}, all keys"  # without pruning
 WORK = ("training", "prefill", "decoding")
 PROVED = ((2, 2, 129), (1, 1, 301))  # batch, key heads and tokens that are compared with the definition
@@ -145,7 +145,7 @@ class Layer:
 
     def attend(self, q, k, v, log_f, cache):
         call = read_call(self.config, q.new_zeros(q.shape[0], q.shape[2], 1), None, None, cache)
-        past = None if cache is None else CachedLayer(self.module, cache, q.device)
+        past = None if cache is None else CachedLayer(cache, 0, q.device)
         o, _ = attend(self.module, q, k, v, log_f, call, past)
         return o[..., : self.config.head_dim].transpose(1, 2)
 
