@@ -143,8 +143,8 @@ def main():
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
         step("load, generate and score without hf_longctx", python, "-c", LOAD, *arguments)
         step("the same, offline", python, "-c", LOAD, *arguments, **offline)
-        print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
-        return bool(hub.problems())
+        print(f"\n{len(hub.log)} requests in all, {len(hub.problems)} problems", *hub.problems, sep="\n")
+        return bool(hub.problems)
 
 
 if __name__ == "__main__":
