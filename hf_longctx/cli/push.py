@@ -6,9 +6,8 @@ tokens and paths of one machine are refused. A hand-written README.md is pushed 
 generated from the files, and your text comes from card_notes.md, whose sections become parts of the sections of the
 same name. --write-card writes the card into DIR. The token is the one of `hf auth login`, or of the variable HF_TOKEN.
 
-The name of a metric (forgetting_curve, position_loss, rope_base_check) stands for a Space, which scores predictions
-where hf-longctx is not installed. `evaluate.load` runs its code without a question, so give others the commit:
-revision="...".
+The name of a metric (forgetting_curve, rope_base_check) stands for a Space, which scores predictions where hf-longctx
+is not installed. `evaluate.load` runs its code without a question, so give others the commit: revision="...".
 
 Examples:
   hf-longctx push model alice/fox --dry-run
