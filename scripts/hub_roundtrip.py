@@ -134,7 +134,8 @@ def main():
         ours = (sys.executable, "-m", "hf_longctx")
         command = ("read", "alice/hmt", "facts.txt", "--output", "state.safetensors")
         step("hf-longctx read", *ours, *command, **with_package)
-        step("hf-longctx push a memory", *ours, "push", "state.safetensors", "alice/memory", **with_package)
+        upload = "from huggingface_hub.cli.hf import main; main()"
+        step("hf upload", sys.executable, "-c", upload, "upload", "alice/memory", "state.safetensors")
         command = ("read", "alice/hmt", "alice/memory@main", QUESTION, "--max-new-tokens", "1")
         step("hf-longctx read the memory", *ours, *command, **with_package)
         python = bare_python(Path(temporary, "python"))
@@ -142,8 +143,8 @@ def main():
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
         step("load, generate and score without hf_longctx", python, "-c", LOAD, *arguments)
         step("the same, offline", python, "-c", LOAD, *arguments, **offline)
-        print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
-        return bool(hub.problems())
+        print(f"\n{len(hub.log)} requests in all, {len(hub.problems)} problems", *hub.problems, sep="\n")
+        return bool(hub.problems)
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ FILES = [
     ("convert {fox} {new} --to official --decay-time 5", "decay"),
     ("convert {half_weights} {new} --to official", "not a sound safetensors file"),
     ("push {nowhere} alice/fox --dry-run", "nowhere"),
-    ("push {empty} alice/fox --dry-run", "lacks config.json or"),
+    ("push {empty} alice/fox --dry-run", "has no config.json or"),
     ("push {pickled} alice/fox --dry-run", r"pytorch_model\.bin is a pickle"),
     ("push {fox} fox --dry-run", "give NAMESPACE/NAME"),
     ("push forgetting_curve https://huggingface.co/alice/curve --dry-run", "give NAMESPACE/NAME"),
