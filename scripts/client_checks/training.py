@@ -90,7 +90,7 @@ def sft_chats(folder):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from hf_longctx.training.data import TokenDataset, pack, stack
+    from hf_longctx.training.data import TokenDataset, collate, pack
 
     if folder.name == "hmt":
         raise NotApplicable("reads on behind a document")
@@ -106,7 +106,7 @@ def sft_chats(folder):
         pack(write_jsonl(folder / "chats.jsonl", rows), tokenizer, tokens)
         packed = TokenDataset(tokens, len(np.load(tokens)), tokenizer.eos_token_id, len(tokenizer))
         with torch.no_grad():
-            loss = load(folder)(**stack([packed[0]]), use_cache=False).loss.item()
+            loss = load(folder)(**collate([packed[0]]), use_cache=False).loss.item()
         differences.append(abs(loss - expected))
     return max(differences)
 
