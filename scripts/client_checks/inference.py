@@ -1,4 +1,4 @@
-"""Clients that let a model read and write: pipelines, servers, evaluation harnesses."""
+"""Clients that generate or score: pipelines, servers, evaluation harnesses."""
 
 import contextlib
 import socket
@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.client_checks.checks import check, load, load_tokenizer, texts, write_jsonl
 
 
-@check("pipeline, padded batch", "transformers", "texts that differ from those of single prompts", 0)
+@check("pipeline, padded batch", "transformers", "responses that differ from those to single prompts", 0)
 def pipeline(folder):
     from transformers import pipeline
 
@@ -25,7 +25,7 @@ def pipeline(folder):
 
 
 def lm_eval_samples(folder, batch_size, **task):
-    """Return what lm-eval logs of a task over a few texts."""
+    """Return the samples that lm-eval logs of a task over a few prompts."""
     import lm_eval
 
     questions = [{"text": text, "choices": ["forget", " the key of a layer", " a"]} for text in texts(6)]
@@ -56,7 +56,7 @@ def multiple_choice(folder):
     return max(abs(a - b) for a, b in zip(*likelihoods))
 
 
-@check("lm-eval, generate_until", "lm-eval", "replies that differ between batches of 1 and 4", 0)
+@check("lm-eval, generate_until", "lm-eval", "responses that differ between batches of 1 and 4", 0)
 def generate_until(folder):
     task = dict(
         output_type="generate_until",
@@ -78,7 +78,7 @@ SERVERS = {
 
 @contextlib.contextmanager
 def served(command, health="/health"):
-    """The address of a server that a command starts; a free port takes the place of {port}."""
+    """Start a server by a command, in which {port} becomes a free port, and yield its address."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -101,12 +101,12 @@ def served(command, health="/health"):
 
 
 def program(name):
-    """A command of this environment."""
+    """Return the path of a command of this environment."""
     return Path(sys.executable).with_name(name)
 
 
 def ask(server):
-    """A check of chat, completions, streams and concurrent requests by the openai client."""
+    """Return a check of chat, completions, streams and concurrent requests by the openai client."""
 
     def measure(folder):
         import openai
@@ -143,4 +143,4 @@ def ask(server):
 
 
 for name in SERVERS:
-    check(f"{name}, openai", "openai", "of 14 replies, those that differ from `generate`", 0)(ask(name))
+    check(f"{name}, openai", "openai", "responses, of 14, that differ from `generate`", 0)(ask(name))

@@ -1,6 +1,6 @@
 """What the modeling code of transformers says about RoPE; `python -m scripts.rope_types` writes it."""
 
-# Language models whose attention rotates nothing, whatever their config says.
+# Language models whose attention does not apply RoPE, whatever their config says.
 NO_ROPE = frozenset(
     [
         "bart",
@@ -76,7 +76,7 @@ NO_ROPE = frozenset(
     ]
 )
 
-# Models that rotate in layers with a sliding window only.
+# Models that apply RoPE only in layers with a sliding window.
 ROPE_ON_SLIDING_LAYERS_ONLY = frozenset(
     ["afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"]
 )
