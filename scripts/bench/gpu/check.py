@@ -145,7 +145,7 @@ class Layer:
 
     def attend(self, q, k, v, log_f, cache):
         call = read_call(self.config, q.new_zeros(q.shape[0], q.shape[2], 1), None, None, cache)
-        past = None if cache is None else CachedLayer(self.module, cache, q.device)
+        past = None if cache is None else CachedLayer(cache, self.module.layer_idx, q.device)
         o, _ = attend(self.module, q, k, v, log_f, call, past)
         return o[..., : self.config.head_dim].transpose(1, 2)
 
