@@ -20,7 +20,7 @@ def pipeline(folder):
     prompts, options = texts(4), dict(max_new_tokens=12, do_sample=False)
     single = [generate(prompt, **options)[0]["generated_text"] for prompt in prompts]
     generate.tokenizer.padding_side = "left"
-    batched = [reply[0]["generated_text"] for reply in generate(prompts, batch_size=4, **options)]
+    batched = [response[0]["generated_text"] for response in generate(prompts, batch_size=4, **options)]
     return float(sum(a != b for a, b in zip(single, batched)))
 
 
@@ -52,7 +52,9 @@ def lm_eval_samples(folder, batch_size, **task):
 def multiple_choice(folder):
     task = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target=0)
     single, batched = (lm_eval_samples(folder, size, **task) for size in (1, 4))
-    likelihoods = [[float(reply[0][0]) for sample in run for reply in sample["resps"]] for run in (single, batched)]
+    likelihoods = [
+        [float(response[0][0]) for sample in run for response in sample["resps"]] for run in (single, batched)
+    ]
     return max(abs(a - b) for a, b in zip(*likelihoods))
 
 
@@ -131,13 +133,13 @@ def ask(server):
             def complete(prompt, **options):
                 return client.completions.create(prompt=prompt, **asked, **options)
 
-            replies = [chat(prompt).choices[0].message.content for prompt in prompts]
-            replies += [complete(prompt).choices[0].text for prompt in prompts]
+            responses = [chat(prompt).choices[0].message.content for prompt in prompts]
+            responses += [complete(prompt).choices[0].text for prompt in prompts]
             stream = chat(prompts[0], stream=True)
-            replies.append("".join(part.choices[0].delta.content or "" for part in stream))
-            replies.append("".join(part.choices[0].text for part in complete(prompts[0], stream=True)))
-            replies += [reply.choices[0].text for reply in pool.map(complete, prompts)]
-        return float(sum(a != b for a, b in zip(replies, [*expected, *expected, *expected[:1] * 2, *expected])))
+            responses.append("".join(part.choices[0].delta.content or "" for part in stream))
+            responses.append("".join(part.choices[0].text for part in complete(prompts[0], stream=True)))
+            responses += [response.choices[0].text for response in pool.map(complete, prompts)]
+        return float(sum(a != b for a, b in zip(responses, [*expected, *expected, *expected[:1] * 2, *expected])))
 
     return measure
 

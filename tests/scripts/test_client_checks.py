@@ -1,4 +1,4 @@
-"""A client that fails is a cell of the table, whatever it does, and stops no other."""
+"""A client that fails, crashes or hangs becomes a cell of the table, and does not stop the others."""
 
 import json
 from pathlib import Path

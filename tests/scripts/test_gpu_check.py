@@ -1,4 +1,4 @@
-"""scripts.bench.gpu.check names wrong implementations, and times the others; on a CPU by Triton's interpreter."""
+"""scripts.bench.gpu.check names wrong implementations and times the others, in a dry run on a CPU."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tuning in Triton's interpreter, and which tile it chooses."""
+"""scripts.bench.gpu.tune chooses the fastest tile whose results are right."""
 
 import time
 from pathlib import Path
@@ -46,7 +46,7 @@ class Fake:
 
 
 def test_a_tile_that_computes_something_else_is_not_chosen(tune, monkeypatch):
-    """However fast it is: seconds are longest for the smallest tile here."""
+    """The wrong tiles are the fast ones here: the smallest tile takes longest."""
     rows = [{"kernel": "forward", "head_dim": 16, "tile": list(tile)} for tile in Fake.tiles.values()]
     monkeypatch.setattr(tune, "launch_seconds", lambda *_: 1.0 / tiles_fox.TILES[0, 4][16].forward.BM)
     monkeypatch.setitem(tiles_fox.TILES[0, 4], 16, tiles_fox.TILES[0, 4][16])

@@ -1,4 +1,4 @@
-"""The report of walks counts each function once, and changes of file on the way there and back."""
+"""scripts.hops counts each function once, and changes of file in calls and returns."""
 
 from hf_longctx import corpus, metrics
 from scripts import hops
