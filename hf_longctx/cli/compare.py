@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     if args.counts is not None:
         if args.names is not None:
             raise ValueError("--names is for result files; a column model names those of --counts.")
-        models, output = read_counts(args.counts), measuring.picture_path(args.output, (*measuring.PICTURES, ".md"))
+        models, output = read_counts(args.counts), measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
         print(compare_counts(models, output, title=args.title), end="")
         print(f"wrote {output}")
         return
@@ -50,6 +50,6 @@ def run(args: argparse.Namespace) -> None:
         )
     results = [read_result(file) for file in files]
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
-    output = measuring.picture_path(args.output, (*measuring.PICTURES, ".md"))
+    output = measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")

@@ -256,6 +256,7 @@ def measure(args):
 def measure_models(command, args):
     """Yield a row for each model, learning rate and seed: trained by a command and evaluated, or what is missing."""
     begin = time.monotonic()
+    args.until = begin + 60 * args.minutes
     corpus.main(["pack", "--folder", args.data, "--row-length", str(args.times * args.length)])
     keys = list(itertools.product(args.models, args.learning_rates, args.seeds))
     until = begin + 60 * args.minutes * 0.8
@@ -265,11 +266,10 @@ def measure_models(command, args):
             future.result()
             name, rate, seed = key = trained[future]
             folder = run_folder(*key, args)
-            if (folder / "model").exists() and time.monotonic() < begin + 60 * args.minutes:
-                yield from measure_parts(evaluate, [key], args)
-                continue
-            missing = "evaluation" if (folder / "model").exists() else reason(folder)
-            yield {"model": name, "learning_rate": rate, "seed": seed, "missing": missing}
+            is_trained = (folder / "model").exists()
+            missing = {"missing": "evaluation" if is_trained else reason(folder)}
+            found = list(measure_parts(evaluate, [key] if is_trained else [], args))
+            yield from found or [{"model": name, "learning_rate": rate, "seed": seed} | missing]
 
 
 def in_order(result):

@@ -211,7 +211,7 @@ def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
 @pytest.mark.parametrize(
     "config, reason",
     [
-        (tf.ViTConfig(), "neither rope_parameters nor rope_theta"),
+        (tf.ViTConfig(), "the attention of vit rotates nothing"),
         (tf.GPT2Config(), "the attention of gpt2 rotates nothing"),
         (tf.FalconConfig(alibi=True), "alibi is True"),
         (tf.GraniteMoeHybridConfig(position_embedding_type=None), "position_embedding_type is None"),

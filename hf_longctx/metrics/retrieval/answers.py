@@ -1,8 +1,8 @@
 """Answers to retrieval questions, and how they are scored without a judge.
 
-Only the context tells the answer to a question, and the answer is known. Two scores need one forward pass over
-question and answer: the probability of the answer, and whether every token of it is the model's first choice, which
-is when greedy decoding would give it word for word. The third looks into the text that the model generates.
+Only the context holds the answer to a question, and the answer is known. Two scores need one forward pass over
+question and answer: the probability of the answer, and whether each of its tokens is the model's first choice, so that
+greedy decoding gives it word for word. The third searches the text that the model generates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
 SUMMARY = {"match_rate": "found", "exact_rate": "given token for token"}
 HEADLINE_SCORE = {
-    "match_rate": "The score is the share of answers found in the model's replies.",
+    "match_rate": "The score is the share of answers found in the model's responses.",
     "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
 }
 # What opens and closes the thoughts of a model.
@@ -88,7 +88,7 @@ class Answer:
 class Answers:
     """The answers to questions of one kind, each rate from 0 to 1.
 
-    A subclass has further fields: those of `key` name it in a result, and the others are kept beside the answers.
+    A subclass has further fields: those of `key` name it in a result, and the others stand next to the answers.
     """
 
     key: ClassVar[tuple[str, ...]] = ()
@@ -183,7 +183,7 @@ def after_thought(response: str) -> str | None:
 
 
 def holds_text(reply: str, expected: str) -> bool:
-    """Return whether the words of `expected` follow one another in `reply`; case and punctuation do not count.
+    """Return whether the words of `expected` stand in `reply` in a row; case and punctuation do not count.
 
     >>> holds_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
     True

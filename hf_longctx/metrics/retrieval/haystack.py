@@ -96,7 +96,7 @@ def haystack_length(length: int, pieces: Pieces) -> int:
 def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> list[int]:
     """Draw where the haystacks of one length start in the corpus: one for each question, none overlapping another.
 
-    Where the corpus does not have room for all, questions share as many as fit, in turn.
+    Where the corpus does not have room for all, questions share the haystacks that fit, in turn.
 
     Raises:
         ValueError: the corpus is too short for one.

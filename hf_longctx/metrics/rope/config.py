@@ -13,12 +13,15 @@ import numpy as np
 from ..checks import whole_number
 from .base import LONGEST
 from .bounds import rope_inv_freq
-from .model_types import NO_ROPE, NTK_ALPHA, ROPE_ON_SLIDING_LAYERS_ONLY
 from .reading import LENGTHS, ROPE_UNLESS, Source, positive
 
 
-# What modeling code fixes and no config says; see also `model_types`.
+# What only modeling code says; `python -m scripts.rope_types` derives the types from that of transformers.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
+ROPE_ON_SLIDING_LAYERS_ONLY = (
+    *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
+)
+NTK_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")  # dynamic: base * alpha ** (d / (d - 2))
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
 # What each rope type reads, and what changes no frequency.
 READS = {
@@ -163,7 +166,7 @@ def with_rope_parameters(source: Source) -> Any:
         NoRopeError: there is none.
     """
     config = source.config
-    if config.model_type in NO_ROPE:
+    if not may_rotate(config):
         raise NoRopeError(config, f"the attention of {config.model_type} rotates nothing")
     if config.model_type in BASE_IN_CODE:
         config.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[config.model_type]}
@@ -185,6 +188,13 @@ def with_rope_parameters(source: Source) -> Any:
             f"rope_parameters has no entry for layer type {error}; it has {', '.join(config.rope_parameters)}."
         ) from error
     return config
+
+
+def may_rotate(config: Any) -> bool:
+    """Return whether the attention of a model type rotates: classes of transformers have a field for RoPE then."""
+    settings = {"rope_parameters", "rope_theta"} & getattr(type(config), "__dataclass_fields__", {}).keys()
+    of_transformers = type(config).__module__.startswith("transformers.models.")
+    return bool(settings) or not of_transformers or config.model_type in BASE_IN_CODE
 
 
 def parameters_of(config: Any, kind: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The forgetting curve: how far a model copies what it has read (Liu et al. 2024, section 3).
 
-What a model reads is in `curve.protocol`, which lengths an adaptive measurement needs in `curve.adaptive`, what counts
-show for sure in `curve.intervals`, and the paper's lengths in `curve.lengths`: plain functions that know no task.
+Inputs are in `curve.protocol`, the lengths of an adaptive measurement in `curve.adaptive`, confidence intervals in
+`curve.intervals`, and the paper's lengths in `curve.lengths`: plain functions that do not use the task.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..checks import check_token_ids, entries
+from ..checks import check_token_ids
 from ..curve.adaptive import locate
 from ..curve.intervals import ENOUGH, SEPARATE, LengthInterval, length_interval
 from ..curve.lengths import METHODS, CurvePoint, MemoryLength, memory_lengths
@@ -67,7 +67,10 @@ class ForgettingCurve(TaskResult):
         not_measured: dict[int, str] | None = None,
     ) -> Self:
         """Return the curve of these points; `not_measured` says why a length has none."""
-        points = sorted(entries(points, CurvePoint, lambda p: f"length {p.length}"), key=lambda p: p.length)
+        points = sorted(points, key=lambda p: p.length)
+        twice = [a.length for a, b in pairwise(points) if a.length == b.length]
+        if twice:
+            raise ValueError(f"points must be of different lengths, got two of length {twice[0]}.")
         scores = {
             p.length: {"copy": [*p.copy_correct], "LM": [*p.lm_correct]}
             | ({} if p.begin_locs is None else {"begins": [*p.begin_locs]})
@@ -100,7 +103,7 @@ class ForgettingCurve(TaskResult):
     def coarse_length(self) -> MemoryLength:
         """The paper's coarse length: the largest measured length copied at least 1 % better than guessed.
 
-        One of many lengths passes by chance, also where nothing is remembered: `interval` says what is sure.
+        One of many lengths passes by chance, even where nothing is remembered; `interval` is significant.
         """
         return self.memory_lengths["coarse_max"]
 
@@ -123,14 +126,6 @@ class ForgettingCurve(TaskResult):
     def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
         """What `interval` has computed: a card asks for it a dozen times."""
         return {}
-
-    def first_failures(self) -> dict[str, int]:
-        """By method, the first length that fails after others have passed, if there is one.
-
-        Passing lengths beyond it are either a dip of the curve or luck.
-        """
-        first_runs = {method: self.memory_lengths[f"{method}_first_run"] for method in METHODS}
-        return {method: run.next_tested for method, run in first_runs.items() if run and run.next_tested is not None}
 
     @property
     def repeats_in_words(self) -> str:
@@ -160,9 +155,7 @@ class ForgettingCurve(TaskResult):
     def unlike(self, other, *more):
         settings = self.settings, other.settings
         if any(s.get("protocol") == "adaptive" for s in settings):
-            return (
-                "the adaptive protocol stops where it is sure of one model; measure both with the reference protocol"
-            )
+            return "the adaptive protocol stops where the lengths of one model are significant; measure both with the reference protocol"
         random = [s.get("data_type") == "random" for s in settings]
         if not any(random) and any("corpus_sha256" not in s for s in settings):
             return "a text without a hash may be another"
@@ -403,21 +396,18 @@ class Curve(Task):
         return [low, high]
 
     def facts(self):
-        if self.uses_text():
-            if self.irrelevant is None:
-                return {}
-            return {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
-        if not self.skipped:
-            return {}
-        return {"skipped_ids": len(self.skipped), "skipped_sha256": content_hash(sorted(self.skipped))}
-
-    def labels(self):
-        tokenizer = self.subject.tokenizer
-        if not self.uses_text() or not hasattr(tokenizer, "decode"):
-            return {}
-        sample = self.subject.text[:10_000].tolist()
-        text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
-        return {"bytes_per_token": round(len(text.encode()) / len(sample), 2)}
+        facts, tokenizer = {}, self.subject.tokenizer
+        if not self.uses_text():
+            if self.skipped:
+                facts = {"skipped_ids": len(self.skipped), "skipped_sha256": content_hash(sorted(self.skipped))}
+            return facts
+        if self.irrelevant is not None:
+            facts |= {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
+        if hasattr(tokenizer, "decode"):  # to compare models of other tokenizers in bytes
+            sample = self.subject.text[:10_000].tolist()
+            text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
+            facts["bytes_per_token"] = round(len(text.encode()) / len(sample), 2)
+        return facts
 
     def trials(self, scores):
         if self.protocol == "reference":
@@ -462,7 +452,7 @@ class Curve(Task):
         reasons = {length: reason for (length, *_), reason in missing.items()}
         readable = {key: score for key, score in scores.items() if reasons.get(key[0], "interrupted") == "interrupted"}
         measured = joined(readable)
-        if "interrupted" in reasons.values():  # nobody knows which of the others would have been needed
+        if "interrupted" in reasons.values():  # which of the others would be needed is not known
             reasons |= dict.fromkeys([length for length in self.samples if length not in reasons], "interrupted")
         return measured, {length: reason for length, reason in sorted(reasons.items()) if length not in measured}
 

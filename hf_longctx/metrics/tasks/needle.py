@@ -229,7 +229,7 @@ def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | N
     figure.set_size_inches(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
     pale = max(len(cell.answers) for cell in result.cells) < 5
-    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # told apart by colour-blind readers
+    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # colour-blind readers can read it
     image = axes.imshow(rates, **colours, vmin=0, vmax=1, aspect="auto")
     for cell in result.cells:
         rate, answers = getattr(cell, shown), len(cell.answers)
