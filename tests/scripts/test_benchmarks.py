@@ -122,15 +122,6 @@ def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
     assert rows["pruned"]["tail"] == "begun" and "| -9 |" in capsys.readouterr().out
 
 
-def test_tests_are_counted_from_their_file(load, tmp_path):
-    module = load("gpu.all")
-    assert module.count_tests(tmp_path / "none.xml") == {}
-    (tmp_path / "x.xml").write_text(
-        '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>'
-    )
-    assert module.count_tests(tmp_path / "x.xml") == {"passed": 3, "failed": 3, "skipped": 3}
-
-
 def test_contenders_take_turns_and_the_first_round_warms_up(load):
     calls = []
     contenders = {name: lambda name=name: calls.append(name) or float(len(calls)) for name in "ab"}
