@@ -32,6 +32,7 @@ from .bundle import CONTENTS, Bundle, with_contents
 from .lint import check
 
 
+HUB_TIMEOUT_S = 10.0
 CODE = re.compile(r"\w+_(fox|hmt)\.py")
 # Files that are removed from the repository of a model where the bundle lacks them; by a push of code only, the code.
 REPLACED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|{CODE.pattern}")
@@ -107,7 +108,9 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
             `named_errors`.
     """
     try:
-        present = set(HfApi().list_repo_files(repo, repo_type=repo_type, revision=revision))
+        # list_repo_files would retry for 20 seconds without a network
+        info = HfApi().repo_info(repo, repo_type=repo_type, revision=revision, timeout=HUB_TIMEOUT_S)
+        present = {file.rfilename for file in info.siblings or ()}
     except RevisionNotFoundError:  # a new branch begins with the files of main
         return removed_files(bundle, repo, repo_type=repo_type)
     except RepositoryNotFoundError:
