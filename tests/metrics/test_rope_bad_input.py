@@ -40,6 +40,11 @@ def remote(**settings):
     return config
 
 
+def json_of(**settings):
+    """The content of a config.json of a type that transformers does not know."""
+    return {"model_type": "new", **SIZES, "max_position_embeddings": 512, "rope_theta": 300.0, **settings}
+
+
 def report(config, **options):
     return lambda: rope_report(config, minimum_base=False, **options)
 
@@ -78,10 +83,23 @@ CONFIGS = [
     refused("half a token", report(llama(), context_length=10.5), "must be a whole number, got 10.5"),
     refused("a context that takes days", report(llama(), context_length=10**12), "more than 100000000 take minutes"),
     refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "no num_hidden_layers.*no default"),
-    refused("a window of one token", report(llama(sliding_window=1)), "sliding_window must be at least 2, got 1"),
+    *[
+        refused(f"{name} = {value!r}", report(json_of(**{name: value})), message)
+        for name, value, message in (
+            ("sliding_window", 1, "sliding_window must be at least 2, got 1"),
+            ("num_hidden_layers", True, "num_hidden_layers must be a whole number, got True"),
+            ("head_dim", "16", "head_dim must be a whole number, got '16'"),
+            ("max_position_embeddings", 512.5, "max_position_embeddings must be a whole number, got 512.5"),
+            ("layer_types", ["full_attention"], "layer_types must be a list with the type of each of 2 layers"),
+            ("rope_scaling", {"type": "linear", "factor": "4"}, "factor of rope_parameters must be a positive number"),
+            ("rope_scaling", {"type": "linear", "factor": float("nan")}, "must be a positive number, got nan"),
+            ("rope_scaling", {"type": "ntk", "factor": 4.0}, "'ntk' is not supported; supported are default"),
+            ("rope_scaling", "yarn", "rope_parameters must be a JSON object, got 'yarn'"),
+            ("rope_condense_ratio", "8", "rope_condense_ratio must be a positive number, got '8'"),
+        )
+    ],
     refused("a tokenizer", report(None), "got a NoneType; it needs a PreTrainedModel, .*or the name of a model"),
     refused("a size in words", report({"model_type": "llama", "hidden_size": "x"}), "a value of a wrong type or size"),
-    refused("scaling in words", report({"rope_scaling": "yarn", "rope_theta": 1e4}), "rope_parameters must be a JSON"),
     refused("layers beyond memory", report({"model_type": "llama", "num_hidden_layers": 10**9}), "at most 100000"),
     refused(
         "an unknown setting", scaled("linear", factor=2.0, zeta=1.0), "rope_parameters has zeta, which linear RoPE"

@@ -134,13 +134,6 @@ def test_minimum_base_is_left_out_where_it_says_nothing(config, reason):
 # --- what is read ---
 
 
-def test_old_spelling_equals_new():
-    new = rope_report(llama(rope("linear")), minimum_base=False)
-    for scaling in ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}):
-        old = tf.LlamaConfig(**TINY, rope_theta=300.0, rope_scaling=scaling)
-        assert rope_report(old, minimum_base=False) == new
-
-
 def test_layer_types_have_their_own_base_and_reach():
     config = tf.Gemma3TextConfig(
         **{**TINY, "num_hidden_layers": 3},
@@ -323,12 +316,6 @@ def test_defaults_of_the_config_class_are_named(tmp_path):
     report = rope_report(tmp_path, minimum_base=False)
     assert (report.claimed_context, len(report.notes)) == (1024, 1), "a length of config.json precedes a default"
     assert not rope_report(llama(), minimum_base=False).notes  # without a file to look into
-
-
-def test_multimodal_positions_are_named():
-    sections = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [2, 3, 3]}
-    config = tf.Qwen2VLTextConfig(**TINY, rope_parameters=sections)
-    assert "judged on text" in rope_report(config, minimum_base=False).notes[0]
 
 
 @pytest.mark.parametrize(

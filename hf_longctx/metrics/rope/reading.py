@@ -111,7 +111,9 @@ def read_source(model: Any, **options: Any) -> Source:
         run_code = trust and "auto_map" in file
         model = AutoConfig.from_pretrained(name, trust_remote_code=True, **options) if run_code else file
     elif isinstance(model, dict):
-        name, file = str(model.get("_name_or_path") or model.get("model_type") or "config.json"), model
+        names = [model.get(key) for key in ("_name_or_path", "model_type")]
+        name = next((name[:200] for name in names if isinstance(name, str) and name), "config.json")
+        file = model
     else:
         model = getattr(model, "config", model)
         if not isinstance(model, PreTrainedConfig):
