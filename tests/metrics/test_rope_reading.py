@@ -140,7 +140,24 @@ def test_settings_that_switch_rope_off(kind, name, values):
                 rope_report(config)
 
 
-JUNK = (None, True, 0, -3, 2.5, float("nan"), 10**400, "x", "x" * 5000, "", [], [1], ["x"], {}, {"x": 1}, {"full_attention": 3})
+JUNK = (
+    None,
+    True,
+    0,
+    -3,
+    2.5,
+    float("nan"),
+    10**400,
+    "x",
+    "x" * 5000,
+    "",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"x": 1},
+    {"full_attention": 3},
+)
 FIELDS = (
     *("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim", "max_position_embeddings"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary", "rotary_dim", "rope_ratio"),
