@@ -163,7 +163,7 @@ Made by `python -m scripts.evidence_curves`. Every model reads random tokens, wh
 ![Forgetting curves](comparison.png)
 
 {table}
-Lengths are tokens of the text to copy; the input is twice as long. The "95 % sure" lengths hold if memory only fades: fine is that of
+Lengths are tokens of the text to copy; the input is twice as long. The intervals hold if memory only fades: fine is that of
 the typical text. The paper's lengths are the longest tested ones whose mean passes; 0: none.
 
 - **Llama, RoPE base {bases}**: two layers, {llama} parameters, one start, the same rows of up to 512 random tokens. Their bound,

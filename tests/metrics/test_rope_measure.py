@@ -220,7 +220,7 @@ def test_models_without_rope_say_so(config, reason):
 def test_frequencies_spoilt_by_a_cast_are_noticed():
     model = tf.LlamaModel(llama()).to(torch.bfloat16)
     report = rope_report(model, minimum_base=False)
-    assert "not those of its config" in report.notes[0]
+    assert "differ from those of its config" in report.notes[0]
     assert only(report).context_bound == rope_context_bound(inv_freq=model.rotary_emb.inv_freq.double().numpy())
 
 
@@ -290,7 +290,7 @@ def test_the_base_above_which_none_fails_is_next_to_the_minimum():
 
 def test_distances_are_looked_at_as_far_as_the_claim(monkeypatch):
     """In blocks; the first violation may lie beyond the first block."""
-    monkeypatch.setattr("hf_longctx.metrics.rope.measure.LOOKED_AT", 20)
+    monkeypatch.setattr("hf_longctx.metrics.rope.measure.SEARCHED", 20)
     config = llama(rope("default", 500.0))
     far = only(rope_report(config, minimum_base=False))
     monkeypatch.undo()
