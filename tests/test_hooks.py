@@ -73,7 +73,6 @@ HOOKS = [
     ("_backward_hooks", "torch.nn:Module", "self._backward_hooks or self._backward_pre_hooks", "same"),
     ("is_legacy_batchedtensor", "torch._subclasses.meta_utils", "is_legacy_batchedtensor(", "same"),
     ("_attn_implementation_internal", "transformers:PreTrainedConfig", "self._attn_implementation_internal", "masks"),
-    ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "no step in place inside of a dual level"),
     ("_is_hf_initialized", MODEL, 'getattr(module, "_is_hf_initialized", False)', "a loaded backbone stays as it is"),
     ("_gradient_checkpointing_func", MODEL, 'setattr(module, "_gradient_checkpointing_func"', "segments made again"),
     ("_modules", "transformers.models.auto.configuration_auto", "not in self._modules", "configurations by name"),

@@ -338,42 +338,6 @@ def keep_from_fading(q, k, c, kept, scale):
     return torch.cat([q, parts.to(q.dtype)], dim=-1), torch.cat([k, marks], dim=-1)
 
 
-@lru_cache(maxsize=64)
-def columns_of_token(batch, heads, gates_per_key, head_dim, dtype, device):
-    """Return what the queries of one token get, (B, H, 1, columns), and the bits of c up to the end of each part.
-
-    The columns are not expanded, because whole tensors are joined faster.
-    """
-    query, _ = constant_columns(head_dim, heads, gates_per_key, dtype, device)
-    prefixes = torch.tensor([0, -1 << 16, -1 << 8, -1], dtype=torch.int32, device=device)
-    return query.expand(batch, heads, 1, -1).contiguous(), prefixes
-
-
-def fold_token(q, k, log_f, scale, before):
-    """Fold the gates of one new token, without derivatives.
-
-    Args:
-        q: (B, Hq, 1, D).
-        k: (B, Hkv, 1, D).
-        log_f: (B, H, 1), fp32.
-        scale: as in `fold_keys`.
-        before: the folded keys of the tokens before, (B, Hkv, tokens, D').
-
-    Returns:
-        The folded query, (B, Hq, 1, D'), and the folded key without the columns that all keys share.
-    """
-    (batch, kv_heads, length, _), heads, head_dim = before.shape, q.shape[1], q.shape[3]
-    gates = log_f.shape[1] // kv_heads
-    columns, prefixes = columns_of_token(batch, heads, gates, head_dim, q.dtype, q.device)
-    rows, of_head, of_token, _ = before.stride()
-    end = before.storage_offset() + (length - 1) * of_token + head_dim
-    last = before.as_strided((batch, kv_heads, 1, gates, GATE_PARTS), (rows, of_head, of_token, GATE_PARTS, 1), end)
-    x = last.sum(-1, keepdim=True, dtype=torch.float32)  # (B, Hkv, 1, G, 1)
-    x.add_(log_f.reshape(x.shape), alpha=-1 / (GATE_QUERY * scale))
-    parts = (x.view(torch.int32) & prefixes).view(torch.float32).diff().flatten(3)  # (B, Hkv, 1, 3 G)
-    return torch.cat([q, columns], dim=-1), torch.cat([k, parts], dim=-1)
-
-
 def unfold_decay(folded_keys, head_dim, group, scale):
     """Read c back from folded keys: (B, Hkv, T, D') -> (B, Hq, T) fp32."""
     parts = folded_keys[..., head_dim : head_dim + GATE_PARTS * group].float()

@@ -36,7 +36,7 @@ from .attention_fox import (
 from .call_fox import Call
 from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
-from .state_fox import AttendingCache, CachedLayer
+from .state_fox import CachedLayer, drops_tokens
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
     attention_from_sums,
@@ -85,7 +85,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
         return "sdpa"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "sdpa"  # the kernels lack some derivatives
-    if isinstance(cache, AttendingCache) and attention_mask is not None and not attention_mask.all():
+    if drops_tokens(cache) and attention_mask is not None and not attention_mask.all():
         return "sdpa"
     cannot = why_not(config.sizes.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
     return NAME if cannot is None else "sdpa"
@@ -320,7 +320,7 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
     q, k, v = autocast_inputs(q, k, v)
     c = running_sum(log_f, call.position_in_sequence)
     if past is not None:
-        c = c + past.decay(c)
+        c = c + past.decay(c, module)
     name = call.implementation or module.config._attn_implementation
     if name != NAME:  # which reads the decay from the keys by itself
         q = fold_queries(q, c, module.scaling, module.gates_per_key)
@@ -363,9 +363,6 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
             log_f = log_f * call.token_mask[:, None].to(log_f.dtype)
         if call.visible is not None:
             return attend_along_paths(module, q, k, v, log_f, call.visible, call, past)
-        if past is not None and call.in_place and past.can_append_token(k):
-            q, k, v = past.append_token(q, k, v, log_f)
-            return run_backend(name, module, q, k, v, call.mask, **kwargs)
         if name != NAME or past is not None:
             q, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
     if past is not None:
@@ -374,7 +371,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
     kwargs |= dict(position_ids=call.position_ids, **call.flash)
     if name == NAME:
         kwargs["log_f"] = log_f
-    return run_backend(name, module, q, k, v, call.mask, None if past is None else past.cache, **kwargs)
+    return run_backend(name, module, q, k, v, call.mask, past, **kwargs)
 
 
 def attend_along_paths(module, q, k, v, log_f, visible: torch.Tensor, call: Call, past: CachedLayer | None):
@@ -391,7 +388,7 @@ def attend_along_paths(module, q, k, v, log_f, visible: torch.Tensor, call: Call
     return eager_attention_forward(module, q, k, v, bias, module.scaling, dropout)
 
 
-def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
+def run_backend(name, module, q, k, v, attention_mask, past: CachedLayer | None = None, **kwargs):
     """Compute softmax attention over all keys by the implementation `name`.
 
     Raises:
@@ -412,8 +409,8 @@ def run_backend(name, module, q, k, v, attention_mask, cache=None, **kwargs):
         attention_function = partial(sdpa_by, SDPBackend.FLASH_ATTENTION)  # cuDNN plans again for each length
     if name in OWN_WIDTH:
         v = v[..., : module.head_dim]
-    if isinstance(cache, AttendingCache):
-        attention_function = cache.wrap_attention(attention_function)
+    if past is not None and hasattr(past.layer, "attend"):
+        attention_function = partial(past.layer.attend, attention_function)
     dropout = module.config.attention_dropout if module.training else 0.0
     options = dict(scaling=module.scaling, dropout=dropout, sliding_window=module.sliding_window)
     return attention_function(module, q, k, v, attention_mask, **options, **kwargs)

@@ -51,7 +51,6 @@ class Call(NamedTuple):
     shard: which part of the rows is here; `predecessor` is then of this part, everything else of the whole rows. None:
         the rows are here as a whole.
     implementation: the attention implementation; None: that of the config.
-    in_place: there is one real token for each row, which may be written behind the cached ones.
     """
 
     mask: Any = None
@@ -64,7 +63,6 @@ class Call(NamedTuple):
     flash: dict[str, Any] = {}
     shard: Shard | None = None
     implementation: str | None = None
-    in_place: bool = False
 
 
 PLAIN_CALL = Call()  # real tokens of one sequence per row, and nothing cached

@@ -20,10 +20,9 @@ from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width
-from .backend_fox import NAME
 from .call_fox import Call, Shard, is_exporting
 from .compat_fox import check_unknown
-from .state_fox import AttendingCache, appends_in_place
+from .state_fox import drops_tokens
 
 
 logger = logging.get_logger(__name__)
@@ -114,15 +113,10 @@ def read_call(
         flash = dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest)
     if position_ids is None:
         position_ids = sequences
-    in_place = False
-    if cache is not None and token_mask is None and visible is None and shard is None and name != NAME:
-        in_place = appends_in_place(cache, inputs_embeds)
     if position_ids is None:
         cached = 0 if cache is None else cache.get_seq_length()
         position_ids = (torch.arange(length, device=device) + cached).unsqueeze(0)
-    return Call(
-        mask, token_mask, position_ids, sequences, predecessor, successor, visible, flash, shard, name, in_place
-    )
+    return Call(mask, token_mask, position_ids, sequences, predecessor, successor, visible, flash, shard, name)
 
 
 def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
@@ -237,7 +231,7 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
             the model has a token shift and the token before a new one is a cached token but not the last.
         NotImplementedError: the cache is a `PrunedCache`.
     """
-    if isinstance(cache, AttendingCache):
+    if drops_tokens(cache):
         raise NotImplementedError(
             f"a {type(cache).__name__} has dropped tokens by the gates of all tokens, so it cannot follow an "
             "attention_mask of four dimensions. Use DynamicCache(config=model.config)."

@@ -41,7 +41,7 @@ from .fused_fox import can_fuse, fused_heads, fused_norm, shift_tokens
 from .inputs_fox import NO_QUANTIZED_CACHE, can_be_cached, create_attention_mask, read_call, read_token_mask
 from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
-from .state_fox import CachedLayer, keep_token_shift, tokens_before
+from .state_fox import CachedLayer, keep_token_shift
 
 
 class FoxHeadRMSNorm(nn.Module):
@@ -176,11 +176,11 @@ class FoxAttention(nn.Module):
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         call: Call = PLAIN_CALL,
-        cache: Cache | None = None,
+        cache: Cache | CachedLayer | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         x = hidden_states
-        past = None if cache is None else CachedLayer(self, cache, x.device)
+        past = CachedLayer(cache, self.layer_idx, x.device) if isinstance(cache, Cache) else cache
         q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.k_shift_proj is None and self.v_shift_proj is None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -194,34 +194,32 @@ class FoxAttention(nn.Module):
         return self.output(x, o), weights
 
     def shift_and_norm(self, x, q, k, v, call: Call, past: CachedLayer | None):
-        """Mix each key and value with its predecessor's: a_t prev + (1 - a_t) cur, a_t = sigmoid(w.x_t) (eq. 14)."""
-        projections: Any = (self.k_shift_proj, self.v_shift_proj)
-        if call.in_place and past is not None and past.can_trade_token(k):
-            kv = torch.cat([k, v], dim=2)  # (B, 1, 2 Hkv, D), as the cache has it
-            shares = [torch.zeros_like(k[..., 0]) if proj is None else proj(x) for proj in projections]
-            kv = torch.lerp(kv, past.trade_token(kv), torch.cat(shares, dim=2)[..., None].to(kv.dtype))
-            return self.q_norm(q), self.k_norm(kv[:, :, : k.shape[2]]), kv[:, :, k.shape[2] :]
+        """Mix each key and value with its predecessor's, a_t prev + (1 - a_t) cur (eq. 14), and apply QK-norm."""
         norms: Any = (self.q_norm, self.k_norm)
-        before = tokens_before(k, v, call, past)
-        # torch 2.11 ends a graph where a tensor is compared with None
-        starts = before[0] is None and before[1] is None
-        in_chains = starts and (call.predecessor is None) == (call.successor is None)
-        if in_chains and are_ours(*norms, *projections):
-            weights = [module.weight for module in (*norms, *projections)]
-            if can_fuse(q, k, v, *weights):
-                share = F.linear(x, torch.cat(weights[2:])).float().sigmoid()  # (B, T, 2 Hkv)
-                eps = self.config.qk_norm_eps
-                new = fused_heads(q, k, v, *weights[:2], eps, share, call.predecessor, call.successor)
-                if past is not None:
-                    past.keep_tokens(k, v, before, call)
+        share, before = self.shift_weights(x, k), None if past is None else past.token_before(k)
+        fused = before is None and call.shard is None and (call.predecessor is None) == (call.successor is None)
+        fused = fused and are_ours(*norms) and can_fuse(q, k, v, *(norm.weight for norm in norms))
+        if fused:
+            options = self.config.qk_norm_eps, share, call.predecessor, call.successor
+            new = fused_heads(q, k, v, *(norm.weight for norm in norms), *options)
+            if past is None:
                 return new
-        shifted = [
-            y if proj is None else shift_tokens(y, proj(x), token, call.predecessor)
-            for y, proj, token in zip((k, v), projections, before)
-        ]
+        kv = torch.cat([k, v], dim=2)  # (B, T, 2 Hkv, D), as a cache has them
+        if call.shard is not None:
+            before = call.shard.token_before(kv)
+        if not fused:
+            shifted = shift_tokens(kv, share, before, call.predecessor)
+            new = norms[0](q), norms[1](shifted[:, :, : k.shape[2]]), shifted[:, :, k.shape[2] :]
         if past is not None:
-            past.keep_tokens(k, v, before, call)
-        return self.q_norm(q), self.k_norm(shifted[0]), shifted[1]
+            past.keep_tokens(kv, before, call)
+        return new
+
+    def shift_weights(self, x, k):
+        """Return the weights of the predecessors of keys and of values, (B, T, 2 Hkv) fp32; 0 without a shift."""
+        projections: Any = (self.k_shift_proj, self.v_shift_proj)
+        if are_ours(*projections):
+            return narrow_linear(x, torch.cat([proj.weight for proj in projections])).float().sigmoid()
+        return torch.cat([k.new_zeros(k.shape[:3]).float() if proj is None else proj(x) for proj in projections], -1)
 
     def output(self, x, o):
         """Norm, gate and project what attention returned, (B, T, H, D) or wider, to (B, T, hidden)."""
@@ -423,13 +421,14 @@ class FoxModel(FoxPreTrainedModel):
         if shard is not None and positions is not None:
             positions = shard.part(positions)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, positions)
-        for layer in islice(self.layers, self.config.num_hidden_layers):  # an early exit lowers the number
+        for i, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):  # an early exit lowers it
+            past = None if cache is None else CachedLayer(cache, i, hidden_states.device)
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 call=call,
                 use_cache=use_cache,
-                **{CACHE: cache},  # gradient checkpointing leaves it out by its name
+                **{CACHE: past},  # gradient checkpointing leaves it out by its name
                 **kwargs,
             )
         hidden_states = self.norm(hidden_states)
@@ -512,10 +511,9 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         skip_logits: bool = False,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the next token, and with labels the loss.
+        """Return the logits of the next token, and with labels the loss. Other arguments are those of `FoxModel`.
 
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache: as in `FoxModel`.
             labels: (B, T), int64, the token ids themselves, shifted here; -100 is not scored.
             logits_to_keep: the positions that have logits, as in `keep_positions`. Default 0: all.
             skip_logits: with labels, make the loss piece by piece and return no logits, if the head allows it.

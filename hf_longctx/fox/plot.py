@@ -12,7 +12,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from .attention_fox import unfold_decay
-from .state_fox import AttendingCache
 
 
 ELEMENTS_AT_A_TIME = 2**22  # of A: 16 MB
@@ -27,10 +26,12 @@ class HeadMap:
     """F and A of one query head, NaN where the query does not see the key.
 
     Args:
-        layer, head: index of the layer and of the query head.
+        layer: index of the layer.
+        head: index of the query head.
         decay_time: tokens in which the head forgets by a factor e, the mean over the text.
-        forget, attention: (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry
-            stands for block x block entries: the mean of F, and the largest weight of A, which is sparse.
+        forget: F, (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry is the mean
+            of block x block entries.
+        attention: A, likewise, but an entry is the largest weight of its block, because A is sparse.
         tokens: T, the length of the text.
         block: 1, or as many tokens as one row and column stand for.
     """
@@ -59,39 +60,25 @@ def reduce_blocks(x, visible, block, largest):
     return reduced.masked_fill(count == 0, torch.nan)
 
 
-class _MapRecorder(AttendingCache, DynamicCache):
-    """A cache that computes the maps of some heads, {layer: heads}, from the queries and keys of each call."""
-
-    def __init__(self, config, heads, block):
-        super().__init__(config=config)
-        self.heads, self.block, self.maps = heads, block, {}
-
-    def wrap_attention(self, attention_function):
-        def attend(module, query, key, *args, **kwargs):
-            for head in self.heads.get(module.layer_idx, []):
-                self.maps[module.layer_idx, head] = self.head_map(module, query, key, head)
-            return attention_function(module, query, key, *args, **kwargs)
-
-        return attend
-
-    def head_map(self, module, query, key, head):
-        q, k = query[0, head].float(), key[0, head // module.num_key_value_groups].float()  # (T, D')
-        c = unfold_decay(key, module.head_dim, module.gates_per_key, module.scaling)[0].double()  # (H or Hkv, T)
-        c = c[head * len(c) // query.shape[1]]
-        length = len(c)
-        positions = torch.arange(length, device=c.device)
-        forget, attention = [], []
-        step = max(1, ELEMENTS_AT_A_TIME // length // self.block) * self.block
-        for rows in positions.split(step):
-            ago = rows[:, None] - positions
-            visible = (ago >= 0) & (ago < (module.sliding_window or length))
-            logits = (module.scaling * (q[rows] @ k.mT)).masked_fill(~visible, -torch.inf)
-            forget.append(reduce_blocks((c[rows, None] - c).clamp(max=0).exp().float(), visible, self.block, False))
-            attention.append(reduce_blocks(logits.softmax(-1), visible, self.block, True))
-        forgotten = (c[0] - c[-1]).item()
-        decay_time = (length - 1) / forgotten if forgotten else float("inf")
-        maps = (torch.cat(pieces).cpu() for pieces in (forget, attention))
-        return HeadMap(module.layer_idx, head, decay_time, *maps, tokens=length, block=self.block)
+def head_map(module, query, key, head, block):
+    """Compute the `HeadMap` of a query head from folded queries and keys, (1, H, T, D')."""
+    q, k = query[0, head].float(), key[0, head // module.num_key_value_groups].float()  # (T, D')
+    c = unfold_decay(key, module.head_dim, module.gates_per_key, module.scaling)[0].double()  # (H or Hkv, T)
+    c = c[head * len(c) // query.shape[1]]
+    length = len(c)
+    positions = torch.arange(length, device=c.device)
+    forget, attention = [], []
+    step = max(1, ELEMENTS_AT_A_TIME // length // block) * block
+    for rows in positions.split(step):
+        ago = rows[:, None] - positions
+        visible = (ago >= 0) & (ago < (module.sliding_window or length))
+        logits = (module.scaling * (q[rows] @ k.mT)).masked_fill(~visible, -torch.inf)
+        forget.append(reduce_blocks((c[rows, None] - c).clamp(max=0).exp().float(), visible, block, False))
+        attention.append(reduce_blocks(logits.softmax(-1), visible, block, True))
+    forgotten = (c[0] - c[-1]).item()
+    decay_time = (length - 1) / forgotten if forgotten else float("inf")
+    maps = (torch.cat(pieces).cpu() for pieces in (forget, attention))
+    return HeadMap(module.layer_idx, head, decay_time, *maps, tokens=length, block=block)
 
 
 @torch.no_grad()
@@ -107,7 +94,8 @@ def head_maps(
     Args:
         model: a FoX, with or without a head.
         input_ids: (T,) or (1, T), at least 2 tokens.
-        layers, heads: indices of layers, and of query heads of each; None for all.
+        layers: indices of layers; None for all.
+        heads: indices of query heads in each of them; None for all.
         resolution: longest side of a map; longer texts are reduced block by block, see `HeadMap`.
 
     Raises:
@@ -125,12 +113,20 @@ def head_maps(
     layers = _check_indices("layers", layers, model.config.num_hidden_layers)
     heads = _check_indices("heads", heads, model.config.num_attention_heads)
     block = -(-input_ids.shape[1] // resolution)
-    recorder = _MapRecorder(config, dict.fromkeys(layers, heads), block)
+    maps, cache = {}, DynamicCache(config=config)
+
+    def attend(attention_function, module, query, key, *args, **kwargs):
+        if module.layer_idx in layers:
+            maps.update({(module.layer_idx, head): head_map(module, query, key, head, block) for head in heads})
+        return attention_function(module, query, key, *args, **kwargs)
+
+    for layer in cache.layers:
+        layer.attend = attend
     base = getattr(model, model.base_model_prefix, model)  # without the logits
     training = model.training
-    base.eval()(input_ids, cache=recorder, use_cache=True)
+    base.eval()(input_ids, cache=cache, use_cache=True)
     model.train(training)
-    return [recorder.maps[layer, head] for layer in layers for head in heads]
+    return [maps[layer, head] for layer in layers for head in heads]
 
 
 def _check_indices(name, indices, count):

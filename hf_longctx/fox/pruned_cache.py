@@ -37,13 +37,13 @@ from typing import cast
 
 import torch
 from torch import nn
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 from transformers.utils import logging
 
 from .attention_fox import fold_keys, folded_width, unfold_decay
 from .backend_fox import ROUNDING, logit_bound_of_norms
 from .modeling_fox import FoxDecoderLayer
-from .state_fox import AttendingCache, GrowingLayer
+from .state_fox import GrowingLayer
 
 
 logger = logging.get_logger(__name__)
@@ -347,8 +347,8 @@ class PrunedHybridLayer(PrunedLayer, GrowingLayer):
     """A pruned layer that also keeps the state of a token shift."""
 
 
-class PrunedCache(AttendingCache):
-    """A growing cache that drops the tokens which a FoX has faded. The theorem is at the top of this file.
+class PrunedCache(Cache):
+    """A growing cache that drops the tokens which a FoX has faded. The theorem is at the top of this file::
 
         cache = PrunedCache(model, tolerance=1e-4)
         model.generate(**inputs, cache=cache)
@@ -411,14 +411,6 @@ class PrunedCache(AttendingCache):
     def pruned_layers(self) -> list[PrunedLayer]:
         """The layers, all of which are of this file."""
         return cast(list[PrunedLayer], self.layers)
-
-    def wrap_attention(self, attention_function):
-        """Return the attention function of a model, called once per group of heads."""
-
-        def attend(module, *args, **kwargs):
-            return self.layers[module.layer_idx].attend(attention_function, module, *args, **kwargs)
-
-        return attend
 
     def prune(self) -> None:
         """Drop all tokens that can be dropped now, for instance after a long prompt, instead of at a later call."""

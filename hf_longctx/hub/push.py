@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     CommitInfo,
@@ -109,7 +110,7 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
     """
     try:
         # list_repo_files would retry for 20 seconds without a network
-        info = HfApi().repo_info(repo, repo_type=repo_type, revision=revision, timeout=HUB_TIMEOUT_S)
+        info: Any = HfApi().repo_info(repo, repo_type=repo_type, revision=revision, timeout=HUB_TIMEOUT_S)
         present = {file.rfilename for file in info.siblings or ()}
     except RevisionNotFoundError:  # a new branch begins with the files of main
         return removed_files(bundle, repo, repo_type=repo_type)

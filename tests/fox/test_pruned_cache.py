@@ -14,7 +14,7 @@ from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
 from hf_longctx.fox.backend_fox import VisibleKeys, eager_attention_forward
 from hf_longctx.fox.kernels_fox import INTERPRETED
 from hf_longctx.fox.pruned_cache import PrunedLayer, group_heads, logit_bound_of_weights
-from hf_longctx.fox.state_fox import AttendingCache
+from hf_longctx.fox.state_fox import keep_token_shift
 
 
 TINY = {**tiny_fox.TINY, "decay_time_min": 0.5, "decay_time_max": 100}
@@ -160,22 +160,21 @@ def test_no_input_exceeds_the_bound_of_the_weights(variant):
         projection.weight.data.mul_(10)  # far above the epsilon of QK-norm
     bound = logit_bound_of_weights(layer)
 
-    class Measuring(AttendingCache, DynamicCache):
-        def wrap_attention(self, attention_function):
-            def attend(module, query, key, *args, **kwargs):
-                q, k = query[..., : module.head_dim], key[..., : module.head_dim]
-                products = q @ k.repeat_interleave(module.num_key_value_groups, 1).mT
-                ratios.append(module.scaling * products.abs().amax((0, 2, 3)) / bound)
-                return attention_function(module, query, key, *args, **kwargs)
-
-            return attend
+    def attend(attention_function, module, query, key, *args, **kwargs):
+        q, k = query[..., : module.head_dim], key[..., : module.head_dim]
+        products = q @ k.repeat_interleave(module.num_key_value_groups, 1).mT
+        ratios.append(module.scaling * products.abs().amax((0, 2, 3)) / bound)
+        return attention_function(module, query, key, *args, **kwargs)
 
     x = torch.randn(16, 3, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     optimizer = torch.optim.Adam([x], lr=0.1)
     positions = torch.arange(3)[None]
     for _ in range(80):
         rope = model.model.rotary_emb(x, positions) if model.model.rotary_emb is not None else None
-        layer(x, position_embeddings=rope, cache=Measuring(config=model.config))
+        cache = DynamicCache(config=model.config)
+        keep_token_shift(cache)
+        cache.layers[0].attend = attend
+        layer(x, position_embeddings=rope, cache=cache)
         optimizer.zero_grad()
         (-ratios[-1].sum()).backward()
         optimizer.step()

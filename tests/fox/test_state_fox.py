@@ -5,9 +5,22 @@ import copy
 import pytest
 import torch
 import transformers
-from tiny_fox import both_blocks, check_logits, every_variant, filled, logits, make, tokens, with_and_without_window
+from tiny_fox import (
+    TINY,
+    both_blocks,
+    check_logits,
+    every_variant,
+    filled,
+    logits,
+    make,
+    make_from,
+    tokens,
+    with_and_without_window,
+)
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
+
+from hf_longctx.fox import FoxConfig, PrunedCache
 
 
 IDS = tokens(2, 9)
@@ -55,6 +68,36 @@ def test_the_states_follow_the_keys(variant, operation, recorded):
         got = torch.cat([logits(model, x, cache=cache) for x in added.split(pieces, dim=1)], dim=1)
         ids = torch.cat([ids, added], dim=1)
         check_logits(got, logits(model, ids, use_cache=False)[:, -32:])
+
+
+@pytest.mark.parametrize(
+    "seed, dtype",
+    [*((seed, torch.float32) for seed in range(4)), (4, torch.bfloat16), (5, torch.bfloat16), (6, torch.float64)],
+    ids=str,
+)
+def test_random_models_decode_as_they_read(seed, dtype):
+    """Of any number of rows and heads, padded on the left, from every kind of cache."""
+    draw = torch.Generator().manual_seed(seed)
+    pick = lambda *of: of[int(torch.randint(len(of), (), generator=draw))]  # noqa: E731
+    heads = dict(num_key_value_heads=pick(1, 2, 4), head_dim=pick(8, 12), forget_gate_per_kv_head=pick(True, False))
+    model = make_from(pick(FoxConfig, FoxConfig.pro)(**TINY | heads), dtype=dtype, seed=seed)
+    ids = tokens(pick(1, 3), 31, seed)
+    mask = torch.ones_like(ids)
+    mask[-1, : pick(0, 1, 5)] = 0
+    want = logits(model, ids, attention_mask=mask)
+    caches = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=31)]
+    if dtype != torch.float64:
+        caches.append(PrunedCache(model, tolerance=1e-8, prune_every=8))
+    for cache in caches:
+        pieces = []
+        for x in ids.split([6] + 25 * [1], dim=1):
+            seen = cache.get_seq_length() + x.shape[1]
+            pieces.append(logits(model, x, attention_mask=mask[:, :seen], cache=cache))
+        got = torch.cat(pieces, dim=1)
+        if dtype == torch.bfloat16:
+            assert (got - want)[mask.bool()].norm() < 0.03 * want[mask.bool()].norm()
+        else:
+            check_logits(got[mask.bool()].float(), want[mask.bool()].float())
 
 
 @every_variant

@@ -185,7 +185,7 @@ def test_two_tokenizers_are_compared_in_bytes(tmp_path):
 
 
 def lines(right):
-    return LineRetrieval.of_points([LinesPoint(answers(*r), n, [9 * n] * 7, [0] * 7) for n, r in right], {"seed": 0})
+    return LineRetrieval.of_parts([LinesPoint(answers(*r), n, [9 * n] * 7, [0] * 7) for n, r in right], {"seed": 0})
 
 
 def test_retrieval_is_compared_too(tmp_path, words):
@@ -195,7 +195,7 @@ def test_retrieval_is_compared_too(tmp_path, words):
     assert "b answers more than a at 1 of 1 lengths, 64 lines, significant." in text
     assert "length of the prompt (lines)" in words(compare, results)
     with pytest.raises(ValueError, match="results must hold measurements, got nothing from b"):
-        compare(results | {"b": LineRetrieval.of_points([])}, tmp_path / "x.md")
+        compare(results | {"b": LineRetrieval.of_parts([])}, tmp_path / "x.md")
 
 
 def test_markdown_goes_to_a_file(tmp_path):

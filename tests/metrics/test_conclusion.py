@@ -17,7 +17,7 @@ def curve(*shares, **settings):
 
 def needle(*rights):
     found = [answers(*(i < right for i in range(10))) for right in rights]
-    return NeedleGrid.of_cells([NeedleCell(each, 300 * i, 0.5, [1] * 10) for i, each in enumerate(found, start=1)])
+    return NeedleGrid.of_parts([NeedleCell(each, 300 * i, 0.5, [1] * 10) for i, each in enumerate(found, start=1)])
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_what_is_found(result, words):
 
 
 def test_nothing_measured_says_nothing():
-    assert conclusion([ForgettingCurve.of_points([]), NeedleGrid.of_cells([])]) == []
+    assert conclusion([ForgettingCurve.of_points([]), NeedleGrid.of_parts([])]) == []
     assert conclusion([PositionLoss.of_mean([2.0, 1.0], 2)])[0].startswith("The loss after 2 tokens is 1.000 nats")
 
 

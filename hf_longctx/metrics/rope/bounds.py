@@ -90,7 +90,9 @@ def rope_context_bound(
     """Compute L_theta of eq. 17: the largest distance up to which no B_m is negative.
 
     Args:
-        base, head_dim, inv_freq: as for `rope_decay`.
+        base: see `rope_decay`.
+        head_dim: see `rope_decay`.
+        inv_freq: see `rope_decay`.
         limit: last distance to evaluate, in tokens.
 
     Returns:

@@ -32,7 +32,8 @@ class RopeLayers:
         layers: number of layers; None if the config does not say.
         rope_type: the scaling type; None if these layers have no rotary embedding, and so none of the rest.
         base: rope_theta.
-        head_dim, rotary_dim: dimensions of a query or key head, and how many of them rotate.
+        head_dim: dimensions of a query or key head.
+        rotary_dim: dimensions of a head that rotate.
         max_distance: the largest distance these layers attend over at the claimed context.
         context_bound: L_theta of eq. 17, so that B_m < 0 first at context_bound + 1; None if there is no violation up
             to m = 4194304 and max_distance.
@@ -150,7 +151,7 @@ class RopeReport(Result):
 
     def _row(self, group: RopeLayers) -> tuple:
         layers = group.layer_type if group.layers is None else f"{group.layers} {group.layer_type}"
-        if group.rope_type is None:
+        if group.rope_type is None or group.head_dim is None:
             return (layers, *["-"] * 8, group.verdict)
         bases = ("-", "-")
         if group.minimum_base is not None:
