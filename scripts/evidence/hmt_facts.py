@@ -291,18 +291,6 @@ def one_model(method, seed, args):
     return {"model": method, "seed": seed, "losses": losses} | lines
 
 
-def check(args):
-    """Raise a ValueError for options that no model can be trained with."""
-    unknown = sorted(set(args.methods) - set(METHODS))
-    if unknown:
-        raise ValueError(f"--methods has {unknown}: choose from {', '.join(map(repr, METHODS))}.")
-    least = {"most_facts": 2, "most_asked": 2}  # texts have 2, 4, 8, ... facts
-    least |= dict.fromkeys(("rows", "questions", "asked", "rounds", "first_steps", "steps", "save_steps"), 1)
-    for name, minimum in least.items():
-        if getattr(args, name) < minimum:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, and is {getattr(args, name)}.")
-
-
 def counts_asked(method, args):
     """Numbers of facts in the texts that a method is asked about: full attention, as many as its context holds."""
     counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= args.most_asked]
@@ -319,7 +307,6 @@ def counts_asked(method, args):
 
 
 def measure(args):
-    check(args)
     require(BACKBONES[args.backbone], TEXT)
     for method in args.methods:  # before the first of them trains for an hour
         counts_asked(method, args)

@@ -23,7 +23,7 @@ SETTINGS = SIZES | dict(
 
 @pytest.fixture
 def module(load, smollm2):
-    load("hmt_perplexity").tokens_of.cache_clear()
+    load("hmt_perplexity").novels.cache_clear()
     return load("hmt_perplexity")
 
 
