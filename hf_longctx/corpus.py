@@ -94,8 +94,8 @@ def load_text(source: str | None = None) -> str:
     Args:
         source: path of a file: plain text whatever its suffix, or the column "text" of a .jsonl, .json, .parquet
             or .csv; each of them also with .gz after it. Or path of a folder, of whose files, nested ones included,
-            one kind is read in the order of their names: *.txt if there are any, else *.md, *.jsonl, *.json,
-            *.parquet, *.csv.
+            one kind is read in the order of their names: .txt if there are any, else .md, .jsonl, .json, .parquet,
+            .csv.
             Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test", else "validation",
             else the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of
             `stdlib_text`.

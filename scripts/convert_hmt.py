@@ -6,7 +6,6 @@ The file is model_weights_*.pth, such as those of OswaldHe123/hmt_pretrained. Th
 """
 
 import argparse
-import math
 import re
 import sys
 import zipfile
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx.corpus import load_tokens
 from hf_longctx.fox.checkpoint_files import new_folder
 from hf_longctx.hmt import HMTWrapper, from_official
 from hf_longctx.hmt.convert import BACKBONE, OFFICIAL_NAMES
@@ -33,7 +31,7 @@ OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # in files of old versions o
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Convert a file, and print the perplexity of a text if one is given."""
+    """Convert a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="FILE", help="file of weights")
     parser.add_argument("destination", metavar="DST", help="folder to make")
@@ -53,27 +51,19 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--memory-size", type=int, default=MEMORY_SIZE, metavar="N", help="official mem_recall_context (default: 100)"
     )
-    parser.add_argument(
-        "--text", metavar="TEXT", help="file whose perplexity is printed, as published and without looking ahead"
-    )
-    args = parser.parse_args(argv)
-    sizes = {name: getattr(args, name) for name in ("segment_length", "sensory_tokens", "memory_size")}
-    try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(args.base)
-        if not tokenizer("word", add_special_tokens=False)["input_ids"]:  # an empty one, made of config.json
-            tokenizer = None
-    except (OSError, ValueError):
-        tokenizer = None
-    if tokenizer is None and args.text is not None:
-        raise ValueError(f"--text needs a tokenizer, and {args.base} has none that can be loaded.")
-    with new_folder(Path(args.destination)) as folder:
-        model = load_official(args.source, args.base, **sizes).eval()
-        model.save_pretrained(folder)
-        if tokenizer is not None:
+    args = vars(parser.parse_args(argv))
+    source, base = args.pop("source"), args.pop("base")
+    with new_folder(Path(args.pop("destination"))) as folder:
+        load_official(source, base, **args).eval().save_pretrained(folder)
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(base)
+            has_tokenizer = bool(tokenizer("word", add_special_tokens=False)["input_ids"])  # not made of config.json
+        except (OSError, ValueError):
+            has_tokenizer = False
+        if has_tokenizer:
             tokenizer.save_pretrained(folder)
-    print(f"wrote {args.destination}" + " without a tokenizer, as its base has none" * (tokenizer is None))
-    if args.text is not None:
-        print_perplexity(model, tokenizer, args.text)
+        else:
+            print(f"{base} has no tokenizer, and so the folder has none.")
 
 
 def load_official(
@@ -197,19 +187,6 @@ def same(weights, *ends):
     """Return whether the tensors whose names end so are equal, or one is absent."""
     tensors = [x for end in ends for name, x in weights.items() if name.endswith(end)]
     return len(tensors) < len(ends) or torch.equal(*tensors)
-
-
-def print_perplexity(model, tokenizer, text: str) -> None:
-    """Print the perplexity of a text, and that of the tokens which the model does not read before it predicts them."""
-    ids = torch.as_tensor(load_tokens(tokenizer, text).tokens)[None].long()
-    model.config.loss_scope = "all"
-    for words, score_from in {
-        "as published, looking ahead": None,
-        "of the tokens behind the query, without looking ahead": model.config.summary_length,
-    }.items():
-        with torch.no_grad():
-            loss = model(ids, labels=ids, logits_to_keep=1, score_from=score_from).loss
-        print(f"perplexity of {ids.shape[1]:,} tokens ({words}): {math.exp(loss):.4g}")
 
 
 if __name__ == "__main__":

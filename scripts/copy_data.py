@@ -32,18 +32,9 @@ class CopyDataset(torch.utils.data.Dataset):
         share: of the rows that are replaced, from 0 to 1.
         tokenizer: its BOS begins a passage.
         seed: of the passages.
-
-    Raises:
-        ValueError: the tokenizer has no BOS, or the rows are too short for a passage that comes twice.
     """
 
     def __init__(self, rows: TokenDataset, share: float, tokenizer, seed: int):
-        if tokenizer.bos_token_id is None:
-            raise ValueError("the tokenizer has no BOS, which begins a repeated passage. Take another tokenizer.")
-        if rows.length <= 2 * (SHORTEST + 1):
-            raise ValueError(
-                f"rows of {rows.length} tokens have no room for a passage of {SHORTEST} tokens that comes twice. Take longer rows."
-            )
         self.rows, self.share, self.seed = rows, share, seed
         self.bos_token_id, self.vocab_size = tokenizer.bos_token_id, len(tokenizer)
 

@@ -23,7 +23,7 @@ MODELS = ("fox", "hmt", "fox-in-hmt", "adapter")
 PROMPT = "The import statement"
 FACT = "remember Ada red Ada the of Ada Ada in Ada to Ada Ada was Ada a"
 QUESTION = "recall Ada Ada is Ada the Ada of Ada Ada and Ada answer"
-METRICS = ("forgetting_curve", "position_loss", "rope_base_check")
+METRICS = ("forgetting_curve", "rope_base_check")
 SAVE = """
 import sys
 import torch

@@ -1,4 +1,4 @@
-"""Write hf_longctx/metrics/rope/model_types.py: what only the modeling code of transformers says about RoPE.
+"""Print what only the modeling code of transformers says about RoPE, for hf_longctx/metrics/rope/config.py.
 
     python -m scripts.rope_types
 
@@ -8,7 +8,6 @@ the modeling files. Nothing is imported from them, and no model is built.
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,17 +17,11 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 
-FILE = Path(__file__).parents[1] / "hf_longctx/metrics/rope/model_types.py"
 CAUSAL = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 MAPPINGS = (*CAUSAL, modeling_auto.MODEL_MAPPING_NAMES)
-DOCS = {
-    "NO_ROPE": "Language models whose attention rotates nothing, whatever their config says.",
-    "ROPE_ON_SLIDING_LAYERS_ONLY": "Models that rotate in layers with a sliding window only.",
-    "NTK_ALPHA": "Models whose dynamic RoPE multiplies the base by alpha ** (d / (d - 2)) where `alpha` is set.",
-}
 
 
 def language_models() -> list[str]:
@@ -134,34 +127,16 @@ def reads_alpha(model_type: str) -> bool:
     return any("rope_parameters.get('alpha')" in ast.unparse(node) for node in reachable(model_type))
 
 
-def derived() -> dict[str, list[str]]:
-    """Return the lists of `DOCS`, for the installed transformers."""
+def derived() -> dict[str, set[str]]:
+    """Return the types that rotate, and those of two constants, for the installed transformers."""
     models = language_models()
     return {
-        "NO_ROPE": [name for name in models if not rotates(name)],
-        "ROPE_ON_SLIDING_LAYERS_ONLY": [name for name in models if rotates_on_sliding_layers_only(name)],
-        "NTK_ALPHA": [name for name in models if reads_alpha(name)],
+        "rotate": {name for name in models if rotates(name)},
+        "ROPE_ON_SLIDING_LAYERS_ONLY": {name for name in models if rotates_on_sliding_layers_only(name)},
+        "NTK_ALPHA": {name for name in models if reads_alpha(name)},
     }
 
 
-def main() -> None:
-    lines = [
-        '"""What the modeling code of transformers says about RoPE; `python -m scripts.rope_types` writes it."""',
-        "",
-    ]
-    for name, types in derived().items():
-        words = textwrap.wrap(" ".join(types), 110, break_on_hyphens=False)
-        lines += [
-            "",
-            f"# {DOCS[name]}",
-            f"{name} = frozenset(",
-            '    """',
-            *(f"    {line}" for line in words),
-            '    """.split()',
-            ")",
-        ]
-    FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    for title, types in derived().items():
+        print(f"{title}: {', '.join(sorted(types))}")

@@ -6,19 +6,16 @@ Every row compares what comes through the endpoint, by the openai client or the 
 """
 
 import os
-import shlex
 import sys
-import tempfile
 import threading
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx import cli
 from hf_longctx.corpus import load_tokens
-from hf_longctx.metrics import forgetting_curve, read_result
 from scripts.bench import common
 from scripts.client_checks.inference import served
+from scripts.client_checks.measuring import served_curves
 
 
 TABLE = """
@@ -79,25 +76,16 @@ def compare_chat(client, name, model, tokenizer, tokens):
     return {"equal": (whole == expected) + (pieces == expected), "of": 2}
 
 
-def compare_curve(address, model, tokenizer, tokens, args):
-    """Counts of the forgetting curve: those of `hf-longctx curve --endpoint`, and those of the model here."""
-    lengths, options = [*map(str, args.lengths)], dict(lengths=args.lengths, repeats=args.repeats)
-    options |= dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, tokenizer=tokenizer)
-    for data_type, text in (("order", ["--text", "stdlib"]), ("random", [])):
-        with tempfile.TemporaryDirectory() as folder:
-            command = ["curve", args.model, "--endpoint", f"{address}/v1", "--output", f"{folder}/curve", "--lengths"]
-            command += [*lengths, "--repeats", str(args.repeats), "--data-type", data_type, *text]
-            if cli.main(command):
-                raise RuntimeError(f"hf-longctx {shlex.join(command)} failed.")
-            endpoint = read_result(f"{folder}/curve.json")
-        local = forgetting_curve(model, tokens if text else None, data_type=data_type, **options)
+def compare_curve(address, model, tokenizer, args):
+    """Counts of the forgetting curve: those that the server gives, and those of the model here."""
+    for data_type, theirs, ours in served_curves(address, model, tokenizer, args.lengths, args.repeats):
         yield {
-            "name": f"hf-longctx curve, {'English' if text else 'random tokens'}",
+            "name": f"forgetting curve, {'English' if data_type == 'order' else 'random tokens'}",
             "unit": "counts of a length",
-            "equal": sum(a == b for a, b in zip(endpoint.points, local.points)),
-            "of": len(local.points),
+            "equal": sum(point in theirs.points for point in ours.points),
+            "of": len(ours.points),
             "lengths": args.lengths,
-            "copied": [round(point.copy_mean, 4) for point in endpoint.points],
+            "copied": [round(point.copy_mean, 4) for point in theirs.points],
         }
 
 
@@ -121,7 +109,7 @@ def measure(args):
         if tokenizer.chat_template:
             of_chats = {"name": "chat, whole and streamed", "unit": "replies"}
             yield of_chats | compare_chat(client, "fox", model, tokenizer, args.tokens)
-        yield from compare_curve(address, model, tokenizer, tokens, args)
+        yield from compare_curve(address, model, tokenizer, args)
 
 
 def table(result):

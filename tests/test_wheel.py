@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -23,24 +22,25 @@ def wheel(tmp_path_factory):
         yield file
 
 
-def test_links_of_the_description_are_absolute(wheel):
-    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = Parser().parsestr(wheel.read(name).decode())
-    urls = dict(url.split(", ") for url in metadata.get_all("Project-URL"))
-    source, owner = urls["Source"], urls["Models"].rpartition("/")[2]
-    assert (
-        source.startswith(f"https://github.com/{owner}/") and urls["Changelog"] == f"{source}/blob/main/CHANGELOG.md"
-    )
-    named = ["git", "grep", "-l", re.escape(source)]
-    files = subprocess.run(named, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
-    assert [name for name in files if not name.startswith("model_cards/")] == ["hf_longctx/hub/card.py"]
-    text, readme = metadata.get_payload(), (ROOT / "README.md").read_text()
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    links = re.findall(r'\]\(([^)]*)|src="([^"]*)', text)
-    assert len(links) == len(re.findall(r'\]\(([^)]*)|src="([^"]*)', readme)) > 20
-    assert all("".join(link).startswith("https://") for link in links)
-    for kind, path in re.findall(rf"{re.escape(source)}/(\w+)/main/([^)#\"]+)", text):
-        assert (ROOT / path).exists() and kind == ("raw" if path.endswith(".png") else "blob")
+@pytest.mark.parametrize("source", ["", "https://github.com/alice/hf-longctx"])
+def test_links_of_the_description_are_absolute_or_left_out(source, tmp_path, monkeypatch):
+    pytest.importorskip("hatchling")
+    monkeypatch.syspath_prepend(ROOT)
+    from hatch_build import CustomMetadataHook
+
+    (tmp_path / "hf_longctx" / "hub").mkdir(parents=True)
+    (tmp_path / "hf_longctx" / "hub" / "card.py").write_text(f'SOURCE = "{source}"\n')
+    readme = (ROOT / "README.md").read_text()
+    (tmp_path / "README.md").write_text(readme)
+    metadata = {}
+    CustomMetadataHook(str(tmp_path), {}).update(metadata)
+    text = metadata["readme"]["text"]
+    links = ["".join(link) for link in re.findall(r'\]\(([^)]*)|src="([^"]*)', text)]
+    assert all(link.startswith("https://") for link in links) and bool(metadata["urls"]) == bool(source)
+    if source:
+        assert len(links) == len(re.findall(r'\]\(|src="', readme)) > 20
+        for kind, path in re.findall(rf"{re.escape(source)}/(\w+)/main/([^)#\"]+)", text):
+            assert (ROOT / path).exists() and kind == ("raw" if path.endswith(".png") else "blob")
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(wheel):

@@ -12,13 +12,8 @@ Examples:
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from . import measuring
-
-
-if TYPE_CHECKING:
-    from ..metrics import ForgettingCurve, Result
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,27 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--names", nargs="+", metavar="NAME", help="one for each file (default: the models' names)")
     parser.add_argument("--title", help="heading of the picture")
-    parser.add_argument(
-        "--test-sources",
-        action="store_true",
-        help="test whether the LM accuracies of curves differ that differ in --irrelevant-text only (Liu et al., "
-        "appendix A)",
-    )
 
 
 def run(args: argparse.Namespace) -> None:
-    from ..metrics import irrelevant_source_test, read_result
+    from ..metrics import read_result
     from ..metrics.report.comparison import compare, compare_counts, named
     from ..metrics.report.effective import read_counts
 
     if bool(args.files) == bool(args.counts):
         raise ValueError("give result files, or --counts FILE.csv, and not both.")
     if args.counts is not None:
-        if args.names is not None or args.test_sources:
-            raise ValueError(
-                "--names and --test-sources are for result files; a column model names those of --counts."
-            )
-        models, output = read_counts(args.counts), measuring.picture_path(args.output, (*measuring.PICTURES, ".md"))
+        if args.names is not None:
+            raise ValueError("--names is for result files; a column model names those of --counts.")
+        models, output = read_counts(args.counts), measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
         print(compare_counts(models, output, title=args.title), end="")
         print(f"wrote {output}")
         return
@@ -63,24 +50,6 @@ def run(args: argparse.Namespace) -> None:
         )
     results = [read_result(file) for file in files]
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
-    curves = curves_of_sources(results) if args.test_sources else None
-    output = measuring.picture_path(args.output, (*measuring.PICTURES, ".md"))
+    output = measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")
-    if curves is not None:
-        for test in irrelevant_source_test(curves):
-            print(f"length {test.length}: p = {test.anova_p:.3g} (ANOVA), {test.kruskal_p:.3g} (Kruskal-Wallis)")
-
-
-def curves_of_sources(results: "dict[str, Result]") -> "dict[str, ForgettingCurve]":
-    """Return the results; raise ValueError unless they are curves that differ in their irrelevant text only."""
-    from ..metrics import ForgettingCurve
-
-    for name in ("kind", "model", "protocol", "data_type", "seed", "corpus_sha256"):
-        values = {result.kind if name == "kind" else result.settings.get(name) for result in results.values()}
-        if len(values) > 1 or (name == "kind" and values != {"forgetting_curve"}):
-            raise ValueError(
-                f"--test-sources compares forgetting curves that differ in their irrelevant text only; their {name} is "
-                f"{' and '.join(map(str, values))}."
-            )
-    return {name: result for name, result in results.items() if isinstance(result, ForgettingCurve)}

@@ -32,7 +32,7 @@ def run(args: Namespace) -> None:
     measuring.check(args)
     tokenizer = shared.load_tokenizer(args)
     tokens = measuring.load_corpus(args.text, tokenizer, longest=args.tokens).tokens[: args.tokens].tolist()
-    output = measuring.picture_path(args.output)
+    output = measuring.figure_path(args.output)
     maps = plot_forget_gates(shared.load_weights(args), tokens, output, layers=args.layers, heads=args.heads)
     times = sorted(head_map.decay_time for head_map in maps)
     print(

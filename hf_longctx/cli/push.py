@@ -11,8 +11,8 @@ the variable HF_TOKEN.
 With --code-only, a push only updates the code in a repository, for a newer transformers; weights and card stay.
 
 Instead of DIR, a file is that of `hf-longctx read`, whose card names model, commit and text. The name of a metric
-(forgetting_curve, position_loss, rope_base_check) stands for a Space, which scores predictions where hf-longctx is not
-installed. `evaluate.load` runs its code without a question, so give others the commit: revision="...".
+(forgetting_curve, rope_base_check) stands for a Space, which scores predictions where hf-longctx is not installed.
+`evaluate.load` runs its code without a question, so give others the commit: revision="...".
 
 Examples:
   hf-longctx push model alice/fox --dry-run

@@ -1,10 +1,9 @@
 """Measure all there is to measure of a model, and put it on one page.
 
-Forgetting curve, per-token loss, needle in a haystack, line retrieval and RoPE bound; what cannot be measured of this
-model is named with the reason. Writes into FOLDER: report.html, which needs no other file; the results as JSON with
-their pictures; model_card.md, numbers and picture for a model card. Run again after an interruption, it goes on; where
-the weights or the text have changed since, it refuses. Under torchrun or accelerate launch, the processes share the
-work. In Python: hf_longctx.metrics.measure_all.
+Forgetting curve, per-token loss, needle in a haystack, line retrieval and RoPE bound; the page says why one is missing
+if this model cannot be measured by it. Writes into FOLDER: report.html, which needs no other file, and the results as
+JSON with their figures. Run again after an interruption, it resumes; if the weights or the text have changed since, it
+raises. Under torchrun or accelerate launch, the processes share the work. In Python: hf_longctx.metrics.measure_all.
 
 Examples:
   hf-longctx report gpt2 --text book.txt --output gpt2_report
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context-length",
         type=int,
         metavar="TOKENS",
-        help="the longest input to measure with (default: the claimed context)",
+        help="longest input to measure with (default: the context that the model claims)",
     )
     measuring.add_repeats(group, "of the curve")
     measuring.add_train_length(group)
@@ -59,11 +58,11 @@ def run(args: argparse.Namespace) -> None:
         progress=True,
     )
     if report is not None:
-        print(f"wrote {' and '.join(str(path) for path in (report.page, report.card) if path is not None)}")
+        print(f"wrote {report.page}")
 
 
 def served_config(args: argparse.Namespace) -> "PreTrainedConfig | None":
-    """Return the configuration beside the tokenizer of a served model, or None."""
+    """Return the config next to the tokenizer of a served model; None without one."""
     from transformers import AutoConfig
 
     with suppress(OSError, ValueError):

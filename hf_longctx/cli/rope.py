@@ -30,8 +30,8 @@ def run(args: argparse.Namespace) -> None:
         measuring.check_writable("--output", args.output)
     source = shared.source(args, file=True)
     report = rope_report(args.model, context_length=args.context_length, model_kwargs=source)
-    print(report.to_json(indent=1) if args.json else report)
+    print(report.to_json() if args.json else report)
     if args.output is not None:
-        output = measuring.picture_path(args.output)
+        output = measuring.figure_path(args.output)
         report.plot(output)
         measuring.log(f"wrote {output}")

@@ -1,29 +1,24 @@
-"""The command of a task, made of its class: the docstring is the help, and every field is an option."""
+"""The command of a task, generated from its class: the docstring is the help, fields are options but for token ids."""
 
 import argparse
 import inspect
-import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..metrics.task import NO_CLAIM, Option, Task, Trial, options
+from ..metrics.task import NO_CLAIM, Option, Task, options
 from . import measuring, shared
 
 
-if TYPE_CHECKING:
-    from ..metrics.task import Subject
-
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
-TIMED_TOKENS = 512  # most in the inputs that --dry-run times, where a trial has as few
 
 
 class TaskCommand:
-    """What `cli.parser` expects of a module: `__doc__`, `add_arguments` and `run`."""
+    """The members that `cli.parser` expects of a module: `__doc__`, `add_arguments` and `run`."""
 
     def __init__(self, task: type[Task]):
-        self.task, self.options = task, options(task)
+        self.task, self.options = task, [option for option in options(task) if option.kind is not np.ndarray]
         examples = task.examples.replace("\n  ", "\n  hf-longctx ")
         self.__doc__ = (
             f"{inspect.getdoc(task)}\n\nWrites OUTPUT.json and OUTPUT.png. An interrupted run writes what it has measured, and "
@@ -43,26 +38,27 @@ class TaskCommand:
         group = parser.add_argument_group("run")
         for name in ("bos", "eos"):
             group.add_argument(
-                f"--{name}-token-id", type=int, metavar="ID", help="default: the tokenizer's, or the model's"
+                f"--{name}-token-id",
+                type=int,
+                metavar="ID",
+                help=f"{name.upper()} token id (default: the tokenizer's)",
             )
         group.add_argument(
             "--journal",
             metavar="FILE",
-            help="file that gets every finished trial; with the same FILE, a killed run resumes",
+            help="journal of finished trials, from which a killed run resumes",
         )
         group.add_argument(
-            "--tokens-per-pass", type=int, metavar="N", help="memory budget (default: 512 on a CPU, 4096 elsewhere)"
+            "--tokens-per-pass",
+            type=int,
+            metavar="N",
+            help="most tokens in a forward pass (default: 512 on a CPU, 4096 elsewhere)",
         )
         group.add_argument(
             "--output",
             default=self.task.result.kind,
             metavar="PATH",
             help="path of JSON and figure, which is a PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
-        )
-        group.add_argument(
-            "--dry-run",
-            action="store_true",
-            help="measure nothing: print what would be read, and the time, estimated from one timed trial",
         )
 
     def run(self, args: argparse.Namespace) -> None:
@@ -71,39 +67,29 @@ class TaskCommand:
 
         measuring.check(args)
         chosen: dict[str, Any] = {option.name: getattr(args, option.name) for option in self.options}
-        texts = {
-            option.name for option in self.options if option.kind is np.ndarray and chosen[option.name] is not None
-        }
         task = self.task(**chosen)  # checks the options
         if getattr(args, "text", None) is not None and not task.uses_text():
-            raise ValueError("--text must be left out: these options read no text.")
+            raise ValueError("--text must be left out: these options do not read a text.")
         run_options = Run(args.journal, args.tokens_per_pass, progress=True)
         tokenizer, claims, open_reader = measuring.open_model(args)
         longest = max([claims.claimed_context or NO_CLAIM, *lengths_of(chosen)])
         corpus = measuring.load_corpus(args.text, tokenizer, longest) if task.uses_text() else None
-        chosen |= {name: measuring.load_corpus(chosen[name], tokenizer, longest) for name in texts}
-        task, subject_of = (
-            self.task(**chosen),
-            partial(
-                Subject,
-                tokenizer=tokenizer,
-                tokens=corpus and corpus.tokens,
-                bos_token_id=args.bos_token_id,
-                eos_token_id=args.eos_token_id,
-                corpus_name=corpus and corpus.name,
-                train_length=args.train_length,
-            ),
+        subject_of = partial(
+            Subject,
+            tokenizer=tokenizer,
+            tokens=corpus and corpus.tokens,
+            bos_token_id=args.bos_token_id,
+            eos_token_id=args.eos_token_id,
+            corpus_name=corpus and corpus.name,
+            train_length=args.train_length,
         )
         task.on(subject_of(claims))  # raises before the weights are loaded
         subject = subject_of(open_reader())
-        if args.dry_run:
-            measuring.print_first(dry_run(task, subject, args.tokens_per_pass))
-            return
         measuring.measure_and_write(args, partial(run, task, subject, run_options), train_length=args.train_length)
 
 
 def lengths_of(chosen: dict[str, Any]) -> list[int]:
-    """Return the lengths in tokens that options ask for."""
+    """Return the lengths in tokens among the options."""
     values = [np.atleast_1d(value)[-1] for name, value in chosen.items() if "length" in name and value]
     return [int(value) for value in values]
 
@@ -120,8 +106,6 @@ def add_option(group: argparse._ActionsContainer, option: Option) -> None:
         how["choices"] = option.choices
     elif option.listed:
         how |= {"nargs": "+", "action": Numbers, "metavar": METAVARS[option.kind], "type": str, "const": option.kind}
-    elif option.kind is np.ndarray:
-        how["metavar"] = "SOURCE"
     else:
         kind = str if option.kind is dict else option.kind  # the check of the option reads JSON
         how |= {"type": kind, "metavar": METAVARS[option.kind]}
@@ -143,44 +127,3 @@ class Numbers(argparse.Action):
             setattr(namespace, self.dest, [kind(word) for value in values for word in value.split(",") if word])
         except ValueError as error:
             raise argparse.ArgumentError(self, f"{error}; give numbers, such as 500,1000") from None
-
-
-def dry_run(task: Task, subject: "Subject", tokens_per_pass: int | None) -> str:
-    """Return what would be read, and how long that takes by the time of one trial with short inputs."""
-    import time
-
-    from ..metrics.run.runner import first_ids, measure_one
-
-    task, reader = task.on(subject), subject.reader
-    trials = task.trials({})
-    timed = max([t for t in trials if t.tokens <= TIMED_TOKENS] or trials[:1], key=lambda trial: trial.tokens)
-
-    def cost(trial: Trial) -> float:
-        return trial.inputs * reader.cost(trial.tokens)
-
-    with reader.reading(first_ids(task.requests(timed.key)[0]), tokens_per_pass):
-        for _ in range(2):  # the first one warms up
-            start = time.perf_counter()
-            measure_one(task, timed)
-            seconds = time.perf_counter() - start
-    seconds *= sum(map(cost, trials)) / cost(timed) / int(os.environ.get("WORLD_SIZE", 1))
-    inputs: dict[int, int] = {}
-    for trial in trials:
-        inputs[trial.tokens] = inputs.get(trial.tokens, 0) + trial.inputs
-    return (
-        f"inputs: {', '.join(f'{count} of {tokens:,} tokens' for tokens, count in inputs.items())}\n"
-        f"tokens to read: at most {sum(tokens * count for tokens, count in inputs.items()):,}, as beginnings that inputs "
-        f"share are read once\ntime: about {duration(seconds)}, estimated from {timed.inputs} inputs of {timed.tokens:,} "
-        "tokens"
-    )
-
-
-def duration(seconds: float) -> str:
-    """Return a duration in words.
-
-    >>> duration(0.2), duration(200), duration(9000)
-    ('1 s', '3 min', '2.5 h')
-    """
-    if seconds < 100:
-        return f"{max(seconds, 1):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -56,13 +56,11 @@ class FoxConfig(PreTrainedConfig):
     """Configuration of a Forgetting Transformer (Lin et al. 2025, arXiv 2503.02130).
 
     The defaults are FoX (LLaMA): a LLaMA block whose positional encoding is a forget gate. `FoxConfig.pro(...)` turns
-    on everything of FoX (Pro). Every switch of the paper's ablation is a field of its own.
+    on everything of FoX (Pro). Every switch of the paper's ablation is a field of its own. Fields that are not listed
+    are those of `LlamaConfig`.
 
     Args:
-        vocab_size, hidden_size, num_hidden_layers, num_attention_heads, hidden_act, max_position_embeddings,
-        initializer_range, rms_norm_eps, use_cache, tie_word_embeddings, attention_dropout, pad_token_id, bos_token_id,
-        eos_token_id: as in `LlamaConfig`. `max_position_embeddings` is the training context; without RoPE it limits
-            nothing.
+        max_position_embeddings: the training context; without RoPE it limits nothing.
         intermediate_size: width of the MLP. Default 8/3 hidden_size, rounded up to a multiple of 256.
         num_key_value_heads: key and value heads, each shared by num_attention_heads / num_key_value_heads query heads.
             Default num_attention_heads.
@@ -70,10 +68,11 @@ class FoxConfig(PreTrainedConfig):
         head_dim: default hidden_size / num_attention_heads.
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
-        decay_time_min, decay_time_max: initial decay times in tokens, log-spaced over the heads, so that head h
-            forgets by a factor e in T_h tokens (Appendix D). Required for "fixed": 2 ** (8 / H) and 2 ** 8 are the
-            slopes of ALiBi for H heads, a power of two. Default: learned gates start half open, with a decay time of
-            1.4 tokens: the paper's choice, but slow to learn from a small corpus.
+        decay_time_min: initial decay time in tokens of the fastest head. Decay times are log-spaced over the heads, so
+            that head h forgets by a factor e in T_h tokens (Appendix D). Required for "fixed": 2 ** (8 / H) and 2 ** 8
+            are the slopes of ALiBi for H heads, a power of two. Default: learned gates start half open, with a decay
+            time of 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
+        decay_time_max: initial decay time of the slowest head.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
         qkv_bias: a bias on the query, key and value projections, as in Qwen2.
@@ -81,7 +80,8 @@ class FoxConfig(PreTrainedConfig):
             the released checkpoints do. `qk_norm_eps` is its epsilon.
         output_gate: None, "sigmoid" or "silu" of a projection of the input, multiplied onto the attention output.
         output_norm: RMSNorm per head on the attention output, before the output gate.
-        k_shift, v_shift: data-dependent token shift on keys and values (eq. 14).
+        k_shift: data-dependent token shift on keys (eq. 14).
+        v_shift: data-dependent token shift on values.
         sliding_window: number of tokens that a token attends to, itself included. Default None: all.
         log_pruning_tolerance: log of the attention weight of a row that `attn_implementation="forgetting_triton"` may
             skip, in keys that the gates have faded (arXiv 2504.06949; -10 there). At most 0; None skips nothing, as

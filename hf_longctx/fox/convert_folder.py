@@ -45,8 +45,9 @@ def convert_folder(
     Args:
         source: folder with config.json and safetensors files, sharded or not.
         destination: folder to create; it must not exist, or must be empty.
-        source_format, destination_format: one is "fox", the other "official" (the authors' implementation), "fla"
-            (flash-linear-attention) or, for the source only, "llama" (the Llama, Mistral, Qwen2 and Qwen3 families).
+        source_format: "fox", "official" (the authors' implementation), "fla" (flash-linear-attention) or "llama" (the
+            Llama, Mistral, Qwen2 and Qwen3 families).
+        destination_format: "fox"; or "official" or "fla", if the source is "fox".
         decay_time: as in `from_llama`; for a "llama" only.
 
     Raises:

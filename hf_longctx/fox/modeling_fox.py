@@ -559,10 +559,9 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         return_logits: bool = True,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the next token, and with labels the loss.
+        """Return the logits of the next token, and with labels the loss. Other arguments are those of `FoxModel`.
 
         Args:
-            input_ids, attention_mask, position_ids, cache, inputs_embeds, use_cache: as in `FoxModel`.
             labels: (B, T), int64, the token ids themselves, shifted here; -100 is not scored.
             logits_to_keep: positions whose logits are computed, as in `keep_positions`. Default 0: all.
             return_logits: if False, compute a given loss in chunks and return no logits, where the head supports it.

@@ -103,7 +103,8 @@ def forgetting_attention(
 
     Args:
         q: queries, (B, Hq, Tq, D), any floating dtype. The Tq queries are the *last* Tq of the Tk positions.
-        k, v: keys and values, (B, Hkv, Tk, D). Hkv divides Hq; query head h uses key head h // (Hq // Hkv).
+        k: keys, (B, Hkv, Tk, D). Hkv divides Hq; query head h uses key head h // (Hq // Hkv).
+        v: values, of the same shape.
         log_f: natural log of the forget gate per query head and key, (B, Hq, Tk), fp32, <= 0; -inf is a closed gate.
             The gate of position t lies between t - 1 and t: it fades every key before t, not t itself.
         scale: factor on q.k before the decay is added. Default D ** -0.5.
@@ -124,7 +125,7 @@ def forgetting_attention(
             exact at any length; the only one that prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
             device; memory linear in T, but for a mask of Tq * Tk booleans where Tq < Tk or with a window.
-            The decay is resolved to 6e-8 * |c| in the exponent, and a closed gate adds 120 to |c|; in fp16, |c| must
+            The decay is resolved to 6e-8 * -c in the exponent, and a closed gate adds 120 to -c; in fp16, -c must
             stay below 64 * scale * 65504.
             "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk. It has second and
             forward-mode derivatives, as "folded" has under `sdpa_kernel(SDPBackend.MATH)` of torch.

@@ -26,10 +26,12 @@ class HeadMap:
     """F and A of one query head, NaN where the query does not see the key.
 
     Args:
-        layer, head: index of the layer and of the query head.
+        layer: index of the layer.
+        head: index of the query head.
         decay_time: tokens in which the head forgets by a factor e, the mean over the text.
-        forget, attention: (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry
-            stands for block x block entries: the mean of F, and the largest weight of A, which is sparse.
+        forget: F, (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry is the mean
+            of block x block entries.
+        attention: A, likewise, but an entry is the largest weight of its block, because A is sparse.
         tokens: T, the length of the text.
         block: 1, or as many tokens as one row and column stand for.
     """
@@ -92,7 +94,8 @@ def head_maps(
     Args:
         model: a FoX, with or without a head.
         input_ids: (T,) or (1, T), at least 2 tokens.
-        layers, heads: indices of layers, and of query heads of each; None for all.
+        layers: indices of layers; None for all.
+        heads: indices of query heads in each of them; None for all.
         resolution: longest side of a map; longer texts are reduced block by block, see `HeadMap`.
 
     Raises:

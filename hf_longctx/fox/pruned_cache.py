@@ -348,7 +348,7 @@ class PrunedHybridLayer(PrunedLayer, DynamicShiftLayer):
 
 
 class PrunedCache(Cache):
-    """A growing cache that drops the tokens which a FoX has faded. The theorem is at the top of this file.
+    """A growing cache that drops the tokens which a FoX has faded. The theorem is at the top of this file::
 
         cache = PrunedCache(model, tolerance=1e-4)
         model.generate(**inputs, cache=cache)

@@ -20,7 +20,7 @@ SIMILARITY_GAIN = 1.5
 
 # Scale-free scores start as log(1 + c) times cosines over this temperature: cosines over 0.1, among ten memories.
 TEMPERATURE = 0.25
-# Share of an embedding's squared norm; a rest beside the mean that is smaller is not blown up to length one.
+# Share of an embedding's squared norm; a smaller difference from the mean is not scaled up to length one.
 FLOOR = 1e-4
 
 
@@ -94,7 +94,8 @@ class HMTMemory(nn.Module):
         less the `origin`, at length one.
 
         Args:
-            query, bank: as in `recall`.
+            query: as in `recall`.
+            bank: as in `recall`.
             origin: the mean of all memories of a row, (B, 1, d).
             count: their number, (B,).
         """
@@ -122,7 +123,8 @@ class HMTMemory(nn.Module):
             query: summary of the segment that recalls, (B, 1, d).
             bank: memory embeddings C, oldest first, (B, c, d).
             valid: False where a row has no such memory, (B, c), bool.
-            origin, count: those of all memories, as in `scores`, where `bank` has only some of them.
+            origin: that of all memories, as in `scores`, where `bank` has only some of them.
+            count: likewise.
 
         Returns:
             prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32, 0 where not valid. Both are 0 in a row

@@ -19,7 +19,7 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 
 
 CARD = "README.md"
-SOURCE = "https://github.com/hf-longctx/hf-longctx"  # a placeholder: see CONTRIBUTING.md, "A release"
+SOURCE = ""  # the address of the repository, which a release sets: see CONTRIBUTING.md
 # what a card calls the settings of `hf-longctx train` and `finetune`
 NAMES = {"max_length": "sequence_length", "max_steps": "steps", "lr_scheduler_type": "schedule", "lora_r": "lora_rank"}
 TEMPLATE = Path(__file__).with_name("model_card.md")

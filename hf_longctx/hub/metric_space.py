@@ -19,7 +19,6 @@ METRICS = Path(module_path("forgetting_curve")).parents[1]
 # Modules that scoring needs, beside those that they import when they are imported themselves.
 ROOTS = {
     "forgetting_curve": ["evaluate_modules"],
-    "position_loss": ["evaluate_modules"],
     "rope_base_check": ["evaluate_modules", "rope.base"],
 }
 RELATIVE = re.compile(r"^( *)from (\.+)([\w.]*) import ", re.MULTILINE)

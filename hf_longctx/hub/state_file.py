@@ -19,7 +19,9 @@ def build_state(path: str | os.PathLike, repo: str, tag: str | None = None) -> B
     """Return what is pushed of the file of a text that was read: the file, and a card.
 
     Args:
-        repo, tag: repository and revision that the card's loading lines name.
+        path: the file.
+        repo: repository that the card's loading lines name.
+        tag: revision that they name.
 
     Raises:
         ValueError: the file is damaged, holds NaN, or was not read to the end; its model has no name on the Hub, or no

@@ -17,7 +17,6 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from difflib import get_close_matches
 from functools import cache
 from itertools import pairwise
@@ -33,7 +32,7 @@ from tqdm import tqdm
 
 from ..corpus import load_tokens
 from ..metrics import tasks  # noqa: F401 - registers them
-from ..metrics.run.reader import LocalReader
+from ..metrics.run.reader import LocalReader, Reader
 from ..metrics.run.runner import first_ids, measure_one
 from ..metrics.task import Subject, Task, as_key, options
 
@@ -72,7 +71,9 @@ class TaskInLmEval(ConfigurableTask):
         self.settings["context"] = given.get("max_length")
         task_of(self.task, self.settings)  # raises where an option does not fit
         if self.settings.get("protocol") == "adaptive":
-            raise ValueError("protocol must be reference in lm-eval, which asks everything at once, got adaptive.")
+            raise ValueError(
+                "protocol must be reference in lm-eval, which sends all requests in one round, got adaptive."
+            )
         names = {"task": config.get("task"), "num_fewshot": 0, "output_type": "loglikelihood"}
         super().__init__(config=names | {"metadata": {"version": 2, **self.settings}})
         self.OUTPUT_TYPE = "trial_scores"  # of which lm-eval evens out the numbers that processes get
@@ -101,7 +102,7 @@ class TaskInLmEval(ConfigurableTask):
         return ""
 
     def build_all_requests(self, **kwargs) -> None:
-        # lm-eval's cache of requests does not tell settings apart, and these are made in no time
+        # lm-eval's cache of requests ignores settings, and these take no time to make
         super().build_all_requests(**kwargs | {"cache_requests": False})
 
     def construct_requests(self, doc, ctx, *, metadata=None, **kwargs) -> list[Instance]:
@@ -200,11 +201,8 @@ def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
     return task.on(Subject(reader, tokenizer, text, context=settings["context"]))
 
 
-class SpanReader:
-    """The `Reader` of models of lm-eval that score spans of tokens only."""
-
-    device = None
-    can_reply, is_distributed = True, False
+class SpanReader(Reader):
+    """The reader of models of lm-eval that score spans of tokens only."""
 
     def __init__(self, lm: Any):
         self.lm, self.vocab_size = lm, len(lm.tokenizer)
@@ -212,18 +210,6 @@ class SpanReader:
 
     def settings(self) -> dict[str, Any]:
         return {"model": getattr(self.lm, "model_name", type(self.lm).__name__)}
-
-    def identity(self) -> dict[str, str]:
-        return {}
-
-    def configured_id(self, name: str) -> None:
-        """Return None: the tokenizer has the special ids."""
-
-    def cost(self, tokens: int) -> float:
-        return tokens
-
-    def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> nullcontext:
-        return nullcontext()
 
     def log_probs(self, ids: list[int], spans: list[tuple[int, int]]) -> list[tuple[float, bool]]:
         """Return for each span (a, b) the log-probability of ids[a:b] after ids[:a], and whether all are likeliest."""

@@ -10,16 +10,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .curve.intervals import LengthInterval as LengthInterval
+    from .curve.lengths import CurvePoint as CurvePoint
     from .curve.lengths import MemoryLength as MemoryLength
-    from .curve.points import CurvePoint as CurvePoint
     from .curve.protocol import linear_lengths as linear_lengths
     from .curve.protocol import log_lengths as log_lengths
-    from .curve.sources import SourceTest as SourceTest
-    from .curve.sources import irrelevant_source_test as irrelevant_source_test
     from .evaluate_modules import module_path as module_path
     from .evaluate_modules import register as register
     from .read import read_result as read_result
-    from .report.card import card_snippet as card_snippet
     from .report.card import eval_results as eval_results
     from .report.comparison import comparison_table as comparison_table
     from .report.comparison import plot_comparison as plot_comparison
@@ -40,7 +37,7 @@ if TYPE_CHECKING:
     from .rope.result import RopeLayers as RopeLayers
     from .rope.result import RopeReport as RopeReport
     from .run.journal import Journal as Journal
-    from .run.offline import OfflineModel as OfflineModel
+    from .run.prompts import OfflineModel as OfflineModel
     from .run.reader import LocalReader as LocalReader
     from .run.reader import Reader as Reader
     from .run.reader import reader_for as reader_for
@@ -65,7 +62,7 @@ if TYPE_CHECKING:
 # Public names by the module that defines them.
 _NAMES = {
     "evaluate_modules": "module_path register",
-    "report.card": "card_snippet eval_results",
+    "report.card": "eval_results",
     "report.comparison": "comparison_table plot_comparison",
     "read": "read_result",
     "result": "Number Result",
@@ -73,10 +70,8 @@ _NAMES = {
     "report.page": "write_report",
     "report.paired": "paired_differences",
     "report.measure_all": "measure_all",
-    "curve.points": "CurvePoint",
-    "curve.lengths": "MemoryLength",
+    "curve.lengths": "CurvePoint MemoryLength",
     "curve.intervals": "LengthInterval",
-    "curve.sources": "SourceTest irrelevant_source_test",
     "run.journal": "Journal",
     "curve.protocol": "linear_lengths log_lengths",
     "task": "Subject Task TaskResult",
@@ -87,7 +82,7 @@ _NAMES = {
     "run.runner": "Run",
     "run.reader": "LocalReader Reader reader_for",
     "run.served": "ServedModel",
-    "run.offline": "OfflineModel",
+    "run.prompts": "OfflineModel",
     "rope.base": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table",
     "rope.bounds": "rope_context_bound rope_decay rope_inv_freq",
     "rope.result": "RopeLayers RopeReport",

@@ -11,7 +11,6 @@ The modules share this file: `compute` measures a model, or scores predictions t
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
 import re
@@ -21,18 +20,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .checks import whole_number
-from .curve.lengths import METHODS
-from .curve.points import CurvePoint
+from .curve.lengths import METHODS, CurvePoint
 from .curve.protocol import scored_tokens
 from .tasks.curve import ForgettingCurve
-from .tasks.loss import PositionLoss
 
 
 MODULES = Path(__file__).with_name("modules")
-NAMES = ("forgetting_curve", "position_loss", "rope_base_check")
+NAMES = ("forgetting_curve", "rope_base_check")
 # Keywords of from_pretrained that say which files of a repository are read, by whom, and whether its code may run.
 SOURCE = ("revision", "code_revision", "token", "trust_remote_code", "cache_dir", "local_files_only", "subfolder")
 
@@ -82,65 +77,24 @@ def register() -> list[Path]:
 # The arguments of compute -------------------------------------------------------------------------------------------
 
 
-def measures(module: Any, model: Any, corpus: Any, options: dict[str, Any], **scored: Any) -> bool:
-    """Tell whether compute() is to measure a model, rather than to score what it was given or what was added before.
-
-    Removes from `options` those of other modules, as `evaluate.combine` passes every keyword to all its modules.
-
-    Args:
-        module: the evaluate module, which has the name of its folder.
-        scored: predictions and references.
+def measures(module: Any, model: Any, *scored: Any) -> bool:
+    """Return whether compute() measures a model; else it scores what it was given, or what was added before.
 
     Raises:
-        TypeError: an option belongs to no module.
         ImportError: a model is to be measured in a Space, which has no code for that.
-        ValueError: compute() gets both a model and predictions, or neither, or for the one what is for the other.
+        ValueError: compute() got both a model and something to score, or neither.
     """
-    if options or model is not None:  # scoring needs no model's code
+    if (model is not None) == (len(module) > 0 or any(rows is not None for rows in scored)):
+        got = "neither" if model is None else "both"
+        raise ValueError(f"compute() takes either model=... or predictions and references, got {got}.")
+    if model is not None:
         try:
             from .run import reader  # noqa: F401
         except ModuleNotFoundError as error:
             raise ImportError(
                 f"measuring a model needs the package, and scoring does not: pip install hf-longctx ({error})"
             ) from error
-    if options:
-        names = option_names()
-        unknown = sorted(options.keys() - set().union(*names.values()))
-        if unknown:
-            takes = ", ".join(["model", "corpus", "tokenizer", *sorted(names[module.name])])
-            raise TypeError(
-                f"compute() has no argument {', '.join(unknown)}; {module.name} takes {takes} (what perplexity calls "
-                "model_id and data is model and corpus here)."
-            )
-        for name in options.keys() - names[module.name]:
-            del options[name]
-    names = " and ".join(scored)
-    to_score = any(value is not None for value in scored.values()) or len(module) > 0
-    if model is not None:
-        if to_score:
-            raise ValueError(f"compute() takes a model, or {names}, not both.")
-        return True
-    if corpus is not None or options:
-        came = ", ".join(["corpus"] * (corpus is not None) + list(options))
-        raise ValueError(f"{came} came without a model: these are for measuring one, model=...")
-    if not to_score:
-        raise ValueError(f"compute() has nothing to do: give model=... (and corpus=...), or {names}.")
-    return False
-
-
-def option_names() -> dict[str, set[str]]:
-    """Return the options of each module: keywords of the function that measures, the fields of `Run`, model_kwargs."""
-    from . import forgetting_curve, position_loss
-    from .rope.measure import rope_report
-    from .run.runner import Run
-
-    names = {}
-    for name, function in zip(NAMES, (forgetting_curve, position_loss, rope_report)):
-        keywords = inspect.getfullargspec(function).kwonlyargs
-        run = [field.name for field in fields(Run)] if "run" in keywords else []
-        names[name] = {*keywords, *run, "model_kwargs"} - {"run", "tokenizer"}
-    names["rope_base_check"].add("head_dim")  # of pairs, which may be scored in the same call
-    return names
+    return model is not None
 
 
 def source_of(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -154,70 +108,24 @@ def source_of(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in model_kwargs.items() if key in SOURCE}
 
 
-def prepare(
-    name: str, model: Any, corpus: Any, tokenizer: Any, options: dict[str, Any]
-) -> tuple[Any, Sequence[int] | None, dict[str, Any]]:
-    """Load a model and encode a corpus.
-
-    Args:
-        name: of the module. It is appended to the journal's, as `evaluate.combine` passes one path to all its modules.
-        model: a causal language model, or its name or folder.
-        corpus: a text or the path of one, a list of texts (joined by blank lines), token ids, or None.
-        tokenizer: for a text, or its name; by default, that of the model's name.
-        options: of the function that measures, the fields of `Run`, and model_kwargs: keywords of `from_pretrained`
-            for a model given by its name. The tokenizer gets those in SOURCE too.
-
-    Returns:
-        the model, the ids (None without a corpus), and the keywords of the function that measures, among them the
-        tokenizer.
+def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
+    """Return a text, several texts joined by blank lines, or the content of the text file whose path it is.
 
     Raises:
-        ValueError: the corpus is missing, or a text came without a tokenizer.
+        ValueError: a path leads to no plain text file.
     """
-    from transformers import AutoTokenizer
-
-    from .run.model import load_language_model
-    from .run.runner import Run
-
-    if corpus is None and options.get("data_type") != "random":  # before the model is loaded
-        raise ValueError(f"{name} needs a text: corpus=...")
-    run = {field.name: options[field.name] for field in fields(Run) if field.name in options}
-    keywords = {key: value for key, value in options.items() if key not in run}
-    model_kwargs = keywords.pop("model_kwargs", None) or {}
-    source = source_of(model, model_kwargs)
-    model_name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
-    if isinstance(model, str):
-        model = load_language_model(model, **{"dtype": "auto", **model_kwargs})
-    if isinstance(corpus, (list, tuple)) and corpus and isinstance(corpus[0], str):
-        corpus = "\n\n".join(corpus)
-    if tokenizer is None and isinstance(corpus, str | os.PathLike):
-        if not model_name:
-            raise ValueError("corpus is a text, and the model has no name to find a tokenizer by: give tokenizer=...")
-        tokenizer = AutoTokenizer.from_pretrained(model_name, **source)
-    elif isinstance(tokenizer, str):
-        of_model = source if tokenizer == model_name else {}
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer, **of_model)
-    if isinstance(corpus, str | os.PathLike):
-        if not callable(tokenizer):
-            raise ValueError(f"tokenizer must be a tokenizer or its name, got {tokenizer!r}.")
-        corpus = tokenizer(read_text(corpus), add_special_tokens=False, verbose=False)["input_ids"]
-    if run.get("journal") is not None:
-        run["journal"] = f"{os.fspath(run['journal'])}.{name}"
-    return model, corpus, keywords | {"tokenizer": tokenizer, "run": Run(**run)}
-
-
-def read_text(corpus: str | os.PathLike) -> str:
-    """Return a text, or that of the plain text file whose path it is."""
-    if os.path.isfile(corpus):
-        path = Path(corpus)
-        if path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".gz"):
-            raise ValueError(
-                f"corpus must be a plain text, got {path}. Read it: hf_longctx.corpus.load_text({str(path)!r})."
-            )
-        return path.read_text(encoding="utf-8")
-    if isinstance(corpus, os.PathLike) or (len(corpus) < 1000 and re.fullmatch(r"\S*\.\w{1,5}", corpus)):
-        raise ValueError(f"corpus must be a text or the path of one, got {os.fspath(corpus)!r}, which is not a file.")
-    return corpus
+    if not isinstance(corpus, str | os.PathLike):
+        return "\n\n".join(corpus)
+    is_file = os.path.isfile(corpus)
+    if not (is_file or isinstance(corpus, os.PathLike) or re.fullmatch(r"\S{1,999}\.\w{1,5}", corpus)):
+        return str(corpus)
+    path = Path(corpus)
+    if not is_file or path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".gz"):
+        raise ValueError(
+            f"corpus must be a text or the path of one, got {os.fspath(corpus)!r}, which is not a plain text file. Other "
+            "formats: hf_longctx.corpus.load_text(PATH)."
+        )
+    return path.read_text(encoding="utf-8")
 
 
 # The forgetting curve -----------------------------------------------------------------------------------------------
@@ -257,19 +165,51 @@ def score_predictions(
     return ForgettingCurve.of_points([CurvePoint(n, copy, lm) for n, (copy, lm) in counts.items()])
 
 
-def measure_curve(model: Any, corpus: Any = None, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
+def measure_curve(
+    model: Any,
+    *,
+    corpus: Any = None,
+    tokenizer: Any = None,
+    model_kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     """Measure a forgetting curve.
 
     Args:
-        model, corpus, tokenizer, options: see `prepare`. The corpus is not used for data_type="random".
+        model: a causal language model, or its name or folder.
+        corpus: a text or the path of one, a list of texts, or token ids; None for data_type="random".
+        tokenizer: tokenizer of the text, or its name (default: found by the model's name).
+        model_kwargs: keywords of `from_pretrained` for a model given by its name. The tokenizer gets `SOURCE`.
+        options: keywords of `forgetting_curve` and fields of `Run`.
 
     Returns:
         plain JSON types, see `curve_result`.
-    """
-    from . import forgetting_curve
 
-    model, tokens, keywords = prepare("forgetting_curve", model, corpus, tokenizer, options)
-    return curve_result(forgetting_curve(model, tokens, **keywords))
+    Raises:
+        ValueError: a text has no tokenizer, or an argument does not fit.
+        TypeError: an argument is unknown.
+    """
+    from transformers import AutoTokenizer
+
+    from . import forgetting_curve
+    from .run.model import load_language_model
+    from .run.runner import Run
+
+    run = Run(**{field.name: options.pop(field.name) for field in fields(Run) if field.name in options})
+    source = source_of(model, model_kwargs or {})
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
+    if isinstance(model, str):
+        model = load_language_model(model, **{"dtype": "auto", **(model_kwargs or {})})
+    first = corpus[0] if isinstance(corpus, list | tuple) and corpus else corpus
+    is_text = isinstance(first, str | os.PathLike)
+    tokenizer = name if tokenizer is None and is_text else tokenizer
+    if isinstance(tokenizer, str) and tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, **(source if tokenizer == name else {}))
+    if is_text:
+        if not callable(tokenizer):
+            raise ValueError(f"a text needs tokenizer=..., a tokenizer or its name, got {tokenizer!r}.")
+        corpus = tokenizer(read_text(corpus), add_special_tokens=False, verbose=False)["input_ids"]
+    return curve_result(forgetting_curve(model, corpus, tokenizer=tokenizer, run=run, **options))
 
 
 def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
@@ -293,56 +233,6 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
         "memory_lengths": lengths,
         "points": json.loads(json.dumps([{name: getattr(p, name) for name in names} for p in curve.points])),
         **json.loads(curve.to_json()),
-    }
-
-
-# The per-token loss -------------------------------------------------------------------------------------------------
-
-
-def average_log_probs(predictions: Sequence[Sequence[float]]) -> PositionLoss:
-    """Average log-probabilities that were computed elsewhere into a per-token loss.
-
-    Args:
-        predictions: per sequence the log-probability (natural logarithm) that the model gave to each of its tokens,
-            the first included; all sequences of one length.
-
-    Raises:
-        ValueError: the list is empty, or the lengths differ, or a number is above 0 or not finite.
-
-    >>> average_log_probs([[-1.0, -0.5], [-2.0, -0.5]]).loss
-    [1.5, 0.5]
-    """
-    losses = [-np.asarray(row, dtype=np.float64) for row in predictions]
-    if not all((row >= 0).all() for row in losses):  # NaN is not
-        raise ValueError("predictions must be natural logarithms of probabilities: none above 0, none NaN.")
-    return PositionLoss.of_sequences(losses, {})
-
-
-def measure_loss(model: Any, corpus: Any = None, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
-    """Measure a per-token loss.
-
-    Args:
-        model, corpus, tokenizer, options: see `prepare`.
-
-    Returns:
-        plain JSON types, see `loss_result`.
-    """
-    from . import position_loss
-
-    model, tokens, keywords = prepare("position_loss", model, corpus, tokenizer, options)
-    return loss_result(position_loss(model, tokens, **keywords))
-
-
-def loss_result(result: PositionLoss) -> dict[str, Any]:
-    """Return a loss in plain JSON types: the perplexity of all tokens, then what `PositionLoss.from_json` reads."""
-    perplexity = {str(end): float(value) for end, value in zip(result.ends(), result.perplexity[result.ends() - 1])}
-    return {
-        "final_perplexity": float(result.perplexity[-1]),
-        "summary": result.summary(),
-        "loss": result.loss,
-        "perplexity": perplexity,
-        "sequences": result.sequences,
-        **json.loads(result.to_json()),
     }
 
 

@@ -1,4 +1,4 @@
-"""The Python function of a task, made of its class."""
+"""The Python function of a task, generated from its class."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def function(task: type[Task]) -> Callable[..., Any]:
         run, chosen = given.pop("run", None), {name: given.pop(name) for name in of_task if name in given}
         return run_task(task(**chosen), Subject(**given), run)
 
-    lines = [f"    {entry.name}: {entry.help}." for entry in options(task)]
+    lines = [f"    {name}: see `Subject`." for name in ("model", *data[1:], *(p.name for p in kept))]
+    lines += [f"    {entry.name}: {entry.help}." for entry in options(task)]
     measure.__doc__ = (
-        f"{inspect.getdoc(task)}\n\nArgs:\n    model, {', '.join([*data[1:], *(p.name for p in kept)])}: see `Subject`.\n"
+        f"{inspect.getdoc(task)}\n\nArgs:\n"
         + "\n".join(lines)
         + "\n    run: journal, memory budget and progress bar; see `Run`.\n\nReturns:\n"
         f"    `{task.result.__name__}`. An exception that ends the run early has it as its attribute `result`.\n\n"

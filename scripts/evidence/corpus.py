@@ -6,7 +6,7 @@
 `collect` downloads wheels, which run no code, and reads the sources in them. Documents that are equal count once, and
 projects of --held-out are for evaluation. It trains a tokenizer of 8,192 tokens and compresses documents into files of
 at most --megabytes, to travel. `pack` needs no network: it encodes the documents on all cores into train.npy, the
-`--data` of `hf-longctx train`, and held_out.npy, rows of --row-length tokens that are each the beginning of one
+`--data` of `hf-longctx train`, and held_out-N.npy, rows of N (--row-length) tokens that are each the beginning of one
 document. Both write what is missing.
 """
 
@@ -143,22 +143,37 @@ def encode(file, tokenizer):
     return [np.array(document, dtype=np.uint16) for document in ids]
 
 
+def held_out(folder, row_length):
+    """Return the file with rows of held-out documents."""
+    return Path(folder) / f"held_out-{row_length}.npy"
+
+
+def encoded_by(folder, model):
+    """Return a folder within another, with its documents and the tokenizer of a model."""
+    inner = Path(folder) / Path(model).name
+    inner.mkdir(parents=True, exist_ok=True)
+    for file in [*Path(folder).glob("*.xz"), inner / "tokenizer"]:
+        if not (inner / file.name).exists():
+            (inner / file.name).symlink_to(Path(model).resolve() if file.name == "tokenizer" else file.resolve())
+    return str(inner)
+
+
 def pack(args):
-    begin, train, held_out = time.monotonic(), args.folder / "train.npy", args.folder / "held_out.npy"
+    begin, train, rows_file = time.monotonic(), args.folder / "train.npy", held_out(args.folder, args.row_length)
     files = sorted(args.folder.glob("train-*.xz"))
     if not files and not train.exists():
         raise FileNotFoundError(f"{args.folder} holds no documents. Collect them by `{__spec__.name} collect`.")
-    missing = [args.folder / "held_out.xz"] * (not held_out.exists()) + files * (not train.exists())
+    missing = [args.folder / "held_out.xz"] * (not rows_file.exists()) + files * (not train.exists())
     with multiprocessing.Pool(args.processes) as pool:
         encode_file = partial(encode, tokenizer=str(args.folder / "tokenizer"))
         encoded = pool.map(encode_file, missing, chunksize=1)
-    if not held_out.exists():
+    if not rows_file.exists():
         rows = [document[: args.row_length] for document in encoded.pop(0) if len(document) >= args.row_length]
-        np.save(held_out, np.stack(rows))
+        np.save(rows_file, np.stack(rows))
     if not train.exists():
         np.save(args.folder / ".train.npy", np.concatenate([document for part in encoded for document in part]))
         (args.folder / ".train.npy").rename(train)
-    tokens, rows = (np.load(file, mmap_mode="r") for file in (train, held_out))
+    tokens, rows = (np.load(file, mmap_mode="r") for file in (train, rows_file))
     seconds = time.monotonic() - begin
     print(f"{tokens.size:,} tokens and {len(rows)} rows held out, in {seconds:.0f} s", file=sys.stderr)
 

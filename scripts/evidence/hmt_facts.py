@@ -50,7 +50,7 @@ from scripts.evidence.hmt_training import (
     tenth,
 )
 from scripts.evidence.panels import Line, draw_panels
-from scripts.evidence.parts import make_parser, measure_parts, require, run
+from scripts.evidence.parts import DAY, make_parser, measure_parts, require, run
 from scripts.prove_hmt import CONTROLS, changed_recall
 
 
@@ -323,7 +323,7 @@ def measure(args):
     require(BACKBONES[args.backbone], TEXT)
     for method in args.methods:  # before the first of them trains for an hour
         counts_asked(method, args)
-    yield from measure_parts(one_model, list(itertools.product(args.methods, args.seeds)), args, args.so_far)
+    yield from measure_parts(one_model, list(itertools.product(args.methods, args.seeds)), args)
 
 
 def table(result):
@@ -384,10 +384,9 @@ def main(arguments=None):
     sizes = {"segment_length": 512, "sensory_tokens": 32, "rows": 4, "questions": 4, "most_facts": 8}
     sizes |= {"asked": 64, "most_asked": 64}
     training = {"rounds": 4, "first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 100}
-    options = {"seeds": [0, 1, 2], "methods": list(METHODS), "device": "cpu"}
+    options = {"seeds": [0, 1, 2], "methods": list(METHODS), "minutes": DAY, "device": "cpu"}
     parser = make_parser(__spec__.name, __doc__, "hmt_facts_{backbone}", **sizes, **training, **options)
     parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
-    parser.add_argument("--so-far", action="store_true", help="show what is measured of it, and measure nothing more")
     run(parser, measure, table, plot, arguments)
 
 

@@ -12,26 +12,43 @@ Stretches are drawn from two novels, other ones for each seed. The weight, and t
 on Moby Dick. Every stretch is kept when it is done.
 """
 
+import functools
 import itertools
+import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, set_seed
+from transformers import AutoTokenizer, DynamicCache, set_seed
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics.run.logits import cache_argument
 from scripts.bench import common
-from scripts.evidence.hmt_recall_tokens import BOOKS, gain_lines, tokens_of
 from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
 from scripts.evidence.parts import make_parser, measure_parts, require
 
 
+BOOKS = ("Moby Dick", "Emma")
+SCORED = ("far", "all")
 READINGS = ("window", "longer window", "whole context", "own book", "other book")  # in the order of `one_stretch`
 FORM = """
 | read | tokens of earlier segments | all tokens |
 | {name} | {far} | {all} |
 """
+
+
+@functools.cache
+def tokens_of(book, backbone):
+    """The tokens of a book, (N,)."""
+
+    def number(file):
+        return [int(x) for x in file.stem.split("_") if x.isdigit()], file.stem
+
+    files = sorted((TEXT / "train").glob(f"{book}*.txt"), key=number)
+    text = "\n\n".join(file.read_text() for file in files)
+    tokenizer = AutoTokenizer.from_pretrained(BACKBONES[backbone])
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def stretch_of(book, number, seed, args):
@@ -95,6 +112,29 @@ def measure(args):
         return one_stretch(number, seed, model, args)
 
     yield from measure_parts(measure_one, itertools.product(range(args.stretches), args.seeds), args)
+
+
+def gain(rows, reading, scored, reference):
+    """What a reading gains over another one, in nats per token: the mean over tokens, and its standard error.
+
+    Segments are independent, tokens of one are not.
+    """
+    differences = np.array([x["losses"][scored][reference] - x["losses"][scored][reading] for x in rows])
+    tokens = np.array([x["tokens"][scored] for x in rows])
+    total = max(1, tokens.sum())
+    mean = differences.sum() / total
+    return mean, math.sqrt(((differences - mean * tokens) ** 2).sum()) / total
+
+
+def gain_lines(rows, readings, parts):
+    """Lines of a table: what all readings gain over the first, and `own book` also in `parts`, {name: rows}."""
+    reference, *others = readings
+    lines = []
+    for reading in others:
+        for name, part in ({"": rows} | (parts if reading == "own book" else {})).items():
+            gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x, reference)) for x in SCORED}
+            lines.append({"name": reading + name} | gains)
+    return lines
 
 
 def table(result):

@@ -1,5 +1,7 @@
 """An experiment in parts, each of which is kept when it is done: the same command continues after an interruption."""
 
+import contextlib
+import time
 from pathlib import Path
 
 import torch
@@ -11,8 +13,9 @@ from scripts.bench import common
 
 PICTURES = common.ROOT / "model_cards" / "evidence"
 PREPARE = "python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus"
-ADD_PARTS = "seeds methods bases contexts lines needles learning_rates ablation"
+ADD_PARTS = "seeds methods models bases contexts lines needles learning_rates ablation"
 NOT_OF_PARTS = {*ADD_PARTS.split(), "minutes", "at_once"}  # options that change no part
+DAY = 24 * 60.0  # minutes
 
 
 def make_parser(module, description, name, **defaults):
@@ -26,9 +29,14 @@ def make_parser(module, description, name, **defaults):
 
 def run(parser, measure, table, draw, arguments=None):
     """Measure, write and print as `common.run` does, and draw the picture."""
-    result = common.run(parser, measure, table, arguments)
+
+    def table_of_rows(result):
+        return table(result) if result["rows"] else "Nothing was measured within --minutes."
+
+    result = common.run(parser, measure, table_of_rows, arguments)
     args = parser.parse_args(arguments)
-    draw(result, args.picture or PICTURES / f"{common.result_name(args)}.png")
+    if result["rows"]:
+        draw(result, args.picture or PICTURES / f"{common.result_name(args)}.png")
 
 
 def require(*paths):
@@ -43,23 +51,30 @@ def settings_of(args):
     return {name: x for name, x in vars(args).items() if name not in {*common.NO_SETTINGS, *NOT_OF_PARTS}}
 
 
-def measure_parts(measure, keys, args, so_far=False):
+class OutOfTime(Exception):
+    """The time of --minutes is over. What was begun is saved, and the same command resumes it."""
+
+
+def check_time(args):
+    """Raise OutOfTime if --minutes are over."""
+    if time.monotonic() > args.until:
+        raise OutOfTime
+
+
+def measure_parts(measure, keys, args):
     """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work.
 
     Each is a dictionary, and says at which commit it was measured: those of a journal may be older than the result.
-    `so_far` leaves out the keys that are not in the journal.
-
-    Raises:
-        ValueError: `so_far`, and none of the keys is in the journal.
+    After --minutes only those of the journal are yielded.
     """
+    vars(args).setdefault("until", time.monotonic() + 60 * getattr(args, "minutes", DAY))
     torch.set_num_threads(1)
     settings = settings_of(args) | {"machine": common.machine(args.device)["device"], "torch": torch.__version__}
     args.work.mkdir(parents=True, exist_ok=True)
     with Journal(args.work / f"{common.result_name(args)}.jsonl", settings) as journal:
-        if so_far and journal.done.keys().isdisjoint(keys):
-            raise ValueError(f"{journal.path} has none of these parts yet. Leave out --so-far to measure them.")
         for key in dict.fromkeys(keys):
-            if key not in journal.done and not so_far:
-                journal.append(key, {"commit": commit(common.ROOT)} | measure(*key, args))
-            if key in journal.done:
+            with contextlib.suppress(OutOfTime):
+                if key not in journal.done:
+                    check_time(args)
+                    journal.append(key, {"commit": commit(common.ROOT)} | measure(*key, args))
                 yield journal.done[key]

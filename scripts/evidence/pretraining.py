@@ -6,10 +6,12 @@
 FoX (Pro), FoX (LLaMA), Transformer (Pro) and Llama are trained by `hf-longctx train` on sources of packages with equal
 tokens, batches, schedules and learning rates; with several rates, each model is trained at each. Gates start at decay
 times from 4 tokens to the training length. --ablation trains the rows of the paper's Table 3: FoX (Pro) with other
-gates, and without each of its parts. Then each model reads documents of held-out projects: the loss by position
-(Fig. 2), a forgetting curve, a needle in code, and line retrieval. Differences from the first model are tested in
-pairs of documents. "blocks pruned" is what the kernels of a FoX skip at the tolerance of its configuration, "keys
-dropped" what a `PrunedCache` of the same tolerance drops, and "change" the largest change of a logit by that.
+gates, and without each of its parts. --models chooses some rows of either.
+
+Then each model reads documents of held-out projects: the loss by position (Fig. 2), a forgetting curve, a needle in
+code, and line retrieval. Differences from the first model are tested in pairs of documents. "blocks pruned" is what
+the kernels of a FoX skip at the tolerance of its configuration, "keys dropped" what a `PrunedCache` of the same
+tolerance drops, and "change" the largest change of a logit by that.
 
 --tokens defaults to what an H200 trains in half of --minutes, by speeds measured there. The same command resumes a run
 that was stopped. No training and no evaluation begins after --minutes, and the table names what is missing.
@@ -39,6 +41,7 @@ from hf_longctx.metrics import (
     needle_in_a_haystack,
     paired_differences,
     position_loss,
+    style,
 )
 from hf_longctx.metrics.report.paired import holm, interval, p_values
 from scripts.bench import common
@@ -59,7 +62,8 @@ ABLATION = {
     "FoX (Pro)": FOX,
     "gate without input": (FOX[0], [*FOX[1], "forget_gate=bias_only"]),
     "fixed gate": (FOX[0], [*FOX[1], "forget_gate=fixed"]),
-    "RoPE in place of the gate": MODELS["Transformer (Pro)"],
+    "RoPE instead of the gate": MODELS["Transformer (Pro)"],
+    "neither gate nor RoPE": ("transformer-pro-36m", ["rope_parameters=null"]),
     "no QK-norm": (FOX[0], [*FOX[1], "qk_norm=false", "qk_norm_shared=false"]),
     "no output gate": (FOX[0], [*FOX[1], "output_gate=null"]),
     "no output norm": (FOX[0], [*FOX[1], "output_norm=false"]),
@@ -67,9 +71,8 @@ ABLATION = {
     "FoX (LLaMA)": MODELS["FoX (LLaMA)"],
 }
 RESULTS = {"curve": ForgettingCurve, "needle": NeedleGrid, "lines": LineRetrieval}
-SPEED = {"llama-36m": 4.1e5, "fox-36m": 3.0e5}  # tokens a second on an H200; 2.4e5 of the others
+SPEED = {"Llama": 4.1e5, "FoX (LLaMA)": 3.0e5}  # tokens a second on an H200; 2.4e5 for the others
 BINS = 48  # of positions, evenly spaced on a log scale
-TIMES = 8  # training lengths that are read
 TABLE = """
 | model | learning rate | seed | training loss | loss to {T} | to {T2} | to {T4} | to {T8} | fine length | coarse length |\
  needle to {T} | needle beyond | lines to {T} | lines beyond | blocks pruned | keys dropped | change | not reached |
@@ -86,11 +89,13 @@ TESTS = """
 # Training.
 
 
-def affordable(models, args):
-    """Return the tokens that an H200 trains each model on in half of the time, 30 % of which is a reserve."""
+def affordable(speeds, args):
+    """Return the tokens that an H200 trains each model on in half of the time, 30 % of which is a reserve.
+
+    `speeds`: of each model, in tokens a second.
+    """
     trainings = len(args.learning_rates) * len(args.seeds)
-    seconds = sum(1 / SPEED.get(preset, 2.4e5) for preset, _ in models.values()) * trainings
-    return int(0.7 * 0.5 * 60 * args.minutes / seconds)
+    return int(0.7 * 0.5 * 60 * args.minutes / sum(trainings / speed for speed in speeds))
 
 
 def run_folder(name, rate, seed, args):
@@ -98,18 +103,23 @@ def run_folder(name, rate, seed, args):
     return args.work / f"{slug}_{rate:g}_{seed}"
 
 
-def train(name, rate, seed, args, until):
+def train_command(name, args):
+    """Return the command that pretrains a model, and the options of the model."""
+    preset, fields = (MODELS | ABLATION)[name]
+    fields = [field.format(length=args.length) for field in [*fields, *args.set]]
+    return ["train", *(["--set", *fields] if fields else [])], {"model": preset, "tokenizer": f"{args.data}/tokenizer"}
+
+
+def train(name, rate, seed, args, until, command=train_command):
     """Train a model, or resume its training, until it is done or the time is up."""
     folder = run_folder(name, rate, seed, args)
     if (folder / "model").exists() or time.monotonic() > until:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    preset, fields = (MODELS | ABLATION)[name]
     steps = max(1, args.tokens // (args.rows * args.length))
-    options = {
-        "model": preset,
+    words, options = command(name, args)
+    options |= {
         "data": f"{args.data}/train.npy",
-        "tokenizer": f"{args.data}/tokenizer",
         "output_dir": folder / "run",
         "max_length": args.length,
         "max_steps": steps,
@@ -121,9 +131,8 @@ def train(name, rate, seed, args, until):
         "use_cpu": str(args.device == "cpu").lower(),
     }
     options |= dict(option.split("=", 1) for option in args.train)
-    words = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
-    fields = [field.format(length=args.length) for field in [*fields, *args.set]]
-    command = [sys.executable, "-m", "hf_longctx", "train", *words, *(["--set", *fields] if fields else [])]
+    words = [*words, *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
+    command = [sys.executable, "-m", "hf_longctx", *words]
     with open(folder / "log", "a") as log:
         process = subprocess.Popen(command, cwd=common.ROOT, stdout=log, stderr=log)
         try:
@@ -152,7 +161,7 @@ def evaluate(name, rate, seed, args):
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=dtype).to(args.device).eval()
     is_fox = model.config.model_type == "fox" and model.config.forget_gate != "none"
-    rows = np.load(f"{args.data}/held_out.npy")[: args.documents, : TIMES * args.length]
+    rows = np.load(corpus.held_out(args.data, args.times * args.length))[: args.documents]
     history = json.loads((folder / "run" / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
     figures = {"model": name, "learning_rate": rate, "seed": seed, "parameters": model.num_parameters()}
@@ -168,7 +177,7 @@ def evaluate(name, rate, seed, args):
 
 
 def measure_loss(model, tokenizer, rows, args):
-    """Return the loss by position, and for each document its mean to 1, 2, 4 and 8 training lengths."""
+    """Return the loss by position, and for each document its mean in each of the `bands`."""
     length, tokens, run = rows.shape[1], rows.reshape(-1), pass_size(args)
     losses = [
         position_loss(model, tokens, tokenizer=tokenizer, context_length=length, starts=[start], run=run).loss
@@ -180,12 +189,14 @@ def measure_loss(model, tokenizer, rows, args):
     return {
         "positions": [float((a * b) ** 0.5) for a, b in itertools.pairwise(edges.tolist())],
         "loss": [float(mean[a - 1 : b - 1].mean()) for a, b in itertools.pairwise(edges.tolist())],
-        "documents": [losses[:, a:b].mean(1).tolist() for a, b in bands(args.length)],
+        "documents": [losses[:, a:b].mean(1).tolist() for a, b in bands(args.length, args.times)],
     }
 
 
-def bands(length):
-    return [(0, length), (length, 2 * length), (2 * length, 4 * length), (4 * length, 8 * length)]
+def bands(length, times=8):
+    """Return the ranges of positions to 1, 2, 4 ... training lengths."""
+    edges = [0, *(length * 2**i for i in range(times.bit_length()))]
+    return list(itertools.pairwise(edges))
 
 
 def pass_size(args):
@@ -194,7 +205,7 @@ def pass_size(args):
 
 def measure_retrieval(model, tokenizer, tokens, args):
     """Return a forgetting curve, a needle in code and line retrieval, as their JSON documents."""
-    lengths = [args.length // 32 * 2**i for i in range(8)]
+    lengths = [args.length // 32 * 2**i for i in range((16 * args.times).bit_length())]
     read = {"run": pass_size(args), "train_length": args.length}
     curve = forgetting_curve(model, tokens, tokenizer=tokenizer, lengths=lengths, repeats=args.repeats, **read)
     prompts = dict(lengths=args.prompts, depths=[0.0, 0.25, 0.5, 0.75, 1.0], repeats=args.repeats)
@@ -236,28 +247,34 @@ def measure_pruning(model, rows, args):
 
 
 def measure(args):
-    begin, models = time.monotonic(), ABLATION if args.ablation else MODELS
-    args.tokens = args.tokens or affordable(models, args)
+    args.models = args.models or list(ABLATION if args.ablation else MODELS)
+    args.tokens = args.tokens or affordable([SPEED.get(name, 2.4e5) for name in args.models], args)
     args.work = args.work / f"pretraining_{args.tokens}"
-    corpus.main(["pack", "--folder", args.data, "--row-length", str(TIMES * args.length)])
-    keys = list(itertools.product(models, args.learning_rates, args.seeds))
+    yield from measure_models(train_command, args)
+
+
+def measure_models(command, args):
+    """Yield a row for each model, learning rate and seed: trained by a command and evaluated, or what is missing."""
+    begin = time.monotonic()
+    args.until = begin + 60 * args.minutes
+    corpus.main(["pack", "--folder", args.data, "--row-length", str(args.times * args.length)])
+    keys = list(itertools.product(args.models, args.learning_rates, args.seeds))
     until = begin + 60 * args.minutes * 0.8
     with ThreadPoolExecutor(args.at_once) as pool:
-        trained = {pool.submit(train, *key, args, until): key for key in keys}
+        trained = {pool.submit(train, *key, args, until, command): key for key in keys}
         for future in as_completed(trained):
             future.result()
             name, rate, seed = key = trained[future]
             folder = run_folder(*key, args)
-            if (folder / "model").exists() and time.monotonic() < begin + 60 * args.minutes:
-                yield from measure_parts(evaluate, [key], args)
-                continue
-            missing = "evaluation" if (folder / "model").exists() else reason(folder)
-            yield {"model": name, "learning_rate": rate, "seed": seed, "missing": missing}
+            is_trained = (folder / "model").exists()
+            missing = {"missing": "evaluation" if is_trained else reason(folder)}
+            found = list(measure_parts(evaluate, [key] if is_trained else [], args))
+            yield from found or [{"model": name, "learning_rate": rate, "seed": seed} | missing]
 
 
-def in_order(rows):
-    names = list(MODELS | ABLATION)
-    return sorted(rows, key=lambda row: (names.index(row["model"]), row["learning_rate"], row["seed"]))
+def in_order(result):
+    names = result["settings"].get("models") or list(MODELS)
+    return sorted(result["rows"], key=lambda row: (names.index(row["model"]), row["learning_rate"], row["seed"]))
 
 
 def best_rate(rows):
@@ -286,7 +303,8 @@ def describe(row, length):
         within, beyond = ([r for n, r in rates.items() if (n <= bound[name]) == side] for side in (True, False))
         shares[name] = [float(np.mean(x)) if x else None for x in (within, beyond)]
     fine, coarse = curve.fine_length, curve.coarse_length
-    return row | shares | {"bands": [np.mean(x) for x in row["documents"]], "fine": fine, "coarse": coarse}
+    losses = {i: np.mean(x) for i, x in enumerate(row["documents"])}
+    return row | shares | {"bands": losses, "fine": fine, "coarse": coarse}
 
 
 def tests(rows, length):
@@ -297,7 +315,8 @@ def tests(rows, length):
             continue
         pair = {"model": row["model"], "first": first["model"]}
         differences = np.array(row["documents"]) - np.array(first["documents"])  # (bands, documents)
-        for (a, b), d, p in zip(bands(length), differences, holm(p_values(differences, 0.0))):
+        ranges = bands(length, 2 ** (len(differences) - 1))
+        for (a, b), d, p in zip(ranges, differences, holm(p_values(differences, 0.0))):
             low, high = interval(d, 0.0)
             found = {"difference": f"{d.mean():+.3f}", "low": f"{low:+.3f}", "high": f"{high:+.3f}"}
             yield pair | {"measured": f"loss at {a + 1} to {b}, nats", **found, "p": p, "pairs": len(d)}
@@ -309,7 +328,7 @@ def tests(rows, length):
 
 def table(result):
     s = result["settings"]
-    rows, length = in_order(result["rows"]), s["length"]
+    rows, length = in_order(result), s["length"]
     heads = {"{T}": length, "{T2}": 2 * length, "{T4}": 4 * length, "{T8}": 8 * length}
     template = TABLE
     for name, tokens in heads.items():
@@ -325,10 +344,11 @@ def table(result):
 
 
 def draw(result, path):
-    """Draw loss and copy accuracy by position."""
+    """Draw loss and copy accuracy by position, of the first six models, for which there are colours."""
     length, panels = result["settings"]["length"], {"loss by position": [], "forgetting curve": []}
-    rows = best_rate(in_order(result["rows"]))
-    for name, several in itertools.groupby(rows, key=lambda row: row["model"]):
+    rows, times = best_rate(in_order(result)), result["settings"].get("times", 8)
+    by_model = itertools.groupby(rows, key=lambda row: row["model"])
+    for name, several in itertools.islice(by_model, len(style.MODELS)):
         several = list(several)
         places = range(2, len(several[0]["loss"]))
         losses = [[row["loss"][i] for row in several] for i in places]
@@ -339,7 +359,7 @@ def draw(result, path):
     if rows:
         draw_panels(
             path,
-            f"Trained on {length} tokens and read at {TIMES * length}",
+            f"Trained on {length} tokens and read at {times * length}",
             panels,
             across=("position", "tokens to copy"),
             up=("loss, nats", "share copied"),
@@ -349,8 +369,9 @@ def draw(result, path):
         )
 
 
-def main(arguments=None):
-    sizes = {"minutes": 25.0, "tokens": 0, "length": 2048, "rows": 32, "documents": 48, "repeats": 6}
+def options_parser(module, description, name, models, **defaults):
+    """Return a parser with the options of `measure_models`, some with other defaults."""
+    sizes = {"minutes": 25.0, "tokens": 0, "length": 2048, "times": 8, "rows": 32, "documents": 48, "repeats": 6}
     options = {
         "prompts": [512, 1024, 2048, 4096, 8192],
         "lines": [10, 20, 40, 80, 160, 320],
@@ -358,11 +379,15 @@ def main(arguments=None):
         "seeds": [0],
         "at_once": 1,
     }
-    parser = make_parser(__spec__.name, __doc__, "pretraining{ablation}", **sizes, **options, device="cpu")
+    parser = make_parser(module, description, name, **sizes | options | defaults, device="cpu")
     parser.add_argument("--data", default=str(corpus.FOLDER), metavar="FOLDER", help="default: demo_output/code")
-    parser.add_argument(
-        "--train", nargs="*", default=[], metavar="NAME=VALUE", help="more options of hf-longctx train"
-    )
+    parser.add_argument("--train", nargs="*", default=[], metavar="NAME=VALUE", help="more options of the training")
+    parser.add_argument("--models", nargs="+", choices=models, help="default: all")
+    return parser
+
+
+def main(arguments=None):
+    parser = options_parser(__spec__.name, __doc__, "pretraining{ablation}", list(MODELS | ABLATION))
     parser.add_argument("--set", nargs="*", default=[], metavar="FIELD=VALUE", help="fields of all configurations")
     parser.add_argument(
         "--ablation", action="store_const", const="_ablation", default="", help="train the rows of Table 3"

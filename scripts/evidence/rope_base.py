@@ -11,6 +11,7 @@ after their first token, from the first ones only. What cannot be predicted is n
 
 import copy
 import itertools
+import random
 import statistics
 import time
 
@@ -22,10 +23,9 @@ from hf_longctx.metrics import rope_base_bound, rope_context_bound
 from scripts.bench import common
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, run
-from scripts.evidence_curves import VOCABULARY, copy_rows
 
 
-HEAD_DIM = 32
+VOCABULARY, BOS, HEAD_DIM = 64, 1, 32
 RUN_TOKENS = VOCABULARY // 4  # the others are for passages
 PASSAGES, PASSAGE = 4, 8  # of a row; tokens of each
 FIRST_BASE = 10_000.0
@@ -67,6 +67,20 @@ def draw_rows(count, length, generator):
             row[first : first + PASSAGE] = row[second : second + PASSAGE] = passage
             lag[second + 1 : second + PASSAGE] = second - first
     return ids, lags
+
+
+def copy_rows(context, rows, seed):
+    """Return input ids and labels, (rows, context): [bos] S [bos] S of random S; each second S is scored."""
+    rng, batch = random.Random(seed), []
+    for _ in range(rows):
+        ids, labels = [], []
+        while len(ids) < context:
+            length = rng.randint(4, max(5, min(context // 2, context - len(ids))))
+            passage = [BOS, *(rng.randrange(3, VOCABULARY) for _ in range(length))]
+            ids += passage * 2
+            labels += [-100] * len(passage) + passage
+        batch.append((ids[:context], labels[:context]))
+    return (torch.tensor(part) for part in zip(*batch))
 
 
 def new_model(args):

@@ -86,17 +86,17 @@ def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
     calls = []
 
     def load(name, **options):
-        calls.append({key: options[key] for key in ("revision", "code_revision", "trust_remote_code")})
+        calls.append({key: options[key] for key in ("revision", "trust_remote_code")})
         raise OSError("no such revision")
 
-    options = ["--revision", "v1", "--trust-remote-code", "--code-revision", "abc"]
+    options = ["--revision", "v1", "--trust-remote-code"]
     with_code = {"auto_map": {"AutoConfig": "code.Config"}}
     monkeypatch.setattr("hf_longctx.metrics.rope.reading.read_files", lambda name, **options: (with_code, {}))
     for loader in ("AutoModelForCausalLM", "AutoConfig"):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
     for arguments in (["gates", "no/model"], ["curve", "no/model"], ["rope", "no/model"]):
         assert cli.main([*arguments, *options]) == 2
-    assert calls == [{"revision": "v1", "code_revision": "abc", "trust_remote_code": True}] * 4
+    assert calls == [{"revision": "v1", "trust_remote_code": True}] * 4
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)

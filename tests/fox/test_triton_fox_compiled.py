@@ -20,18 +20,12 @@ PRODUCING = ("forward", "dq", "dkdv", "decode")  # kernels with matrix products
 PRODUCTS = {80: "HMMA", 86: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
 
 
-def run_script(tmp_path, *options, **kwargs):
-    """In a fresh interpreter: this one may have been told to interpret kernels."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "scripts.bench.gpu.compile", *map(str, options)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, **kwargs)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 def compile_all(tmp_path, *options):
-    target = tmp_path / "report.json"
-    run_script(tmp_path, "--output", target, *options)
+    """In a fresh interpreter: this one may have been told to interpret kernels."""
+    target, environment = tmp_path / "report.json", {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "scripts.bench.gpu.compile", "--output", str(target), *map(str, options)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(target.read_text())["rows"]
 
 
@@ -73,8 +67,9 @@ def test_common_sizes(tmp_path):
 @exhaustive
 def test_heads_without_groups(tmp_path):
     """Specialised on groups of one head, the dk/dv pass of Hopper would wait for each of its products."""
-    case = dict(capability=90, kernel="dkdv", dtype="bf16", head_dim=64, bounded=True, H=8, kv_heads=8)
-    assert not json.loads(run_script(tmp_path, "--cases", input=json.dumps(case)))["serialized"]
+    case = "--capability 90 --kernel dkdv --dtype bf16 --head-dim 64 --bounded 1 --kv-heads 8"
+    (row,) = compile_all(tmp_path, *case.split())
+    assert not row["serialized"]
 
 
 @exhaustive

@@ -23,7 +23,7 @@ from hf_longctx.hub import (
     with_card,
 )
 from hf_longctx.hub.bundle import read_measurement
-from hf_longctx.hub.card import GENERATED, SOURCE
+from hf_longctx.hub.card import GENERATED
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss, rope_report
 from hf_longctx.metrics.evaluate_modules import NAMES
 from hf_longctx.metrics.report.card import eval_results
@@ -120,7 +120,6 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
         "> She said:",
         "> # \\*No\\*.",
         "From [sample.json](sample.json), generated with seed 3.",
-        f"where to ask: {SOURCE}.",
         "`python -m scripts.bench.generate` on AMD EPYC, torch 2.13.0: [speed.json](speed.json).",
         "| tokens in these steps | 3,686,400 |",
         "| loss after step 600 | 1.25 |",

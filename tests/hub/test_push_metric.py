@@ -44,14 +44,14 @@ def test_versions_are_pinned_to_those_that_are_tested():
 
 
 def test_a_dry_run_needs_no_hub(capsys):
-    assert cli.main(["push", "position_loss", "alice/position_loss", "--dry-run"]) == 0
-    assert "longctx_tasks_loss.py" in capsys.readouterr().out
+    assert cli.main(["push", "forgetting_curve", "alice/forgetting_curve", "--dry-run"]) == 0
+    assert "longctx_tasks_curve.py" in capsys.readouterr().out
 
 
 def test_a_line_that_would_not_load_is_not_printed(capsys):
     """evaluate looks for the script NAME.py in a repository called NAME."""
-    assert cli.main(["push", "position_loss", "alice/my-loss", "--dry-run"]) == 2
-    assert "push to alice/position_loss" in capsys.readouterr().err
+    assert cli.main(["push", "forgetting_curve", "alice/my-curve", "--dry-run"]) == 2
+    assert "push to alice/forgetting_curve" in capsys.readouterr().err
 
 
 def test_spaces(run_client, publish):

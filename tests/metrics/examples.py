@@ -16,7 +16,7 @@ def answers(*right, reply=None):
 def lines(right, lines=5, tokens=90, asked=0, **settings):
     """Line retrieval of so many lines."""
     each = [tokens] * len(right), [asked] * len(right)
-    return LineRetrieval.of_points([LinesPoint(answers(*right), lines, *each)], settings)
+    return LineRetrieval.of_parts([LinesPoint(answers(*right), lines, *each)], settings)
 
 
 def one_of_each(model="someone/fox", reply="7"):
@@ -26,7 +26,7 @@ def one_of_each(model="someone/fox", reply="7"):
     return [
         ForgettingCurve.of_points([CurvePoint(800, [400] * 6, [1, 0, 1] * 2, range(0, 6000, 1000))], settings),
         PositionLoss.of_mean([3.0, 2.5], 4, settings),
-        NeedleGrid.of_cells([NeedleCell(found, 100, 0.5, [40])], settings),
-        LineRetrieval.of_points([LinesPoint(found, 10, [200], [3])], settings),
+        NeedleGrid.of_parts([NeedleCell(found, 100, 0.5, [40])], settings),
+        LineRetrieval.of_parts([LinesPoint(found, 10, [200], [3])], settings),
         rope_report(LlamaConfig(max_position_embeddings=512, name_or_path=model), minimum_base=False),
     ]

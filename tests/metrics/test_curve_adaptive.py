@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hf_longctx.metrics.curve.adaptive import locate
-from hf_longctx.metrics.curve.points import CurvePoint
+from hf_longctx.metrics.curve.lengths import CurvePoint
 from hf_longctx.metrics.curve.protocol import input_tokens, linear_lengths
 from hf_longctx.metrics.tasks.curve import ForgettingCurve
 

@@ -3,12 +3,27 @@
 import json
 import pickle
 from fractions import Fraction
+from typing import NamedTuple
 
 import pytest
 
-from hf_longctx.metrics.curve import lengths as core
-from hf_longctx.metrics.curve.lengths import MemoryLength
+from hf_longctx.metrics.curve.lengths import CurvePoint, MemoryLength, memory_lengths
 from hf_longctx.metrics.curve.protocol import scored_tokens
+
+
+class Point(NamedTuple):
+    """The counts of a length, which need not be those of whole tokens."""
+
+    length: int
+    copy: int
+    lm: int
+    scored_tokens: int
+    p_value: float
+
+    repeats = 1
+    copy_correct = property(lambda self: [self.copy])
+    lm_correct = property(lambda self: [self.lm])
+    passes = CurvePoint.passes
 
 
 def plain(readings):
@@ -21,8 +36,8 @@ def test_memory_lengths_of_made_up_curves(golden):
         total = 10_000
         copy, lm = ([int(Fraction(x) * total) for x in case[name]] for name in ("copy", "lm"))
         lengths = case["lengths"]
-        memory_lengths = core.memory_lengths(lengths, copy, lm, [total] * len(lengths), case["p_value"])
-        assert plain(memory_lengths) == case["expected"], case["name"]
+        points = [*map(Point, lengths, copy, lm, [total] * len(lengths), case["p_value"])]
+        assert plain(memory_lengths(points)) == case["expected"], case["name"]
 
 
 def test_memory_lengths_of_published_llama3(golden):
@@ -30,9 +45,9 @@ def test_memory_lengths_of_published_llama3(golden):
     lengths, copy, lm, p_values = zip(*published["rows"])
     scored = [10 * scored_tokens(n) for n in lengths]
     counts = ([round(mean * n) for mean, n in zip(means, scored)] for means in (copy, lm))
-    memory_lengths = core.memory_lengths(lengths, *counts, scored, p_values)
-    assert plain(memory_lengths) == published["derived"]
-    assert memory_lengths["fine_max"].next_tested == 4650
+    readings = memory_lengths([*map(Point, lengths, *counts, scored, p_values)])
+    assert plain(readings) == published["derived"]
+    assert readings["fine_max"].next_tested == 4650
 
 
 @pytest.mark.parametrize(
@@ -41,7 +56,7 @@ def test_memory_lengths_of_published_llama3(golden):
     ids=["none", "first", "after-a-dip", "open"],
 )
 def test_next_tested(copy, next_tested):
-    fine = core.memory_lengths([8, 16, 32, 40], copy, [0] * 4, [4, 8, 16, 20], [0.0] * 4)["fine_max"]
+    fine = memory_lengths([*map(Point, [8, 16, 32, 40], copy, [0] * 4, [4, 8, 16, 20], [0.0] * 4)])["fine_max"]
     assert fine.next_tested == next_tested
     assert fine.open_ended == (next_tested is None)
 

@@ -62,7 +62,7 @@ def test_of_a_curve_the_typical_text_is_judged():
 
 def test_lines_count_in_tokens():
     points = [LinesPoint(answers(*[True] * 40), 5, [90, 110] * 20, [0] * 40)]
-    assert effective_length(LineRetrieval.of_points(points))[:3] == (100, 100, None)
+    assert effective_length(LineRetrieval.of_parts(points))[:3] == (100, 100, None)
 
 
 LENGTHS = (500, 1000, 2000, 4000, 8000, 16000)

@@ -1,6 +1,5 @@
 """Our modules in the evaluate library: how they are found, what they take, what they return."""
 
-import copy
 import json
 import threading
 from collections import defaultdict
@@ -25,15 +24,13 @@ from datasets import DownloadConfig
 
 from hf_longctx.metrics import (
     ForgettingCurve,
-    PositionLoss,
     forgetting_curve,
     module_path,
-    position_loss,
     register,
     rope_base_bound,
     rope_report,
 )
-from hf_longctx.metrics.evaluate_modules import NAMES, average_log_probs, check_bases, score_predictions
+from hf_longctx.metrics.evaluate_modules import NAMES, check_bases, score_predictions
 from hf_longctx.metrics.rope import reading
 from hf_longctx.training.tokenizer import train_tokenizer
 
@@ -54,11 +51,6 @@ def curve_module(evaluate_cache):
 @pytest.fixture(scope="module")
 def rope_module(evaluate_cache):
     return evaluate.load(module_path("rope_base_check"))
-
-
-@pytest.fixture(scope="module")
-def loss_module(evaluate_cache):
-    return evaluate.load(module_path("position_loss"))
 
 
 @pytest.fixture(scope="module")
@@ -182,23 +174,8 @@ def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, token
         assert curve_module.compute(corpus=corpus, tokenizer=tokenizer, **options)["points"] == named["points"]
     with pytest.raises(ValueError, match=r"corpus must be a text or the path of one, got 'no/book\.txt'"):
         curve_module.compute(corpus="no/book.txt", tokenizer=tokenizer, **options)
-    with pytest.raises(ValueError, match="tokenizer must be a tokenizer or its name, got 3"):
+    with pytest.raises(ValueError, match=r"a text needs tokenizer=.*, a tokenizer or its name, got 3"):
         curve_module.compute(corpus=TEXT, tokenizer=3, **options)
-
-
-def test_special_tokens_are_those_of_the_tokenizer(curve_module, loss_module, model, tokenizer):
-    """As on the command line; the model's are taken where no tokenizer is known."""
-    tokenizer = copy.deepcopy(tokenizer)
-    tokenizer.bos_token, tokenizer.eos_token = "a", "b"
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    assert not {1, 2} & set(ids.values())
-    options = dict(model=model, corpus=list(range(3, 60)), lengths=[4], repeats=1)
-    assert curve_module.compute(**options)["settings"]["bos_token_id"] == 1
-    assert ids.items() <= curve_module.compute(**options, tokenizer=tokenizer)["settings"].items()
-    assert curve_module.compute(**options, tokenizer=tokenizer, eos_token_id=7)["settings"]["eos_token_id"] == 7
-    del options["lengths"], options["repeats"]
-    result = loss_module.compute(**options, tokenizer=tokenizer, context_length=9)
-    assert result["settings"]["bos_token_id"] == tokenizer.bos_token_id
 
 
 def test_lengths_default_to_half_of_the_claimed_context(curve_module, model):
@@ -224,45 +201,20 @@ def test_predictions_are_counted_in_the_second_half(curve_module):
     assert of_tensors["points"] == points[1:]
 
 
-def test_no_predictions_and_no_tokenizer(model, curve_module, loss_module):
+def test_what_does_not_fit_is_named(model, curve_module, rope_module):
     with pytest.raises(ValueError, match="1 predictions for 2 references"):
         score_predictions([[[1], [1]]], [[1], [2]])
     with pytest.raises(ValueError, match=r"rows of \[1, 2\] ids and references\[0\] has 2"):
         score_predictions([[[1], [1, 2]]], [[1, 2]])
-    with pytest.raises(ValueError, match="give tokenizer="):
+    with pytest.raises(ValueError, match="a text needs tokenizer="):
         curve_module.compute(model=model, corpus=TEXT)
-    with pytest.raises(ValueError, match="takes no references"):
-        loss_module.compute(predictions=[[-1.0]], references=[[3]])
-
-
-# -- the per-token loss
-
-
-def test_a_measured_loss_is_what_the_runner_gives(loss_module, model, tokenizer, tmp_path):
-    tokens = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    bos = tokenizer.bos_token_id
-    expected = position_loss(model, tokens, context_length=20, sequences=3, tokenizer=tokenizer, bos_token_id=bos)
-    result = loss_module.compute(model=model, corpus=TEXT, tokenizer=tokenizer, context_length=20, sequences=3)
-    file = evaluate.save(tmp_path / "result.json", **result)
-    assert PositionLoss.from_json(Path(file).read_text()) == expected
-    assert result["final_perplexity"] == expected.perplexity[-1] and result["summary"] == expected.summary()
-    assert len(loss_module.compute(model=model, corpus=tokens, sequences=1)["loss"]) == 64  # what the model claims
-    with pytest.raises(ValueError, match="needs a text"):
-        loss_module.compute(model=model)
-
-
-def test_log_probabilities_are_averaged(loss_module):
-    loss_module.add(prediction=[-1.0, -2.0])
-    loss_module.add_batch(predictions=np.array([[-3.0, -2.0]]))
-    result = loss_module.compute()
-    assert result["loss"] == [2.0, 2.0] and result["final_perplexity"] == pytest.approx(np.e**2)
-    assert loss_module.compute(predictions=[[-1.0, -2.0], [-3.0, -2.0]]) == result
-
-
-@pytest.mark.parametrize("rows, message", [([], "one or more"), ([[0.5]], "above 0"), ([[np.nan]], "NaN")])
-def test_wrong_log_probabilities(rows, message):
-    with pytest.raises(ValueError, match=message):
-        average_log_probs(rows)
+    for module, rows in ((curve_module, {"predictions": PAIRS, "references": TARGETS}), (rope_module, {})):
+        with pytest.raises(ValueError, match=f"got {'both' if rows else 'neither'}"):
+            module.compute(model=model if rows else None, **rows)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'model_id'"):
+            module.compute(model=model, model_id="gpt2")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'lengths'"):
+        curve_module.compute(predictions=PAIRS, references=TARGETS, lengths=[4])
 
 
 # -- the RoPE bound
@@ -292,7 +244,7 @@ def test_bases_hold_from_the_smallest_base_on():
 
 
 def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
-    loss_module, curve_module, rope_module, model, tokenizer, tmp_path, monkeypatch
+    curve_module, rope_module, model, tokenizer, tmp_path, monkeypatch
 ):
     """Which files are read, and whether their code may run, holds for all three; the rest is for the model alone."""
     model.save_pretrained(tmp_path)
@@ -311,29 +263,13 @@ def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
     )
     source = {"revision": "main", "trust_remote_code": False}
     options = dict(model=str(tmp_path), model_kwargs={**source, "dtype": "float64"})
-    loss = loss_module.compute(**options, corpus=TEXT, context_length=16)
-    assert loss["settings"]["dtype"] == "float64"
-    curve_module.compute(**options, corpus=TEXT, lengths=[4], repeats=1)
+    curve = curve_module.compute(**options, corpus=TEXT, lengths=[4], repeats=1)
+    assert curve["settings"]["dtype"] == "float64"
     rope_module.compute(**options, minimum_base=False)
-    assert calls["AutoModelForCausalLM"] == [{**source, "dtype": "float64"}] * 2
-    assert calls["AutoTokenizer"] == [source] * 2
+    assert calls["AutoModelForCausalLM"] == [{**source, "dtype": "float64"}]
+    assert calls["AutoTokenizer"] == [source]
     assert calls["config"] == [{"revision": "main"}]
     with pytest.raises(ValueError, match="model_kwargs are for a model given by its name"):
-        loss_module.compute(model=model, corpus=[3] * 20, model_kwargs={"revision": "v1"})
+        curve_module.compute(model=model, corpus=[3] * 20, model_kwargs={"revision": "v1"})
     with pytest.raises(ValueError, match="this one is a LlamaConfig"):
         rope_module.compute(model=model.config, model_kwargs={"revision": "v1"})
-
-
-# -- several at once
-
-
-def test_combined(curve_module, loss_module, rope_module, model, tmp_path):
-    both = evaluate.combine([curve_module, loss_module, rope_module])
-    options = dict(model=model, corpus=list(range(3, 60)), lengths=[4, 9], repeats=1, minimum_base=False)
-    result = both.compute(**options)
-    assert len(result["points"]) == 2 and len(result["groups"]) == 1 and len(result["loss"]) == 57
-    assert result["position_loss_summary"].startswith("loss") and result["forgetting_curve_settings"]["repeats"] == 1
-    assert json.loads(Path(evaluate.save(tmp_path / "both.json", **result)).read_text())["holds"] == result["holds"]
-    for _ in range(2):  # the second time from the journals, one for each
-        assert both.compute(**options, journal=tmp_path / "journal") == result
-    assert {path.name for path in tmp_path.glob("journal*")} == {"journal.forgetting_curve", "journal.position_loss"}

@@ -123,7 +123,7 @@ def test_lines_are_those_of_our_lines(model, tokenizer):
     rates = [result[f"line_retrieval_found_{p.lines}_lines,none"] for p in ours.points]
     assert rates == pytest.approx([p.match_rate for p in ours.points], abs=1e-4)
     scores = {key: score for sample in result["samples"] for key, score in sample["resps"][0][0]}
-    assert [scores[n]["answers"] for n in (1, 3)] == [p.to_list() for p in ours.points]
+    assert [scores[n]["answers"] for n in (1, 3)] == [p.score()[1]["answers"] for p in ours.points]
 
 
 def test_a_limit_takes_trials_and_the_cache_answers_again(model, tokenizer, tmp_path, monkeypatch):

@@ -5,7 +5,6 @@ import shutil
 
 import pytest
 from demo_model import DEMO, VOCABULARY
-from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.corpus import stdlib_text
@@ -62,13 +61,7 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tm
     report = measure_all(llama, tokenizer, tokens, tmp_path, **options)
     assert measured(capsys) == list(TITLES) == list(report.results) and not report.missing
     assert all(read(tmp_path / f"{name}.json")["saved"]["time"] for name in TITLES)
-    assert not (tmp_path / "unfinished").exists()
-
     assert report.page == tmp_path / "report.html" and report.page.read_text().count("<img") == 5
-    card = ModelCard.load(report.card).data
-    assert card.model_name == "llama"
-    sizes = len(report.results["needle"].lengths) + len(report.results["lines"].points)
-    assert len(card.eval_results) == 1 + sizes  # perplexity, and a rate for each size
     for name in ("curve", "loss", "needle"):
         settings = report.results[name].settings
         assert (settings["corpus"], settings["train_length"]) == ("Python: a text", 512)
@@ -77,11 +70,13 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tm
     needed = needle_pieces(Subject(llama, tokenizer).encode, 0, wording("easy")).tokens  # a haystack without hay
     assert min(report.results["needle"].lengths) > needed and max(report.results["needle"].lengths) <= 600
 
+    calls, forward = [], llama.forward
+    llama.forward = lambda *args, **kwargs: calls.append(args) or forward(*args, **kwargs)
     again = measure_all(llama, tokenizer, tokens, tmp_path, **options)
-    assert again.results == report.results
-    assert capsys.readouterr().err.count("measured before") == 5
-    with pytest.raises(ValueError, match="another seed"):
-        measure_all(llama, tokenizer, tokens, tmp_path, **options, seed=1)
+    assert again.results == report.results and len(calls) < 60  # the probes of each task
+    for options["seed"], text in ((1, tokens), (0, tokens[:-1])):
+        with pytest.raises(ValueError, match="is a journal from another run"):
+            measure_all(llama, tokenizer, text, tmp_path, **options)
 
 
 def test_retrieval_ends_where_the_context_does(llama, tokenizer, tokens):
@@ -94,18 +89,17 @@ def test_retrieval_ends_where_the_context_does(llama, tokenizer, tokens):
     assert record_tokens(counts[-1], subject.encode) <= 2000 < record_tokens(2 * counts[-1], subject.encode)
 
 
-def test_what_fails_is_named_and_tried_again(tokenizer, tokens, tmp_path, capsys):
+def test_what_fails_is_named_and_tried_again(tokenizer, tokens, tmp_path):
     """FoX has no RoPE, and this context is too short for all but the loss."""
     fox = AutoModelForCausalLM.from_pretrained(DEMO)
-    for tried in (["curve", "lines", "loss", "needle", "rope"], ["curve", "lines", "needle", "rope"]):
+    for _ in range(2):
         report = measure_all(fox, tokenizer, tokens[:30], tmp_path, context_length=20, progress=True)
-        assert measured(capsys) == tried
         assert list(report.results) == ["loss"] and list(report.missing) == [
             TITLES[name] for name in TITLES if name != "loss"
         ]
     page = report.page.read_text()
     assert page.count("Not measured") == 4 and "has no rotary" in page and "too few for 10 passages" in page
-    assert {path.name for path in tmp_path.glob("*.json")} == {"arguments.json", "loss.json"}
+    assert {path.name for path in tmp_path.glob("*.json")} == {"loss.json"}
 
 
 def test_nothing_can_be_measured(tokenizer, tmp_path, monkeypatch):
@@ -115,41 +109,19 @@ def test_nothing_can_be_measured(tokenizer, tmp_path, monkeypatch):
         measure_all(fox, tokenizer, [1], tmp_path, context_length=2)
 
 
-def test_a_folder_is_of_one_state_of_model_and_text(folder, tokenizer, tokens, tmp_path, monkeypatch, capsys):
-    """The context is too short for all but the loss and the bound, so that this is quick."""
+def test_a_folder_is_of_one_state_of_the_model(folder, tokenizer, tokens, tmp_path):
+    """Also where only the configuration changed."""
     model = tmp_path / "model"
     shutil.copytree(folder, model)
-
-    def measure(text=tokens[:60], name=model, **options):
-        loaded = AutoModelForCausalLM.from_pretrained(name)
-        options = dict(context_length=20, corpus_name="a text", progress=True) | options
-        return measure_all(loaded, tokenizer, text, tmp_path / "report", **options)
-
-    assert list(measure().results) == ["loss", "rope"]
-    with pytest.raises(ValueError, match=r"another text \(its content or its tokenizer changed\). Take"):
-        measure(tokens[60:120])
-    with pytest.raises(ValueError, match="another train_length"):
-        measure(train_length=20)
     config = read(model / "config.json")
-    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
-    with pytest.raises(ValueError, match="another state of the model"):
-        measure()
-    (model / "config.json").write_text(json.dumps(config))
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "report" / "loss.json").unlink()
-    capsys.readouterr()
-    measure(name="model")  # the same folder by its relative path
-    assert "loss" in measured(capsys) and "rope" not in measured(capsys)
-
-
-def test_a_run_that_failed_at_once_blocks_nothing(llama, tokenizer, tokens, tmp_path):
-    (tmp_path / "unfinished").mkdir()
-    (tmp_path / "arguments.json").write_text('{"model": "a name with a typo"}')
-    (tmp_path / "unfinished" / "loss.jsonl").write_text("its first line\n")
-    report = measure_all(llama, tokenizer, tokens[:60], tmp_path, context_length=20)
-    assert "loss" in report.results and not (tmp_path / "unfinished" / "loss.jsonl").exists()
-    assert read(tmp_path / "arguments.json")["model"] == "llama"
+    for epsilon in (config["rms_norm_eps"], 0.1):
+        (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": epsilon}))
+        loaded = AutoModelForCausalLM.from_pretrained(model)
+        if epsilon == 0.1:
+            with pytest.raises(ValueError, match="is a journal from another run: weights_sha256"):
+                measure_all(loaded, tokenizer, tokens[:60], tmp_path / "report", context_length=20)
+        else:
+            measure_all(loaded, tokenizer, tokens[:60], tmp_path / "report", context_length=20)
 
 
 def test_a_failure_before_anything_was_measured_leaves_no_result():
@@ -162,23 +134,24 @@ def test_a_failure_before_anything_was_measured_leaves_no_result():
     assert run_measurement(measure) == (None, error)
 
 
-def test_an_interrupted_run_goes_on(llama, tokenizer, tokens, tmp_path, capsys):
+def test_an_interrupted_run_resumes(llama, tokenizer, tokens, tmp_path):
     """What was measured until an interruption is on disk, and not measured again."""
-    forward = llama.forward
+    forward, read = llama.forward, []
 
     def interrupted(input_ids, **kwargs):
-        if input_ids[0, 1:5].tolist() == tokens[80:84]:  # the fifth sequence
+        for i in range(6):
+            if input_ids[0, 1:5].tolist() == tokens[20 * i : 20 * i + 4] and input_ids.shape[1] == 20:
+                read.append(i)
+        if read[-1:] == [4]:  # the fifth sequence
             raise KeyboardInterrupt
         return forward(input_ids, **kwargs)
 
     llama.forward = interrupted
-    options = dict(context_length=20, progress=True)
     with pytest.raises(KeyboardInterrupt):
-        measure_all(llama, tokenizer, tokens[:120], tmp_path, **options)
-    unfinished = PositionLoss.from_json((tmp_path / "unfinished" / "loss.json").read_text())
-    assert unfinished.sequences == 4 and not (tmp_path / "loss.json").exists()
-    with pytest.raises(ValueError, match="another seed"):
-        measure_all(llama, tokenizer, tokens[:120], tmp_path, **options, seed=1)
+        measure_all(llama, tokenizer, tokens[:120], tmp_path, context_length=20)
+    assert PositionLoss.from_json((tmp_path / "loss.json").read_text()).sequences == 4
     llama.forward = forward
-    report = measure_all(llama, tokenizer, tokens[:120], tmp_path, **options)
+    report = measure_all(llama, tokenizer, tokens[:120], tmp_path, context_length=20)
     assert report.results["loss"].sequences == 6
+    lines = (tmp_path / "journals" / "loss.jsonl").read_text().splitlines()
+    assert len(lines) == len(set(lines)) == 7, "a line for each sequence, none twice"

@@ -168,7 +168,7 @@ def needle(right, settings=None, position=3):
     cells = [
         NeedleCell(answers(*map(bool, row)), 500, depth, [position] * len(row)) for depth, row in zip((0, 1), right)
     ]
-    return NeedleGrid.of_cells(cells, {"mode": "easy", "seed": 0, "repeats": len(right[0])} | (settings or {}))
+    return NeedleGrid.of_parts(cells, {"mode": "easy", "seed": 0, "repeats": len(right[0])} | (settings or {}))
 
 
 def test_the_depths_of_a_haystack_are_one_observation():

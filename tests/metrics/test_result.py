@@ -79,18 +79,18 @@ def test_what_a_report_says_of_a_rope_base():
     assert report.numbers() == [Number("", "at 512 tokens", "holds", sample="B_m < 0 at 0 of 512 distances")]
     assert report.remarks()[-1] == report.caveat
     assert report.settings["claimed_context"] == 512
-    assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == 511
+    assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == "up to m = 511"
 
 
 def test_what_is_not_measured_has_no_number():
-    for result in (ForgettingCurve.of_points([]), NeedleGrid.of_cells([]), LineRetrieval.of_points([])):
+    for result in (ForgettingCurve.of_points([]), NeedleGrid.of_parts([]), LineRetrieval.of_parts([])):
         assert not result.measured and result.numbers() == [] == result.table().rows
 
 
 def test_a_dataset_has_a_name_and_an_identifier():
     assert ForgettingCurve.of_points([], {"corpus": "My Text, 2nd"}).dataset() == ("My Text, 2nd", "my-text-2nd")
     assert ForgettingCurve.of_points([], {"data_type": "random"}).dataset() == ("random tokens", "random-tokens")
-    assert LineRetrieval.of_points([]).dataset() == ("generated records", "line-retrieval")
+    assert LineRetrieval.of_parts([]).dataset() == ("generated records", "line-retrieval")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

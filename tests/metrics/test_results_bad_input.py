@@ -15,17 +15,11 @@ from hf_longctx.metrics import (
     comparison_table,
     read_result,
 )
-from hf_longctx.metrics.retrieval.answers import Answer, Answers
-from hf_longctx.metrics.tasks.lines import LinesPoint
 from hf_longctx.metrics.tasks.loss import moving_average, window_starts
-from hf_longctx.metrics.tasks.needle import NeedleCell
 
 
 POINTS = [CurvePoint(100, [50] * 3, [1] * 3), CurvePoint(200, [100] * 3, [1] * 3)]
 CURVE = ForgettingCurve.of_points(POINTS, {"model": "fox"})
-LOSS = PositionLoss.of_mean([3.0, 2.0], 4)
-ANSWER = Answer(-1.0, 2, exact=True, reply=None, matched=True)
-CELL, LINES = NeedleCell([ANSWER], 100, 0.5, [4]), LinesPoint([ANSWER], 3, [10], [0])
 
 
 def counts(copy, lm=(0, 0), length=8, begins=None):
@@ -45,11 +39,10 @@ MEASURED = [
     refused("negative count", counts([4, 4], [0, -1]), "lm_correct at length 8"),
     refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts and 1 LM counts"),
     refused("another number of begins", counts([4, 4], begins=[3]), r"begin_locs \(3,\); give one of each"),
-    refused("no repeats of a point", lambda: POINTS[0].first(0), "repeats must be at least 1"),
     refused(
         "a length twice",
         lambda: ForgettingCurve.of_points([POINTS[0], POINTS[0]]),
-        "two of the CurvePoint are of length 100",
+        "got two of length 100",
     ),
     refused("loss of no position", lambda: PositionLoss.of_mean([], 1), "loss must be one finite number"),
     refused("no sequences", lambda: PositionLoss.of_mean([3.0], 0), "sequences must be at least 1, got 0"),
@@ -57,32 +50,10 @@ MEASURED = [
         "error of fewer positions", lambda: PositionLoss.of_mean([3.0, 2.0], 2, {}, [0.1]), "error must be 2 numbers"
     ),
     refused("negative error", lambda: PositionLoss.of_mean([3.0], 2, {}, [-0.1]), "none below 0"),
-    refused("error of one sequence", lambda: PositionLoss.of_mean([3.0], 1, {}, [0.1]), "must be at least 2, got 1"),
     refused(
         "sequences of unequal length", lambda: PositionLoss.of_sequences([[1.0, 2.0], [1.0]], {}), r"lengths \[1, 2\]"
     ),
-    refused("no answers", lambda: Answers([]), "answers are missing"),
-    refused("rates for answers", lambda: Answers([1.0, 0.0]), "list of Answer, got 1.0"),
-    refused(
-        "answer of no tokens", lambda: Answer(-1.0, 0, True, None, True), "tokens of an answer must be at least 1"
-    ),
-    refused("probability above 1", lambda: Answer(3.0, 2, True, None, True), "none above 0, got 3.0"),
-    refused("more needles than answers", lambda: NeedleCell([ANSWER], 100, 0.5, [4, 5]), "2 numbers for 1 answers"),
-    refused(
-        "a cell twice",
-        lambda: NeedleGrid.of_cells([CELL, CELL]),
-        "two of the NeedleCell are of length 100 and depth 0.5",
-    ),
-    refused(
-        "line after the last", lambda: LinesPoint([ANSWER], 3, [10], [3]), "asked_lines must hold integers from 0 to 2"
-    ),
-    refused(
-        "a number of lines twice",
-        lambda: LineRetrieval.of_points([LINES, LINES]),
-        "two of the LinesPoint are of 3 lines",
-    ),
     harmless("counts of NumPy", lambda: (CurvePoint(8, np.array([4]), np.array([1])).copy_correct, (4,))),
-    harmless("one point, not a list", lambda: (ForgettingCurve.of_points(POINTS[0]).points[0].length, 100)),
     harmless(
         "points out of order", lambda: ([p.length for p in ForgettingCurve.of_points(POINTS[::-1]).points], [100, 200])
     ),
@@ -144,14 +115,12 @@ def compared(results, name="x.png"):
 
 
 def pictures():
-    grid = NeedleGrid.of_cells([CELL])
     return [
         refused("picture of no curve", plotted(ForgettingCurve.of_points([])), "nothing was measured"),
-        refused("picture of no needle", plotted(NeedleGrid.of_cells([])), "nothing was measured"),
-        refused("picture of no lines", plotted(LineRetrieval.of_points([])), "nothing was measured"),
+        refused("picture of no needle", plotted(NeedleGrid.of_parts([])), "nothing was measured"),
+        refused("picture of no lines", plotted(LineRetrieval.of_parts([])), "nothing was measured"),
         refused("unknown ending of a curve", plotted(CURVE, "x.xyz"), "Format 'xyz' is not supported"),
         refused("folder that does not exist", plotted(CURVE, "no/x.png"), "No such file or directory"),
-        refused("score without replies", plotted(grid, score="match_rate"), "draw exact_rate or probability"),
         refused("comparison of nothing", compared({}), "these results are none"),
     ]
 

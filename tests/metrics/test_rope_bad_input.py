@@ -69,16 +69,16 @@ CONFIGS = [
     refused(
         "no context", report(llama(max_position_embeddings=None)), "no max_position_embeddings.*pass context_length"
     ),
-    refused("context 0", report(llama(max_position_embeddings=0)), "max_position_embeddings is 0 in LlamaConfig"),
+    refused(
+        "context 0", report(llama(max_position_embeddings=0)), "max_position_embeddings must be at least 1, got 0"
+    ),
     refused(
         "context of a distance", report(llama(), context_length=1), "the context to check .given. must be at least 2"
     ),
     refused("half a token", report(llama(), context_length=10.5), "must be a whole number, got 10.5"),
     refused("a context that takes days", report(llama(), context_length=10**12), "more than 100000000 take minutes"),
     refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "no num_hidden_layers.*no default"),
-    refused(
-        "a window of one token", report(llama(sliding_window=1)), "sliding_window is 1; it must be 2 tokens or more"
-    ),
+    refused("a window of one token", report(llama(sliding_window=1)), "sliding_window must be at least 2, got 1"),
     refused("a tokenizer", report(None), "got a NoneType; it needs a PreTrainedModel, .*or the name of a model"),
     refused("a size in words", report({"model_type": "llama", "hidden_size": "x"}), "a value of a wrong type or size"),
     refused("scaling in words", report({"rope_scaling": "yarn", "rope_theta": 1e4}), "rope_parameters must be a JSON"),

@@ -118,7 +118,7 @@ def test_minimum_base_is_eq_18():
 @pytest.mark.parametrize(
     "config, reason",
     [
-        (tf.GlmConfig(**TINY, head_dim=16, rope_parameters=rope("partial")), "half of the head or more"),
+        (tf.GlmConfig(**TINY, head_dim=16, rope_parameters=rope("partial")), "inconclusive: half of the head or more"),
         (tf.GlmConfig(**TINY, head_dim=16, rope_parameters=rope("proportional")), "exponents of its own"),
         (llama(max_position_embeddings=2_000_000), "the search takes minutes beyond 1048576 tokens"),
     ],
@@ -211,7 +211,7 @@ def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
 @pytest.mark.parametrize(
     "config, reason",
     [
-        (tf.ViTConfig(), "neither rope_parameters nor rope_theta"),
+        (tf.ViTConfig(), "the attention of vit rotates nothing"),
         (tf.GPT2Config(), "the attention of gpt2 rotates nothing"),
         (tf.FalconConfig(alibi=True), "alibi is True"),
         (tf.GraniteMoeHybridConfig(position_embedding_type=None), "position_embedding_type is None"),
@@ -236,29 +236,21 @@ def test_frequencies_spoilt_by_a_cast_are_noticed():
 
 def test_report_reads_well():
     report = rope_report(llama({**rope("default"), "partial_rotary_factor": 0.75}))
-    plain = json.loads(report.to_json(indent=1))
-    assert plain == report.to_dict()
+    plain = json.loads(report.to_json())
+    assert plain == {"metric": "rope", "format": 1} | report.to_dict()
     assert plain["holds"] is False and plain["verdict"] == plain["groups"][0]["verdict"] == "violated"
     words = str(report)
     for part in (
         "LlamaConfig at 512 tokens (max_position_embeddings)",
-        "full_attention (2 layers): violated",
-        "base 300, 12 of 16 dimensions",
-        f"m = {report.groups[0].context_bound} (",
-        report.caveat,
+        "2 full_attention: violated: B_m < 0 at",
+        *("RoPE default, base 300", "dimensions that rotate 12 of 16"),
+        *(f"B_m >= 0 found up to m = {report.groups[0].context_bound} (", report.caveat),
     ):
         assert " ".join(part.split()) in " ".join(words.split())
     assert max(map(len, words.splitlines())) < 120
 
 
 # --- verdicts ---
-
-
-def test_a_head_of_which_half_is_at_rest_is_inconclusive():
-    report = rope_report(llama(rope("partial")))
-    assert only(report).verdict == report.verdict == "inconclusive" and report.holds is None
-    assert "always: half of the head or more does not rotate" in str(report) and "holds" not in str(report)
-    assert report.summary().startswith("inconclusive at 512 tokens")
 
 
 def test_the_worst_group_decides():
@@ -269,34 +261,38 @@ def test_the_worst_group_decides():
         ropes = {"sliding_attention": sliding, "full_attention": full}
         report = rope_report(tf.Gemma3TextConfig(**sizes, sliding_window=window, rope_parameters=ropes))
         assert (report.verdict, report.holds) == (verdict, holds)
+        assert report.summary().startswith(f"{verdict} at 512 tokens") and str(report).count(": holds") == (
+            window == 32
+        )
         assert report.groups[0].verdict == ("holds" if window == 32 else "violated")
 
 
 MISTRAL = dict(head_dim=128, max_position_embeddings=32768, sliding_window=None)
 
 
-def test_a_violation_is_told_by_how_many_and_which_distances():
+def test_a_violation_is_reported_with_the_number_of_distances():
     config = tf.MistralConfig(**{**TINY, **MISTRAL}, rope_parameters=rope("default", 1e6))
     decay = rope_decay(range(32768), base=1e6, head_dim=128)
     (negative,) = (np.flatnonzero(decay < 0).tolist(),)
-    group = only(rope_report(config, minimum_base=False))
+    report = rope_report(config, minimum_base=False)
+    group = only(report)
     assert (group.context_bound + 1, group.last_negative) == (negative[0], negative[-1]) == (27115, 28316)
     assert (group.negative_distances, group.lowest_decay) == (len(negative), round(float(decay.min()), 3))
     words = "B_m < 0 at 4 of 32768 distances (0.012 %), between 27115 and 28316"
-    assert words in str(group) and words in rope_report(config, minimum_base=False).summary()
+    assert words in str(report) and words in report.summary()
     config.max_position_embeddings = 27116
     assert "1 of 27116 distances (0.0037 %), at 27115" in str(rope_report(config, minimum_base=False))
 
 
-def test_the_base_above_which_none_fails_is_beside_the_minimum():
+def test_the_base_above_which_none_fails_is_next_to_the_minimum():
     """It explains how a base above the minimum can violate the bound."""
-    group = only(rope_report(llama(rope("default", 1000.0), head_dim=32)))
-    bound = rope_base_bound(511, 32)
+    report = rope_report(llama(rope("default", 1000.0), head_dim=32))
+    group, bound = only(report), rope_base_bound(511, 32)
     assert (group.settled_base, group.search_limit) == (bound.settled_base, bound.search_limit)
     assert group.minimum_base < group.settled_base
-    assert f"none does above {bound.settled_base:.7g}" in str(group)
-    unsettled = str(dataclasses.replace(group, settled_base=None))
-    assert "some fail again, up to" in unsettled and "none does" not in unsettled
+    assert f"all bases from                      {bound.settled_base:.7g}; the search ended at" in str(report)
+    unsettled = dataclasses.replace(report, groups=(dataclasses.replace(group, settled_base=None),))
+    assert "all bases from                      none; the search ended at" in str(unsettled)
 
 
 def test_distances_are_looked_at_as_far_as_the_claim(monkeypatch):
@@ -323,13 +319,10 @@ def test_defaults_of_the_config_class_are_named(tmp_path):
     named = {"model_type": "llama", "max_position_embeddings": 2048, "rope_theta": 10000.0}
     (tmp_path / "config.json").write_text(json.dumps(named))
     assert not rope_report(tf.AutoConfig.from_pretrained(tmp_path), minimum_base=False).notes
-    (note,) = rope_report(
-        tf.LlamaConfig(max_position_embeddings=512), minimum_base=False
-    ).notes  # no file to look into
-    assert note.endswith("and stands also where config.json names none")
-    assert not rope_report(llama(), minimum_base=False).notes
-    gptj = rope_report(tf.GPTJConfig(), minimum_base=False)
-    assert gptj.notes[0].startswith("n_positions = 2048 is the default of GPTJConfig")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "n_ctx": 1024}')
+    report = rope_report(tmp_path, minimum_base=False)
+    assert (report.claimed_context, len(report.notes)) == (1024, 1), "a length of config.json precedes a default"
+    assert not rope_report(llama(), minimum_base=False).notes  # without a file to look into
 
 
 def test_multimodal_positions_are_named():

@@ -6,7 +6,8 @@ import pytest
 import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from hf_longctx.metrics.rope import measure, model_types
+from hf_longctx.metrics.rope import config as rope_config
+from hf_longctx.metrics.rope import measure
 from hf_longctx.metrics.rope.bounds import rope_context_bound
 from hf_longctx.metrics.rope.config import NoRopeError
 from hf_longctx.metrics.rope.measure import rope_report
@@ -34,12 +35,14 @@ def quick(monkeypatch):
 
 
 @pytest.mark.slow
-def test_lists_are_those_of_the_modeling_code():
-    """For every type that this transformers ships; `python -m scripts.rope_types` writes the lists."""
+def test_rules_and_lists_are_those_of_the_modeling_code():
+    """For every type that this transformers ships; seamless_m4t and moshi_depth rotate outside of their decoders."""
     shipped, derived = set(rope_types.language_models()), rope_types.derived()
-    assert len(shipped) > 200 and derived.keys() == rope_types.DOCS.keys()
+    assert len(shipped) > 200
+    ruled = {name for name in shipped if rope_config.may_rotate(CONFIG_MAPPING[name]())}
+    assert derived.pop("rotate") - {"moshi_depth", "seamless_m4t"} == ruled
     for name, types in derived.items():
-        assert set(types) == getattr(model_types, name) & shipped, name
+        assert types == set(getattr(rope_config, name)) & shipped, name
 
 
 @pytest.mark.parametrize("name", ["nemotron_h", "kimi_linear", "jamba", "gpt2", "t5"])

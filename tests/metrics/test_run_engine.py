@@ -5,12 +5,14 @@ import functools
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from tiny_models import build
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import hf_longctx  # noqa: F401 - registers FoX
-from hf_longctx.metrics.run.engine import Engine, argmax_tiled
-from hf_longctx.metrics.run.logits import argmax, predict_plainly
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.metrics.run.engine import Engine
+from hf_longctx.metrics.run.logits import argmax
 
 
 V = 89  # not the size of anything else
@@ -19,28 +21,24 @@ SMALL |= {"vocab_size": V, "varied": True}
 ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
 MODELS = {
-    # name: (type, config, has a plain head, reuses prefixes)
-    "llama": ("llama", SMALL, True, True),
-    "gpt2": ("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": V, "varied": True}, True, True),
-    "opt": ("opt", SMALL | {"ffn_dim": 16, "word_embed_proj_dim": 16}, False, True),  # does not call its base model
-    "head-with-bias": ("phi", SMALL, True, True),
-    "capped-logits": ("gemma2", SMALL | {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 9}, False, True),
-    "scaled-logits": ("cohere", SMALL, False, True),
-    "sliding-window": ("mistral", SMALL | {"sliding_window": 9, "num_key_value_heads": 1}, True, True),
+    # name: (type, config, reuses prefixes)
+    "llama": ("llama", SMALL, True),
+    "gpt2": ("gpt2", {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": V, "varied": True}, True),
+    "capped-logits": ("gemma2", SMALL | {"head_dim": 8, "num_key_value_heads": 1, "sliding_window": 9}, True),
+    "scaled-logits": ("cohere", SMALL, True),
+    "sliding-window": ("mistral", SMALL | {"sliding_window": 9, "num_key_value_heads": 1}, True),
     "chunked": (
         "llama4_text",
         SMALL | {"attention_chunk_size": 8, "num_local_experts": 2, "num_key_value_heads": 1},
-        False,
         True,
     ),
-    "experts": ("mixtral", SMALL | {"num_local_experts": 2, "num_key_value_heads": 1}, True, True),
-    "fox": ("fox", SMALL, True, True),
-    "mamba": ("mamba", SMALL | {"state_size": 2}, True, False),
-    "dynamic-rope": ("llama", SMALL | {"rope_parameters": ROPE, "max_position_embeddings": 16}, True, False),
+    "experts": ("mixtral", SMALL | {"num_local_experts": 2, "num_key_value_heads": 1}, True),
+    "fox": ("fox", SMALL, True),
+    "mamba": ("mamba", SMALL | {"state_size": 2}, False),
+    "dynamic-rope": ("llama", SMALL | {"rope_parameters": ROPE, "max_position_embeddings": 16}, False),
     "longrope": (
         "phi3",
         SMALL | {"rope_parameters": LONG | {"original_max_position_embeddings": 16}, "pad_token_id": 0},
-        True,
         False,
     ),
 }
@@ -55,6 +53,71 @@ def inputs_with_shared_prefixes():
     return inputs
 
 
+def predict_plainly(model, row, positions):
+    """The definition: one forward pass, without a cache."""
+    logits = model(torch.from_numpy(row)[None], use_cache=False).logits[0]
+    return logits[positions.start : positions.stop].argmax(-1).numpy()
+
+
+def with_memory(model):
+    return HMTWrapper.from_backbone(model, HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4)).eval()
+
+
+def adapted(name, adapter, **options):
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, adapter)(task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(build(name, **SMALL), config).eval()
+
+
+class Int8Linear(nn.Module):
+    """A linear layer as quantized models have: weights in int8, unpacked when used."""
+
+    def __init__(self, linear):
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("scale", scale)
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def quantized(model):
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear):
+                setattr(module, name, Int8Linear(child))
+    return model
+
+
+WRAPPED = {
+    "hmt": lambda: with_memory(build("llama", **SMALL)),
+    "LoRA": lambda: adapted("llama", "LoraConfig", target_modules=["q_proj", "v_proj"], init_lora_weights=False),
+    "prompt tuning": lambda: adapted("llama", "PromptTuningConfig", num_virtual_tokens=3),
+    "prompt tuning of fox": lambda: adapted("fox", "PromptTuningConfig", num_virtual_tokens=3),
+    "prefix tuning": lambda: adapted("llama", "PrefixTuningConfig", num_virtual_tokens=3),
+    "quantized": lambda: quantized(build("llama", **SMALL)),
+    "bfloat16": lambda: build("llama", **SMALL).to(torch.bfloat16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # what PEFT asks transformers for
+@pytest.mark.parametrize("name", WRAPPED)
+def test_wrapped_and_quantized_models(name):
+    model, inputs, positions = WRAPPED[name](), inputs_with_shared_prefixes(), range(27, 39)
+    with torch.inference_mode():
+        whole = model(torch.tensor(inputs), use_cache=False).logits[:, -inputs.shape[1] :]  # after virtual tokens
+        expected = whole[:, positions.start : positions.stop]
+        engine = Engine(model, inputs[0], 16)
+        predictions = engine.predict(inputs, 20, positions)
+        logits = torch.cat([*engine.logits(inputs[0], positions)])
+    close = 0.1 if model.dtype is torch.bfloat16 else 1e-4
+    assert torch.allclose(logits.float(), expected[0].float(), atol=close)
+    best = expected.float().topk(2).values
+    assert ((predictions == argmax(expected)) | ((best[..., 0] - best[..., 1]).numpy() < close)).all()
+    assert len(np.unique(predictions)) > 5
+
+
 # every model with a small budget; others with one model of each way to read
 BUDGETS = [(name, 7) for name in MODELS]
 BUDGETS += [("llama", 1), ("llama", 100), ("scaled-logits", 1), ("sliding-window", 100), ("mamba", 1000)]
@@ -62,11 +125,11 @@ BUDGETS += [("llama", 1), ("llama", 100), ("scaled-logits", 1), ("sliding-window
 
 @pytest.mark.parametrize("name, tokens_per_pass", BUDGETS)
 def test_predictions_are_those_of_the_definition(name, tokens_per_pass):
-    kind, config, plain_head, reuses = MODELS[name]
+    kind, config, reuses = MODELS[name]
     model, inputs, positions = build(kind, **config), inputs_with_shared_prefixes(), range(27, 39)
     with torch.inference_mode():
         engine = Engine(model, inputs[0], tokens_per_pass)
-        assert (engine.head is not None, engine.reuses_prefixes) == (plain_head, reuses)
+        assert engine.reuses_prefixes == reuses
         expected = np.stack([predict_plainly(model, row, positions) for row in inputs])
         predictions = engine.predict(inputs, 20, positions)
     assert np.array_equal(predictions, expected)
@@ -95,12 +158,12 @@ def test_passes_are_bounded_and_shared_prefixes_read_once(name):
     model, inputs = build(kind, **config), inputs_with_shared_prefixes()
     with torch.inference_mode():
         engine = Engine(model, inputs[0], tokens_per_pass=8)
-        engine.tile = (5, 1000)
+        engine.logits_per_pass = 5 * V
         with Watch() as watch:
             engine.predict(inputs, 20, range(27, 39))
     assert max(watch.passes) == 8
-    assert sum(watch.passes) == 20 + 3 * (39 - 20) + 2 * 39  # nothing is read after the last position
-    assert watch.logits <= (5 if engine.head else 8)
+    assert sum(watch.passes) == 20 + 4 * (39 - 20) + 2 * 39  # nothing is read after the last position
+    assert watch.logits == 5
 
 
 def test_short_inputs_share_a_pass():
@@ -109,16 +172,7 @@ def test_short_inputs_share_a_pass():
         engine = Engine(model, inputs[0], tokens_per_pass=3 * 41)
         with Watch() as watch:
             engine.predict(inputs, 20, range(27, 39))
-    assert watch.passes == [20, 3 * 19, 2 * 39]
-
-
-def test_hooks_are_not_bypassed():
-    """Whoever watches or changes what the head gives does so in the engine too."""
-    model, inputs = build("llama", **SMALL), inputs_with_shared_prefixes()
-    model.lm_head.register_forward_hook(lambda _, args, logits: logits.roll(1, -1))
-    with torch.inference_mode():
-        predictions = Engine(model, inputs[0]).predict(inputs, 20, range(27, 39))
-        assert np.array_equal(predictions[0], predict_plainly(model, inputs[0], range(27, 39)))
+    assert watch.passes == [20, 3 * 19, 19, 2 * 39]
 
 
 def test_a_cache_that_does_not_do_what_it_says_is_not_used():
@@ -152,7 +206,7 @@ def test_frequencies_of_dynamic_rope_are_those_of_the_input():
     assert np.array_equal(predictions, [argmax(expected)] * 2)
 
 
-class Shift(torch.nn.Module):
+class Shift(nn.Module):
     """Predicts the id that stands `ahead` positions further on, 0 beyond the end."""
 
     config = None
@@ -210,20 +264,6 @@ def test_encoders_are_refused_and_decoders_are_not(kind, dtype):
         Engine(build(kind, **config, **decoder).to(dtype), trial)
 
 
-@pytest.mark.parametrize(
-    "tile, dtype",
-    [((1, 1), torch.float32), ((2, 3), torch.bfloat16), ((4, 7), torch.float32), ((100, 100), torch.bfloat16)],
-)
-def test_argmax_tiled(tile, dtype):
-    """Small integers, so that products are exact and there are many ties: the first of equal logits counts."""
-    rng = torch.Generator().manual_seed(0)
-    hidden = torch.randint(-2, 3, (2, 5, 2), generator=rng).to(dtype)
-    weight = torch.randint(-2, 3, (20, 2), generator=rng).to(dtype)
-    bias = torch.randint(-1, 2, (20,), generator=rng).to(dtype)
-    for b in (None, bias):
-        logits = hidden @ weight.T + (0 if b is None else b)
-        assert ((logits == logits.amax(-1, keepdim=True)).sum(-1) > 1).any()
-        assert np.array_equal(argmax_tiled(hidden, weight, b, tile), argmax(logits))
-    weight[11, 0] = torch.nan
-    assert (argmax_tiled(hidden, weight, None, tile) == -1).all()
-    assert argmax_tiled(hidden[:, :0], weight, None, tile).shape == (2, 0)
+def test_the_first_of_equal_logits_counts_and_nan_is_no_prediction():
+    logits = torch.tensor([[1.0, 2.0, 2.0], [3.0, 0.0, 3.0], [torch.nan, 1.0, 5.0]])
+    assert argmax(logits).tolist() == [1, 0, -1]

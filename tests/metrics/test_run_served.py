@@ -13,6 +13,7 @@ from hf_longctx.metrics.run.served import ServedModel
 
 
 CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
+PROMPT = CORPUS[:30].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -63,16 +64,11 @@ def test_scores_are_those_of_the_model(model):
     likeliest, right = log_probs.argmax(-1)[:-1].numpy(), CORPUS[1:60]
     with serving(model) as server:
         endpoint = connect(server)
-        top, token_log_probs, highest = endpoint.score_prompt(CORPUS[:60])
-        some, some_top = endpoint.score(CORPUS[:59], CORPUS[40:60], range(39, 59))
-    assert np.array_equal(some, token_log_probs[40:]) and np.array_equal(
-        some_top, top[40:]
-    )  # for the token after each position
-    assert np.allclose(token_log_probs[1:], log_probs[range(59), right], rtol=1e-6)
-    assert np.allclose(highest[1:], log_probs.max(-1).values[:-1], rtol=1e-6)
-    assert np.isnan(token_log_probs[0]) and np.isnan(highest[0])
-    assert top[0] == -1
-    assert np.array_equal(top[1:], likeliest)
+        scores, best = endpoint.score(CORPUS[:59], CORPUS[1:60], range(59))
+        some, some_best = endpoint.score(CORPUS[:59], CORPUS[40:60], range(39, 59))
+    assert np.array_equal(some, scores[39:]) and np.array_equal(some_best, best[39:])
+    assert np.allclose(scores, log_probs[range(59), right], rtol=1e-6)
+    assert np.array_equal(best, likeliest)
     assert 0 < (likeliest == right).sum() < 59
 
 
@@ -143,8 +139,6 @@ def test_the_vocabulary_can_be_told(model):
         assert curve.settings["id_range"] == [10, 11]
         with pytest.raises(ValueError, match=r"tokens\[3\] is 12, but the model's vocabulary has 12 ids"):
             forgetting_curve(endpoint, [3, 4, 5, 12] * 20, **OPTIONS)
-        with pytest.raises(ValueError, match="id 12 is not in the vocabulary of tiny"):
-            endpoint.score_prompt([1, 12])
 
 
 # -- finding the model
@@ -172,10 +166,10 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serving(model, key="secret") as server, serving(model) as other:
-        with pytest.raises(RuntimeError, match=r"401: invalid key. No key was sent.*--api-key-env NAME"):
+        with pytest.raises(RuntimeError, match=r"401: invalid key. The key is named by --api-key-env"):
             connect(server)
         assert set(server.keys) == {None}
-        with pytest.raises(RuntimeError, match=r"401: invalid key.*answer to the key that was given"):
+        with pytest.raises(ValueError, match=r"401: invalid key"):
             connect(server, model="tiny", api_key="wrong")
         endpoint = connect(server, api_key="secret")
         assert "secret" not in repr(endpoint)
@@ -196,13 +190,6 @@ def test_other_metrics_need_log_probabilities(model):
     message = "must give log-probabilities of the tokens of a prompt.*has no log-probabilities.*with vLLM"
     with serving(model, "llama.cpp") as server, pytest.raises(ValueError, match=message):
         position_loss(connect(server), CORPUS, context_length=20, sequences=1, bos_token_id=1)
-
-
-def test_nobody_there(model):
-    with serving(model) as server:
-        url = server.url
-    with pytest.raises(ConnectionError, match=r"/models cannot be reached"):
-        ServedModel(url, retries=1, backoff=0.01)
 
 
 def drop_entry(choice):
@@ -228,7 +215,7 @@ def test_replies_that_do_not_fit(model, spoil, message):
         endpoint = connect(server)
         server.spoil = spoil
         with pytest.raises(ValueError, match=message):
-            endpoint.score_prompt(CORPUS[:30])
+            endpoint.entries(PROMPT)
 
 
 @pytest.mark.parametrize("reply", [[], {"choices": []}])
@@ -237,9 +224,9 @@ def test_a_reply_without_choices_is_named(model, reply, monkeypatch):
     with serving(model) as server:
         endpoint = connect(server)
     monkeypatch.setattr(endpoint, "_send", lambda *arguments, **options: reply)
-    for ask in (endpoint.score_prompt, lambda ids: endpoint.reply(ids, 4)):
+    for request in (lambda: endpoint.entries(PROMPT), lambda: endpoint.reply(CORPUS[:30], 4)):
         with pytest.raises(RuntimeError, match="answered without choices"):
-            ask(CORPUS[:30])
+            request()
 
 
 # -- trouble on the way
@@ -252,11 +239,11 @@ def test_passing_trouble(model, trouble):
     """Each retry is announced."""
     with serving(model) as server:
         endpoint = connect(server, timeout=0.2 if trouble is hang else 10.0)
-        expected = endpoint.score_prompt(CORPUS[:30])[0]
+        expected = endpoint.entries(PROMPT)
         server.troubles.extend([trouble] * 2)
         asked = len(server.requests)
         with pytest.warns(RuntimeWarning, match=r"/completions .*; retry [12] of 4 in 0.0[12] s") as announced:
-            assert np.array_equal(endpoint.score_prompt(CORPUS[:30])[0], expected)
+            assert endpoint.entries(PROMPT) == expected
         assert len(server.requests) - asked == 3 == len(announced) + 1
 
 
@@ -273,7 +260,7 @@ def test_lasting_trouble(model, trouble, asked, error, message):
         before = len(server.requests)
         server.troubles.extend([trouble] * 9)
         with pytest.raises(error, match=message):
-            endpoint.score_prompt(CORPUS[:30])
+            endpoint.entries(PROMPT)
         assert len(server.requests) - before == asked
 
 
@@ -283,7 +270,7 @@ def test_lengths_that_only_the_server_knows_to_be_too_long(model):
         server.lists_limit = False
         endpoint = connect(server)
         with pytest.raises(RuntimeError, match="400: maximum context length"):
-            endpoint.score_prompt(CORPUS[:30])
+            endpoint.entries(PROMPT)
         curve = forgetting_curve(endpoint, CORPUS, **OPTIONS)
     assert [point.length for point in curve.points] == [4, 9]
     assert curve.not_measured[20].endswith("answered 400: maximum context length is 30 tokens")

@@ -66,9 +66,9 @@ class Oracle(nn.Module):
         self.window, self.k = window, k
         self.config = SimpleNamespace(vocab_size=vocab_size, bos_token_id=1, eos_token_id=2)
 
-    def forward(self, input_ids, logits_to_keep=slice(None)):
+    def forward(self, input_ids, logits_to_keep=0):
         guess = copied_ids(input_ids[0].tolist(), self.k, self.window)
-        kept = torch.tensor(guess)[logits_to_keep]
+        kept = torch.tensor(guess)[-logits_to_keep:]
         return (
             torch.zeros(1, len(kept), self.config.vocab_size, dtype=torch.uint8).scatter_(2, kept[None, :, None], 1),
         )

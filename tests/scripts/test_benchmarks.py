@@ -11,24 +11,23 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import AutoConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = {
-    "attention": "--lengths 32 --rounds 1",
     "generate": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
     "generate --cache static": "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64",
     "gpu.step": "--device cpu --rounds 1",
+    "gpu.tune": "--device cpu --kernel forward decode",
     "pruned": "--contexts 64 --tolerances 1e-2 --tokens 2 --layers 1 --heads 2",
     "curve": "--setups small --scale 0.03",
     "hmt speed": "--size tiny --tokens 32 --segment-lengths 16 --sensory-tokens 4 --rounds 1",
     "hmt memory": "--lengths 300 600",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
-    "import_time": "--rounds 1",
 }
-ROWS = {"attention": 8, "generate": 3, "generate --cache static": 3, "gpu.step": 7, "pruned": 3, "hmt speed": 12}
+ROWS = {"generate": 3, "generate --cache static": 3, "gpu.step": 7, "gpu.tune": 5, "pruned": 3, "hmt speed": 12}
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 
 
 @pytest.fixture
@@ -39,13 +38,13 @@ def load(load_script, monkeypatch):
     return lambda name: load_script(f"bench.{name}")
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # of the interpreter's numpy
+@pytest.mark.parametrize("name", [pytest.param(name, marks=ON_CPU) if "gpu" in name else name for name in TINY])
 @torch.compiler.set_stance("force_eager")
-def test_benchmark(load, name, tmp_path, capsys, monkeypatch):
+def test_benchmark(load, name, tmp_path, capsys):
+    if name == "gpu.tune":
+        pytest.importorskip("triton")
     module, output = load(name.split()[0]), tmp_path / "x.json"
-    if name == "import_time":  # as it would of transformers and of our package, which take seconds
-        statements = {"decimal": "import decimal", "fractions": "import decimal, fractions"}
-        monkeypatch.setattr(module, "STATEMENTS", statements)
     module.main([*name.split()[1:], *TINY[name].split(), "--output", str(output)])
     printed, result = capsys.readouterr().out, json.loads(output.read_text())
     assert len(result["rows"]) == ROWS.get(name, 2)  # gpu.step: FLA is not installed
@@ -95,49 +94,7 @@ def test_vllm(load, tmp_path, monkeypatch):
     assert [row["cache_bytes_per_token"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [4] * 3
 
 
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
-@torch.compiler.set_stance("force_eager")  # flex_attention would trace itself
-def test_gpu_benchmark_dry_run(load, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("triton")
-    bench = load("gpu.bench")
-    peers = load("gpu.peers")
-    with pytest.MonkeyPatch.context() as patch:
-        tiles = bench.launched_tiles("cpu")
-        patch.setitem(tiles, 16, tiles[16])  # restores what --tile replaces
-        patch.setattr(bench.common, "alternate", lambda contenders, *_: {x: [run()] for x, run in contenders.items()})
-        bench.main(f"--device cpu --lengths 32 --tile forward=64,32,1,1 --output {tmp_path}/x.json".split())
-    result = json.loads((tmp_path / "x.json").read_text())
-    rows = {section: [row for row in result["rows"] if row["section"] == section] for section in bench.TABLES}
-    assert result["settings"]["tile"] == ["forward=64,32,1,1"]
-    ours = [row for row in rows["attention"] if row["name"].startswith("ours")]
-    assert len(ours) == 2 and all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in ours)
-    assert rows["pruning"][0]["both_speedup"] > 0 and rows["decode"][0]["pruned_graph_us"] > 0
-    assert rows["prologue"][0]["share_of_forward"] > 0
-    flex = [row for row in rows["attention"] + rows["pruning"] if row["name"] == "FlexAttention"]
-    assert len(flex) == 2 and all("backward on CPU" in row["error"] for row in flex)
-    absent = [row["name"] for row in rows["attention"] + rows["pruning"] if "No module named" in row.get("error", "")]
-    flash = [f"FlashAttention-{version} (no gate)" for version in (2, 3, 4)]
-    assert sorted(absent) == sorted([*flash, "folded, FA3", "folded, FA4", "FLA", "official"])
-    assert "dry run" in capsys.readouterr().out
-
-    def flash(q, k, v, causal, softmax_scale):
-        assert q.shape[-1] == v.shape[-1] == 32  # 16 and the fold, filled up
-        o = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)), is_causal=causal, scale=softmax_scale
-        )
-        return o.transpose(1, 2), None
-
-    monkeypatch.setitem(sys.modules, "some_flash", SimpleNamespace(flash_attn_func=flash))
-    inputs = bench.draw(1, 2, 40, 16, "cpu", grad=False)
-    assert (peers.folded_flash("some_flash", 32)(*inputs) - peers.folded(*inputs)).abs().max() < 1e-4
-    faded = bench.draw(1, 2, 260, 16, "cpu", log_f=-0.3, grad=False)
-    expected = peers.folded(*faded)
-    for first_blocks in (None, torch.tensor([[[0, 0, 1], [0, 0, 1]]], dtype=torch.int32)):
-        assert (bench.flex(first_blocks)(*faded) - expected).abs().max() < 1e-4
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
+@ON_CPU
 @torch.compiler.set_stance("force_eager")
 def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
     """In this process, which has imported everything, but for the tests."""

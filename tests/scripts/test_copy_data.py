@@ -1,7 +1,6 @@
 """Rows with repeated passages: what they are made of."""
 
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -82,13 +81,6 @@ def test_rows_are_read_from_a_file_as_they_were_made(text, tmp_path):
     assert len(again) == len(rows)
     for i in range(len(rows)):
         assert {n: x.tolist() for n, x in again[i].items()} == {n: x.tolist() for n, x in rows[i].items()}
-
-
-def test_short_rows_and_a_tokenizer_without_bos_are_refused(text):
-    with pytest.raises(ValueError, match=r"rows of 18 tokens have no room.*Take longer rows"):
-        CopyDataset(text(18), 0.5, CountingTokenizer(), 0)
-    with pytest.raises(ValueError, match=r"no BOS.*another tokenizer"):
-        CopyDataset(text(), 0.5, SimpleNamespace(bos_token_id=None), 0)
 
 
 def test_the_tokenizer_loses_nothing():

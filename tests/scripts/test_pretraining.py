@@ -13,15 +13,14 @@ import numpy as np
 import pytest
 
 from hf_longctx.cli import main
+from hf_longctx.metrics import rope_context_bound
 from hf_longctx.training.config import PretrainConfig, parse
 
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'hf-longctx[plot]'")
 
 SIZES = "hidden_size=32 num_hidden_layers=1 num_attention_heads=2 intermediate_size=32"
-TINY = (
-    f"--tokens 256 --length 32 --rows 2 --documents 7 --repeats 1 --prompts 400 --lines 1 2 --minutes 9 --set {SIZES}"
-)
+TINY = "--tokens 256 --length 32 --rows 2 --documents 7 --repeats 1 --prompts 400 --lines 1 2 --minutes 9"
 
 
 @pytest.fixture
@@ -86,7 +85,7 @@ def test_documents_are_read_once_and_held_out_by_project(corpus, tmp_path):
     held_out = corpus.read_documents(folder / "held_out.xz")
     assert len(documents) == len(set(documents)) and not set(documents) & set(held_out)
     assert facts["characters"] == {"some-package": sum(map(len, documents))}
-    tokens, rows = np.load(folder / "train.npy"), np.load(folder / "held_out.npy")
+    tokens, rows = np.load(folder / "train.npy"), np.load(folder / "held_out-256.npy")
     assert (tokens == 0).sum() == len(documents) and rows.shape == (len(held_out), 256) and (rows != 0).all()
 
 
@@ -104,22 +103,57 @@ def test_no_documents_are_an_error_that_says_how_to_get_some(load, tmp_path):
         load("corpus").main(["pack", "--folder", str(tmp_path)])
 
 
+def result_of(module, options, tmp_path):
+    """Return the result of an experiment at tiny sizes, by the rows of its models."""
+    folders = f"--data {tmp_path}/code --work {tmp_path}/work --output {tmp_path}/x.json --picture {tmp_path}/x.png"
+    module.main([*folders.split(), *f"{TINY} {options}".split()])
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert str(tmp_path) not in json.dumps(result["settings"] | {"model": ""})
+    return {row["model"]: row for row in result["rows"]}
+
+
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.filterwarnings("ignore:.*more than the .* claims to support")
-def test_models_are_trained_and_compared(pretraining, tmp_path, capsys, monkeypatch):
-    folders = f"--data {tmp_path}/code --work {tmp_path}/work --output {tmp_path}/x.json --picture {tmp_path}/x.png"
-    pretraining.main([*folders.split(), *TINY.split()])
-    printed, result = capsys.readouterr().out, json.loads((tmp_path / "x.json").read_text())
-    rows = {row["model"]: row for row in result["rows"]}
-    assert str(tmp_path) not in json.dumps(result["settings"])
-    assert rows.keys() == pretraining.MODELS.keys() and (tmp_path / "x.png").exists()
+@pytest.mark.parametrize("which, gates", [("MODELS", 2), pytest.param("ABLATION", 8, marks=pytest.mark.slow)])
+def test_models_are_trained_and_compared(which, gates, pretraining, tmp_path, capsys, monkeypatch):
+    options = f"--set {SIZES}" + " --ablation" * (which == "ABLATION")
+    rows = result_of(pretraining, options, tmp_path)
+    assert rows.keys() == getattr(pretraining, which).keys() and (tmp_path / "x.png").exists()
     assert all(len(row["training_losses"]) == 4 and len(row["documents"]) == 4 for row in rows.values())
-    assert {name for name, row in rows.items() if "keys_dropped" in row} == {"FoX (Pro)", "FoX (LLaMA)"}
-    assert printed.count("| FoX (Pro) | loss at 129 to 256, nats |") == 3
+    assert sum("keys_dropped" in row for row in rows.values()) == gates
+    assert len({row["training_loss"] for row in rows.values()}) == len(rows)
+    assert capsys.readouterr().out.count("| FoX (Pro) | loss at 129 to 256, nats |") == len(rows) - 1
     monkeypatch.setattr(pretraining, "torch", None)  # what was measured is not computed again
-    pretraining.main([*folders.split(), *TINY.split()])
-    again = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert {row["model"]: row for row in again} == rows
+    assert result_of(pretraining, options, tmp_path) == rows
+
+
+@pytest.mark.usefixtures("undrawn", "smollm2")
+def test_bases_are_trained_and_compared(pretraining, load, tmp_path, capsys):
+    module = load("rope_extend")
+    rows = result_of(module, f"--times 1 --length 128 --model {tmp_path}/model --factors 1 100", tmp_path)
+    low, high = sorted(float(name.removeprefix("base ").partition(",")[0]) for name in rows)
+    assert rope_context_bound(base=low, head_dim=16) >= 127 and high == pytest.approx(100 * low, rel=0.1)
+    assert all(len(row["training_losses"]) == 1 and len(row["documents"]) == 1 for row in rows.values())
+    assert "| loss at 1 to 128, nats |" in capsys.readouterr().out
+    for base in (low, high):
+        (config,) = tmp_path.glob(f"work/rope_extend_256/base_{base:g}_*/model/config.json")
+        assert json.loads(config.read_text())["rope_parameters"]["rope_theta"] == base
+
+
+@pytest.mark.usefixtures("corpus", "undrawn", "smollm2")
+def test_a_memory_is_trained_on_code(load, tmp_path, capsys):
+    module, folders = load("hmt_perplexity"), f"--work {tmp_path}/work --output {tmp_path}/x.json"
+    sizes = "--segment-length 16 --sensory-tokens 4 --rows 2 --segments 2 --text-length 64 --texts 4 --tokens 320"
+    options = f"{folders} {sizes} --picture {tmp_path}/x.png --seeds 0 --text code --data {tmp_path}/code"
+    methods = ["--methods", "HMT, neural cache", "Llama"]
+    module.main([*options.split(), *methods, "--minutes", "0"])
+    assert "Nothing was measured" in capsys.readouterr().out
+    module.main([*options.split(), *methods])
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert [[len(losses) for losses in row["losses"]] for row in result["rows"]] == [[1, 4], [1, 4]]
+    assert "sources of held-out projects" in capsys.readouterr().out
+    result["settings"]["seeds"] = [0, 1]
+    assert "Not reached: HMT, neural cache, seed 1; Llama, seed 1." in module.table(result)
 
 
 def test_a_model_without_other_fields_is_its_preset(pretraining, tmp_path, monkeypatch):
@@ -133,8 +167,6 @@ def test_a_model_without_other_fields_is_its_preset(pretraining, tmp_path, monke
 
 
 @pytest.mark.usefixtures("undrawn")
-def test_what_was_not_reached_is_named(pretraining, tmp_path, capsys):
-    folders = f"--data {tmp_path}/code --work {tmp_path}/work --output {tmp_path}/x.json --picture {tmp_path}/x.png"
-    pretraining.main([*folders.split(), *TINY.split(), "--ablation", "--minutes", "0"])
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert {row["model"]: row["missing"] for row in rows} == dict.fromkeys(pretraining.ABLATION, "not begun")
+def test_what_was_not_reached_is_named(pretraining, tmp_path):
+    rows = result_of(pretraining, "--ablation --minutes 0", tmp_path)
+    assert {name: row["missing"] for name, row in rows.items()} == dict.fromkeys(pretraining.ABLATION, "not begun")

@@ -51,19 +51,3 @@ def test_texts_depend_on_the_generator_alone():
     torch.manual_seed(1)
     assert torch.equal(a, sample(RecallTask())[0])
     assert not torch.equal(a, sample(RecallTask(), seed=1)[0])
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: RecallTask(answer_at=1), "answer_at is 1 in a segment of 16"),
-        (lambda: RecallTask(answer_at=16), "must be from 2 to the last position"),
-        (lambda: RecallTask(topic=1.5), "topic between 0 and 1"),
-        (lambda: RecallTask(noise_segments=-1), "noise_segments at least 0"),
-        (lambda: sample(RecallTask(), writes=17), "holds 1 to 16 facts"),
-        (lambda: sample(RecallTask(), writes=0), "writes is 0"),
-    ],
-)
-def test_bad_sizes(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -2,7 +2,7 @@
 
 The grid of lengths is the resolution. A few of them, each half as long as the one before, show the shape; bisection
 between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a test
-shows on which side each lies. This file knows no model.
+shows on which side each lies. This file runs no model.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from .intervals import STAGES, adaptive_tests, centre
-from .lengths import METHODS
-from .points import CurvePoint
+from .intervals import STAGES, adaptive_tests, centre, test_result
+from .lengths import METHODS, CurvePoint
 from .protocol import input_tokens
 
 
@@ -34,11 +33,11 @@ def locate(
         lengths: the grid, ascending.
         measure: `measure(length, first, stop)` measures the repeats from first to stop - 1 and returns the point with
             all repeats up to there.
-        repeats: the most of a point.
-        confidence: with which the two neighbours on the grid shall be told apart from the threshold.
+        repeats: most repeats of a point.
+        confidence: confidence at which the two neighbours on the grid are to differ from the threshold.
 
     Returns:
-        The measured points, ascending. `length_interval(points, method, confidence=confidence)` is what they show.
+        The measured points, ascending.
     """
     search = _Search(lengths, measure, repeats, confidence)
     length = lengths[-1]
@@ -55,19 +54,17 @@ class _Search:
         self.stages = [n for n in STAGES if n < repeats] + [repeats]
         self.level = 0.5 * (1 - confidence)  # shared by all tests, as in length_interval
         self.budget = BUDGET * input_tokens(lengths[-1])
-        self.points, self.centres = {}, {}
+        self.points: dict[int, CurvePoint] = {}
 
     def evaluate(self, length):
-        """More repeats of a length. False, and nothing is done, if it has all or they cost too much."""
-        point = self.points.get(length)
-        done = point.repeats if point else 0
+        """Measure more repeats of a length. Return False, and do nothing, if it has all or they cost too much."""
+        done = self.points[length].repeats if length in self.points else 0
         following = [n for n in self.stages if n > done]
         cost = 2 * (following[0] - done) * input_tokens(length) if following else 0
         if not following or cost > self.budget:
             return False
         self.budget -= cost
-        self.points[length] = point = self.measure(length, done, following[0])
-        self.centres[length] = {method: centre(point.margins(method), method) for method in METHODS}
+        self.points[length] = self.measure(length, done, following[0])
         return True
 
     def step(self, method):
@@ -79,18 +76,18 @@ class _Search:
 
     def interval(self, method):
         """Grid indices of the last length that passes and of the next measured one, by a non-increasing fit."""
-        measured = sorted(self.points)
-        values = [self.centres[n][method] for n in measured]
-        weights = [self.points[n].repeats * self.points[n].scored_tokens for n in measured]
         from scipy.optimize import isotonic_regression  # half a second to import, for this protocol only
 
+        measured = sorted(self.points)
+        values = [centre(self.points[n].margins(method), method) for n in measured]
+        weights = [self.points[n].repeats * self.points[n].scored_tokens for n in measured]
         fit = isotonic_regression(values, weights=weights, increasing=False).x
         passing = sum(1 for value in fit if value > 0 or (value == 0 and method == "coarse"))
         low = self.lengths.index(measured[passing - 1]) if passing else -1
         return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
 
     def narrow(self, method, end, direction):
-        """Add repeats that bring the nearest length with a sure test result nearer to this end of the interval.
+        """Add repeats that bring the nearest length with a significant result nearer to this end of the interval.
 
         Below the interval (direction -1) lengths are to pass, above it (1) they are to fail.
         """
@@ -98,7 +95,8 @@ class _Search:
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
         outside = [i for i in indices if (i - end) * direction >= 0]  # of the measured ones, from the end outwards
         for position, i in enumerate(outside):
-            if self.points[self.lengths[i]].test_result(method, level) == -direction:
+            point = self.points[self.lengths[i]]
+            if test_result(point.margins(method)[point.texts], point.scored_tokens, level, method) == -direction:
                 middle = (i + outside[position - 1]) // 2 if position else i
                 return middle not in indices and self.evaluate(self.lengths[middle])
             if self.evaluate(self.lengths[i]):

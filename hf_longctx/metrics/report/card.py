@@ -1,14 +1,11 @@
-"""Results as the evaluation metadata of a model card, which the Hub shows beside the model (`model-index`).
-
-print(card_snippet("fox-demo", [curve, loss]))
-"""
+"""Results as the evaluation metadata of a model card, which the Hub shows next to the model (`model-index`)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult
 
 from ..result import Result
 
@@ -30,27 +27,6 @@ def eval_results(results: Sequence[Result]) -> list[EvalResult]:
         for number in result.numbers()
         if number.metric
     ]
-
-
-def card_snippet(model: str, results: Sequence[Result], picture: str | None = None) -> str:
-    """Return Markdown with its YAML header, to be merged into a model card.
-
-    Args:
-        model: name of the model. Its line breaks become spaces, and characters that Markdown or HTML would read are
-            escaped, as in all texts that come from a result.
-        results: of one model, each listed by its summary.
-        picture: file name or address of a picture to show.
-
-    Raises:
-        ValueError: the results are without a number for a card.
-    """
-    entries = eval_results(results)
-    if not entries:
-        raise ValueError("these results are without a number for a model card: nothing was measured on a dataset.")
-    header = ModelCardData(model_name=" ".join(model.split()), eval_results=entries).to_yaml()
-    lines = [f"- {result.title}: {plain(result.summary())}" for result in results if result.measured]
-    image = "" if picture is None else f"\n![How far {plain(model)} remembers]({picture})\n"
-    return f"---\n{header}\n---\n\n## How far it remembers\n\n" + "\n".join(lines) + "\n" + image
 
 
 def plain(text: str) -> str:

@@ -49,42 +49,44 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
         names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"
         raise ValueError(f"these results are {names}; give results of one metric: curve, loss, needle, lines.")
     check_measured(results)
-    unlike, first = differences(results), next(iter(results.values()))
-    table, draw = KINDS.get(type(first), (score_table, draw_scores))
-    said, tables = paired_text(results)
-    text = "\n\n".join([*said, table(results)])
-    text += "".join(f"\nNot alike: {difference}.\n" for difference in unlike) + tables
-    if type(first) is not PositionLoss:
+    first, different = next(iter(results.values())), differences(results)
+    conclusions, tests = paired_text(results)
+    text = "\n\n".join([*conclusions, table(results)])
+    text += "".join(f"\nDifferent: {difference}.\n" for difference in different) + tests
+    if not isinstance(first, PositionLoss):
         text += f"\n{markdown(*effective_rows(results))}"
     if Path(path).suffix == ".md":
         Path(path).write_text(f"# {title or first.title}\n\n{text}", encoding="utf-8")
+    elif isinstance(first, ForgettingCurve):
+        plot_comparison(results, path, train_lengths=train_lengths_of(results), title=title)
+    elif isinstance(first, PositionLoss):
+        figure = style.figure(*first.inches)
+        losses = [loss.with_settings(model=name) for name, loss in results.items()]
+        draw_losses(figure, losses, title or first.title, differences=different)
+        style.save(figure, path)
     else:
-        draw(results, path, title, unlike)
+        shares = {name: shares_by_length(result) for name, result in results.items()}
+        plot_shares(shares, path, title=title or first.title, unit=first.size_unit, different=different)
     return text
 
 
+def table(results: Mapping[str, Any]) -> str:
+    """Return the numbers of several models as a Markdown table."""
+    first = next(iter(results.values()))
+    if isinstance(first, ForgettingCurve):
+        return comparison_table(results, train_lengths_of(results))
+    if isinstance(first, PositionLoss):
+        return loss_table(results)
+    shares = {name: shares_by_length(result) for name, result in results.items()}
+    lengths = sorted(set().union(*shares.values()))
+    rows = [(name, *(f"{row[n]:.1%}" if n in row else "-" for n in lengths)) for name, row in shares.items()]
+    return markdown(("model", *(f"{n} {first.size_unit}" for n in lengths)), rows)
+
+
 def train_lengths_of(curves: Mapping[str, TaskResult]) -> dict[str, int]:
-    """Return the context length of the training, in tokens, of those models where a result knows it."""
+    """Return the context length of the training, in tokens, of the models whose result knows it."""
     known = {name: curve.settings.get("train_length") for name, curve in curves.items()}
     return {name: length for name, length in known.items() if length is not None}
-
-
-def draw_curve_lengths(curves: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
-    """Draw curves by `plot_comparison`, which names what is not alike by itself."""
-    plot_comparison(curves, path, train_lengths=train_lengths_of(curves), title=title)
-
-
-def draw_scores(results: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
-    """Draw shares of right answers by length, a line for each model."""
-    shares, first = {name: shares_by_length(result) for name, result in results.items()}, next(iter(results.values()))
-    plot_shares(shares, path, title=title or first.title, unit=first.size_unit, unlike=unlike)
-
-
-def draw_loss(losses: Any, path: str | PathLike, title: str | None, unlike: Sequence[str]) -> None:
-    """Draw the losses of several models into one figure."""
-    figure, named_losses = style.figure(*PositionLoss.inches), [x.with_settings(model=n) for n, x in losses.items()]
-    draw_losses(figure, named_losses, title or PositionLoss.title, differences=unlike)
-    style.save(figure, path)
 
 
 def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
@@ -139,11 +141,6 @@ def check_measured(results: Mapping[str, TaskResult]) -> None:
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
         raise ValueError(f"nothing was measured: {', '.join(empty) or 'give one curve or more'}.")
-
-
-def comparable(results: Sequence[Result]) -> dict[str, ForgettingCurve]:
-    """Return the curves that have points, which one picture can show together, by the names of their models."""
-    return named([(Path(), result) for result in results if isinstance(result, ForgettingCurve) and result.measured])
 
 
 def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
@@ -225,26 +222,19 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
 def loss_table(losses: Mapping[str, PositionLoss]) -> str:
     """Return the per-token losses of several models as a Markdown table, in nats, smoothed, with standard errors."""
     columns = ("model", "loss in the middle", "loss at the end", "perplexity", "tokens", "sequences")
-    rows = []
-    for name, loss in losses.items():
-        end = loss.context_length
-        cells = [loss.smoothed_at(end // 2 + 1), loss.smoothed_at(end), f"{loss.perplexity[-1]:.2f}"]
-        rows.append([name, *cells, end, loss.sequences])
+    rows = [
+        (
+            *(name, loss.smoothed_at(loss.context_length // 2 + 1), loss.smoothed_at(loss.context_length)),
+            *(f"{loss.perplexity[-1]:.2f}", loss.context_length, loss.sequences),
+        )
+        for name, loss in losses.items()
+    ]
     return markdown(columns, rows)
 
 
 def shares_by_length(result: TaskResult) -> dict[int, float]:
     """Return the mean share of right answers by length."""
     return {counts.length: float(counts.shares.mean()) for counts in result.by_length()}
-
-
-def score_table(results: Mapping[str, TaskResult]) -> str:
-    """Return the shares of right answers of several models as a Markdown table, a column for each length."""
-    scores = {name: shares_by_length(result) for name, result in results.items()}
-    lengths = sorted(set().union(*scores.values()))
-    columns = ("model", *(f"{n} {next(iter(results.values())).size_unit}" for n in lengths))
-    rows = [(name, *(f"{row[n]:.1%}" if n in row else "-" for n in lengths)) for name, row in scores.items()]
-    return markdown(columns, rows)
 
 
 def compare_counts(
@@ -254,7 +244,8 @@ def compare_counts(
 
     Args:
         models: by the name of the model, rows of (length in tokens, right answers, answers); see `read_counts`.
-        path, title: as for `compare`.
+        path: as for `compare`.
+        title: as for `compare`.
 
     Returns:
         a Markdown table.
@@ -277,9 +268,9 @@ def plot_shares(
     *,
     title: str,
     unit: str = "tokens",
-    unlike: Sequence[str] = (),
+    different: Sequence[str] = (),
 ) -> None:
-    """Draw a line of shares for each model; `unlike` is named in the picture, see `differences`."""
+    """Draw a line of shares for each model; `different` is named in the figure, see `differences`."""
     figure = style.figure(style.WIDTH, 4.6)
     axes = figure.add_subplot()
     for (name, shares), colour, marker in zip(models.items(), cycle(style.MODELS), cycle(style.MARKERS)):
@@ -293,7 +284,7 @@ def plot_shares(
     axes.xaxis.set_major_formatter(style.TOKENS)
     style.strip_frame(axes, f"length of the prompt ({unit})", "questions answered")
     axes.minorticks_off()
-    style.name_differences(axes, unlike)
+    style.name_differences(axes, different)
     style.titled_legend(figure, axes.get_legend_handles_labels()[0], title)
     style.save(figure, path)
 
@@ -314,7 +305,8 @@ def plot_comparison(
 
     Args:
         curves: by the name of the model, in the order of the bars.
-        path, title: as for `Result.plot`.
+        path: as for `Result.plot`.
+        title: as for `Result.plot`.
         train_lengths: context length of the training, in tokens, of those models where it is known.
 
     Raises:
@@ -414,10 +406,3 @@ def notes(curves: Mapping[str, ForgettingCurve]) -> list[str]:
     kinds = sorted({str(curve.settings["data_type"]) for curve in curves.values() if "data_type" in curve.settings})
     sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats, lengths 95 % sure"
     return [sizes, f"{' and '.join(kinds)} data"] if kinds else [sizes]
-
-
-# Table and figure of results that are more than right answers by length.
-KINDS: dict[type, tuple[Any, Any]] = {
-    ForgettingCurve: (lambda curves: comparison_table(curves, train_lengths_of(curves)), draw_curve_lengths),
-    PositionLoss: (loss_table, draw_loss),
-}

@@ -1,6 +1,7 @@
-"""One HTML page from results: an overview, pictures, tables of numbers, settings. The page needs no other file.
+"""One HTML page from the results of a model: an overview, figures, tables of numbers, settings.
 
-Every text that comes from a result is escaped. Pictures are SVG within the page. It needs matplotlib and jinja2.
+It needs no other file: figures are SVG within the page. Every text that comes from a result is escaped. It needs
+matplotlib and jinja2.
 """
 
 from __future__ import annotations
@@ -8,12 +9,13 @@ from __future__ import annotations
 import base64
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import style  # noqa: F401 - raises without matplotlib, before anything is measured
 from ..result import Result, rounded
 from .conclusion import conclusion, facts
 
@@ -29,32 +31,25 @@ def write_report(
     title: str | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the page of one or more results.
+    """Write the page of the results of one model.
 
     Args:
-        results: of one model or of several, of any metric, in the order of the page. Forgetting curves of several
-            models are drawn into one picture first.
-        path: of the HTML file.
-        title: heading; by default the names of the models.
+        results: results of any metrics, in the order of the page.
+        path: path of the HTML file.
+        title: heading (default: the name of the model).
         missing: why a metric was not measured, or not to its end, by its title.
 
     Raises:
         ImportError: matplotlib or jinja2 is missing.
     """
     from ... import __version__
-    from .comparison import comparable, plot_comparison
 
-    models = list(dict.fromkeys(result.model_name for result in results)) or ["a model"]
-    if title is None:
-        title = f"How far {' and '.join(models)} remember{'s' if len(models) == 1 else ''}"
-    curves = comparable(results)
     html = template().render(
-        title=title,
-        several_models=len(models) > 1,
-        comparison=svg(lambda path: plot_comparison(curves, path)) if len(curves) > 1 else None,
-        conclusions=conclusions(results),
+        title=title or f"How far {results[0].model_name} remembers",
+        conclusion=conclusion(results),
+        facts=facts(results),
         rows=overview,
-        sections=[section(result) for result in results],
+        sections=[(result, svg(result), settings(result)) for result in results],
         missing=missing or {},
         partial={result.title for result in results},
         version=__version__,
@@ -69,14 +64,6 @@ def overview(result: Result) -> list[tuple[str, str, str, str]]:
     return rows or [("", "nothing measured", "", "")]
 
 
-def conclusions(results: Sequence[Result]) -> list[tuple[str, str, list[str]]]:
-    """Return name, size and hardware, and sentences of conclusion for each model that has some."""
-    models: dict[str, list[Result]] = {}
-    for result in results:
-        models.setdefault(result.model_name, []).append(result)
-    return [(name, facts(several), conclusion(several)) for name, several in models.items()]
-
-
 def template() -> Template:
     """Return the page's jinja2 template; what is filled in is escaped."""
     try:
@@ -88,20 +75,16 @@ def template() -> Template:
     return environment.get_template("page.html.j2")
 
 
-def section(result: Result) -> tuple[str, Result, list[str], list[tuple[str, str]]]:
-    """Return heading, result, pictures, and settings as texts."""
-    pictures = []
-    if result.measured:
-        pictures = [svg(lambda path: result.plot(path, train_length=result.settings.get("train_length")))]
-    settings = [
-        (name, value if isinstance(value, str) else json.dumps(value)) for name, value in result.settings.items()
-    ]
-    return f"{result.title}: {result.model_name}", result, pictures, settings
+def settings(result: Result) -> list[tuple[str, str]]:
+    """Return the settings of a result as texts."""
+    return [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in result.settings.items()]
 
 
-def svg(draw: Callable[[Path], None]) -> str:
-    """Return the picture that `draw(path)` draws, as SVG in base64."""
+def svg(result: Result) -> str | None:
+    """Return the figure of a result as SVG in base64; None if nothing was measured."""
+    if not result.measured:
+        return None
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "picture.svg"
-        draw(file)
+        file = Path(folder) / "figure.svg"
+        result.plot(file, train_length=result.settings.get("train_length"))
         return base64.b64encode(file.read_bytes()).decode()

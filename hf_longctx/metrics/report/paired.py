@@ -132,8 +132,8 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
     """Test length by length how much more the second model has right than the first, on the same texts.
 
     Args:
-        first, second: two forgetting curves (share of tokens copied), needles or line retrievals (share of right
-            answers).
+        first: a forgetting curve (share of tokens copied), needle or line retrieval (share of right answers).
+        second: one of the same kind.
 
     Returns:
         one `Difference` for each length that both have, and one for their mean if there are several.

@@ -1,8 +1,8 @@
 """Answers to retrieval questions, and how they are scored without a judge.
 
-Only the context tells the answer to a question, and the answer is known. Two scores need one forward pass over
-question and answer: the probability of the answer, and whether every token of it is the model's first choice, which
-is when greedy decoding would give it word for word. The third looks into the text that the model generates.
+Only the context holds the answer to a question, and the answer is known. Two scores need one forward pass over
+question and answer: the probability of the answer, and whether each of its tokens is the model's first choice, so that
+greedy decoding gives it word for word. The third searches the text that the model generates.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from statistics import stdev
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import numpy as np
-import scipy
 
-from ..checks import entries, integers, whole_number
 from ..result import Number, plural
 from ..task import Answered, Counts, TaskResult
 
@@ -29,7 +27,7 @@ SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
 SUMMARY = {"match_rate": "found", "exact_rate": "given token for token"}
 HEADLINE_SCORE = {
-    "match_rate": "The score is the share of answers found in the model's replies.",
+    "match_rate": "The score is the share of answers found in the model's responses.",
     "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
 }
 # What opens and closes the thoughts of a model.
@@ -48,10 +46,10 @@ class Answer:
 
     Attributes:
         log_prob: log-probability of the right answer after the prompt, in nats, summed over its tokens.
-        tokens: tokens in the right answer.
-        exact: every token of it is the likeliest one.
-        reply: what the model generates; None if it did not reply.
-        matched: the reply holds the answer; equal to `exact` without a reply.
+        tokens: number of tokens in the right answer.
+        exact: whether each of them is the likeliest one.
+        reply: the response that the model generates; None without one.
+        matched: whether the response holds the answer; equal to `exact` without a response.
     """
 
     log_prob: float
@@ -60,19 +58,14 @@ class Answer:
     reply: str | None
     matched: bool
 
-    def __post_init__(self):
-        whole_number("tokens of an answer", self.tokens, 1)
-        if not self.log_prob <= 1e-3:  # NaN is not; rounding may leave a little more than 0
-            raise ValueError(f"log_prob must be the logarithm of a probability, none above 0, got {self.log_prob}.")
-
     @classmethod
     def of(cls, response: Answered, tokens: int, matches: Callable[[str], bool], opened: str = "") -> Answer:
         """Score a response.
 
         Args:
-            tokens: tokens of the answer.
-            matches: whether a text holds it. Thoughts are not asked.
-            opened: a thought that the prompt opens, see `opened_thought`.
+            tokens: number of tokens in the answer.
+            matches: whether a text holds it. It does not get what the model thinks before it answers.
+            opened: the beginning of a thought in the prompt, see `opened_thought`.
         """
         if response.reply is None:
             return cls(response.log_prob, tokens, response.exact, None, response.exact)
@@ -93,29 +86,32 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to questions of one kind, each rate from 0 to 1."""
+    """The answers to questions of one kind, each rate from 0 to 1.
+
+    A subclass has further fields: those of `key` name it in a result, and the others stand next to the answers.
+    """
+
+    key: ClassVar[tuple[str, ...]] = ()
 
     answers: Sequence[Answer]
 
-    def __post_init__(self):
-        object.__setattr__(self, "answers", entries(self.answers, Answer))
-        if not self.answers:
-            raise ValueError("answers are missing; give one or more.")
+    @classmethod
+    def of_score(cls, key: Any, score: dict[str, Any]) -> Self:
+        """Return the answers that have this key and score in a result."""
+        names = dict(zip(cls.key, key if isinstance(key, tuple) else (key,)))
+        others = {name: tuple(values) for name, values in score.items()}
+        return cls(**{**names, **others, "answers": tuple(Answer(**answer) for answer in score["answers"])})
 
-    def check_one_each(self, name: str, low: int, high: float = math.inf) -> None:
-        """Turn a field with an integer for each answer into a tuple.
-
-        Raises:
-            ValueError: there are more or fewer, or one is not between `low` and `high`.
-        """
-        values = integers(getattr(self, name), name, low, high)
-        if len(values) != len(self.answers):
-            raise ValueError(f"{name} has {len(values)} numbers for {len(self.answers)} answers; give one for each.")
-        object.__setattr__(self, name, values)
+    def score(self) -> tuple[Any, dict[str, Any]]:
+        """Return key and score in a result."""
+        key = tuple(getattr(self, name) for name in self.key)
+        others = {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name not in self.key}
+        score = {name: [*values] for name, values in others.items() if values is not None}
+        return (key if len(key) > 1 else key[0]), score | {"answers": [asdict(answer) for answer in self.answers]}
 
     @property
     def match_rate(self) -> float:
-        """Share of the answers found in the replies; equal to `exact_rate` without replies."""
+        """Share of the answers found in the responses; equal to `exact_rate` without responses."""
         return sum(a.matched for a in self.answers) / len(self.answers)
 
     @property
@@ -130,38 +126,12 @@ class Answers:
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the rates: without replies there is no match rate."""
+        """Names of the rates: without responses there is no match rate."""
         return SCORES if any(a.reply is not None for a in self.answers) else SCORES[1:]
 
     def rates(self) -> dict[str, float]:
         """Return the rates by their names."""
         return {score: getattr(self, score) for score in self.scores}
-
-    def interval(self, score: str) -> tuple[float, float]:
-        """Return where the rate lies with a confidence of 95 %: Wilson's interval, or Student's of the probability.
-
-        The answers are taken as independent. The ends are NaN for a single one.
-        """
-        rate, n = getattr(self, score), len(self.answers)
-        if n < 2:
-            return math.nan, math.nan
-        if score != "probability":
-            return wilson(rate, n)
-        width = (
-            float(scipy.special.stdtrit(n - 1, 0.975))
-            * stdev(answer.probability for answer in self.answers)
-            / math.sqrt(n)
-        )
-        return max(rate - width, 0.0), min(rate + width, 1.0)
-
-    def to_list(self) -> list[dict[str, Any]]:
-        """Return the answers as plain JSON types."""
-        return [asdict(answer) for answer in self.answers]
-
-    @classmethod
-    def from_list(cls, answers: Sequence[dict[str, Any]], *fields: Any) -> Self:
-        """Return the answers that `to_list` wrote, with the fields of a subclass."""
-        return cls([Answer(**answer) for answer in answers], *fields)
 
 
 def rate_interval(rate: float, units: int) -> tuple[float, float] | None:
@@ -213,7 +183,7 @@ def after_thought(response: str) -> str | None:
 
 
 def holds_text(reply: str, expected: str) -> bool:
-    """Return whether the words of `expected` follow one another in `reply`; case and punctuation do not count.
+    """Return whether the words of `expected` stand in `reply` in a row; case and punctuation do not count.
 
     >>> holds_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
     True
@@ -241,25 +211,33 @@ def holds_number(reply: str, expected: int) -> bool:
 class Retrieval(TaskResult):
     """The base class of results that keep `Answers` for each of several kinds of prompts.
 
-    A subclass also sets `question`, the question in words, and defines `parts` and `units`. Numbers in a few words are
-    those of the first of the `rates_measured`.
+    A subclass also sets the attributes, and defines `units`. Numbers in a few words are those of the first of the
+    `rates_measured`.
 
     Attributes:
+        part: class of the answers to prompts of one kind.
+        question: the question in words.
         drawn: what is drawn at random for a prompt.
         hidden: what is looked for, in words.
     """
 
+    part: ClassVar[type[Any]]
     question: ClassVar[str]
     drawn: ClassVar[str] = "haystack"
     hidden: ClassVar[str]
 
-    @property
-    def parts(self) -> Sequence[Answers]:
-        """The answers, by kind of prompt."""
-        raise NotImplementedError
+    @classmethod
+    def of_parts(cls, parts: Sequence[Answers], settings: dict[str, Any] | None = None) -> Self:
+        """Return the result with these answers."""
+        return cls(dict(part.score() for part in parts), settings or {})
 
     def __post_init__(self):
-        assert self.parts is not None  # whose numbers are checked when they are made
+        assert self.parts is not None  # raises where a score lacks something
+
+    @cached_property
+    def parts(self) -> tuple[Any, ...]:
+        """The answers, by kind of prompt."""
+        return tuple(self.part.of_score(key, score) for key, score in self.scores.items())
 
     @property
     def rates_measured(self) -> tuple[str, ...]:
@@ -269,25 +247,17 @@ class Retrieval(TaskResult):
     def explanation(self) -> str:
         return f"{self.question} {HEADLINE_SCORE[self.rates_measured[0]]}"
 
-    def size(self, part: Any) -> int:
-        """Return the length of a part in tokens, or in what `size_unit` names."""
-        return part.length
+    def units(self, size: int) -> list[list[Answer]]:
+        """Return the answers about each prompt of this size that was drawn independently."""
+        raise NotImplementedError
 
     def tokens(self, size: int) -> int:
         """Return a size in tokens."""
         return size
 
-    def units(self, size: int) -> list[list[Answer]]:
-        """Return the answers about each prompt of this size that was drawn independently."""
-        raise NotImplementedError
-
-    def questions(self, size: int) -> int:
-        """Return how many questions there were about prompts of this size."""
-        return sum(map(len, self.units(size)))
-
     def by_length(self, replies=True, overlapping=False):
         counts, field = [], "matched" if replies else "exact"
-        for size in sorted({self.size(part) for part in self.parts}):
+        for size in sorted({getattr(part, part.key[0]) for part in self.parts}):
             units = [[float(getattr(answer, field)) for answer in unit] for unit in self.units(size)]
             asked, right = [len(unit) for unit in units], sum(map(sum, units))
             shares = np.array([*map(np.mean, units)])
@@ -296,26 +266,21 @@ class Retrieval(TaskResult):
 
     def rates(self) -> dict[int, float]:
         """Return the first of the `rates_measured` for each size, over all questions."""
-        right: dict[int, float] = {}
-        for part in self.parts:
-            size = self.size(part)
-            right[size] = right.get(size, 0) + getattr(part, self.rates_measured[0]) * len(part.answers)
-        return {size: right[size] / self.questions(size) for size in sorted(right)}
+        return {counts.length: counts.right / counts.asked for counts in self.by_length()}
 
     def numbers(self):
         """Return the rate of each size with its interval: sizes differ too much for a mean."""
         numbers = []
-        for n, rate in self.rates().items():
-            units = len(self.units(n))
-            asked = plural(self.questions(n), "question")
-            sample = asked if units == self.questions(n) else f"{asked} about {plural(units, self.drawn)}"
-            name = f"{self.title.lower()}, {COLUMNS[self.rates_measured[0]]}: {n} {self.size_unit}"
+        for counts in self.by_length():
+            rate, units, asked = counts.right / counts.asked, len(counts.shares), plural(counts.asked, "question")
+            sample = asked if units == counts.asked else f"{asked} about {plural(units, self.drawn)}"
+            name = f"{self.title.lower()}, {COLUMNS[self.rates_measured[0]]}: {counts.length} {self.size_unit}"
             low, high = rate_interval(rate, units) or (None, None)
             numbers.append(Number("accuracy", name, round(rate, 4), low, high, sample))
         return numbers
 
     def with_gaps(self, text: str) -> str:
-        """Return the text with how many responses end inside of a thought, which holds no answer."""
+        """Return the text with the number of responses that end inside of a thought, which holds no answer."""
         answers = [answer for part in self.parts for answer in part.answers]
         thinking = sum(answer.ends_in_thought for answer in answers)
         if thinking:
@@ -328,11 +293,3 @@ class Retrieval(TaskResult):
     def score_columns(self) -> tuple[str, ...]:
         """Return headings for the `rates` of the parts."""
         return tuple(COLUMNS[score] for score in self.rates_measured) if self.parts else ()
-
-
-def check_replies(reader: Any, replies: bool) -> None:
-    """Raise ValueError if the model is to generate and cannot."""
-    if replies and not reader.can_reply:
-        raise ValueError(
-            f"{reader.settings()['model']} has no generate method; measure without replies: replies=False, or --no-replies."
-        )

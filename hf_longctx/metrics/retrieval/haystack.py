@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -96,7 +96,7 @@ def haystack_length(length: int, pieces: Pieces) -> int:
 def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> list[int]:
     """Draw where the haystacks of one length start in the corpus: one for each question, none overlapping another.
 
-    Where the corpus does not have room for all, questions share as many as fit, in turn.
+    Where the corpus does not have room for all, questions share the haystacks that fit, in turn.
 
     Raises:
         ValueError: the corpus is too short for one.
@@ -144,25 +144,3 @@ def ends_sentence(text: str) -> bool:
     [True, True, False, True, True, False]
     """
     return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # the last three are Chinese and Japanese
-
-
-class Haystacks:
-    """Haystacks of a corpus, which get the needle between two sentences.
-
-    Args:
-        corpus: (N,) ids.
-        pieces: what is put around a haystack.
-        tokenizer: tells by its `decode` where sentences end.
-    """
-
-    def __init__(self, corpus: np.ndarray, pieces: Pieces, tokenizer: Any):
-        self.corpus, self.pieces, self.tokenizer = corpus, pieces, tokenizer
-        self.sentence_ends: dict[int, bool] = {}  # of the ids met so far
-
-    def prompt(self, length: int, depth: float, begin: int) -> tuple[np.ndarray, int]:
-        """Return the prompt of a haystack that starts at `begin`, and how many of its tokens precede the needle."""
-        haystack = self.corpus[begin : begin + haystack_length(length, self.pieces)]
-        for i in set(haystack.tolist()) - self.sentence_ends.keys():
-            self.sentence_ends[i] = ends_sentence(self.tokenizer.decode([i]))
-        at = insertion_point(np.array([self.sentence_ends[i] for i in haystack.tolist()]), depth)
-        return hide_needle(haystack, at, self.pieces), len(self.pieces.bos) + at

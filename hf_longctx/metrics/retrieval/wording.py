@@ -1,10 +1,16 @@
-"""What a model is asked in a retrieval task, in whose words, and as which turn of a conversation."""
+"""The words of retrieval tasks, the chat template around them, and the options that these tasks share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .answers import holds_text
+import numpy as np
+
+from ..checks import check_token_ids
+from ..task import Ask, Task, Trial, option
+from .answers import REPLY_MARGIN, holds_text, opened_thought
 
 
 QUESTION = "What is the best thing to do in San Francisco?"
@@ -23,7 +29,7 @@ class Wording(NamedTuple):
     Attributes:
         needle: what is hidden.
         question: what follows the haystack.
-        begin: how the answer begins, as a part of the prompt: after "Answer:", or in a chat where the reply begins.
+        begin: how the answer begins, as a part of the prompt: after "Answer:", or in a chat where the response begins.
         answer: what the model is to say next.
     """
 
@@ -39,7 +45,7 @@ class Wording(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What a chat template puts before and after the words of a user, up to where the reply begins."""
+    """What a chat template puts before and after the words of a user, up to where the response begins."""
 
     head: str
     tail: str
@@ -53,7 +59,8 @@ def wording(
     Args:
         mode: "standard", or "easy" with the question in the needle.
         needle: the sentence to hide; in the easy mode there is none, as question and answer are hidden.
-        question, answer: in any language; nothing is added to them but a space between them if the question has one.
+        question: the question, in any language.
+        answer: the answer. A space is put before it if the question has spaces.
 
     Raises:
         ValueError: question or answer is missing, or the needle does not hold the answer.
@@ -73,9 +80,7 @@ def wording(
     if needle is None:
         needle = question + answer
     if not holds_text(needle, answer):
-        raise ValueError(
-            f"the needle {needle!r} does not hold the answer {answer.strip()!r}, so nobody could find it."
-        )
+        raise ValueError(f"the needle {needle!r} does not hold the answer {answer.strip()!r}, so it cannot be found.")
     return Wording(f"\n{needle.strip()}\n", f"\n{question}", "", answer)
 
 
@@ -91,7 +96,7 @@ def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
     words = "HAYSTACK"
     if getattr(tokenizer, "chat_template", None) is None:
         name = getattr(tokenizer, "name_or_path", "")
-        raise ValueError(f"the tokenizer {name} has no chat template: measure the model as it is, without a chat.")
+        raise ValueError(f"the tokenizer {name} has no chat template: measure without --chat-template.")
     turn = [{"role": "user", "content": words}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False, **(kwargs or {}))
     if text.count(words) != 1:
@@ -99,8 +104,44 @@ def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
     return Frame(*text.split(words))
 
 
-def chat_frame_of(task: Any) -> Frame | None:
-    """Return the frame of a task with the options `chat_template` and `chat_template_kwargs`; None without a chat."""
-    if task.chat_template_kwargs and not task.chat_template:
-        raise ValueError("chat_template_kwargs must come with chat_template, got it without. Add --chat-template.")
-    return chat_frame(task.subject.tokenizer, task.chat_template_kwargs) if task.chat_template else None
+@dataclass(frozen=True)
+class RetrievalTask(Task):
+    """The options and steps that all retrieval tasks share.
+
+    Attributes:
+        frame: what stands around the words of the user in a chat; None without a chat.
+        opened: the thought that the prompt opens, see `opened_thought`.
+    """
+
+    asks = True
+
+    chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    chat_template_kwargs: dict | None = option(
+        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
+    )
+    seed: int = option(0, "random seed of the prompts")
+    replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
+
+    def prepare(self):
+        subject = self.subject
+        if self.replies and not subject.reader.can_reply:
+            raise ValueError(
+                f"{subject.reader.settings()['model']} has no generate method; measure without responses: replies=False, or "
+                "--no-replies."
+            )
+        if self.chat_template_kwargs and not self.chat_template:
+            raise ValueError("chat_template_kwargs must come with chat_template, got it without. Add --chat-template.")
+        frame = chat_frame(subject.tokenizer, self.chat_template_kwargs) if self.chat_template else None
+        self.fill(frame=frame, opened=opened_thought(frame.tail if frame else ""))
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> np.ndarray:
+        """Return ids, which the model must know, as an array."""
+        return check_token_ids(ids, f"the {name} as the tokenizer encodes it", self.subject.reader.vocab_size)
+
+    def ask(self, prompt: np.ndarray, answer: np.ndarray) -> Ask:
+        """Return the request with this prompt and answer."""
+        return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN))
+
+    def trial(self, key: Any, tokens: int, questions: int) -> Trial:
+        """Return the trial of prompts whose longest has this number of tokens with its answer."""
+        return Trial(key, tokens + self.replies * REPLY_MARGIN, questions)

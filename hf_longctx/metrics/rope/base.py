@@ -75,19 +75,6 @@ class RopeBaseBound:
         """(window_end - base) / base."""
         return None if self.window_end is None else (self.window_end - self.base) / self.base
 
-    def __str__(self) -> str:
-        at_rest = f" and {self.non_rotary_dims} dimensions that do not rotate" if self.non_rotary_dims else ""
-        window = "is open" if self.window_end is None else f"is {self.window_width:.2g} of it wide"
-        settled = "none" if self.settled_base is None else f"{self.settled_base:.10g}"
-        return "\n".join(
-            (
-                f"RoPE bases with B_m >= 0 for m = 0..{self.context_length}, head dimension {self.head_dim}{at_rest}",
-                f"  infimum (eq. 18)     {self.base:.10g}, first window {window}",
-                f"  first of two digits  {self.two_digit_base:.10g}",
-                f"  all admissible from  {settled}, up to {self.search_limit:.10g}",
-            )
-        )
-
 
 def rope_base_bound(
     context_length: int, head_dim: int, *, non_rotary_dims: int = 0, search_ratio: float = 16.0
@@ -107,11 +94,9 @@ def rope_base_bound(
     Raises:
         ValueError: an argument is out of its range; head_dim 2 is, because no base helps where B_m = cos(m).
 
-    >>> print(rope_base_bound(1000, 128))
-    RoPE bases with B_m >= 0 for m = 0..1000, head dimension 128
-      infimum (eq. 18)     4206.019223, first window is 0.03 of it wide
-      first of two digits  4300
-      all admissible from  6018.280857, up to 67296.30757
+    >>> bound = rope_base_bound(1000, 128)
+    >>> round(bound.base, 6), bound.two_digit_base, round(bound.settled_base, 6)
+    (4206.019223, 4300.0, 6018.280857)
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
     if not (math.isfinite(search_ratio) and search_ratio > 1):

@@ -57,8 +57,10 @@ def rope_decay(
     Args:
         m: relative distances in tokens: a number, an array of any shape, or a `range`. A range of n distances costs
             2 sqrt(n) sines per frequency and one matrix product instead of n cosines, see `_decay_range`.
-        base, head_dim: plain RoPE, or instead
-        inv_freq: the frequencies themselves, (n,), radians per token. Zeros are dimensions that do not rotate.
+        base: RoPE base of plain RoPE.
+        head_dim: dimensions of a head, with `base`.
+        inv_freq: in place of both, the frequencies themselves, (n,), radians per token. Zeros are dimensions that do
+            not rotate.
 
     Returns:
         float64, of the shape of m; a float if m is a number. The error is about 2e-16 * m * sqrt(sum theta^2).
@@ -88,7 +90,9 @@ def rope_context_bound(
     """Compute L_theta of eq. 17: the largest distance up to which B_m never is negative.
 
     Args:
-        base, head_dim, inv_freq: as for `rope_decay`.
+        base: as for `rope_decay`.
+        head_dim: as for `rope_decay`.
+        inv_freq: as for `rope_decay`.
         limit: the last distance looked at, in tokens.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The rotary embeddings that a config of transformers describes: groups of layers, their frequencies and their reach.
+"""What a config describes: groups of layers, their rotary frequencies and their reach, and the claimed context.
 
 Full attention must tell tokens apart up to distance claimed context - 1, sliding attention up to window - 1. A group
 has the frequencies that its scaling type gives (by transformers' own functions), or those in the buffers of a model.
@@ -10,17 +10,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..checks import whole_number
+from .base import LONGEST
 from .bounds import rope_inv_freq
-from .claim import default_note
-from .model_types import NO_ROPE, NTK_ALPHA, ROPE_ON_SLIDING_LAYERS_ONLY
-from .reading import SPELLINGS, Source
+from .reading import LENGTHS, ROPE_UNLESS, Source, positive
 
 
-# What modeling code fixes and no config says; see also `model_types`.
+# What only modeling code says; `python -m scripts.rope_types` derives the types from that of transformers.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
+ROPE_ON_SLIDING_LAYERS_ONLY = (
+    *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
+)
+NTK_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")  # dynamic: base * alpha ** (d / (d - 2))
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
-# Settings with which a model has no RoPE unless they have one of these values.
-ROPE_UNLESS = {"alibi": (False, None), "use_mem_rope": (True,), "position_embedding_type": ("rope", "rotary")}
 # What each rope type reads, and what changes no frequency.
 READS = {
     "default": "",
@@ -31,40 +33,25 @@ READS = {
     "llama3": "factor original_max_position_embeddings low_freq_factor high_freq_factor",
     "proportional": "factor",
 }
-CHANGES_NO_FREQUENCY = frozenset(
-    [
-        "type",
-        "rope_type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "attention_factor",
-        "attn_factor",
-        "mscale",
-        "mscale_all_dim",
-        "short_mscale",
-        "long_mscale",
-        "llama_4_scaling_beta",
-        "finetuned",
-        "original_max_position_embeddings",
-        "max_position_embeddings",
-        "mrope_section",
-        "mrope_interleaved",
-        "interleaved",
-    ]
+CHANGES_NO_FREQUENCY = (
+    "type rope_type rope_theta partial_rotary_factor attention_factor attn_factor mscale mscale_all_dim short_mscale "
+    "long_mscale llama_4_scaling_beta finetuned original_max_position_embeddings max_position_embeddings mrope_section "
+    "mrope_interleaved interleaved"
 )
+SHORTEST_TRAINING = 2048  # tokens; see `scaled_length`
 
 
 class NoRopeError(ValueError):
     """The model has no rotary position embedding.
 
     Args:
-        config: of the model.
+        config: config of the model.
         reason: what shows it.
     """
 
     def __init__(self, config: Any, reason: str):
         super().__init__(
-            f"{type(config).__name__} has no rotary position embedding that its config tells of, so RoPE bounds "
+            f"{type(config).__name__} has no rotary position embedding that its config describes, so RoPE bounds "
             f"nothing: {reason}."
         )
 
@@ -78,6 +65,100 @@ class Rope(NamedTuple):
     head_dim: int
 
 
+# The claimed context ------------------------------------------------------------------------------------------------
+
+
+def claimed_context(source: Source) -> tuple[int, str]:
+    """Return the tokens of context that a model claims, and which setting claims them; adds to `source.notes`.
+
+    It is the largest that the config or the tokenizer's config claims.
+
+    Raises:
+        ValueError: nothing claims a length, or one is not a number of tokens.
+    """
+    config, notes = source.config, source.notes
+    claims = stated_lengths(source)
+    stated = claims.get("max_position_embeddings", max(claims.values(), default=None))
+    claims |= scaled_length(source, stated, max(claims.values(), default=0) != stated)
+    condensed = getattr(config, "rope_condense_ratio", None)
+    if condensed and stated:
+        claims["rope_condense_ratio"] = int(positive("rope_condense_ratio", condensed) * stated)
+        notes.append(f"rope_condense_ratio = {condensed:g} needs code of FastChat: plain RoPE is judged")
+    tokenizer: Any = source.tokenizer.get("model_max_length")
+    if isinstance(tokenizer, int | float) and 1 < tokenizer <= LONGEST:  # those without a limit say 1e30
+        claims["model_max_length of the tokenizer"] = int(tokenizer)
+    if not claims:
+        raise ValueError(f"{type(config).__name__} has no max_position_embeddings; pass context_length instead.")
+    by = max(claims, key=lambda name: claims[name])
+    if by in LENGTHS and not any(map(source.names, LENGTHS)):
+        notes.append(f"{by} = {claims[by]} is the default of {type(config).__name__}; config.json names none")
+    elif stated is not None and claims[by] > stated and not ("max_pos" in by or by.startswith("factor")):
+        notes.append(f"max_position_embeddings is {stated}; {by} claims {claims[by]} tokens")
+    chunks = getattr(config, "dual_chunk_attention_config", None)
+    if isinstance(chunks, dict):
+        native = chunks.get("original_max_position_embeddings", "fewer")
+        notes.append(
+            f"the claim rests on dual_chunk_attention_config ({native} tokens without it), which transformers ignores: "
+            "plain RoPE is judged"
+        )
+    return claims[by], by
+
+
+def stated_lengths(source: Source) -> dict[str, int]:
+    """Return the lengths of a config by their names; defaults of its class only if config.json names no length."""
+    config, lengths = source.config, {}
+    named = any(map(source.names, LENGTHS))
+    for name in LENGTHS:
+        length = getattr(config, name, None)
+        length = source.file.get(name) if length is None else length
+        attribute = getattr(type(config), "attribute_map", {}).get(name, name)
+        assumed = not source.known or length == getattr(type(config), attribute, None)
+        if length is not None and not (named and assumed and not source.names(name)):
+            lengths[name] = whole_number(name, length, 1)
+    return lengths
+
+
+def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str, int]:
+    """Return the length that scaling claims, its factor times the length before it; adds a note on a guess.
+
+    Configs name the length before scaling, or else max_position_embeddings is either of the two: with dynamic scaling
+    and YaRN the length before it, as transformers computes; with linear scaling the length before it if the other
+    reading would be a training on 2048 tokens or fewer.
+
+    Args:
+        stated: max_position_embeddings.
+        longer: whether the config states a longer length under another name, so that no guess is needed.
+    """
+    rope, notes = source.config.rope_parameters, source.notes
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    for parameters in nested or [rope]:
+        scaling, factor = parameters.get("rope_type"), parameters.get("factor")
+        original = parameters.get("original_max_position_embeddings")
+        if scaling not in ("yarn", "linear", "dynamic") or not factor or factor <= 1 or parameters.get("alpha"):
+            continue
+        if original and (scaling != "yarn" or source.names("original_max_position_embeddings")):
+            if stated and factor * original > stated:
+                notes.append(
+                    f"max_position_embeddings is {stated}; {scaling} claims {factor:g} times {original} tokens"
+                )
+            return {f"factor of {scaling}": int(factor * original)}
+        if not stated or nested or longer:
+            continue
+        scaled, is_scaled = int(factor * stated), scaling == "linear" and stated > SHORTEST_TRAINING * factor
+        if scaling == "yarn" or (scaling == "linear" and stated >= SHORTEST_TRAINING * factor):
+            when, other, tokens = ("with", "before", scaled) if is_scaled else ("before", "after", stated)
+            notes.append(
+                f"max_position_embeddings = {stated} is taken to be the length {when} {scaling} scaling by {factor:g}; where "
+                f"it is that {other} scaling, check {tokens} tokens"
+            )
+        if not is_scaled:
+            return {f"{factor:g} times max_position_embeddings, by {scaling} scaling": scaled}
+    return {}
+
+
+# Groups of layers ---------------------------------------------------------------------------------------------------
+
+
 def with_rope_parameters(source: Source) -> Any:
     """Return the config of a source, with its RoPE in `rope_parameters` whatever it was spelled as.
 
@@ -85,13 +166,11 @@ def with_rope_parameters(source: Source) -> Any:
         NoRopeError: there is none.
     """
     config = source.config
-    if config.model_type in NO_ROPE:
+    if not may_rotate(config):
         raise NoRopeError(config, f"the attention of {config.model_type} rotates nothing")
-    for name in SPELLINGS["partial_rotary_factor"]:
-        if getattr(config, "partial_rotary_factor", None) is None and getattr(config, name, None) is not None:
-            config.partial_rotary_factor = getattr(config, name)
     if config.model_type in BASE_IN_CODE:
         config.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[config.model_type]}
+        source.notes.append("the base is fixed in this model's code; its config does not name it")
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not parameters and getattr(config, "rope_theta", None) is None:
         unknown = "" if source.known else f", and transformers does not know the model type {config.model_type!r}"
@@ -111,14 +190,11 @@ def with_rope_parameters(source: Source) -> Any:
     return config
 
 
-def assumptions(source: Source, kind: str, base: float) -> list[str]:
-    """Return notes on what the config does not say and is assumed of layers of this kind."""
-    config, notes = source.config, []
-    if base == getattr(type(config), "default_theta", None) and config.model_type not in BASE_IN_CODE:
-        notes += default_note(source, "rope_theta", f"base = {base:g}") if source.known else []
-    if "mrope_section" in parameters_of(config, kind):
-        notes.append("multimodal RoPE (mrope) is judged on text, where all its sections count the same positions")
-    return notes
+def may_rotate(config: Any) -> bool:
+    """Return whether the attention of a model type rotates: classes of transformers have a field for RoPE then."""
+    settings = {"rope_parameters", "rope_theta"} & getattr(type(config), "__dataclass_fields__", {}).keys()
+    of_transformers = type(config).__module__.startswith("transformers.models.")
+    return bool(settings) or not of_transformers or config.model_type in BASE_IN_CODE
 
 
 def parameters_of(config: Any, kind: str) -> dict[str, Any]:
@@ -130,10 +206,12 @@ def parameters_of(config: Any, kind: str) -> dict[str, Any]:
 def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
     """Group the attention layers: their indices by layer type and base; base 0 means without RoPE."""
     nested = [key for key, value in config.rope_parameters.items() if isinstance(value, dict)]
-    kinds = getattr(config, "layer_types", None)
+    kinds, count = getattr(config, "layer_types", None), required_int(config, "num_hidden_layers")
     if not kinds:
         sliding = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-        kinds = ["sliding_attention" if sliding else "full_attention"] * required_int(config, "num_hidden_layers")
+        kinds = ["sliding_attention" if sliding else "full_attention"] * count
+    if not isinstance(kinds, list) or len(kinds) != count or not all(isinstance(kind, str) for kind in kinds):
+        raise ValueError(f"layer_types must be a list with the type of each of {count} layers, got {kinds!r}.")
     if nested and not set(nested) & set(kinds):  # named after something else, like DeepSeek-V4's "main" and "compress"
         return {(key, required_base(config.rope_parameters[key])): [] for key in nested}
 
@@ -152,7 +230,7 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
 
 
 def rotates(config: Any, i: int, kind: str) -> bool:
-    """Return whether layer i rotates queries and keys, as far as its config or the modeling code of its type tells."""
+    """Return whether layer i rotates queries and keys, by its config or the modeling code of its type."""
     if getattr(config, "no_rope_layers", None):
         return bool(config.no_rope_layers[i])  # 1 where there is RoPE, despite the name
     if config.model_type in ROPE_ON_SLIDING_LAYERS_ONLY and getattr(config, "sliding_window", None):
@@ -170,28 +248,31 @@ def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
     """Return how many tokens such a layer sees; None if all."""
     name = "sliding_window" if "sliding" in kind else "attention_chunk_size" if "chunked" in kind else None
     tokens = getattr(layer_config(config, layers), name, None) if name else None
-    if tokens is not None and tokens < 2:
-        raise ValueError(f"{name} is {tokens!r}; it must be 2 tokens or more, or None for no window.")
-    return tokens
+    return None if tokens is None else whole_number(str(name), tokens, 2)
 
 
-def rope_of_layers(config: Any, kind: str, base: float, layers: list[int], claimed: int) -> Rope:
-    """Compute the frequencies of a group by its rope type.
+# Frequencies --------------------------------------------------------------------------------------------------------
+
+
+def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], claimed: int) -> Rope:
+    """Compute the frequencies of a group by its rope type; adds a note on each assumption.
 
     Args:
         claimed: tokens of context, for types whose frequencies depend on the length.
 
     Raises:
         ValueError: the parameters are incomplete, or give what is not a frequency.
+        NotImplementedError: the rope type is unknown.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    parameters = parameters_of(config, kind)
-    parameters["rope_theta"] = base
+    config, parameters = source.config, parameters_of(source.config, kind)
+    check_parameters(source, parameters)
+    rope_type, parameters["rope_theta"] = parameters["rope_type"], base
     layer = layer_config(config, layers)
     if getattr(layer, "head_dim", None) is None:
         layer.head_dim = required_int(layer, "hidden_size") // required_int(layer, "num_attention_heads")
-    head_dim, rope_type = required_int(layer, "head_dim"), parameters["rope_type"]
+    head_dim = required_int(layer, "head_dim")
     alpha = parameters.get("alpha") if rope_type == "dynamic" else None
     if rope_type == "default" or alpha:
         rotary_dim = rotary_dimensions(config, parameters, head_dim)
@@ -215,31 +296,36 @@ def rope_of_layers(config: Any, kind: str, base: float, layers: list[int], claim
 
 
 def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
-    """Note which settings of a group its rope type does not use.
+    """Note what is assumed of the parameters of a group, and which of them its rope type does not use.
 
     Raises:
-        ValueError: a setting is not one of transformers, so that what it does to the frequencies is not known.
+        ValueError: a parameter is not one of transformers, so that its effect on the frequencies is not known.
         NotImplementedError: the rope type is unknown.
     """
-    config, rope_type = source.config, parameters["rope_type"]
+    config, notes, rope_type = source.config, source.notes, parameters["rope_type"]
     if rope_type not in READS:
         raise NotImplementedError(f"rope type {rope_type!r} is not supported; supported are {', '.join(READS)}.")
+    readable = {*" ".join(READS.values()).split()} - {"alpha"}
     reads = set(READS[rope_type].split())
     if source.known and config.model_type not in NTK_ALPHA:
         reads.discard("alpha")
-    kinds = {*(getattr(config, "layer_types", None) or ()), "rope_theta"}
-    others = [
-        key for key, value in parameters.items() if value is not None and key not in CHANGES_NO_FREQUENCY | reads
-    ]
-    unused = sorted(set(others) & set(" ".join(READS.values()).replace("alpha", "").split()))
-    if unused:
-        source.notes.append(f"{rope_type} RoPE does not use {', '.join(unused)}, which rope_parameters names")
-    unknown = sorted(set(others) - set(unused) - kinds)
-    if unknown:
-        raise ValueError(
-            f"rope_parameters has {', '.join(unknown)}, which {rope_type} RoPE of {config.model_type or 'transformers'} does "
-            "not read; remove what its code ignores too."
+    layer_types = {*(getattr(config, "layer_types", None) or ())}
+    others = {key for key, value in parameters.items() if value is not None}
+    others -= {*CHANGES_NO_FREQUENCY.split(), *reads, *layer_types}
+    if others & readable:
+        notes.append(
+            f"{rope_type} RoPE does not use {', '.join(sorted(others & readable))}, which rope_parameters names"
         )
+    if others - readable:
+        raise ValueError(
+            f"rope_parameters has {', '.join(sorted(others - readable))}, which {rope_type} RoPE of "
+            f"{config.model_type or 'transformers'} does not read; remove what its code ignores too."
+        )
+    base = parameters.get("rope_theta")
+    if base == getattr(type(config), "default_theta", None) and not source.names("rope_theta"):
+        notes.append(f"base = {base:g} is the default of {type(config).__name__}; config.json names none")
+    if "mrope_section" in parameters:
+        notes.append("multimodal RoPE (mrope) is judged on text, where all its sections count the same positions")
 
 
 def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) -> int:
@@ -257,7 +343,7 @@ def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) ->
 
 
 def with_model_frequencies(rope: Rope, model: Any, kind: str, notes: list[str]) -> Rope:
-    """Replace the frequencies by those in the model's own buffer, which it computes with, where it has one."""
+    """Replace the frequencies by those in the model's own buffer, which it computes with, if it has one."""
     text_config = model.config.get_text_config(decoder=True)
     for module in model.modules():
         if getattr(module, "config", None) is not text_config:
@@ -275,18 +361,13 @@ def required_int(config: Any, name: str) -> int:
     """Return a positive number that the config must have."""
     value = getattr(config, name, None)
     if value is None:
-        raise ValueError(
-            f"{type(config).__name__} has no {name}, which the bound needs"
-            + ("; pass context_length instead." if name == "max_position_embeddings" else "; no default is assumed.")
-        )
-    if value < 1:
-        raise ValueError(f"{name} is {value!r} in {type(config).__name__}; it must be a positive integer.")
-    return value
+        raise ValueError(f"{type(config).__name__} has no {name}, which the bound needs; no default is assumed.")
+    return whole_number(name, value, 1)
 
 
 def required_base(parameters: dict[str, Any]) -> float:
     """Return rope_theta, which the parameters must have."""
     if parameters.get("rope_theta") is None:
         raise ValueError(f"The config names no base: rope_theta is missing in {parameters}; no default is assumed.")
-    rope_inv_freq(parameters["rope_theta"], 2)  # refuses a base that cannot be one, whatever the scaling
+    rope_inv_freq(parameters["rope_theta"], 2)  # raises for what cannot be a base, whatever the scaling
     return parameters["rope_theta"]

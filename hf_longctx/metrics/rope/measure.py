@@ -13,14 +13,11 @@ import numpy as np
 from ..checks import whole_number
 from .base import LONGEST, rope_base_bound
 from .bounds import rope_context_bound, rope_decay
-from .claim import claimed_context
 from .config import (
-    BASE_IN_CODE,
     NoRopeError,
     Rope,
-    assumptions,
     attention_window,
-    check_parameters,
+    claimed_context,
     layer_groups,
     parameters_of,
     rope_of_layers,
@@ -28,11 +25,12 @@ from .config import (
     with_rope_parameters,
 )
 from .reading import Source, read_source, readable
-from .result import MINIMUM_BASE_UP_TO, RopeLayers, RopeReport
+from .result import RopeLayers, RopeReport
 
 
 LOOKED_AT = 1 << 22  # distances in which the end of B_m >= 0 is sought, where a model needs fewer
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+MINIMUM_BASE_UP_TO = 1 << 20  # tokens; eq. 18 takes minutes beyond
 
 
 def rope_report(
@@ -78,23 +76,24 @@ def _report(source: Source, model: Any, context_length: int | None, minimum_base
     claimed = whole_number(f"the context to check ({claimed_by})", claimed, 2)
     if claimed > LONGEST:
         raise ValueError(f"the context to check ({claimed_by}) is {claimed} tokens; more than {LONGEST} take minutes.")
-    if config.model_type in BASE_IN_CODE:
-        notes.append("the base is fixed in this model's code; its config does not name it")
     groups = []
     for (kind, base), layers in layer_groups(config).items():
         reach = min(claimed, attention_window(config, kind, layers) or claimed) - 1
         if not base:
             groups.append(RopeLayers(kind, len(layers), reach))
             continue
-        check_parameters(source, parameters_of(config, kind))
-        rope = rope_of_layers(config, kind, base, layers, claimed)
-        notes += assumptions(source, kind, base)
+        rope = rope_of_layers(source, kind, base, layers, claimed)
         alpha = parameters_of(config, kind).get("alpha")
         if rope.type in LENGTH_DEPENDENT and not alpha:
             notes.append(f"{rope.type} frequencies depend on the length; taken at {claimed} tokens")
         elif hasattr(model, "config") and not getattr(config, "layer_rope_theta", None):
             rope = with_model_frequencies(rope, model, kind, notes)
-        groups.append(_bound(rope, kind, len(layers), reach, minimum_base))
+        why_not = "proportional RoPE has exponents of its own" if rope.type == "proportional" else None
+        if reach > MINIMUM_BASE_UP_TO:
+            why_not = f"the search takes minutes beyond {MINIMUM_BASE_UP_TO} tokens"
+        if minimum_base and why_not is not None:
+            notes.append(f"the minimum base is not computed: {why_not}")
+        groups.append(_bound(rope, kind, len(layers), reach, minimum_base and why_not is None))
     if not any(group.rope_type for group in groups):
         raise NoRopeError(config, "none of its layers is an attention layer with RoPE")
     return RopeReport(source.name, claimed, claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
@@ -110,7 +109,7 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
     holds = bound is None or bound >= reach
     negative, last_negative, lowest = _negative_distances(theta, reach)
     minimum = {}
-    if minimum_base and at_rest < len(rotating) and rope.type != "proportional" and reach <= MINIMUM_BASE_UP_TO:
+    if minimum_base and at_rest < len(rotating):
         bases = rope_base_bound(reach, 2 * len(rotating), non_rotary_dims=2 * at_rest)
         names = ("two_digit_base", "settled_base", "search_limit")
         minimum = {"minimum_base": bases.base, **{name: getattr(bases, name) for name in names}}

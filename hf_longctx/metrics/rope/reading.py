@@ -1,6 +1,6 @@
 """Read the config of any model: a name, a folder, a JSON object, a config or a model.
 
-A type that transformers knows is read by its class. The plain fields of any other are read as a Llama would, under the
+transformers reads the types that it knows. The plain fields of any other type are read as a Llama would, under the
 names that code on the Hub gives them, and no code of the model runs.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,14 +28,32 @@ SPELLINGS = {
     "rope_theta": ("rotary_emb_base", "rope_base", "rotary_base", "rope_freq_base"),
     "partial_rotary_factor": ("rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction"),
     "rope_parameters": ("rope_scaling",),
-    "rope_type": ("type",),
 }
 LENGTHS = (
-    *("max_position_embeddings", "model_max_length", "max_sequence_length", "max_seq_length", "max_seq_len"),
-    *("n_positions", "n_ctx", "seq_length", "seq_len", "context_length", "max_context_length"),
+    *("max_position_embeddings", "model_max_length", "max_sequence_length", "max_sequence_len", "max_seq_length"),
+    *("max_seq_len", "n_positions", "n_ctx", "seq_length", "seq_len", "sequence_length"),
+    *("context_length", "context_size", "context_window", "max_context_length", "max_context_len", "max_model_len"),
 )
-TEXT_PARTS = ("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "decoder")
-SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default", None: "default"}
+TEXT_PARTS = (
+    *("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "decoder"),
+    *("llm", "language_model", "text_model"),
+)
+# Settings with which a model has no RoPE unless they have one of these values.
+ROPE_UNLESS = {
+    **dict.fromkeys(("alibi", "use_alibi", "no_rope"), (False, None)),
+    **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
+    **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
+}
+# Settings of a type that transformers does not know that mean the same there.
+SAME = (
+    *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers", "rope_condense_ratio"),
+    *("original_max_position_embeddings", "dual_chunk_attention_config"),
+)
+SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
+POSITIVE = (
+    *("factor", "alpha", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow"),
+)
 LLAMA_BASE = 10_000.0
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
@@ -44,22 +63,33 @@ class Source:
     """What is known of a model without its weights.
 
     Attributes:
-        config: the config of its text decoder.
+        config: config of its text decoder, a copy.
         name: a name that means the same elsewhere: of a local model the last component of its path.
-        file: the content of config.json; None if it is not on this machine.
-        text: the part of `file` that describes the text decoder; empty if there is no file.
-        tokenizer: the content of tokenizer_config.json; empty if it is not on this machine.
+        file: content of config.json, with the fields of its text decoder on top; empty if it is not on this machine.
+        tokenizer: content of tokenizer_config.json; empty if it is not on this machine.
         notes: what had to be assumed.
         known: whether transformers has a class for its type.
     """
 
     config: Any
     name: str
-    file: dict[str, Any] | None = None
-    text: dict[str, Any] = field(default_factory=dict)
-    tokenizer: dict[str, Any] = field(default_factory=dict)
+    file: dict[str, Any]
+    tokenizer: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     known: bool = True
+
+    def names(self, setting: str) -> bool:
+        """Return whether config.json names a setting of the text decoder; True if there is no file to look into."""
+        spellings = {setting, *SPELLINGS.get(setting, ())}
+        ropes = {key: self.file.get(key) for key in ("rope_parameters", "rope_scaling")}
+        return not self.file or not spellings.isdisjoint(self.file) or is_inside(ropes, spellings)
+
+
+def is_inside(part: Any, names: set[str]) -> bool:
+    """Return whether a JSON object has one of these keys, at any depth."""
+    return isinstance(part, dict) and (
+        not names.isdisjoint(part) or any(is_inside(value, names) for value in part.values())
+    )
 
 
 def read_source(model: Any, **options: Any) -> Source:
@@ -74,35 +104,33 @@ def read_source(model: Any, **options: Any) -> Source:
     """
     from transformers import AutoConfig, PreTrainedConfig
 
+    file, tokenizer = {}, {}
     if isinstance(model, str | Path):
         name, trust = str(model), options.pop("trust_remote_code", False)
         file, tokenizer = read_files(name, **options)
-        if trust and "auto_map" in file:
-            model = AutoConfig.from_pretrained(name, trust_remote_code=True, **options)
-        else:
-            model = file
+        run_code = trust and "auto_map" in file
+        model = AutoConfig.from_pretrained(name, trust_remote_code=True, **options) if run_code else file
     elif isinstance(model, dict):
-        name, file, tokenizer = str(model.get("_name_or_path") or model.get("model_type") or "config.json"), model, {}
+        name, file = str(model.get("_name_or_path") or model.get("model_type") or "config.json"), model
     else:
-        config = getattr(model, "config", model)
-        if not isinstance(config, PreTrainedConfig):
+        model = getattr(model, "config", model)
+        if not isinstance(model, PreTrainedConfig):
             raise ValueError(
                 f"rope_report got a {type(model).__name__}; it needs a PreTrainedModel, a PreTrainedConfig, the content "
                 "of a config.json, or the name of a model."
             )
-        name, file, tokenizer = config.name_or_path or type(model).__name__, None, {}
-        if config.name_or_path:
+        name = model.name_or_path or type(model).__name__
+        if model.name_or_path:
             with suppress(OSError, ValueError):
                 file, tokenizer = read_files(name, local_files_only=True)
-        model = config
     name = public_name(str(Path(name).parent) if Path(name).is_file() else name)
     with readable(name):
-        return read_decoder(model, file, tokenizer, name)
+        return read_decoder(model, name, file, tokenizer)
 
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Turn whatever a value of a wrong type or size breaks into one ValueError that names the config."""
+    """Turn what a value of a wrong type or size breaks into one ValueError that names the config."""
     try:
         yield
     except (ValueError, NotImplementedError, ImportError, OSError):
@@ -135,49 +163,88 @@ def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any
     return config, tokenizer if isinstance(tokenizer, dict) else {}
 
 
-def read_decoder(model: Any, file: dict[str, Any] | None, tokenizer: dict[str, Any], name: str) -> Source:
+def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[str, Any]) -> Source:
     """Return the source of a config or of the content of config.json."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    text, notes = file or {}, []
     while isinstance(model, dict):
-        kind: Any = model.get("model_type")
-        part: Any = next((model[key] for key in TEXT_PARTS if isinstance(model.get(key), dict)), None)
-        known = kind in CONFIG_MAPPING if isinstance(kind, str) else False
-        composite = known and is_composite(CONFIG_MAPPING[kind])
-        if part is not None and not composite:  # the type of the whole is not known, or is that of its text decoder
-            model = text = {"model_type": kind, **part}
-        elif not known:
-            return Source(plain_config(model, notes), name, file, model, tokenizer, notes, known=False)
+        kind, part = model.get("model_type"), text_part(model)
+        config_class: Any = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
+        # only a composite class reads a part; else the type of the whole is not known, or is that of its text decoder
+        composite = not set(TEXT_PARTS).isdisjoint(getattr(config_class, "sub_configs", None) or ())
+        if part is not None and not composite:
+            model = {"model_type": kind, **part}
+        elif config_class is None:
+            break
         else:
-            check_layers(model)
-            text = part or model
-            model = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(model))
-            if composite and part is None and names(text, "num_hidden_layers"):  # a flat file of a composite model
-                model = type(model.get_text_config(decoder=True)).from_dict(copy.deepcopy(text))
-    decoder = model.get_text_config(decoder=True)
-    if isinstance(decoder, dict):
-        return read_decoder({"model_type": model.model_type, **decoder}, file, tokenizer, name)
-    part: Any = next((text[key] for key in TEXT_PARTS if isinstance(text.get(key), dict)), text)
-    known = decoder.model_type in CONFIG_MAPPING
-    if not known:
-        fields = {
-            key: getattr(decoder, key) for key in (*SPELLINGS, *LENGTHS) if getattr(decoder, key, None) is not None
-        }
-        decoder = plain_config(decoder.to_dict() | fields | {"model_type": decoder.model_type}, notes)
-    return Source(copy.deepcopy(decoder), name, file, part, tokenizer, notes, known)
+            fields, flat = readable_fields(model), composite and part is None and layers_named(model)
+            model = config_class.from_dict(fields)
+            if flat:
+                model = type(model.get_text_config(decoder=True)).from_dict(fields)
+    file, notes = with_part_on_top(file), []
+    if not isinstance(model, dict):
+        decoder = model.get_text_config(decoder=True)
+        if isinstance(decoder, dict):
+            return read_decoder({"model_type": model.model_type, **decoder}, name, file, tokenizer)
+        if decoder.model_type in CONFIG_MAPPING:
+            return Source(copy.deepcopy(decoder), name, file, tokenizer)
+        aliases = {key: getattr(decoder, key, None) for key in (*SPELLINGS, *LENGTHS)}
+        aliases = {key: value for key, value in aliases.items() if value is not None}
+        model = decoder.to_dict() | aliases | {"model_type": decoder.model_type}
+    return Source(plain_config(readable_fields(model), notes), name, file, tokenizer, notes, known=False)
 
 
-def is_composite(config_class: Any) -> bool:
-    """Return whether configs of a class hold the config of a text decoder."""
-    return not set(TEXT_PARTS).isdisjoint(getattr(config_class, "sub_configs", {}))
+def text_part(file: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the part of a config.json that describes the text decoder; None if there is none."""
+    return next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)
 
 
-def check_layers(file: dict[str, Any]) -> None:
-    """Raise ValueError if lists with an entry for each layer would not fit into memory."""
-    for name in ("num_hidden_layers", *SPELLINGS["num_hidden_layers"]):
-        if isinstance(file.get(name), int) and file[name] > 100_000:
-            raise ValueError(f"{name} must be at most 100000, got {file[name]}.")
+def with_part_on_top(file: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json with the fields of its text decoder in place of the part."""
+    while (part := text_part(file)) is not None:
+        file = {key: value for key, value in file.items() if value is not part} | part
+    return file
+
+
+def layers_named(file: dict[str, Any]) -> str | None:
+    """Return the name under which a config.json has its number of layers."""
+    return next((name for name in ("num_hidden_layers", *SPELLINGS["num_hidden_layers"]) if name in file), None)
+
+
+def readable_fields(file: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a config.json whose RoPE is in the words of transformers.
+
+    Raises:
+        ValueError: lists with an entry for each layer would not fit into memory, or RoPE parameters are not numbers.
+    """
+    file, layers = copy.deepcopy(file), layers_named(file)
+    if layers and isinstance(file[layers], int) and file[layers] > 100_000:
+        raise ValueError(f"{layers} must be at most 100000, got {file[layers]}.")
+    return file | {name: read_rope(file[name]) for name in ("rope_parameters", "rope_scaling") if file.get(name)}
+
+
+def read_rope(value: Any) -> dict[str, Any]:
+    """Return RoPE parameters without null and under transformers' names of rope types, nested ones included."""
+    if not isinstance(value, dict):
+        raise ValueError(f"rope_parameters must be a JSON object, got {value!r}.")
+    rope = {}
+    for key, entry in value.items():
+        if isinstance(entry, dict):
+            rope[key] = read_rope(entry)  # of a layer type
+        elif key in POSITIVE and entry is not None:
+            rope[key] = positive(f"{key} of rope_parameters", entry)
+        elif key in ("type", "rope_type"):
+            rope |= {key: SAME_ROPE_TYPE.get(entry, entry)} if entry is not None else {}
+        elif key not in POSITIVE:
+            rope[key] = entry
+    return rope
+
+
+def positive(name: str, value: Any) -> float:
+    """Return a number above 0; raise ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value!r}.")
+    return value
 
 
 def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
@@ -185,76 +252,41 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
     from transformers import PreTrainedConfig
 
     kind = file.get("model_type")
-    check_layers(file)
+    notes.append(f"transformers does not know the model type {kind!r}; its config.json is read as a Llama would")
     file = {key: value for key, value in file.items() if value is not None}
     fields = {name: file[name] for name in LENGTHS if name in file}
     if fields:  # transformers' own functions ask for this name
         fields.setdefault("max_position_embeddings", next(iter(fields.values())))
     for name, others in SPELLINGS.items():
         spelling = next((spelling for spelling in (name, *others) if spelling in file), None)
-        if spelling is not None and spelling != "type":
-            fields[name] = file[spelling]
-    rope = read_dict(file, "rotary") | read_dict(fields, "rope_parameters")  # internlm's has base and scaling_factor
-    if "base" in rope:
-        fields.setdefault("rope_theta", rope.pop("base"))
-    if "rotary" in file:
-        rope.setdefault("factor", rope.pop("scaling_factor", 1.0))
-    if rope:
-        rope_type = rope.pop("type", None) if "rope_type" not in rope else rope["rope_type"]
-        rope["rope_type"] = SAME_ROPE_TYPE.get(rope_type, rope_type)
+        fields |= {} if spelling is None else {name: file[spelling]}
+    fields |= {name: file[name] for name in (*SAME, *ROPE_UNLESS) if name in file}
+    rope = dict(fields.get("rope_parameters") or {})
+    if "rotary" in file:  # internlm's
+        rope |= {"factor": 1.0} | read_rope(file["rotary"])
+        rope["factor"] = rope.pop("scaling_factor", rope["factor"])
+    base = fields.get("rope_theta", rope.pop("base", rope.get("rope_theta")))
     if kind == "chatglm":  # rotates half of each head, by code that config.json does not repeat
         fields.setdefault("partial_rotary_factor", 0.5)
     if "qk_rope_head_dim" in file:  # multi-head latent attention
-        fields |= {"head_dim": file["qk_rope_head_dim"]}
-        fields["qk_head_dim"] = file["qk_rope_head_dim"] + file.get("qk_nope_head_dim", 0)
+        fields["head_dim"] = file["qk_rope_head_dim"]
+        fields["qk_head_dim"] = fields["head_dim"] + file.get("qk_nope_head_dim", 0)
     if "rotary_dim" in file and "partial_rotary_factor" not in fields:
         head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
         fields["partial_rotary_factor"] = file["rotary_dim"] / head_dim
-    about = {key: value for key, value in file.items() if ABOUT_ROPE.search(key) and value is not False}
-    base = fields.get("rope_theta", rope.get("rope_theta"))
-    notes.append(f"transformers does not know the model type {kind!r}; its config.json is read as a Llama would")
-    if base is None and about.keys() - {"alibi"}:
+    about = {key for key, value in file.items() if ABOUT_ROPE.search(key) and value is not False} - ROPE_UNLESS.keys()
+    if base is None and about:
         base = LLAMA_BASE
         notes.append(f"base = {base:g} is Llama's default; config.json names none")
     if "rope_ratio" in file and base is not None:
-        base *= file["rope_ratio"]
+        base *= positive("rope_ratio", file["rope_ratio"])
         notes.append(f"rope_ratio multiplies the base by {file['rope_ratio']:g}")
-    same = (
-        "layer_types",
-        "sliding_window",
-        "use_sliding_window",
-        "no_rope_layers",
-        "position_embedding_type",
-        "alibi",
-    )
-    fields |= {
-        key: file[key] for key in (*same, "original_max_position_embeddings", "rope_condense_ratio") if key in file
-    }
-    read = {*fields, *(other for others in SPELLINGS.values() for other in others), "qk_rope_head_dim", "rotary_dim"}
-    unread = sorted(about.keys() - read - {"rope_ratio", "rotary", "original_rope"})
+    read = {*fields, *(other for others in SPELLINGS.values() for other in others)}
+    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "rotary", "original_rope"})
     if unread:
         notes.append(f"not read: {', '.join(unread)}")
     config: Any = PreTrainedConfig()
     object.__setattr__(config, "model_type", kind if isinstance(kind, str) else "")
-    for name, value in fields.items():
+    for name, value in (fields | {"rope_theta": base, "rope_parameters": rope}).items():
         setattr(config, name, value)
-    config.rope_theta, config.rope_parameters = base, rope
     return config
-
-
-def read_dict(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of the JSON object of that name, empty if there is none."""
-    value = fields.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"{name} must be a JSON object, got {value!r}.")
-    return dict(value or {})
-
-
-def names(file: dict[str, Any], name: str) -> bool:
-    """Return whether a setting of the text decoder stands in a file, where parts are nested."""
-    if not {name, *SPELLINGS.get(name, ())}.isdisjoint(file):
-        return True
-    if name == "max_position_embeddings" and not file.keys().isdisjoint(LENGTHS):
-        return True
-    parts = [part for key, part in file.items() if isinstance(part, dict) and not key.startswith(("vision", "audio"))]
-    return any(names(part, name) for part in parts)

@@ -8,9 +8,7 @@ knows no model.
 
 from __future__ import annotations
 
-import json
 import textwrap
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from typing import Any
@@ -23,7 +21,6 @@ CAVEAT = (
     "further, so the paper itself calls the boundary not very strict, and many good models violate it at the length "
     "they claim. Below it the paper found low perplexity but poor retrieval at a distance: measure before concluding."
 )
-MINIMUM_BASE_UP_TO = 1 << 20  # tokens; eq. 18 takes minutes beyond
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,8 @@ class RopeLayers:
         layers: how many there are; None if the config does not tell.
         rope_type: the scaling type; None if these layers have no rotary embedding, and nothing below then applies.
         base: rope_theta.
-        head_dim, rotary_dim: dimensions of a query or key head, and those of them that rotate.
+        head_dim: dimensions of a query or key head.
+        rotary_dim: those of them that rotate.
         max_distance: the largest distance these layers attend over at the claimed context.
         context_bound: L_theta of eq. 17, so that B_m < 0 first at context_bound + 1; None if there is no violation up
             to m = 4194304 and max_distance.
@@ -93,41 +91,6 @@ class RopeLayers:
             return "half of the head or more does not rotate, so that no base violates the bound"
         return f"up to distance {self.max_distance}" if self.rope_type else ""
 
-    def __str__(self) -> str:
-        count = "" if self.layers is None else f" ({self.layers} layer{'s' * (self.layers != 1)})"
-        lines = [f"{self.layer_type}{count}: {self.verdict}"]
-        if self.rotary_dim is None or self.head_dim is None:
-            return lines[0]
-        lines += [
-            f"  RoPE              {self.rope_type}, base {self.base:g}, {self.rotary_dim} of {self.head_dim} dimensions",
-            f"  B_m >= 0 needed   up to m = {self.max_distance}",
-            f"  B_m >= 0 found    {_up_to(self.context_bound)}",
-        ]
-        if self.verdict == "inconclusive":
-            lines[-1] = f"  B_m >= 0 found    always: {self.detail}"
-        if self.verdict == "violated":
-            depth = f"; the lowest is {self.lowest_decay:g}, beside B_0 = {self.head_dim // 2}"
-            lines.append(f"  violated          {self.detail}{depth}")
-        if self.rotary_dim < self.head_dim:
-            lines.append(f"                    {_up_to(self.rotary_only_bound)} over the rotating dimensions alone")
-        lines += [f"  {line}" for line in self._bases()]
-        return "\n".join(lines)
-
-    def _bases(self) -> Iterator[str]:
-        """Yield lines about the bases that would do, or why there are none."""
-        if self.minimum_base is not None:
-            scaling = "" if self.rope_type == "default" else ", without scaling"
-            yield f"minimum base      {self.minimum_base:.7g}; of two digits {self.two_digit_base:g}{scaling}"
-            searched = f"up to {self.search_limit:.2g}, where the search ended"
-            if self.settled_base is None:
-                yield f"larger bases      some fail again, {searched}"
-            else:
-                yield f"larger bases      some fail again; none does above {self.settled_base:.7g}, {searched}"
-        elif self.max_distance > MINIMUM_BASE_UP_TO:
-            yield f"minimum base      not computed: the search takes minutes beyond {MINIMUM_BASE_UP_TO} tokens"
-        elif self.rope_type == "proportional":
-            yield "minimum base      not computed: proportional RoPE has exponents of its own"
-
 
 @dataclass(frozen=True)
 class RopeReport(Result):
@@ -182,22 +145,27 @@ class RopeReport(Result):
         return [*self.notes, self.caveat]
 
     def table(self) -> Table:
-        columns = ("layers", "RoPE", "base", "B_m >= 0 needed up to", "B_m >= 0 up to", "B_m < 0 at")
-        columns += ("minimum base", "all bases from", "verdict")
-        rows = [
-            (
-                group.layer_type if group.layers is None else f"{group.layers} {group.layer_type}",
-                group.rope_type or "-",
-                "-" if group.base is None else f"{group.base:g}",
-                group.max_distance,
-                "-" if group.context_bound is None else group.context_bound,
-                "-" if group.negative_distances is None else group.negative_distances,
-                *("-" if base is None else f"{base:.7g}" for base in (group.minimum_base, group.settled_base)),
-                group.verdict,
+        columns = ("layers", "RoPE", "dimensions that rotate", "B_m >= 0 needed", "B_m >= 0 found")
+        columns += ("over the rotating dimensions alone", "lowest B_m", "minimum base", "all bases from", "verdict")
+        return Table(columns, [self._row(group) for group in self.groups])
+
+    def _row(self, group: RopeLayers) -> tuple:
+        layers = group.layer_type if group.layers is None else f"{group.layers} {group.layer_type}"
+        if group.rope_type is None:
+            return (layers, *["-"] * 8, group.verdict)
+        bases = ("-", "-")
+        if group.minimum_base is not None:
+            unscaled = "" if group.rope_type == "default" else ", without scaling"
+            settled = "none" if group.settled_base is None else f"{group.settled_base:.7g}"
+            bases = (
+                f"{group.minimum_base:.7g}; of two digits {group.two_digit_base:g}{unscaled}",
+                f"{settled}; the search ended at {group.search_limit:.2g}",
             )
-            for group in self.groups
-        ]
-        return Table(columns, rows)
+        return (
+            *(layers, f"{group.rope_type}, base {group.base:g}", f"{group.rotary_dim} of {group.head_dim}"),
+            *(f"up to m = {group.max_distance}", _up_to(group.context_bound), _up_to(group.rotary_only_bound)),
+            *(f"{group.lowest_decay:g} (B_0 = {group.head_dim // 2})", *bases, group.verdict),
+        )
 
     def to_dict(self) -> dict:
         """Return everything as plain JSON types, verdicts included."""
@@ -206,20 +174,6 @@ class RopeReport(Result):
         return {**asdict(self), "groups": groups, "notes": notes, "verdict": self.verdict, "holds": self.holds}
 
     document = to_dict
-
-    def to_json(self, **kwargs: Any) -> str:
-        """Return `to_dict` as a JSON text.
-
-        Args:
-            kwargs: of `json.dumps`.
-        """
-        return json.dumps(self.to_dict(), **kwargs)
-
-    @classmethod
-    def mismatch(cls, document: dict[str, Any]) -> str | None:
-        if {"claimed_context", "groups"} <= document.keys():
-            return None
-        return "this JSON is not a RoPE report: it lacks claimed_context or groups."
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
@@ -234,9 +188,13 @@ class RopeReport(Result):
         plot_bound(self, path, train_length=train_length, title=title)
 
     def __str__(self) -> str:
-        title = f"RoPE bound of {self.model} at {self.claimed_context} tokens ({self.claimed_by})"
+        columns, rows = self.table()
+        lines = [f"RoPE bound of {self.model} at {self.claimed_context} tokens ({self.claimed_by})"]
+        for group, row in zip(self.groups, rows):
+            lines.append(f"{row[0]}: {group.verdict}{': ' * bool(group.detail)}{group.detail}")
+            lines += [f"  {column:36}{value}" for column, value in zip(columns[1:-1], row[1:-1]) if value != "-"]
         remarks = [textwrap.fill(text, 110) for text in (*(f"note: {note}" for note in self.notes), self.caveat)]
-        return "\n".join((title, *map(str, self.groups), *remarks))
+        return "\n".join((*lines, *remarks))
 
 
 def _up_to(bound: int | None) -> str:

@@ -1,62 +1,49 @@
-"""Greedy predictions at some positions of many inputs, at the least cost that does not change them.
+"""The logits at some positions of many inputs, at the least cost that does not change them.
 
-`predict_plainly` is the definition: one forward pass per input. An `Engine` gives the same predictions for less:
+`last_logits` is the definition: one forward pass per input. An `Engine` gives the same logits for less:
 
-- a prefix that inputs share is read once, and its cache cut back after each of them;
-- long inputs are read in passes of a bounded number of tokens, and short inputs share a pass;
-- hidden states are projected only where a prediction is needed, tile by tile, so that no (T, V) logits exist.
+- inputs that share a prefix read it once, and its cache is cut back after each of them;
+- long inputs are read in passes of a bounded number of tokens, and short inputs share a pass.
 
-A shortcut is used only if the model advertises it and a trial on a short input reproduces the plain logits; otherwise
-the model reads by `predict_plainly`.
+A cache is used only if the model advertises it and reading a short input in parts reproduces the plain logits.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .logits import (
-    CACHES,
-    accepted_options,
-    argmax,
-    check_returned,
-    input_device,
-    logits_plainly,
-    output_logits,
-    predict_plainly,
-)
+from .logits import CACHES, accepted_options, argmax, input_device, last_logits
 from .model import first_parameter, text_config
 
 
-# Tokens per pass, and (positions, vocabulary rows) per tile of logits: small where memory is what they cost and larger
-# ones are no faster, large where a device waits for work.
+# Tokens and logits per pass: small where memory is what they cost, large where a device waits for work
 TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
-TILE = {"cpu": (128, 4096), "accelerator": (1024, 16384)}
-LOGITS_PER_PASS = 2**24  # of a model that must project by itself, over its whole vocabulary
+LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
 
 T = TypeVar("T")
 
 
-class Unreadable(RuntimeError):
-    """The model cannot read an input of this kind or length, for the reason that is the message; others it can."""
+class UnsupportedInput(RuntimeError):
+    """The model cannot read an input of this kind or length, for the reason in the message; it can read others."""
 
 
-class OutOfMemory(Unreadable):
+class OutOfMemory(UnsupportedInput):
     """Memory ran out even in the smallest passes."""
 
 
 class Engine:
-    """Predicts with one model, in eval and inference mode (see `LocalReader.reading`).
+    """Predict with one model, in eval and inference mode (see `LocalReader.reading`).
 
     Args:
         model: a causal language model.
@@ -70,8 +57,7 @@ class Engine:
 
     Attributes:
         tokens_per_pass: may be changed at any time.
-        head: weight (V, D) and bias (V,) or None of the projection from hidden states to logits, if that is a plain
-            linear one; else None, and the model projects by itself.
+        logits_per_pass: bound of positions times vocabulary in the logits of a pass.
         reuses_prefixes: whether the model's cache can be continued and cut back.
     """
 
@@ -79,28 +65,26 @@ class Engine:
         self.model, self.config = model, text_config(model)
         self.device = input_device(model)
         kind = "cpu" if self.device.type == "cpu" else "accelerator"
-        self.tile, self.tokens_per_pass = TILE[kind], tokens_per_pass or TOKENS_PER_PASS[kind]
-        self._base = getattr(model, "base_model", model)
-        self._accepted = {module: accepted_options(module) for module in (model, self._base)}
+        self.tokens_per_pass, self.logits_per_pass = tokens_per_pass or TOKENS_PER_PASS[kind], LOGITS_PER_PASS[kind]
+        accepted = accepted_options(model)
+        self._logits = partial(last_logits, model, accepted=accepted)
         scalings = [getattr(module, "rope_type", None) for module in model.modules()]  # of rotary embeddings
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
         # a dynamic RoPE scales as for the longest input so far, until it reads one that needs no scaling
         self._rescales = any("dynamic" in name for name in rope_types)
-        self.head = None
         trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
-        logits, hidden = self._logits_and_hidden(trial)
-        check_causal(model, trial, logits, lambda ids: self._logits_and_hidden(ids)[0])
+        logits = self._logits(trial, trial.shape[1])
         self.vocab_size = logits.shape[-1]
-        self.head = plain_head(model, hidden, logits)
-        # "dynamic" and "longrope" change all frequencies at some length, so that keys in a cache no longer fit
+        check_causal(model, trial, logits, lambda ids: self._logits(ids, ids.shape[1]))
+        # "dynamic" and "longrope" change all frequencies at some length, so that cached keys no longer fit
         fixed = not self._rescales and "longrope" not in rope_types
-        takes_cache = "use_cache" in self._accepted[model] and not self._accepted[model].isdisjoint(CACHES)
+        takes_cache = "use_cache" in accepted and not accepted.isdisjoint(CACHES)
         self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
 
     def with_less_memory(self, work: Callable[..., T], *args: Any) -> T:
-        """Return `work(*args)`; if memory runs out, again with a quarter of the tokens per pass, down to 16.
+        """Return `work(*args)`; if memory runs out, retry with a quarter of the tokens per pass, down to 16.
 
         Raises:
             OutOfMemory: 16 tokens per pass are too many.
@@ -117,138 +101,66 @@ class Engine:
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         """Return greedy next-token predictions, (R, len(positions)) int64, for inputs (R, T); see `reader.Reader`."""
+        if not self.reuses_prefixes:
+            return np.stack([argmax(torch.cat([*self.logits(row, positions)])) for row in inputs])
+        best = np.empty((len(inputs), len(positions)), dtype=np.int64)
+        batch, rows = max(1, self.tokens_per_pass // inputs.shape[1]), inputs[:, : positions.stop]
+        groups = equal_rows(rows[:, :prefix])
+        alone = [row for group in groups if len(group) == 1 for row in group]
+        shared = [group for group in groups if len(group) > 1]
+        for group in shared + [alone] * bool(alone):
+            length = 0 if group is alone else prefix
+            cache = DynamicCache(config=self.config)
+            [*self.read(rows[group[:1], :length], cache, 0)]
+            for start in range(0, len(group), batch):
+                some = group[start : start + batch]
+                parts = self.read_after(cache, rows[some, length:], len(positions))
+                best[some] = np.concatenate([*map(argmax, parts)], axis=1)
+        return best
+
+    def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
+        """Yield the logits at some positions (consecutive, ascending) of one input (T,), (n, V) at a time."""
+        if self.reuses_prefixes:
+            cache = DynamicCache(config=self.config)
+            yield from (part[0] for part in self.read(ids[None, : positions.stop], cache, len(positions)))
+            return
         self.forget_lengths()
-        copies = equal_rows(inputs)
-        rows = inputs[[group[0] for group in copies]]
-        best = np.empty((len(rows), len(positions)), dtype=np.int64)
-        batch, alone = max(1, self.tokens_per_pass // inputs.shape[1]), []
-        for group in equal_rows(rows[:, :prefix]):
-            if self.reuses_prefixes and len(group) > 1:
-                cache = DynamicCache(config=self.config)
-                self.read(rows[group[:1], :prefix], cache)
-                for start in range(0, len(group), batch):
-                    some = group[start : start + batch]
-                    best[some] = self.read_after(cache, rows[some, prefix : positions.stop], len(positions))
-            else:
-                alone += group
-        for start in range(0, len(alone), batch):
-            some = alone[start : start + batch]
-            best[some] = self._predict_alone(rows[some], positions)
-        predictions = np.empty((len(inputs), len(positions)), dtype=np.int64)
-        for row, group in enumerate(copies):
-            predictions[group] = best[row]
-        return predictions
+        logits = self._logits(ids[None], len(ids) - positions.start)[0, : len(positions)]
+        yield from logits.split(max(1, self.logits_per_pass // self.vocab_size))
 
     def forget_lengths(self) -> None:
         """Undo the scaling of a dynamic RoPE for an earlier, longer input."""
         if self._rescales:
-            self._logits(self._first_id, None, 1)
+            self._logits(self._first_id, 1)
 
-    def read(self, ids: np.ndarray, cache: DynamicCache, scored: int = 0) -> np.ndarray:
-        """Read ids (B, t) on from a cache of B texts, which grows, in passes of at most `tokens_per_pass` tokens.
-
-        Returns:
-            predictions at the last `scored` positions, (B, scored) int64.
-        """
-        length, unscored = ids.shape[1], ids.shape[1] - scored
-        step = max(1, self.tokens_per_pass // len(ids))
-        best, start = [np.empty((len(ids), 0), dtype=np.int64)], 0
-        while start < length:
-            stop = min(start + step, length)
-            if self.head is None and start < unscored:
-                stop = min(stop, unscored)
-            elif self.head is None:
-                stop = min(stop, start + max(1, LOGITS_PER_PASS // (len(ids) * self.vocab_size)))
-            kept = max(0, stop - max(start, unscored))
-            if self.head is not None:
-                hidden = self._forward(self._base, ids[:, start:stop], cache)[0]
-                best.append(argmax_tiled(hidden[:, hidden.shape[1] - kept :], *self.head, self.tile))
-            else:
-                logits = self._logits(ids[:, start:stop], cache, max(kept, 1))
-                best.append(argmax(logits[:, logits.shape[1] - kept :]))
-            start = stop
-        return np.concatenate(best, axis=1)
-
-    def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> np.ndarray:
-        """Read ids (B, t), each row on from the one text of a cache, as `read` does; the cache is restored."""
-        if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
-            best = self.read(ids, cache, scored)
-            cache.crop(-ids.shape[1])
-            return best
-        branch = copy.deepcopy(cache)  # layers of other types forget or overwrite their input
-        if len(ids) > 1:
-            first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
-            branch.reorder_cache(first)
-        return self.read(ids, branch, scored)
-
-    def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
-        """Yield the logits at some positions (consecutive, ascending) of one input (T,), a part at a time.
+    def read(self, ids: np.ndarray, cache: DynamicCache, scored: int) -> Iterator[torch.Tensor]:
+        """Read ids (B, t) on from a cache of B sequences, which grows, in passes of at most `tokens_per_pass` tokens.
 
         Yields:
-            (n, V) in the model's dtype for the next n positions, n * V at most `LOGITS_PER_PASS` unless n is 1. A
-            model that can neither continue a cache nor be projected apart computes all of them at once first.
+            the logits at the last `scored` positions, (B, n, V) for the next n of them.
         """
-        self.forget_lengths()
-        rows = max(1, LOGITS_PER_PASS // self.vocab_size)
-        if self.head is None and not self.reuses_prefixes:
-            yield from logits_plainly(self.model, ids, positions).split(rows)
-            return
-        ids = ids[None, : positions.stop]
-        cache = DynamicCache(config=self.config) if self.reuses_prefixes else None
-        step = self.tokens_per_pass if self.reuses_prefixes else positions.stop
-        start = 0
-        while start < positions.stop:
-            stop = min(start + step, positions.stop)
-            if self.head is not None:
-                hidden = self._forward(self._base, ids[:, start:stop], cache)[0][0, max(0, positions.start - start) :]
-                yield from (
-                    F.linear(part, *self.head) for part in hidden.to(self.head[0].device).split(rows) if len(part)
-                )
-            elif start < positions.start:
-                stop = min(stop, positions.start)
-                self._logits(ids[:, start:stop], cache, 1)
-            else:
-                stop = min(stop, start + rows)
-                yield self._logits(ids[:, start:stop], cache, stop - start)[0]
+        length, unscored, start = ids.shape[1], ids.shape[1] - scored, 0
+        step = max(1, self.tokens_per_pass // len(ids))
+        rows = max(1, self.logits_per_pass // (len(ids) * self.vocab_size))
+        while start < length:
+            first = max(start, unscored)
+            stop = min(start + step, length, first + rows)
+            logits = self._logits(ids[:, start:stop], max(stop - first, 1), cache=cache)
+            if stop > first:
+                yield logits
             start = stop
 
-    def _predict_alone(self, rows, positions):
-        """Return predictions (B, P) for inputs (B, T) that share nothing."""
-        if self.reuses_prefixes:
-            return self.read(rows[:, : positions.stop], DynamicCache(config=self.config), len(positions))
-        if self.head is None:
-            return np.stack([predict_plainly(self.model, row, positions) for row in rows])
-        hidden = self._forward(self._base, rows, None)[0][:, positions.start : positions.stop]
-        return argmax_tiled(hidden, *self.head, self.tile)
-
-    def _forward(self, module, ids, cache, **options):
-        """Return the output for ids (B, t), read on from a cache or not, with those options that the module takes."""
-        options |= {"use_cache": cache is not None}
-        if cache is not None:  # None would replace the prefix of a PEFT model; one of the names is accepted
-            options |= dict.fromkeys(CACHES, cache)
-        accepted = {name: value for name, value in options.items() if name in self._accepted[module]}
-        return module(torch.from_numpy(ids).to(self.device), **accepted)
-
-    def _logits(self, ids, cache, keep):
-        """Return logits at the last positions, (B, keep, V)."""
-        if self.head is not None:
-            hidden = self._forward(self._base, ids, cache)[0]
-            return F.linear(hidden[:, hidden.shape[1] - keep :].to(self.head[0].device), *self.head)
-        logits = output_logits(self._forward(self.model, ids, cache, logits_to_keep=keep))
-        check_returned(self.model, logits.shape[1] >= keep, logits.shape[1], keep, ids.shape[1])
-        return logits[:, logits.shape[1] - keep :]
-
-    def _logits_and_hidden(self, ids):
-        """Return logits of the whole model, (1, T, V), and the hidden states that its base model computed for them."""
-        seen = []
-        hook = self._base.register_forward_hook(lambda *args: seen.append(args[-1]))
-        try:
-            logits = output_logits(self._forward(self.model, ids, None))
-        finally:
-            hook.remove()
-        logits = logits[:, -ids.shape[1] :]  # not those of PEFT's virtual tokens
-        hidden = seen[0][0] if len(seen) == 1 and self._base is not self.model else None
-        return logits, hidden if isinstance(hidden, torch.Tensor) else None
+    def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> Iterator[torch.Tensor]:
+        """Read ids (B, t), each row on from the one sequence of a cache, as `read` does; the cache is restored."""
+        if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
+            yield from self.read(ids, cache, scored)
+            cache.crop(-ids.shape[1])
+            return
+        branch = copy.deepcopy(cache)  # layers of other types forget or overwrite their input
+        if len(ids) > 1 and cache.get_seq_length():
+            first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
+            branch.reorder_cache(first)
+        yield from self.read(ids, branch, scored)
 
     def _continues_exactly(self, ids, logits):
         """Check that reading in parts, with the end read again, gives the logits of one pass but for rounding."""
@@ -260,11 +172,11 @@ class Engine:
             return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
         cache = DynamicCache(config=self.config)
-        parts = [self._logits(ids[:, :a], cache, a)]
+        parts = [self._logits(ids[:, :a], a, cache=cache)]
         if cache.get_seq_length() != a or not getattr(cache, "is_croppable", True):
             return False
-        self.read_after(cache, ids[:, a:], 1)
-        parts += [self._logits(ids[:, i:j], cache, j - i) for i, j in ((a, b), (b, ids.shape[1]))]
+        [*self.read_after(cache, ids[:, a:], 1)]
+        parts += [self._logits(ids[:, i:j], j - i, cache=cache) for i, j in ((a, b), (b, ids.shape[1]))]
         error = (torch.cat(parts, 1).float() - logits.float()).norm()
         # Rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
         exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
@@ -276,8 +188,8 @@ def check_causal(
 ) -> None:
     """Read a trial again with other ids in its second half: the logits of the first half must stay.
 
-    The border has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
-    NaN pass: whoever counts them says where they are.
+    The boundary has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
+    NaN pass: the runner reports where they are.
 
     Args:
         ids: the trial, (1, T) int64, T >= 3.
@@ -288,11 +200,11 @@ def check_causal(
     """
     if logits.shape[1] < ids.shape[1]:  # a model that returns the last logits only, or not those asked for
         return
-    border = ids.shape[1] // 2 | 1
+    boundary = ids.shape[1] // 2 | 1
     distinct = np.unique(ids) if (ids != ids[0, 0]).any() else np.unique([ids[0, 0], 0, 1])
     others = distinct[(np.searchsorted(distinct, ids) + 1) % len(distinct)]
-    changed = read(np.concatenate([ids[:, :border], others[:, border:]], axis=1))
-    before, after = (x[:, :border].float() for x in (logits, changed))
+    changed = read(np.concatenate([ids[:, :boundary], others[:, boundary:]], axis=1))
+    before, after = (x[:, :boundary].float() for x in (logits, changed))
     dtypes = {
         p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1
     }  # no quantized ones
@@ -307,53 +219,11 @@ def check_causal(
         )
 
 
-def plain_head(
-    model: nn.Module, hidden: torch.Tensor | None, logits: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Weight and bias of the output embeddings if they make exactly these logits of these hidden states.
-
-    They do not where logits are scaled or capped, nor may they be used alone where hooks watch or move the modules.
-    """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    if hidden is None or type(head) is not nn.Linear or head.weight.device.type == "meta":
-        return None
-    if any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in (model, head)):
-        return None
-    if hidden.shape != (*logits.shape[:2], head.in_features):  # logits: what PEFT calls base_model has its head on
-        return None
-    same = torch.equal(F.linear(hidden, head.weight, head.bias), logits)
-    return (head.weight, head.bias) if same else None
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether memory ran out, on a device (torch.OutOfMemoryError) or not (torch's CPU allocator)."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
-
-
-def argmax_tiled(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tile: tuple[int, int]
-) -> np.ndarray:
-    """Return `argmax(hidden @ weight.T + bias)`, (B, P) int64, with at most the logits of a tile at a time.
-
-    Args:
-        hidden, weight, bias: (B, P, D), (V, D) and (V,).
-        tile: positions and vocabulary rows.
-    """
-    rows, columns = tile
-    indices = []
-    for part in hidden.reshape(-1, hidden.shape[-1]).to(weight.device).split(rows):
-        best = part.new_full((len(part),), -torch.inf)
-        index = torch.zeros(len(part), dtype=torch.long, device=part.device)
-        for start in range(0, len(weight), columns):
-            some = slice(start, start + columns)
-            tile_best = F.linear(part, weight[some], None if bias is None else bias[some]).max(-1)
-            better = (tile_best.values > best) | tile_best.values.isnan()  # not >=: the first of equal logits counts
-            best = torch.where(better, tile_best.values, best)
-            index = torch.where(better, tile_best.indices + start, index)
-        indices.append(index.masked_fill(best.isnan(), -1))
-    return torch.cat(indices).view(hidden.shape[:2]).cpu().numpy()
 
 
 def equal_rows(rows: np.ndarray) -> list[list[int]]:

@@ -1,84 +1,104 @@
-"""Models that report, for each token of a prompt, what they expected in its place: served ones, and offline engines.
+"""Models of vLLM that report what they expected in place of each token of a prompt: `prompt_logprobs`.
 
 The prediction after a position is reported with the token that follows, so a prompt has one token more than is scored.
+`served.ServedModel` reads a server in this way, and `OfflineModel` an engine in this program:
+
+    forgetting_curve(OfflineModel(LLM("my-fox", dtype="float32")), tokens, ...)
 """
 
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
+from ..checks import public_name
+from .reader import Reader, configured_id
+
 
 NO_PREDICTION = -1  # in place of an id: NaN
+Entry = dict[int, float]  # log-probabilities by id: of a token and of the likeliest one, in nats
 
 
-class Scores(NamedTuple):
-    """Predictions in place of each token of a prompt; the first one has none.
+class PromptReader(Reader):
+    """The part of a `Reader` that follows from `prompt_entries`."""
 
-    Attributes:
-        best: the likeliest id, (T,) int64, see `PromptReader.predict`; -1 for the first one.
-        log_probs: log-probability of the prompt's token, (T,) float64, in nats; NaN for the first one.
-        highest: log-probability of the likeliest token, (T,) float64, in nats; NaN for the first one.
-    """
-
-    best: np.ndarray
-    log_probs: np.ndarray
-    highest: np.ndarray
-
-
-def no_scores(n: int) -> Scores:
-    return Scores(np.full(n, NO_PREDICTION, dtype=np.int64), np.full(n, np.nan), np.full(n, np.nan))
-
-
-def scores_of_entries(entries: list[dict[int, float]], ids: list[int]) -> Scores:
-    """Make scores from log-probabilities by id, for each prompt token its own and the likeliest; the first is ignored.
-
-    Raises:
-        ValueError: an entry has no log-probability of its token.
-    """
-    scores = no_scores(len(ids))
-    for i, (entry, token) in enumerate(zip(entries, ids)):
-        if i == 0:
-            continue
-        if token not in entry:
-            raise ValueError(
-                f"the tokens of the reply are not those of the prompt: at position {i} of {list(entry)}, not of {token}. "
-                "Does the endpoint rewrite prompts?"
-            )
-        scores.log_probs[i] = entry[token]
-        if not any(map(math.isnan, entry.values())):
-            scores.highest[i] = highest = max(entry.values())
-            scores.best[i] = min(other for other, value in entry.items() if value == highest)  # as argmax does
-    return scores
-
-
-class PromptReader:
-    """The part of the `reader.Reader` protocol that such readers share."""
-
-    can_reply = True
-    device: str | None = None
-    is_distributed = False
-
-    def score_prompts(self, prompts: np.ndarray) -> list[Scores]:
-        """Return the scores of prompts of one length, (R, T) int64."""
+    def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
+        """Return the entries of prompts of one length, (R, T) int64; the first one of each is empty."""
         raise NotImplementedError
 
-    def cost(self, tokens: int) -> float:
-        return tokens
-
-    def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> nullcontext:
-        """Prepare nothing: memory and passes are not this process's business."""
-        return nullcontext()
-
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Return predictions at positions up to T - 2, as log-probabilities are those of the prompt's tokens."""
+        """Return predictions at positions up to T - 2, as an entry belongs to a token of the prompt."""
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
-        best = np.stack([scores.best for scores in self.score_prompts(rows)])
-        return best[inverse.reshape(-1)][:, positions.start + 1 : positions.stop + 1]
+        reported = slice(positions.start + 1, positions.stop + 1)
+        best = np.array([[likeliest(entry) for entry in row[reported]] for row in self.prompt_entries(rows)])
+        return best[inverse.reshape(-1)]
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        (scores,) = self.score_prompts(np.append(ids, targets[-1])[None])
-        return scores.log_probs[positions.start + 1 :], scores.best[positions.start + 1 :]
+        (entries,) = self.prompt_entries(np.append(ids, targets[-1])[None])
+        entries = entries[positions.start + 1 :]
+        log_probs = [entry[token] for entry, token in zip(entries, targets.tolist())]
+        return np.array(log_probs), np.array([*map(likeliest, entries)])
+
+
+def likeliest(entry: Entry) -> int:
+    """Return the likeliest id, the lowest of equal ones as argmax does; -1 where a log-probability is NaN."""
+    if any(map(math.isnan, entry.values())):
+        return NO_PREDICTION
+    return min(entry, key=lambda token: (-entry[token], token))
+
+
+def check_entries(entries: list[Entry], ids: list[int]) -> list[Entry]:
+    """Return the entries of a prompt; raise ValueError if they are those of other tokens."""
+    for i, (entry, token) in enumerate(zip(entries, ids)):
+        if i and token not in entry:
+            raise ValueError(
+                f"the tokens of the response are not those of the prompt: at position {i} of {list(entry)}, not of {token}. "
+                "Does the endpoint rewrite prompts?"
+            )
+    return entries
+
+
+class OfflineModel(PromptReader):
+    """The `Reader` of a `vllm.LLM`, which may be made with `skip_tokenizer_init=True`.
+
+    Attributes:
+        position_limit: longest prompt in tokens: `max_model_len`, less one that has to be generated.
+    """
+
+    def __init__(self, llm: Any):
+        self.llm, self.config = llm, llm.model_config
+        self.vocab_size = self.config.get_vocab_size()
+        self.claimed_context = self.position_limit = self.config.max_model_len - 1
+
+    def settings(self) -> dict[str, Any]:
+        dtype = str(self.config.dtype).removeprefix("torch.")
+        return {"model": public_name(self.config.model), "dtype": dtype, "attention": None, "served_with": "vllm.LLM"}
+
+    def identity(self) -> dict[str, str]:
+        revision = getattr(self.config.hf_config, "_commit_hash", None)  # of a model from the Hub
+        return {"engine": "vllm"} | ({"revision": revision} if revision else {})
+
+    def configured_id(self, name: str) -> int | None:
+        return configured_id(name, self.config.hf_config)
+
+    def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
+        outputs = self._generate(prompts, max_tokens=1, prompt_logprobs=1)
+        return [
+            check_entries(
+                [{token: value.logprob for token, value in (entry or {}).items()} for entry in output.prompt_logprobs],
+                output.prompt_token_ids,
+            )
+            for output in outputs
+        ]
+
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
+        (output,) = self._generate(prompt[None], max_tokens=tokens)
+        return tokenizer.decode(output.outputs[0].token_ids, skip_special_tokens=True)
+
+    def _generate(self, prompts, **options):
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, detokenize=False, **options)
+        return self.llm.generate([{"prompt_token_ids": row.tolist()} for row in prompts], params, use_tqdm=False)

@@ -1,16 +1,16 @@
-"""The `Reader` protocol, which a metric reads a model by, and the reader of a model in this process.
+"""How a metric reads a model: the base class `Reader`, and the reader of a model in this process.
 
-`served.ServedModel` and `offline.OfflineModel` are the other readers. A metric never asks which of them it has.
+`served.ServedModel` and `prompts.OfflineModel` are the other readers. A metric never asks which of them it has.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +23,8 @@ from .logits import input_device
 from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
 
 
-class Reader(Protocol):
-    """A causal language model that reads token ids.
+class Reader:
+    """A causal language model that reads token ids. Any object with these members can be measured.
 
     Attributes:
         vocab_size: how many ids it can read; `math.inf` if unknown.
@@ -35,30 +35,28 @@ class Reader(Protocol):
         is_distributed: whether processes hold one model together, so that they cannot share work.
     """
 
-    vocab_size: int | float
-    position_limit: int | None
-    claimed_context: int | None
-    device: str | None
-    can_reply: bool
-
-    @property
-    def is_distributed(self) -> bool: ...
+    vocab_size: int | float = math.inf
+    position_limit: int | None = None
+    claimed_context: int | None = None
+    device: str | None = None
+    can_reply: bool = True
+    is_distributed: bool = False
 
     def settings(self) -> dict[str, Any]:
         """Return what the settings of a result say about the model; "model" is its name."""
-        ...
+        raise NotImplementedError
 
     def identity(self) -> dict[str, str]:
-        """Return what tells the model from another of the same name, for the settings of results and journals."""
-        ...
+        """Return what identifies the model besides its name, for the settings of results and journals."""
+        return {}
 
     def configured_id(self, name: str) -> int | None:
         """Return the model's "bos_token_id" or "eos_token_id", None if it has none."""
-        ...
+        return None
 
     def cost(self, tokens: int) -> float:
-        """Return how long reading so many tokens takes, in units of one token of a short input."""
-        ...
+        """Return how long an input of this length takes, in units of one token of a short input."""
+        return tokens
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
         """Prepare the model: everything below is called within `with reader.reading(...)`.
@@ -67,13 +65,13 @@ class Reader(Protocol):
             trial: ids of a typical input, (T,).
             tokens_per_pass: most tokens in a forward pass; see `engine.Engine`.
         """
-        ...
+        return nullcontext()
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         """Return greedy next-token predictions at some positions of inputs of one length.
 
         Args:
-            inputs: (R, T) int64. Equal rows are read once.
+            inputs: (R, T) int64.
             prefix: length of the beginnings that inputs may share, at most `positions.start`.
             positions: consecutive input positions, ascending.
 
@@ -83,7 +81,7 @@ class Reader(Protocol):
         Raises:
             engine.OutOfMemory: memory runs out even in the smallest passes.
         """
-        ...
+        raise NotImplementedError
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
         """Score targets after some positions of one input.
@@ -99,15 +97,15 @@ class Reader(Protocol):
         Raises:
             engine.OutOfMemory: memory runs out even in the smallest passes.
         """
-        ...
+        raise NotImplementedError
 
-    def reply(self, prompt: np.ndarray, tokens: int, tokenizer) -> str:
+    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
         """Return the text that greedy decoding gives after a prompt (T,), at most `tokens` tokens."""
-        ...
+        raise NotImplementedError
 
 
 def reader_for(model: nn.Module | Reader) -> Reader:
-    """Return a reader as it is, and a torch model in a `LocalReader`.
+    """Return a reader unchanged, and a torch model in a `LocalReader`.
 
     Raises:
         TypeError: it is neither.
@@ -122,8 +120,8 @@ def reader_for(model: nn.Module | Reader) -> Reader:
     return model
 
 
-class LocalReader:
-    """Reads with a torch model, whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V).
+class LocalReader(Reader):
+    """Read with a torch model, whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V).
 
     Raises:
         ValueError: the model is an encoder-decoder; or, once it reads, it is not causal (see `engine.check_causal`).
@@ -133,18 +131,12 @@ class LocalReader:
         self.model = model
         self.config = text_config(model)
         check_decoder(self.config)
-        self.vocab_size: int | float = vocabulary_size(model)
-        self.position_limit: int | None = position_limit(model)
-        self.claimed_context: int | None = getattr(self.config, "max_position_embeddings", None)
-        self.device: str | None = str(input_device(model))
+        self.vocab_size = vocabulary_size(model)
+        self.position_limit = position_limit(model)
+        self.claimed_context = getattr(self.config, "max_position_embeddings", None)
+        self.device = str(input_device(model))
         self.can_reply = hasattr(model, "generate")
-
-    @property
-    def is_distributed(self) -> bool:
-        """Return whether the parameters are spread over processes (tensor parallel or FSDP)."""
-        from torch.distributed.tensor import DTensor
-
-        return any(isinstance(parameter, DTensor) for parameter in self.model.parameters())
+        self.is_distributed = any(hasattr(p, "full_tensor") for p in model.parameters())  # tensor parallel or FSDP
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -215,51 +207,29 @@ class LocalReader:
             num_beams=1,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
-            pad_token_id=0 if pad is None else pad,  # of one row, nothing is padded
+            pad_token_id=0 if pad is None else pad,  # one row has no padding
         )
         return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
 
 
-class UnloadedModel:
-    """What a configuration says of a model, by which options are checked before weights are loaded. It reads nothing.
+class UnloadedModel(Reader):
+    """The configuration of a model, to check options before weights are loaded. It reads nothing.
 
     Args:
         config: of the language model.
         name: of the model.
     """
 
-    is_distributed = False
-
     def __init__(self, config: Any, name: str):
-        self.config, self.name, self.can_reply = config, name, True
-        self.position_limit: int | None = None
-        self.device: str | None = None
-        self.vocab_size: int | float = getattr(config, "vocab_size", None) or math.inf
-        self.claimed_context: int | None = getattr(config, "max_position_embeddings", None)
+        self.config, self.name = config, name
+        self.vocab_size = getattr(config, "vocab_size", None) or math.inf
+        self.claimed_context = getattr(config, "max_position_embeddings", None)
 
     def settings(self) -> dict[str, Any]:
         return {"model": public_name(self.name)}
 
-    def identity(self) -> dict[str, str]:
-        return {}
-
     def configured_id(self, name: str) -> int | None:
         return configured_id(name, self.config)
-
-    def cost(self, tokens: int) -> float:
-        return tokens
-
-    def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Any:
-        raise NotImplementedError
-
-    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        raise NotImplementedError
-
-    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        raise NotImplementedError
-
-    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
-        raise NotImplementedError
 
 
 def configured_id(name: str, *configs: Any) -> int | None:
@@ -272,10 +242,10 @@ def configured_id(name: str, *configs: Any) -> int | None:
 
 
 def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:
-    """Return BOS and EOS as the caller names them, or else as the model is configured, each in place of the other.
+    """Return BOS and EOS: the caller's, else the model's, else the other of the two.
 
     Raises:
-        ValueError: there is neither, or one is no id of the vocabulary.
+        ValueError: there is neither, or one is not in the vocabulary.
     """
     bos = reader.configured_id("bos_token_id") if bos is None else bos
     eos = reader.configured_id("eos_token_id") if eos is None else eos

@@ -1,13 +1,14 @@
 """The forgetting curve: how far a model copies what it has read (Liu et al. 2024, section 3).
 
-What a model reads is in `curve.protocol`, which lengths an adaptive measurement needs in `curve.adaptive`, what counts
-show for sure in `curve.intervals`, and the paper's lengths in `curve.lengths`: plain functions that know no task.
+Inputs are in `curve.protocol`, the lengths of an adaptive measurement in `curve.adaptive`, confidence intervals in
+`curve.intervals`, and the paper's lengths in `curve.lengths`: plain functions that do not use the task.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -15,11 +16,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..checks import check_token_ids, entries, public_name
+from ..checks import check_token_ids
 from ..curve.adaptive import locate
 from ..curve.intervals import ENOUGH, SEPARATE, LengthInterval, length_interval
-from ..curve.lengths import METHODS, MemoryLength, memory_lengths
-from ..curve.points import CurvePoint
+from ..curve.lengths import METHODS, CurvePoint, MemoryLength, memory_lengths
 from ..curve.protocol import (
     default_lengths,
     input_tokens,
@@ -67,7 +67,10 @@ class ForgettingCurve(TaskResult):
         not_measured: dict[int, str] | None = None,
     ) -> Self:
         """Return the curve of these points; `not_measured` says why a length has none."""
-        points = sorted(entries(points, CurvePoint, lambda p: f"length {p.length}"), key=lambda p: p.length)
+        points = sorted(points, key=lambda p: p.length)
+        twice = [a.length for a, b in pairwise(points) if a.length == b.length]
+        if twice:
+            raise ValueError(f"points must be of different lengths, got two of length {twice[0]}.")
         scores = {
             p.length: {"copy": [*p.copy_correct], "LM": [*p.lm_correct]}
             | ({} if p.begin_locs is None else {"begins": [*p.begin_locs]})
@@ -100,20 +103,14 @@ class ForgettingCurve(TaskResult):
     def coarse_length(self) -> MemoryLength:
         """The paper's coarse length: the largest measured length copied at least 1 % better than guessed.
 
-        One of many lengths passes by chance, also where nothing is remembered: `interval` says what is sure.
+        One of many lengths passes by chance, even where nothing is remembered; `interval` is significant.
         """
         return self.memory_lengths["coarse_max"]
 
     @property
     def memory_lengths(self) -> dict[str, MemoryLength]:
         """All five readings; see the function `memory_lengths`."""
-        return memory_lengths(
-            [p.length for p in self.points],
-            [sum(p.copy_correct) for p in self.points],
-            [sum(p.lm_correct) for p in self.points],
-            [p.repeats * p.scored_tokens for p in self.points],
-            [p.p_value for p in self.points],
-        )
+        return memory_lengths(self.points)
 
     def interval(self, method: str, confidence: float = 0.95) -> LengthInterval:
         """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
@@ -129,14 +126,6 @@ class ForgettingCurve(TaskResult):
     def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
         """What `interval` has computed: a card asks for it a dozen times."""
         return {}
-
-    def first_failures(self) -> dict[str, int]:
-        """By method, the first length that fails after others have passed, if there is one.
-
-        Passing lengths beyond it are either a dip of the curve or luck.
-        """
-        first_runs = {method: self.memory_lengths[f"{method}_first_run"] for method in METHODS}
-        return {method: run.next_tested for method, run in first_runs.items() if run and run.next_tested is not None}
 
     @property
     def repeats_in_words(self) -> str:
@@ -166,9 +155,7 @@ class ForgettingCurve(TaskResult):
     def unlike(self, other, *more):
         settings = self.settings, other.settings
         if any(s.get("protocol") == "adaptive" for s in settings):
-            return (
-                "the adaptive protocol stops where it is sure of one model; measure both with the reference protocol"
-            )
+            return "the adaptive protocol stops where the lengths of one model are significant; measure both with the reference protocol"
         random = [s.get("data_type") == "random" for s in settings]
         if not any(random) and any("corpus_sha256" not in s for s in settings):
             return "a text without a hash may be another"
@@ -300,7 +287,7 @@ class Curve(Task):
     examples = """
   curve gpt2 --text book.txt
   curve model_cards/fox-demo --max-length 64 --points 3 --repeats 2 --output fox
-  curve MODEL --preset paper --dry-run
+  curve MODEL --preset paper
   curve MODEL --protocol adaptive --journal curve.jsonl
   curve MODEL --endpoint http://localhost:8000/v1"""
 
@@ -321,7 +308,9 @@ class Curve(Task):
     id_range: list[int] | None = option(
         None, "lowest and highest id of random tokens (default: 10 to the last id)", least=0
     )
-    irrelevant_text: np.ndarray | None = option(None, "text of the unrelated passages (default: the end of the text)")
+    irrelevant_text: np.ndarray | None = option(
+        None, "token ids of the unrelated passages (default: the end of the text)"
+    )
     protocol: str = option(
         "reference",
         "reference: the paper's program, token for token; adaptive: measures only what its two lengths depend on",
@@ -363,8 +352,10 @@ class Curve(Task):
         subject, lengths = self.subject, self.choose_lengths()
         drawing = lengths, self.repeats, self.seed
         if self.uses_text():
-            ids, vocab_size = getattr(self.irrelevant_text, "tokens", self.irrelevant_text), subject.reader.vocab_size
-            self.fill(irrelevant=None if ids is None else check_token_ids(ids, "irrelevant_text", vocab_size))
+            ids = self.irrelevant_text
+            if ids is not None:
+                ids = check_token_ids(ids, "irrelevant_text", subject.reader.vocab_size)
+            self.fill(irrelevant=ids)
             samples = order_samples(subject.text, *drawing, self.irrelevant)
         else:
             id_range = self.check_id_range()
@@ -405,47 +396,39 @@ class Curve(Task):
         return [low, high]
 
     def facts(self):
-        if self.uses_text():
-            if self.irrelevant is None:
-                return {}
-            return {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
-        if not self.skipped:
-            return {}
-        return {"skipped_ids": len(self.skipped), "skipped_sha256": content_hash(sorted(self.skipped))}
-
-    def labels(self):
-        name, tokenizer = getattr(self.irrelevant_text, "name", None), self.subject.tokenizer
-        labels: dict[str, Any] = {} if name is None else {"irrelevant_text": public_name(name)}
-        if self.uses_text() and hasattr(tokenizer, "decode"):
-            labels |= token_size(tokenizer, self.subject.text)
-        return labels
+        facts, tokenizer = {}, self.subject.tokenizer
+        if not self.uses_text():
+            if self.skipped:
+                facts = {"skipped_ids": len(self.skipped), "skipped_sha256": content_hash(sorted(self.skipped))}
+            return facts
+        if self.irrelevant is not None:
+            facts |= {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
+        if hasattr(tokenizer, "decode"):  # to compare models of other tokenizers in bytes
+            sample = self.subject.text[:10_000].tolist()
+            text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
+            facts["bytes_per_token"] = round(len(text.encode()) / len(sample), 2)
+        return facts
 
     def trials(self, scores):
         if self.protocol == "reference":
             return [self.trial(length, 0, self.repeats) for length in self.samples]
-        asked: dict[tuple[int, int, int], Trial] = {}
+        asked = {key: self.trial(*key) for key, score in scores.items() if isinstance(score, Missing)}
+        too_long = min([length for length, *_ in asked], default=math.inf)  # nothing longer can be read either
 
         def measure(length: int, first: int, stop: int) -> CurvePoint:
             """Return the point of all repeats up to `stop`, each process having some of them."""
             edges = [first + (stop - first) * i // self.subject.processes for i in range(self.subject.processes + 1)]
             asked.update({(length, a, b): self.trial(length, a, b) for a, b in pairwise(edges) if a < b})
             parts = {key: scores.get(key) for key in asked if key[0] == length}
-            if any(isinstance(part, Missing) for part in parts.values()):
-                raise TooLong(length)
             if None in parts.values():
-                raise Needed
+                raise Pending
             ((_, point),) = joined(parts).items()
             return CurvePoint(length, point["copy"], point["LM"], point.get("begins"))
 
-        lengths = [*self.samples]
-        while lengths:  # replayed from its beginning, as it depends on nothing but the scores
-            try:
+        lengths = [length for length in self.samples if length < too_long]
+        with suppress(Pending):  # replayed from its beginning, as it depends on nothing but the scores
+            if lengths:
                 locate(lengths, measure, repeats=self.repeats, confidence=self.confidence or 0.95)
-                break
-            except Needed:
-                break
-            except TooLong as error:  # nothing above it can be read either
-                lengths = [length for length in lengths if length < error.length]
         return [*asked.values()]
 
     def trial(self, length: int, first: int, stop: int) -> Trial:
@@ -469,7 +452,7 @@ class Curve(Task):
         reasons = {length: reason for (length, *_), reason in missing.items()}
         readable = {key: score for key, score in scores.items() if reasons.get(key[0], "interrupted") == "interrupted"}
         measured = joined(readable)
-        if "interrupted" in reasons.values():  # nobody knows which of the others would have been needed
+        if "interrupted" in reasons.values():  # which of the others would be needed is not known
             reasons |= dict.fromkeys([length for length in self.samples if length not in reasons], "interrupted")
         return measured, {length: reason for length, reason in sorted(reasons.items()) if length not in measured}
 
@@ -477,15 +460,8 @@ class Curve(Task):
 forgetting_curve = function(Curve)
 
 
-class Needed(Exception):
+class Pending(Exception):
     """The score of a trial is not there yet."""
-
-
-class TooLong(Exception):
-    """A length cannot be read."""
-
-    def __init__(self, length: int):
-        self.length = length
 
 
 def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int, dict[str, list[int]]]:
@@ -495,13 +471,6 @@ def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int
         for name, values in score.items():
             joined.setdefault(length, {}).setdefault(name, []).extend(values)
     return joined
-
-
-def token_size(tokenizer, corpus) -> dict[str, float]:
-    """Return the mean bytes of a token of the corpus in UTF-8, as settings."""
-    sample = corpus[:10_000].tolist()
-    text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
-    return {"bytes_per_token": round(len(text.encode()) / len(sample), 2)}
 
 
 def undrawn_ids(tokenizer, low: int, high: int) -> frozenset[int]:

@@ -9,28 +9,18 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import check_token_ids, entries
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import (
-    REPLY_MARGIN,
-    SUMMARY,
-    Answer,
-    Answers,
-    Retrieval,
-    check_replies,
-    holds_number,
-    opened_thought,
-)
+from ..retrieval.answers import SUMMARY, Answer, Answers, Retrieval, holds_number, wilson
 from ..retrieval.haystack import split_encoding
-from ..retrieval.wording import Frame, chat_frame_of
-from ..task import Ask, Task, Trial, option
+from ..retrieval.wording import Frame, RetrievalTask
+from ..task import option
 
 
 LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
@@ -92,19 +82,16 @@ class LinesPoint(Answers):
     """The answers for one number of lines.
 
     Attributes:
-        lines: in the record.
-        tokens: of prompt and answer together, one number per repeat.
-        asked_lines: the line that was asked for in each, counted from 0.
+        lines: number of lines in the record.
+        tokens: number of tokens of prompt and answer together, for each repeat.
+        asked_lines: the line in question in each, counted from 0.
     """
+
+    key = ("lines",)
 
     lines: int
     tokens: Sequence[int]
     asked_lines: Sequence[int]
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_one_each("tokens", 1)
-        self.check_one_each("asked_lines", 0, self.lines - 1)
 
     @property
     def mean_tokens(self) -> float:
@@ -118,31 +105,15 @@ class LineRetrieval(Retrieval):
 
     kind = "lines"
     title = "Line retrieval"
+    part = LinesPoint
     question = "The model is asked for the number in one of many lines."
     size_unit, drawn, hidden = "lines", "record", "one of many lines"
     verb, same_texts = "answers", ("seed",)
 
-    @classmethod
-    def of_points(cls, points: Sequence[LinesPoint], settings: dict[str, Any] | None = None) -> Self:
-        """Return the result with these points, ascending."""
-        points = entries(points, LinesPoint, lambda point: f"{point.lines} lines")
-        scores = {
-            p.lines: {"tokens": [*p.tokens], "asked_lines": [*p.asked_lines], "answers": p.to_list()} for p in points
-        }
-        return cls(scores, settings or {})
-
-    @cached_property
+    @property
     def points(self) -> tuple[LinesPoint, ...]:
         """One `LinesPoint` per number of lines, ascending."""
-        scores = self.scores.items()
-        return tuple(LinesPoint.from_list(s["answers"], n, s["tokens"], s["asked_lines"]) for n, s in scores)
-
-    @property
-    def parts(self) -> Sequence[LinesPoint]:
-        return self.points
-
-    def size(self, part: LinesPoint) -> int:
-        return part.lines
+        return self.parts
 
     def tokens(self, size: int) -> int:
         return round(next(p.mean_tokens for p in self.points if p.lines == size))
@@ -176,10 +147,10 @@ class LineRetrieval(Retrieval):
 
 
 @dataclass(frozen=True)
-class Lines(Task):
+class Lines(RetrievalTask):
     """Ask for the number in one of many lines, as LongEval does, and count right answers by the number of lines."""
 
-    name, result, reads_text, asks = "lines", LineRetrieval, False, True
+    name, result, reads_text = "lines", LineRetrieval, False
     examples = """
   lines gpt2
   lines model_cards/fox-demo --lines 5 10 --repeats 2 --no-replies"""
@@ -192,63 +163,50 @@ class Lines(Task):
         selects=True,
     )
     repeats: int = option(10, "records of each number of lines, each with one question", least=1)
-    chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
-    chat_template_kwargs: dict | None = option(
-        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
-    )
-    seed: int = option(0, "random seed of the records")
-    replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
 
     def prepare(self):
-        check_replies(self.subject.reader, self.replies)
-        frame = chat_frame_of(self)
-        self.fill(opened=opened_thought(frame.tail if frame else ""))
+        super().prepare()
         lines, limit = self.lines or line_counts(self.subject.context, self.subject.encode), self.subject.limit
         if self.lines is None and limit is not None and record_tokens(lines[0], self.subject.encode) > limit:
             raise ValueError(f"{limit} tokens are too few for a record of {lines[0]} lines.")
-        self.fill(lines=lines, questions={n: [self.ask(n, i, frame) for i in range(self.repeats)] for n in lines})
+        self.fill(lines=lines, questions={n: [self.draw(n, i) for i in range(self.repeats)] for n in lines})
 
-    def ask(self, n: int, repeat: int, frame: Frame | None) -> tuple[Record, np.ndarray, np.ndarray]:
+    def draw(self, n: int, repeat: int) -> tuple[Record, np.ndarray, np.ndarray]:
         """Return record, prompt and answer of a repeat."""
         record, subject = draw_record(n, self.seed, repeat), self.subject
-        prompt, answer = split_encoding(subject.encode, record_prompt(record, frame), record.answer)
-        before, vocab_size = [] if frame else [subject.bos], subject.reader.vocab_size
-        prompt = check_token_ids([*before, *prompt], "the record as the tokenizer encodes it", vocab_size)
-        answer = check_token_ids(answer, "the answer as the tokenizer encodes it", vocab_size)
+        prompt, answer = split_encoding(subject.encode, record_prompt(record, self.frame), record.answer)
+        prompt = self.check_ids("record", [*([] if self.frame else [subject.bos]), *prompt])
         if len(set(prompt[1:].tolist())) < 2:
             raise ValueError(
                 "the tokenizer turns a record of lines into one id over and over: it does not know this language. Give "
                 "the tokenizer of the model."
             )
-        return record, prompt, answer
+        return record, prompt, self.check_ids("answer", answer)
 
     def trials(self, scores):
-        margin = REPLY_MARGIN * self.replies
-        longest = {
-            n: max(len(prompt) + len(answer) for _, prompt, answer in asked) for n, asked in self.questions.items()
-        }
-        return [Trial(n, longest[n] + margin, self.repeats) for n in self.questions]
+        return [
+            self.trial(n, max(len(prompt) + len(answer) for _, prompt, answer in drawn), self.repeats)
+            for n, drawn in self.questions.items()
+        ]
 
     def requests(self, n):
-        margin = REPLY_MARGIN
-        return [Ask(prompt, answer, self.replies * (len(answer) + margin)) for _, prompt, answer in self.questions[n]]
+        return [self.ask(prompt, answer) for _, prompt, answer in self.questions[n]]
 
     def score(self, n, responses):
-        answers, tokens, asked_lines = [], [], []
-        for (record, prompt, answer), response in zip(self.questions[n], responses):
-            answers.append(
-                Answer.of(response, len(answer), partial(holds_number, expected=record.number), self.opened)
-            )
-            tokens.append(len(prompt) + len(answer))
-            asked_lines.append(record.asked_line)
-        return {"tokens": tokens, "asked_lines": asked_lines, "answers": Answers(answers).to_list()}
+        records, prompts, right = zip(*self.questions[n])
+        answers = [
+            Answer.of(response, len(answer), partial(holds_number, expected=record.number), self.opened)
+            for record, answer, response in zip(records, right, responses)
+        ]
+        tokens = [len(prompt) + len(answer) for prompt, answer in zip(prompts, right)]
+        return LinesPoint(answers, n, tokens, [record.asked_line for record in records]).score()[1]
 
 
 line_retrieval = function(Lines)
 
 
 def record_prompt(record: Record, frame: Frame | None) -> str:
-    """Return record and question, up to where the answer begins; in a chat, it begins in the reply."""
+    """Return record and question, up to where the answer begins; in a chat, the response begins with it."""
     if frame is None:
         return record.text + record.question
     question, _, begin = record.question.rpartition("\nAnswer: ")
@@ -256,7 +214,7 @@ def record_prompt(record: Record, frame: Frame | None) -> str:
 
 
 def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return 5, 10, 20 ... lines, as far as they are sure to fit into the context; 5 in any case."""
+    """Return 5, 10, 20 ... lines, as far as they fit into the context; at least 5."""
     counts = [5]
     while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
         counts.append(2 * counts[-1])
@@ -264,23 +222,23 @@ def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[in
 
 
 def record_tokens(lines: int, encode: Callable[[str], Sequence[int]]) -> float:
-    """Return tokens that are sure to suffice for a record of so many lines, its question and the reply."""
+    """Return an upper bound of the tokens in a record of this many lines, its question and the response."""
     return 1.1 * len(encode(draw_record(lines, seed=0, repeat=0).text)) + 200
 
 
 def draw_rates(figure: Any, result: LineRetrieval, title: str) -> None:
-    """Draw every rate by the number of lines, with its 95 % interval; the upper axis has the tokens of the prompts."""
+    """Draw every rate by the number of lines, shares with a 95 % CI; the upper axis has the tokens of the prompts."""
     from .. import style
 
     axes = figure.add_subplot()
     scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced: lines double, as a rule
-    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # beside each other where they are equal
+    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # next to each other where they are equal
         label, colour, marker, dashes = style.RATES[score]
         rates = np.array([getattr(point, score) for point in result.points])
-        low, high = np.transpose([point.interval(score) for point in result.points])
-        bars: dict[str, Any] = dict(
-            yerr=[np.maximum(rates - low, 0), np.maximum(high - rates, 0)], capsize=3, elinewidth=1
-        )
+        bars: dict[str, Any] = dict(capsize=3, elinewidth=1)
+        if score != "probability":
+            low, high = np.transpose([wilson(rate, len(p.answers)) for rate, p in zip(rates, result.points)])
+            bars["yerr"] = [np.maximum(rates - low, 0), np.maximum(high - rates, 0)]
         line: dict[str, Any] = dict(color=colour, marker=marker, linestyle=dashes, linewidth=1.6, label=label)
         axes.errorbar(places + shift, rates, **bars, **line)
     style.percent_axis(axes)

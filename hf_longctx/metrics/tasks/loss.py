@@ -136,8 +136,8 @@ class PositionLoss(TaskResult):
             error: standard error over sequences of `smoothed()`, one float per position; None if not known.
             texts: how many of the sequences do not overlap; the error is that of their mean. Default (0): all.
         """
-        parts = {"loss": listed(loss, "loss"), "error": None if error is None else listed(error, "error")}
-        return cls({"mean": {**parts, "sequences": sequences, "texts": texts or sequences}}, settings or {})
+        mean = {"loss": np.asarray(loss, dtype=np.float64).tolist(), "error": None if error is None else [*error]}
+        return cls({"mean": {**mean, "sequences": sequences, "texts": texts or sequences}}, settings or {})
 
     @classmethod
     def of_sequences(cls, losses: Any, settings: dict[str, Any], starts: Sequence[int] | None = None) -> Self:
@@ -155,13 +155,12 @@ class PositionLoss(TaskResult):
     def __post_init__(self):
         if not self.scores:
             return
-        sequences, texts = (whole_number(name, self.scores["mean"][name], 1) for name in ("sequences", "texts"))
-        loss, error = listed(self.loss, "loss"), self.error
-        assert texts <= sequences or sequences >= 1
-        if error is None:
-            return
-        whole_number("sequences of a loss with an error", texts, 2)
-        if len(listed(error, "error")) != len(loss) or min(error) < 0:
+        for name in ("sequences", "texts"):
+            whole_number(name, self.scores["mean"][name], 1)
+        loss = self.loss
+        if not loss or not np.isfinite(loss).all():
+            raise ValueError(f"loss must be one finite number for each of one or more positions, got {loss!r:.200}.")
+        if self.error is not None and (len(self.error) != len(loss) or not np.min(self.error) >= 0):
             raise ValueError(f"error must be {len(loss)} numbers, one for each position, and none below 0.")
 
     @property
@@ -258,14 +257,6 @@ class PositionLoss(TaskResult):
         draw_losses(figure, [self], title, train_length)
 
 
-def listed(values: Sequence[float], name: str) -> list[float]:
-    """Return the values as floats; raise ValueError if they are not one or more finite numbers."""
-    numbers = np.asarray(values, dtype=np.float64)
-    if numbers.ndim != 1 or numbers.size == 0 or not np.isfinite(numbers).all():
-        raise ValueError(f"{name} must be one finite number for each of one or more positions, got {values!r:.200}.")
-    return numbers.tolist()
-
-
 def mean_of(losses: Any, starts: Sequence[int] | None) -> dict[str, Any]:
     """Return `loss`, `error`, `sequences` and `texts` of sequences; see `PositionLoss.of_sequences`."""
     lengths = sorted({np.size(row) for row in losses})
@@ -348,7 +339,7 @@ def draw_losses(
     """
     from .. import style
 
-    figure.set_layout_engine("constrained", h_pad=0.12)  # inches, so that the two axes are told apart
+    figure.set_layout_engine("constrained", h_pad=0.12)  # inches between the two axes
     above, below = figure.subplots(2, 1, sharex=True)
     longest = max(result.context_length for result in results)
     for result, colour in zip(results, cycle(style.MODELS)):

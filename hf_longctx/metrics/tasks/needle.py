@@ -12,28 +12,26 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from ..checks import check_token_ids, entries
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import (
-    REPLY_MARGIN,
-    SUMMARY,
-    Answer,
-    Answers,
-    Retrieval,
-    check_replies,
-    holds_text,
-    opened_thought,
+from ..retrieval.answers import REPLY_MARGIN, SUMMARY, Answer, Answers, Retrieval, holds_text
+from ..retrieval.haystack import (
+    DEPTHS,
+    draw_begins,
+    ends_sentence,
+    haystack_length,
+    hide_needle,
+    insertion_point,
+    needle_pieces,
 )
-from ..retrieval.haystack import DEPTHS, Haystacks, draw_begins, haystack_length, needle_pieces
-from ..retrieval.wording import MODES, chat_frame_of, wording
+from ..retrieval.wording import MODES, RetrievalTask, wording
 from ..run.journal import content_hash
-from ..task import Ask, Task, Trial, option
+from ..task import option
 
 
 @dataclass(frozen=True)
@@ -41,22 +39,18 @@ class NeedleCell(Answers):
     """The answers at one length and depth.
 
     Attributes:
-        length: tokens of prompt and answer together.
-        depth: intended place of the needle, 0 (begin) to 1 (end of the haystack).
-        positions: tokens before the needle in each prompt, BOS included.
+        length: number of tokens of prompt and answer together.
+        depth: intended place of the needle, 0 (beginning) to 1 (end of the haystack).
+        positions: number of tokens before the needle in each prompt, BOS included.
         begins: where each haystack starts in the corpus; None if not known.
     """
+
+    key = "length", "depth"
 
     length: int
     depth: float
     positions: Sequence[int]
     begins: Sequence[int] | None = None
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.check_one_each("positions", 0)
-        if self.begins is not None:
-            self.check_one_each("begins", 0)
 
 
 @dataclass(frozen=True)
@@ -65,30 +59,15 @@ class NeedleGrid(Retrieval):
 
     kind = "needle"
     title = "Needle in a haystack"
+    part = NeedleCell
     question = "One sentence is hidden in a long text, at several depths, and asked for at the end."
     hidden, verb = "a sentence hidden in a text", "finds"
     same_texts = ("mode", "seed", "repeats", "corpus_sha256", "pieces_sha256")
 
-    @classmethod
-    def of_cells(cls, cells: Sequence[NeedleCell], settings: dict[str, Any] | None = None) -> Self:
-        """Return the result with these cells, length by length."""
-        cells = entries(cells, NeedleCell, lambda cell: f"length {cell.length} and depth {cell.depth}")
-        scores = {
-            (cell.length, cell.depth): {"positions": [*cell.positions], "answers": cell.to_list()}
-            | ({} if cell.begins is None else {"begins": [*cell.begins]})
-            for cell in cells
-        }
-        return cls(scores, settings or {})
-
-    @cached_property
+    @property
     def cells(self) -> tuple[NeedleCell, ...]:
         """One `NeedleCell` per length and depth that was measured, length by length."""
-        scores = self.scores.items()
-        return tuple(NeedleCell.from_list(s["answers"], *key, s["positions"], s.get("begins")) for key, s in scores)
-
-    @property
-    def parts(self) -> Sequence[NeedleCell]:
-        return self.cells
+        return self.parts
 
     def span(self, keys):
         lengths = sorted({length for length, _ in keys})
@@ -143,20 +122,20 @@ class NeedleGrid(Retrieval):
         ]
         return Table(("length", "depth", *self.score_columns(), "haystacks"), rows)
 
-    def draw(self, figure, title, train_length, score=None):
+    def draw(self, figure, title, train_length):
         mode = self.settings.get("mode")
         title = title.replace(self.title, f"{self.title}, {mode} mode") if mode else title
-        draw_grid(figure, self, title, train_length, score)
+        draw_grid(figure, self, title, train_length)
 
 
 @dataclass(frozen=True)
-class Needle(Task):
+class Needle(RetrievalTask):
     """Hide one sentence in long texts, and see whether the model finds it: needle in a haystack, without a judge.
 
     Every question has a haystack of its own, as far as the text has room.
     """
 
-    name, result, asks = "needle", NeedleGrid, True
+    name, result = "needle", NeedleGrid
     examples = """
   needle gpt2 --text book.txt
   needle MODEL --mode standard --lengths 4096 8192 16384 --depths 5
@@ -181,13 +160,7 @@ class Needle(Task):
     needle: str | None = option(None, "sentence to hide, in the language of the text")
     question: str | None = option(None, "all that is asked at the end; needs an answer")
     answer: str | None = option(None, "what the model is to say after the question")
-    chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
-    chat_template_kwargs: dict | None = option(
-        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
-    )
     repeats: int = option(1, "haystacks per length and depth", least=1)
-    seed: int = option(0, "random seed of the places of the haystacks")
-    replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
 
     def __post_init__(self):
         super().__post_init__()
@@ -200,12 +173,11 @@ class Needle(Task):
         self.fill(depths=depths, mode=mode, words=wording(mode, self.needle, self.question, self.answer))
 
     def prepare(self):
+        super().prepare()
         subject = self.subject
-        check_replies(subject.reader, self.replies)
-        frame = chat_frame_of(self)
-        pieces = needle_pieces(subject.encode, subject.bos, self.words, frame)
+        pieces = needle_pieces(subject.encode, subject.bos, self.words, self.frame)
         for piece, ids in zip(pieces._fields, pieces):
-            check_token_ids(ids, f"the {piece} as the tokenizer encodes it", subject.reader.vocab_size)
+            self.check_ids(piece, ids)
         lengths = self.lengths
         if lengths is None:
             longest = subject.context - 2 * REPLY_MARGIN
@@ -215,62 +187,53 @@ class Needle(Task):
             room = haystack_length(length, pieces)
             for (depth, _), begin in zip(questions, draw_begins(len(subject.text), room, len(questions), self.seed)):
                 begins.setdefault((length, depth), []).append(begin)
-        haystacks = Haystacks(subject.text, pieces, subject.tokenizer)
-        self.fill(lengths=lengths, pieces=pieces, haystacks=haystacks, begins=begins)
-        self.fill(opened=opened_thought(frame.tail if frame else ""))
+        self.fill(lengths=lengths, pieces=pieces, begins=begins, sentence_ends={})
 
     def facts(self):
         return {"pieces_sha256": content_hash(np.concatenate(self.pieces))}
 
     def trials(self, scores):
-        margin = REPLY_MARGIN * self.replies
-        return [Trial((n, depth), n + margin, self.repeats) for n, depth in self.begins]
+        return [self.trial(key, key[0], self.repeats) for key in self.begins]
+
+    def prompt(self, length: int, depth: float, begin: int) -> tuple[np.ndarray, int]:
+        """Return the prompt of a haystack that starts at `begin`, and how many of its tokens precede the needle."""
+        haystack = self.subject.text[begin : begin + haystack_length(length, self.pieces)]
+        for i in set(haystack.tolist()) - self.sentence_ends.keys():
+            self.sentence_ends[i] = ends_sentence(self.subject.tokenizer.decode([i]))
+        at = insertion_point(np.array([self.sentence_ends[i] for i in haystack.tolist()]), depth)
+        return hide_needle(haystack, at, self.pieces), len(self.pieces.bos) + at
 
     def requests(self, key):
-        reply = self.replies * (len(self.pieces.answer) + REPLY_MARGIN)
-        prompts = (self.haystacks.prompt(*key, begin)[0] for begin in self.begins[key])
-        return [Ask(prompt, self.pieces.answer, reply) for prompt in prompts]
+        return [self.ask(self.prompt(*key, begin)[0], self.pieces.answer) for begin in self.begins[key]]
 
     def score(self, key, responses):
         matches, tokens = partial(holds_text, expected=self.words.answer), len(self.pieces.answer)
-        answers = Answers([Answer.of(response, tokens, matches, self.opened) for response in responses])
-        positions = [self.haystacks.prompt(*key, begin)[1] for begin in self.begins[key]]
-        return {"positions": positions, "begins": self.begins[key], "answers": answers.to_list()}
+        answers = [Answer.of(response, tokens, matches, self.opened) for response in responses]
+        positions = [self.prompt(*key, begin)[1] for begin in self.begins[key]]
+        return NeedleCell(answers, *key, positions, self.begins[key]).score()[1]
 
 
 needle_in_a_haystack = function(Needle)
 
 
-def draw_grid(
-    figure: Any, result: NeedleGrid, title: str, train_length: int | None = None, score: str | None = None
-) -> None:
-    """Draw a heat map of one score, length by depth, red (0) to blue (1); what was not measured is left white.
+def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | None = None) -> None:
+    """Draw a heat map of the rate of right answers, length by depth, red (0) to blue (1); white is not measured.
 
     A cell shows per cent, or where it has fewer than five answers, how many of them are right; where no cell has five,
-    the colours are pale, as so few answers say little about a cell.
-
-    Args:
-        score: "match_rate", "exact_rate" or "probability"; by default, the first one that was measured.
-
-    Raises:
-        ValueError: the score is unknown, or needs replies, which were not measured.
+    the colours are pale, as few answers say little about a cell.
     """
     from .. import style
 
-    shown: str = score or result.rates_measured[0]
+    shown = result.rates_measured[0]
     rates, lengths, depths = result.grid(shown), result.lengths, result.depths
-    if shown not in result.rates_measured:
-        raise ValueError(
-            f"the model did not reply, so {shown} was not measured; draw {' or '.join(result.rates_measured)}."
-        )
     figure.set_size_inches(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
     pale = max(len(cell.answers) for cell in result.cells) < 5
-    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # told apart by colour-blind readers
+    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # colour-blind readers can read it
     image = axes.imshow(rates, **colours, vmin=0, vmax=1, aspect="auto")
     for cell in result.cells:
         rate, answers = getattr(cell, shown), len(cell.answers)
-        words = f"{100 * rate:.0f}" if answers >= 5 or shown == "probability" else f"{round(rate * answers)}/{answers}"
+        words = f"{100 * rate:.0f}" if answers >= 5 else f"{round(rate * answers)}/{answers}"
         colour = "white" if abs(rate - 0.5) > 0.35 and not pale else style.INK  # the ends of the scale are dark
         at = lengths.index(cell.length), depths.index(cell.depth)
         axes.text(*at, words, ha="center", va="center", fontsize=9, color=colour)

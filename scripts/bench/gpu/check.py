@@ -1,15 +1,18 @@
-"""Prove and time every attention implementation of a FoX on one machine.
+"""Check and time every attention implementation of a FoX on one machine.
 
     python -m scripts.bench.gpu.check
 
-Each implementation that is installed is compared with the definition in float64, with gradients, as a cache is filled,
-and in decoding. Then all are timed on full batches of --tokens, and in decoding, where the cached length grows with
-each token as in generation. Beside them run attention without a gate and other kernels (peers.py), and last whole
-training steps. `attn_implementation="auto"` follows a rule that was read off these rows. Rows come in order of
-importance, none begins after --minutes, and the exit status is 1 where an implementation computes FoX wrongly.
+Each installed implementation is compared with the definition in float64: output and gradients, prefill into a cache,
+and decoding. Then all of them are timed on full batches of --tokens and in decoding, where the cache grows by a token
+in each step, next to attention without a gate and other libraries' kernels (peers.py). The rule of
+`attn_implementation="auto"` was read off these rows. FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward,
+the usual count for causal attention, and keys that are pruned count as computed: compare with "all keys".
+
+Rows come in order of importance, none begins after --minutes, and the exit status is 1 if an implementation is wrong.
 `--device cpu` is a dry run in Triton's interpreter: it shows that the script works, and nothing about speed.
 """
 
+import itertools
 import math
 import os
 import statistics
@@ -34,6 +37,7 @@ from hf_longctx.fox.modeling_fox import FoxAttention
 from hf_longctx.fox.state_fox import CachedLayer
 from scripts.bench import common
 from scripts.bench.gpu import budget, peers, step
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
 FLASH = {
@@ -42,36 +46,46 @@ FLASH = {
     "flash_attention_4": is_flash_attn_4_available,
 }
 CANDIDATES = [NAME, "sdpa", *FLASH]
+ALL_KEYS = f"{NAME}, all keys"  # without pruning
 WORK = ("training", "prefill", "decoding")
 PROVED = ((2, 2, 129), (1, 1, 301))  # batch, key heads and tokens that are compared with the definition
-# All that differs on a CPU. lengths: of rows in a batch, and of caches in decoding; steps: decoded tokens.
+# All that differs on a CPU. lengths: of sequences in a batch; cached: tokens in the cache; steps: decoded tokens;
+# shares: of the blocks that a constant gate makes prunable.
 SIZES = {
     "cuda": dict(tokens=32768, width=2048, head_dims=(64, 128), lengths=(16384, 2048), cached=(1024, 16384, 65536),
-                 steps=32, rounds=20),
-    "cpu": dict(tokens=32, width=32, head_dims=(16,), lengths=(16,), cached=(8,), steps=2, rounds=1),
+                 steps=32, rounds=20, shares=(0.7, 0.0, 0.5, 0.9)),
+    "cpu": dict(tokens=32, width=32, head_dims=(16,), lengths=(16,), cached=(8,), steps=2, rounds=1,
+                shares=(0.7,)),
 }  # fmt: skip
 TABLES = {
     "proof": """
-| work | D | implementation | verdict |
+| work | head_dim | implementation | verdict |
 | {work} | {D} | {name} | {verdict} |
 """,
     "batch": """
-| work | D | rows | tokens of a row | implementation | ms | TFLOP/s | error |
-| {work} | {D} | {rows} | {length} | {name} | {ms:.3g} | {tflops:.3g} | {error} |
+| work | head_dim | sequences | tokens of each | implementation | ms forward | backward | TFLOP/s forward | backward | error |
+| {work} | {D} | {rows} | {length} | {name} | {forward_ms:.3g} | {backward_ms:.3g} | {forward_tflops:.3g} |\
+ {backward_tflops:.3g} | {error} |
+""",
+    "pruning": """
+| head_dim | sequences | tokens of each | pruned | speed-up forward | backward | both | error |
+| {D} | {rows} | {length} | {share_pruned:.0%} | {forward_speedup:.2f}x | {backward_speedup:.2f}x |\
+ {both_speedup:.2f}x | {error} |
 """,
     "decoding": """
-| D | cached tokens | implementation | ms a token | error |
+| head_dim | cached tokens | implementation | ms per token | error |
 | {D} | {length} | {name} | {ms:.3g} | {error} |
 """,
     "step": """
-| model | rows | tokens of a row | ms | tokens/s | peak GB | error |
+| model | sequences | tokens of each | ms | tokens/s | peak GB | error |
 | {name} | {rows} | {length} | {ms:.3g} | {tokens_per_s:.0f} | {peak_gb:.1f} | {error} |
 """,
 }
 TITLES = {
-    "proof": "Right or wrong, beside the definition in float64",
+    "proof": "Compared with the definition in float64",
     "batch": "Full batches",
-    "decoding": "Decoding over growing lengths, one row",
+    "pruning": "`forgetting_triton` with pruning, compared with the same kernels on all keys",
+    "decoding": "Decoding with a growing cache, one sequence",
     "step": "A training step of 125 million parameters",
 }
 
@@ -97,6 +111,7 @@ def draw(config: FoxConfig, work: str, rows: int, length: int, device: str, head
         rows, heads * group, heads, queries, length, config.head_dim, dtype, device=device
     )
     q, k = (F.rms_norm(x, x.shape[-1:]) for x in (q, k))
+    q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))  # as projections lie
     return [q, k, v, log_f, do]
 
 
@@ -116,7 +131,10 @@ class Layer:
     def __init__(self, name: str, config: FoxConfig, work: str, inputs):
         q, k, *_ = inputs
         sizes = dict(num_attention_heads=q.shape[1], num_key_value_heads=k.shape[1], head_dim=config.head_dim)
-        config = with_implementation(FoxConfig(**config.to_dict() | sizes | {"hidden_size": 8}), name)
+        config = FoxConfig(**config.to_dict() | sizes | {"hidden_size": 8})
+        if name == ALL_KEYS:
+            config.log_pruning_tolerance = None
+        config = with_implementation(config, NAME if name == ALL_KEYS else name)
         self.config, self.work = config, work
         self.module = FoxAttention(config, 0).to(q.device, q.dtype).eval()
         self.cache = None
@@ -175,26 +193,61 @@ def prove(name: str, D: int, work: str, device: str) -> dict:
     return {"right": is_right, "shares": shares, "verdict": verdict}
 
 
+def make_passes(function, inputs, do=None) -> dict:
+    """Return the forward pass and, for an output gradient `do`, the backward pass, as functions without arguments."""
+    if do is None:
+        return {"forward": lambda: function(*inputs)}
+    inputs = [x.requires_grad_() for x in inputs]
+    o = function(*inputs)
+    return {
+        "forward": lambda: function(*inputs),
+        "backward": lambda: torch.autograd.grad(o, inputs, do, retain_graph=True, allow_unused=True),
+    }
+
+
 def time_batch(name: str, D: int, work: str, rows: int, length: int, device: str) -> dict:
-    """Return the time of a forward pass over a full batch, in training also backward."""
+    """Return the times of a forward pass over a full batch, and of a backward pass in training."""
     config = make_config(D, SIZES[device]["width"], work)
     inputs = draw(config, work, rows, length, device)
     inputs[3] = slow_gates(inputs[3])
-    function = peers.competitor(name) if name in peers.COMPETITORS else Layer(name, config, work, inputs)
+    function = peers.PEERS[name]() if name in peers.PEERS else Layer(name, config, work, inputs)
     *inputs, do = inputs
-    if work == "training":
-        inputs = [x.requires_grad_() for x in inputs]
-
-    def call():
-        o = function(*inputs)
-        if work == "training":
-            torch.autograd.grad(o, inputs, do, allow_unused=True)
-
     with torch.set_grad_enabled(work == "training"):
-        seconds = common.time_in_turn({"": call}, SIZES[device]["rounds"], device=device)[""]
-    products = 2 * rows * config.num_attention_heads * length**2 * D * (3.5 if work == "training" else 1)
-    median = statistics.median(seconds)
-    return {"ms": 1e3 * median, "tflops": products / median / 1e12}
+        passes = make_passes(function, inputs, do if work == "training" else None)
+        seconds = common.time_in_turn(passes, SIZES[device]["rounds"], device=device)
+    products = 2 * rows * config.num_attention_heads * length**2 * D
+    times = {}
+    for direction, values in seconds.items():
+        median = statistics.median(values)
+        times[f"{direction}_ms"] = 1e3 * median
+        times[f"{direction}_tflops"] = (2.5 if direction == "backward" else 1) * products / median / 1e12
+    return times
+
+
+def time_pruning(share: float, D: int, rows: int, length: int, device: str) -> dict:
+    """Return how much faster pruning makes both passes, with a gate that makes `share` of the blocks prunable.
+
+    A constant gate fades everything further away than w tokens, which is (1 - w / T)^2 of the blocks.
+    """
+    config = make_config(D, SIZES[device]["width"], "training")
+    *inputs, do = draw(config, "training", rows, length, device)
+    threshold = 2 * D**0.5 + math.log(length) - config.log_pruning_tolerance
+    inputs[3] = torch.full_like(inputs[3], -threshold / (length * (1 - share**0.5)) if share else 0.0)
+    layers = {name: Layer(name, config, "training", inputs) for name in (ALL_KEYS, NAME)}
+    turns = {
+        (name, direction): run
+        for name, layer in layers.items()
+        for direction, run in make_passes(layer, inputs, do).items()
+    }
+    with count_pruned_blocks() as blocks:
+        layers[NAME](*inputs)
+    seconds = common.time_in_turn(turns, SIZES[device]["rounds"], device=device)
+    for name in layers:
+        seconds[name, "both"] = [sum(pair) for pair in zip(seconds[name, "forward"], seconds[name, "backward"])]
+    return {"share_pruned": blocks.pruned / blocks.total} | {
+        f"{direction}_speedup": common.median_ratio(seconds[ALL_KEYS, direction], seconds[NAME, direction])
+        for direction in ("forward", "backward", "both")
+    }
 
 
 def time_decoding(name: str, D: int, length: int, device: str) -> dict:
@@ -227,7 +280,7 @@ def time_step(name: str, device: str) -> dict:
 def plan(device: str, tokens: int):
     """Yield (section, fields, function of the fields) for every row, the most important rows first."""
     sizes, names = SIZES[device], installed()
-    others = [name for name in peers.COMPETITORS if "no gate" in name or name in ("FLA", "official")]
+    timed = [*names, ALL_KEYS, *peers.PEERS]
     for D in sizes["head_dims"]:
         for work in WORK:
             yield from (("proof", {"work": work, "D": D, "name": name}, prove) for name in names)
@@ -235,11 +288,14 @@ def plan(device: str, tokens: int):
         yield "step", {"name": name}, time_step
     for D in sizes["head_dims"]:
         for length in sizes["lengths"]:
+            shape = {"D": D, "rows": max(1, tokens // length), "length": length}
             for work in ("training", "prefill"):
-                shape = {"work": work, "D": D, "rows": max(1, tokens // length), "length": length}
-                yield from (("batch", {**shape, "name": name}, time_batch) for name in (*names, *others))
+                yield from (("batch", {"work": work, **shape, "name": name}, time_batch) for name in timed)
         for length in sizes["cached"]:
             yield from (("decoding", {"D": D, "length": length, "name": name}, time_decoding) for name in names)
+    for D, share in itertools.product(sizes["head_dims"], sizes["shares"]):
+        shape = {"D": D, "rows": max(1, tokens // sizes["lengths"][0]), "length": sizes["lengths"][0]}
+        yield "pruning", {"share": share, **shape}, time_pruning
 
 
 def measure(args):
@@ -275,10 +331,10 @@ def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, device="cuda", tokens=32768, minutes=3.0)
     result = common.run(parser, measure, table, arguments)
     wrong = [
-        f"{row['name']} ({row['work']}, heads of {row['D']})" for row in result["rows"] if row.get("right") is False
+        f"{row['name']} ({row['work']}, head_dim={row['D']})" for row in result["rows"] if row.get("right") is False
     ]
     if wrong:
-        print(f"These compute FoX wrongly: {', '.join(wrong)}.", file=sys.stderr)
+        print(f"These implementations are wrong: {', '.join(wrong)}.", file=sys.stderr)
     return int(bool(wrong))
 
 

@@ -3,26 +3,23 @@
     python -m scripts.bench.gpu.compile --capability 90 --head-dim 64 128
 
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
-cuobjdump that comes with Triton. Blocks per multiprocessor, and the occupancy (the share of its warps that they fill),
-follow from registers, shared memory and warps; the share of peak that the hot loop allows is estimated from its
-instructions, if nothing overlaps and if everything does. Kernels are compiled as their launchers launch them, so that
-a GPU finds them in Triton's cache; each in a process of its own, several at a time. --bounded 0 is without padding,
-pruning and a bound of the logits, 1 with them; --kv-heads of eight heads share the gates of the keys, which are those
-of a cache. The norms of fused_fox.py have a gate after them with --bounded 0, and a token shift before them with 1.
+cuobjdump that comes with Triton. Kernels are compiled as their launchers launch them, so that a GPU finds them in
+Triton's cache, each in a process of its own. --bounded 0 compiles without padding, pruning and a bound of the logits,
+1 with them; --kv-heads of eight heads share the gates of the keys, which are those of a cache. The norms of
+fused_fox.py have a gate after them with --bounded 0, and a token shift before them with 1.
 
-Versions of Triton compile differently, so each has a JSON of its own. Another version than the installed one runs from
-a folder: `pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command. --before
-compares with such a JSON, of a checkout of an earlier commit.
+Versions of Triton compile differently, so each has a JSON of its own. To use another version than the installed one:
+`pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command.
 """
 
 import itertools
-import json
+import math
 import multiprocessing
 import os
 import re
 import subprocess
-import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from unittest import mock
@@ -55,37 +52,21 @@ LIMITS = {
 }
 TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
 SPILL = r"\b(?:LDL|STL)\b"
-# waits: of a warpgroup for its products. The assembler puts a wait behind every product whose registers it cannot tell
-# apart from those of other instructions, and the tensor cores then idle most of the time.
-# conversions: of one number each, by the unit of the exponentials; F2FP, which rounds two, is an ordinary instruction.
-# narrow_loads: from global memory, of less than the 16 bytes that a thread can load at once.
+# A wait of a warpgroup stands behind every product whose registers the assembler cannot tell apart from those of other
+# instructions, and the tensor cores then idle most of the time.
 COUNTED = {
     "products": TENSOR_CORE,
     "spills": SPILL,
     "waits": r"WARPGROUP\.DEPBAR",
     "exponentials": r"MUFU\.EX2",
-    "conversions": r"\bF2F\b",
-    "narrow_loads": r"\b(?:LDG|LDGSTS)\b(?!\S*\.128\b)",
 }
-PRODUCTS = {"forward": 2, "dq": 3, "dkdv": 4}
-# The usual count of the backward pass has five products; dq and dk/dv apart compute seven.
-USEFUL = {"forward": 1.0, "dq": 5 / 7, "dkdv": 5 / 7}
-FLOP_PER_CYCLE = {80: 2048, 86: 512, 90: 4096, 100: 8192}  # of a multiprocessor, 16-bit products added in fp32
 TABLE = """
-| kernel | head size | heads of a key head | products | registers | spilled bytes | blocks per multiprocessor |\
- instructions per logit | before | narrow loads | before | useful share of peak | error |
+| kernel | head_dim | heads of a key head | products | registers | spilled bytes | blocks per multiprocessor |\
+ instructions per logit | error |
 | {kernel} | {head_dim} | {group} | {products} | {registers} | {spill_bytes} | {blocks_per_sm} |\
- {instructions_per_logit:.1f} | {before[instructions_per_logit]:.1f} | {hot_loop_narrow_loads} |\
- {before[hot_loop_narrow_loads]} | {share_of_peak[0]:.0%} to {share_of_peak[1]:.0%} | {error} |
+ {instructions_per_logit:.1f} | {error} |
 """
 FIELDS = ("capability", "dtype", "kernel", "head_dim", "kv_heads", "bounded")
-COMPARED = (
-    "instructions_per_logit",
-    "hot_loop_conversions",
-    "hot_loop_narrow_loads",
-    "hot_loop_spills",
-    "share_of_peak",
-)
 
 
 class Target:
@@ -181,22 +162,6 @@ def hot_loop(sass):
     return best
 
 
-def share_of_peak(capability, kernel, tile, head_dim, loop):
-    """Share of the tensor cores' peak that the hot loop allows: if nothing overlaps their work, and if everything
-    does. Products beyond the usual count of a pass do not count as work.
-
-    Cycles of a multiprocessor per turn of the loop: products; instructions, one for each of four schedulers;
-    exponentials and single conversions, 16 at a time. Memory, barriers and everything outside the loop are left out,
-    so this is an estimate.
-    """
-    per_column = 2 * tile.BM * tile.BN / FLOP_PER_CYCLE[nearest_limits(capability)]
-    tensor = PRODUCTS[kernel] * head_dim * per_column
-    narrow = (0, 32, 48)[tile.products] * per_column  # 16 columns of sums take the time of 32
-    other = tile.warps * max(loop["instructions"] / 4, (loop["exponentials"] + loop["conversions"]) * 32 / 16)
-    useful = USEFUL[kernel] * tensor
-    return [useful / (tensor + narrow + other), useful / max(tensor + narrow, other)]
-
-
 def nearest_limits(capability):
     """The key of `LIMITS` for a capability: that of the capability whose tiles it takes, where it has no limits."""
     return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
@@ -224,7 +189,6 @@ def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, kv
         all_warps // tile.warps,
         all_blocks,
     )
-    estimated = kernel in PRODUCTS and dtype != "fp32"
     return {
         "capability": capability,
         "kernel": kernel,
@@ -237,20 +201,14 @@ def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, kv
         "tile": list(tile),
         "registers": registers,
         "spill_bytes": stack,
-        "spill_instructions": len(re.findall(SPILL, sass)),
         "hot_loop_instructions": loop["instructions"],
         "hot_loop_spills": loop["spills"],
-        "hot_loop_conversions": loop["conversions"],
-        "hot_loop_narrow_loads": loop["narrow_loads"],
         "instructions_per_logit": loop["instructions"] * 32 * tile.warps / (tile.BM * tile.BN),
         "serialized": loop["waits"] >= loop["products"] > 2,
-        "share_of_peak": share_of_peak(capability, kernel, tile, head_dim, loop) if estimated else None,
         "shared": shared,
         "shared_limit": per_block,
         "tensor_core": "+".join(sorted(set(re.findall(TENSOR_CORE, sass)))) or "no tensor cores",
         "blocks_per_sm": blocks,
-        "warps_per_sm": blocks * tile.warps,
-        "occupancy": blocks * tile.warps / all_warps,
     }
 
 
@@ -265,8 +223,10 @@ def send_report(pipe, case):
         pipe.send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"})
 
 
-def report_from_process(case):
-    """`case` and its report, or the error; a compiler that crashes takes no other case with it."""
+def report_from_process(case, until):
+    """Return `case` and its report, or the error; a compiler that crashes takes no other case with it."""
+    if time.monotonic() > until:
+        return case | {"error": "no time left"}
     receiver, sender = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=send_report, args=(sender, case))
     process.start()
@@ -279,39 +239,29 @@ def report_from_process(case):
     return case | row
 
 
-def reports(cases, jobs):
-    """The reports of cases, each the arguments of `report`, in the order in which they finish, `jobs` at a time."""
+def reports(cases, jobs, until=math.inf):
+    """Yield the reports of cases, the arguments of `report`, as they finish, `jobs` at a time; none begins later."""
     with ThreadPoolExecutor(jobs) as threads:
-        tasks = [threads.submit(report_from_process, case) for case in cases]
+        tasks = [threads.submit(report_from_process, case, until) for case in cases]
         yield from (task.result() for task in as_completed(tasks))
 
 
 def measure(args):
     cases = [dict(zip(FIELDS, case)) for case in itertools.product(*(getattr(args, name) for name in FIELDS))]
-    earlier = {}
-    if args.before:
-        earlier = {tuple(row[name] for name in FIELDS): row for row in json.loads(args.before.read_text())["rows"]}
-    for row in reports([case | {"bounded": bool(case["bounded"])} for case in cases], args.jobs):
-        before = earlier.get(tuple(row[name] for name in FIELDS))
-        yield row | {"before": before and {name: before[name] for name in COMPARED}}
+    yield from reports([case | {"bounded": bool(case["bounded"])} for case in cases], args.jobs)
 
 
 def table(result):
-    def order(row):
-        return (
-            row["capability"],
-            row["dtype"],
-            KERNELS.index(row["kernel"]),
-            *(row.get(name, 0) for name in FIELDS[3:]),
-        )
+    def group_of(row):
+        return row["capability"], row["dtype"], row["bounded"]
 
-    rows = sorted(result["rows"], key=order)
+    def order(row):
+        return *group_of(row), KERNELS.index(row["kernel"]), row["head_dim"], row["kv_heads"]
+
     tables = []
-    for (capability, dtype, bounded), group in itertools.groupby(
-        rows, key=lambda row: (row["capability"], row["dtype"], row["bounded"])
-    ):
+    for (capability, dtype, bounded), rows in itertools.groupby(sorted(result["rows"], key=order), key=group_of):
         logits = "bounded" if bounded else "unbounded"
-        tables.append(f"sm_{capability}, {dtype}, {logits} logits:\n\n{common.markdown(list(group), TABLE)}")
+        tables.append(f"sm_{capability}, {dtype}, {logits} logits:\n\n{common.markdown(list(rows), TABLE)}")
     return "\n\n".join(tables)
 
 
@@ -321,15 +271,8 @@ def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, name=f"gpu_compile_{version}", **options)
     parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
     parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
-    cores = min(32, len(os.sched_getaffinity(0)))  # those that this process may use; each compiler takes memory
+    cores = min(32, len(os.sched_getaffinity(0)))  # each compiler takes memory
     parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: all cores)")
-    parser.add_argument("--before", type=Path, metavar="JSON", help="compare with its rows")
-    parser.add_argument("--cases", action="store_true", help="read cases as lines of JSON, and print such lines")
-    args = parser.parse_args(arguments)
-    if args.cases:
-        for row in reports(map(json.loads, sys.stdin), args.jobs):
-            print(json.dumps(row), flush=True)
-        return
     rows = common.run(parser, measure, table, arguments)["rows"]
     if any("error" in row for row in rows):
         raise SystemExit("error: some kernels did not compile")

@@ -10,7 +10,6 @@ from huggingface_hub import HfApi
 HAS_PACKAGE = importlib.util.find_spec("hf_longctx") is not None
 SCORED = {
     "forgetting_curve": ({"predictions": [[[0, 0, 13, 14], [0, 0, 0, 14]]], "references": [[11, 12, 13, 14]]}, {}),
-    "position_loss": ({"predictions": [[-1.0, -0.5], [-2.0, -0.5]]}, {}),
     "rope_base_check": ({"predictions": [1e4, 5e5], "references": [8192, 8192]}, {"head_dim": 128}),
 }
 
@@ -20,14 +19,13 @@ def check_scores():
     for name, (rows, options) in SCORED.items():
         results[name] = evaluate.load(f"alice/{name}").compute(**rows, **options)
     assert results["forgetting_curve"]["points"][0]["copy_mean"] == 1
-    assert results["position_loss"]["loss"] == [1.5, 0.5]
     assert results["rope_base_check"]["verdicts"] == ["violated", "holds"]
 
 
 def check_pinned():
-    sha = HfApi().repo_info("alice/position_loss", repo_type="space").sha
-    loss = evaluate.load("alice/position_loss", revision=sha)
-    assert loss.compute(predictions=[[-1.0, -0.5]])["loss"] == [1.0, 0.5]
+    sha = HfApi().repo_info("alice/rope_base_check", repo_type="space").sha
+    check = evaluate.load("alice/rope_base_check", revision=sha)
+    assert check.compute(predictions=[5e5], references=[8192], head_dim=128)["verdicts"] == ["holds"]
 
 
 def check_a_model():

@@ -7,28 +7,28 @@ from hf_longctx.metrics import evaluate_modules  # From: hf-longctx
 
 
 _DESCRIPTION = """
-A rotary position embedding (RoPE) lets a query prefer a similar key to a random one up to some distance only, and how
-far depends on its base. This checks the bound for a model's claimed context, or for pairs of a base and a context.
-It is a screening number: below the bound the paper found low perplexity but poor retrieval at a distance.
+With a rotary position embedding (RoPE), a query prefers a similar key to a random one only up to some distance, which
+depends on the base. This module checks the bound at the context that a model claims, or for pairs of a base and a
+context. It is a screening number: below the bound the paper found low perplexity but poor retrieval at a distance.
 """
 
 _KWARGS_DESCRIPTION = """
 Either a model:
-    model: a model or configuration of transformers, or its name or folder (the weights are not loaded).
-    context_length (int): the claim to check, in tokens; default: the context that the configuration claims.
-    minimum_base (bool): whether to compute the smallest base too, which takes seconds for long contexts. Default True.
+    model: a model or configuration of transformers, or its name or folder. Weights are not loaded.
+    context_length (int): context to check, in tokens. Default: the context that the model claims.
+    minimum_base (bool): whether to compute the smallest base too, which takes seconds for long contexts. Default: True.
     model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
-    corpus, tokenizer: not used; accepted so that one call can serve modules combined with this one.
 Or predictions and references:
     predictions (list of float): RoPE bases.
-    references (list of int): the contexts they should support, in tokens.
-    head_dim (int): dimensions of a query or key head, all of them rotating.
+    references (list of int): the contexts that they should support, in tokens.
+    head_dim (int): dimensions of a query or key head, all of which rotate.
 Returns:
-    for a model, the report of hf_longctx.metrics.rope_report: verdict ("holds", "holds within windows" where no
-    layer with RoPE sees more, "violated", "inconclusive" where half of the head or more does not rotate, so that no base
-    violates the bound, or "no RoPE"), holds (bool; None for the last two), claimed_context, claimed_by, groups (list of dict: one per kind of layers, with its base, scaling, verdict,
-    context_bound, negative_distances, minimum_base and settled_base), notes (what is assumed), caveat.
-    For pairs, holds (float), the share of pairs that do, and lists: verdicts, context_bounds, minimum_bases,
+    for a model, the report of hf_longctx.metrics.rope_report: verdict ("holds"; "holds within windows" if no layer with
+    RoPE sees the whole context; "violated"; "inconclusive" if half of the head or more does not rotate, so that no base
+    violates the bound; or "no RoPE"), holds (bool; None for the last two), claimed_context, claimed_by, groups (list of
+    dict: for each kind of layers the base, scaling, verdict, context_bound, negative_distances, minimum_base and
+    settled_base), notes (what is assumed), caveat.
+    For pairs, holds (float), the share of pairs that hold, and lists: verdicts, context_bounds, minimum_bases,
     settled_bases.
 Examples:
     >>> check = evaluate.load("rope_base_check")
@@ -61,26 +61,11 @@ class RopeBaseCheck(evaluate.Metric):
             reference_urls=["https://arxiv.org/abs/2405.14591"],
         )
 
-    def compute(
-        self,
-        *,
-        predictions=None,
-        references=None,
-        model=None,
-        corpus=None,
-        tokenizer=None,
-        head_dim=None,
-        **options,
-    ):
+    def compute(self, *, predictions=None, references=None, model=None, **options):
         """Check a model, or pairs of a base and a context: those given here and those added before."""
-        if model is not None and head_dim is not None:
-            options["head_dim"] = head_dim
-        scored = {"predictions": predictions, "references": references}
-        if evaluate_modules.measures(self, model, None, options, **scored):
+        if evaluate_modules.measures(self, model, predictions, references):
             return evaluate_modules.check_model(model, **options)
-        if head_dim is None:
-            raise ValueError("bases and contexts need head_dim=...: dimensions of a query or key head.")
-        return super().compute(**scored, head_dim=head_dim)
+        return super().compute(predictions=predictions, references=references, **options)
 
     def _compute(self, predictions, references, head_dim):
         return evaluate_modules.check_bases(predictions, references, head_dim)

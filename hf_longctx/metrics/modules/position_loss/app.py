@@ -1,9 +1,0 @@
-"""The page that evaluate makes of this module: a table of predictions, and their scores."""
-
-from pathlib import Path
-
-import evaluate
-from evaluate.utils import launch_gradio_widget
-
-
-launch_gradio_widget(evaluate.load(str(Path(__file__).with_name("position_loss.py"))))
