@@ -30,11 +30,11 @@ from torch.autograd.forward_ad import unpack_dual
 
 GATE_PARTS = 3
 GATE_QUERY = 64.0
-# A closed gate (log f = -inf) must not turn `c_i - c_j` into inf - inf. exp(-120) is 0 in float32; a larger constant
-# would cost resolution, since every closed gate adds it to c.
+# A closed gate (log f = -inf) must not turn `c_i - c_j` into inf - inf. exp(-120) is 0 in float32; a lower value would
+# cost resolution, because every closed gate adds it to c.
 CLOSED_GATE = -120.0
-# An additive mask below -1e4 hides a key. It is applied again as a minimum of float32, because a decay can exceed the
-# minimum of float16, -65504.
+# An additive mask below -1e4 hides a key. It is applied again as the minimum of float32, because a decay can be lower
+# than the minimum of float16, -65504.
 MASKED = -1e4
 
 
@@ -44,14 +44,14 @@ def is_exporting() -> bool:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of an enclosing `torch.autocast`, or None outside of one and on the meta device."""
+    """Return the dtype of an enclosing `torch.autocast`; None without one and on the meta device."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
 
 
 def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Cast q, k and v to the dtype of an enclosing `torch.autocast`, which rounds them before the fold."""
+    """Cast q, k and v to the dtype of an enclosing `torch.autocast`, before they are folded."""
     dtype = autocast_dtype(tensors[0].device)
     return tensors if dtype is None else tuple(x.to(dtype) for x in tensors)
 
@@ -63,10 +63,11 @@ def folded_width(head_dim, group, device):
 
 
 def cumulative_sum(x):
-    """Sum up x along its last dimension; in an order that depends on its length alone, if torch is told so.
+    """Compute the cumulative sum of x along its last dimension.
 
-    torch.cumsum of floats has no such order on a GPU, and raises under `torch.use_deterministic_algorithms`. Compiled,
-    chunks are summed up and then their sums: Inductor of torch 2.11 fails on CUDA where it fuses longer ones.
+    Under `torch.use_deterministic_algorithms`, the order of additions depends on the length only, which torch.cumsum
+    of floats does not support on a GPU. Compiled calls sum chunks and then their sums, because Inductor of torch 2.11
+    fails on CUDA if it fuses a longer cumsum.
     """
     length = x.shape[-1]
     if length == 1:
@@ -85,10 +86,10 @@ def cumulative_sum(x):
 
 
 def running_sum(log_f, position_in_sequence=None):
-    """Sum up the log gates, (B, H, T) -> (B, H, T) fp32: the `c` whose differences are the decay.
+    """Compute `c`, the cumulative sum of the log gates, (B, H, T) -> (B, H, T) fp32.
 
-    position_in_sequence: (B, T), where rows hold several sequences. The sum then starts near 0 with every sequence, so
-        its resolution is that of a sequence, not of the row. How far from 0 it starts cancels in the softmax.
+    position_in_sequence: (B, T), where rows hold several sequences. The sum then restarts near 0 in every sequence,
+        and so has the resolution of a sequence, not of the row. The offset cancels in the softmax.
     """
     c = cumulative_sum(log_f)
     if position_in_sequence is None:
@@ -96,12 +97,12 @@ def running_sum(log_f, position_in_sequence=None):
     before = (c - log_f).detach()
     index = torch.arange(log_f.shape[-1], device=log_f.device)
     first = index - position_in_sequence  # token of the sequence
-    at_border = before.gather(-1, first[:, None].expand_as(before))
-    return cumulative_sum(log_f - at_border.diff(dim=-1, prepend=torch.zeros_like(at_border[..., :1])))
+    at_start = before.gather(-1, first[:, None].expand_as(before))
+    return cumulative_sum(log_f - at_start.diff(dim=-1, prepend=torch.zeros_like(at_start[..., :1])))
 
 
 def constant_columns(head_dim, heads, gates_per_key, dtype, device):
-    """Return the columns that queries get, (heads or 1, 1, D' - D), and keys behind the gate parts, (free,)."""
+    """Return the columns appended to queries, (heads or 1, 1, D' - D), and to keys after the gate parts, (free,)."""
     added = folded_width(head_dim, gates_per_key, device) - head_dim
     gates = GATE_QUERY * torch.eye(gates_per_key, dtype=dtype, device=device).repeat_interleave(GATE_PARTS, dim=1)
     query = F.pad(gates, (0, added - gates.shape[1]))[:, None]
@@ -112,12 +113,12 @@ def constant_columns(head_dim, heads, gates_per_key, dtype, device):
     return query, key
 
 
-kept_columns = lru_cache(maxsize=64)(constant_columns)  # a decoding step is made of small operations
+cached_columns = lru_cache(maxsize=64)(constant_columns)  # saves small operations in a decoding step
 
 
 def columns_for(x, heads, gates_per_key):
-    """Return the `constant_columns` for x, (B, H, T, D), and `heads` query heads, made once for plain tensors."""
-    make = constant_columns if torch.compiler.is_compiling() or type(x) is not torch.Tensor else kept_columns
+    """Return the `constant_columns` for x, (B, H, T, D), and `heads` query heads, cached for plain tensors."""
+    make = constant_columns if torch.compiler.is_compiling() or type(x) is not torch.Tensor else cached_columns
     return make(x.shape[3], heads, gates_per_key, x.dtype, x.device)
 
 
@@ -126,9 +127,9 @@ def fold_queries(q, c, scale, gates_per_key):
 
     Args:
         q: (B, Hq, T, D).
-        c: running sum of log f at the queries, (B, Hq, T), or (B, Hkv, T) if the query heads of a key head share a
-            gate; fp32. It changes the gradient only.
-        scale: the factor that the kernel will apply to q'.k'.
+        c: cumulative sum of log f at the queries, (B, Hq, T), or (B, Hkv, T) if the query heads of a key head share a
+            gate; fp32. It affects the gradient only.
+        scale: the factor that the kernel applies to q'.k'.
         gates_per_key: gates per key head: 1, or the number of query heads that share a key head.
 
     Returns:
@@ -144,9 +145,9 @@ def fold_queries(q, c, scale, gates_per_key):
 
 
 def gate_parts(x):
-    """Split x, fp32, into a sum of three numbers of eight bits each, which every dtype of keys holds.
+    """Split x, fp32, into a sum of three numbers of eight bits, which every dtype of keys represents exactly.
 
-    The first has the derivative of x.
+    The first one has the derivative of x.
     """
     y = x.detach() if x.requires_grad or unpack_dual(x).tangent is not None else x
     first = y.bfloat16().to(y.dtype)
@@ -160,11 +161,11 @@ def fold_keys(k, c, scale):
 
     Args:
         k: (B, Hkv, T, D).
-        c: running sum of log f, (B, H, T), fp32; Hkv divides H.
-        scale: the factor that the kernel will apply to q'.k'.
+        c: cumulative sum of log f, (B, H, T), fp32; Hkv divides H.
+        scale: the factor that the kernel applies to q'.k'.
 
     Returns:
-        (B, Hkv, T, D'). The gradient of c goes through its first part; the other parts hold what rounding left over.
+        (B, Hkv, T, D'). The gradient of c flows through its first part.
     """
     batch, kv_heads, length, _ = k.shape
     group = c.shape[1] // kv_heads
@@ -185,18 +186,18 @@ def unfold_decay(folded_keys, head_dim, group, scale):
     return (x * (-GATE_QUERY * scale)).transpose(2, 3).flatten(1, 2)
 
 
-def decay_along_paths(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return the decay of each key for each query, the sum of log f over the later keys that it sees; else a minimum.
+def tree_decay(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return the decay of each key for each query: the sum of log f over the later keys that the query sees.
 
-    Each path through a tree of tokens is then computed as if no other branch stood in the row. This decay is not a
-    property of the key: it cannot be folded into the keys, and is added to the logits.
+    Each path through a tree of tokens is then independent of other branches. This decay is not a property of the key,
+    so it cannot be folded into the keys and is added to the logits.
 
     Args:
         log_f: log gates of all keys, (B, H, keys), fp32.
         visible: (1 or B, 1, T, keys) bool.
 
     Returns:
-        (B, H, T, keys) fp32.
+        (B, H, T, keys) fp32, a minimum at hidden keys.
     """
     seen = log_f[:, :, None] * visible  # (B, H, T, keys)
     later = F.pad(cumulative_sum(seen[..., 1:].flip(-1)).flip(-1), (0, 1))

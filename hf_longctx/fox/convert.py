@@ -177,7 +177,7 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
         config_dict: its config.json; fields that it leaves out have the authors' defaults.
 
     Returns:
-        The model in the (widest) dtype of `state_dict`, on the CPU, in evaluation mode, with logits equal to the
+        The model in the (common_dtype) dtype of `state_dict`, on the CPU, in evaluation mode, with logits equal to the
         original's.
 
     Raises:
@@ -240,7 +240,7 @@ def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
     """Build a FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
     tensors = tensors_of_fox(config, modules, state_dict)
-    dtype = widest(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # float32 in any model
+    dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # float32 in any model
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # a tied head is left out
@@ -257,7 +257,7 @@ def export_state_dict(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch
     return state_dict, {**config_dict, "torch_dtype": str(model.dtype).removeprefix("torch.")}
 
 
-def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype that holds all of them without loss."""
     return functools.reduce(torch.promote_types, dtypes)
 

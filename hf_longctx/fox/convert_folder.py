@@ -16,11 +16,11 @@ from .configuration_fox import FoxConfig
 from .convert import (
     LAYOUTS,
     LLAMA_MODULES,
+    common_dtype,
     read_config,
     read_llama_config,
     tensors_of_fox,
     tensors_of_others,
-    widest,
     write_config,
 )
 
@@ -122,6 +122,6 @@ def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def dtype_of(config_dict: dict, tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    """Return the dtype that a configuration names, or else the widest of the tensors."""
+    """Return the dtype that a configuration names, or else the common_dtype of the tensors."""
     name = str(config_dict.get("dtype", config_dict.get("torch_dtype")))
-    return DTYPES.get(name) or widest(x.dtype for x in tensors.values())
+    return DTYPES.get(name) or common_dtype(x.dtype for x in tensors.values())

@@ -15,12 +15,12 @@ class VisibleKeys(NamedTuple):
     """The keys that the queries of one call see, the same in every layer of a model.
 
     key_start: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row.
-        key_start > own position: the query sees nothing. None: plain causal attention.
+        A query whose key_start exceeds its own position sees nothing. None: plain causal attention.
     end: the queries are the last Tq of the first `end` keys; the slots after them are free. An int, or a tensor of one
-        element where only the device knows.
-    order, query_order, token_mask: set only where padding lies between real tokens. Orders of the keys, (B, Tk), and
-        of the queries, (B, Tq), that put padding first, and False for each ordered key that is padding. `key_start`
-        counts in this order.
+        element if only the device knows it.
+    order, query_order, token_mask: set only if padding lies between real tokens. Permutations of the keys, (B, Tk),
+        and of the queries, (B, Tq), that move padding to the front, and False for each permuted key that is padding.
+        `key_start` counts permuted keys.
     """
 
     key_start: torch.Tensor | None
@@ -30,25 +30,25 @@ class VisibleKeys(NamedTuple):
     token_mask: torch.Tensor | None = None
 
     def contiguous(self):
-        """Return itself: `generate` calls this on every mask."""
+        """Return self; `generate` calls this on every mask."""
         return self
 
     def last(self, length):
-        """Return the same for the last `length` keys alone, for a cache that has dropped the keys before them."""
+        """Return the visible keys among the last `length`, for a cache that has dropped the others."""
         if self.order is not None:
             raise NotImplementedError(
-                "forgetting_triton cannot use a PrunedCache where padding lies between real tokens. Pad on one side, or "
+                "forgetting_triton does not support a PrunedCache if padding lies between real tokens. Pad on one side, or "
                 "use another backend: model.set_attn_implementation('sdpa')."
             )
         first = None if self.key_start is None else (self.key_start - (self.end - length)).clamp(min=0)
         return VisibleKeys(first, length)
 
     def sort_queries(self, x):
-        """Put padding first in (B, H, Tq, ...)."""
+        """Move padding to the front of (B, H, Tq, ...)."""
         return x if self.query_order is None else take(x, self.query_order)
 
     def sort_keys(self, x):
-        """Put padding first in (B, H, Tk, ...)."""
+        """Move padding to the front of (B, H, Tk, ...)."""
         return x if self.order is None else take(x, self.order)
 
     def unsort_queries(self, x):
@@ -65,17 +65,17 @@ def take(x, order):
 def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, window=None, end=None) -> VisibleKeys:
     """Find the keys that causal queries see, from padding, packed sequences and a window.
 
-    Call it once per forward pass: looking at `token_mask` waits for the device.
+    Call it once per forward pass, because reading `token_mask` waits for the device.
 
     Args:
         Tq, Tk: number of queries and keys. The queries are the last Tq of the first `end` keys.
         token_mask: (B, Tk) bool, False at padding.
         sequence_start: (B or 1, Tq) integers, position of the first key of each query's sequence.
         window: number of most recent positions that a query sees, its own included.
-        end: (1,) or () integer tensor, number of filled key slots where only the device knows it. Default Tk.
+        end: (1,) or () integer tensor, number of filled key slots if only the device knows it. Default: Tk.
     """
     compiling = torch.compiler.is_compiling()
-    reorder = end is not None and Tq > DECODE_ROWS  # free slots, like padding, go in front of the keys
+    reorder = end is not None and Tq > DECODE_ROWS  # free slots are moved to the front, like padding
     end = Tk if end is None else end
     slots = torch.arange(Tq, device=device) + (end - Tq)  # of the queries among the keys
     first = torch.zeros_like(slots)[None] if sequence_start is None else sequence_start  # (B or 1, Tq)
@@ -111,7 +111,7 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
 def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
     """Transpose key_start, (b, h, Tq), to one past the last query that sees each key, int32, (b, h, Tk).
 
-    A key that no query sees has a number of at most its own position.
+    For a key that no query sees, the result is at most its own position.
     """
     keys = torch.arange(Tk, device=key_start.device, dtype=torch.int32).expand(*key_start.shape[:2], Tk)
     count = torch.searchsorted(key_start.contiguous(), keys.contiguous(), right=True, out_int32=True)
@@ -119,7 +119,7 @@ def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
 
 
 def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
-    """Bound |scale * q.k| by the largest norms of the queries and keys that are not padding, (B, Hq)."""
+    """Bound |scale * q.k| by the largest norms of queries and keys that are not padding, (B, Hq)."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if key_start is not None:  # padding may hold anything
@@ -130,7 +130,7 @@ def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
 
 
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
-    """Expand a number, or a tensor that broadcasts to (B, Hq), to what kernels read: (B, Hq), fp32, contiguous."""
+    """Expand a number, or a tensor that broadcasts to (B, Hq), to (B, Hq), fp32, contiguous, as kernels read it."""
     if not isinstance(logit_bound, torch.Tensor):
         return q.new_full(q.shape[:2], logit_bound, dtype=torch.float32)  # a copy to the GPU would wait for it
     return logit_bound.to(q.device, torch.float32).expand(q.shape[:2]).contiguous()

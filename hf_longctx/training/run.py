@@ -114,8 +114,8 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
     parameters = inspect.signature(base.forward).parameters
     options: dict[str, Any] = {}
     if args.label_smoothing_factor == 0:  # which needs logits; the model's own loss does not
-        if "skip_logits" in parameters and base.get_output_embeddings().weight.requires_grad:  # needs a float32 head
-            options["skip_logits"] = True
+        if "return_logits" in parameters and base.get_output_embeddings().weight.requires_grad:  # needs a float32 head
+            options["return_logits"] = False
         elif getattr(base, "reads_in_segments", False):
             options["logits_to_keep"] = 1
     without = () if "position_ids" in parameters else ("position_ids",)

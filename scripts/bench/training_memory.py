@@ -63,7 +63,7 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
     model = make_model(architecture, name, length, vocab, device)
     options, in_pieces = {}, nullcontext()
     if architecture == "fox":
-        options["skip_logits"] = pieces
+        options["return_logits"] = not pieces
     elif pieces:
         in_pieces = LossInPieces(model)
     if checkpointing:

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 from tiny_fox import VARIANTS, both_blocks, check_logits, logits, make, make_from, tokens, with_and_without_window
-from transformers import CompileConfig, DynamicCache, StaticCache
+from transformers import CompileConfig, StaticCache
 
 
 SETTINGS = dict(max_new_tokens=9, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
@@ -82,19 +82,6 @@ def test_a_draft_model_changes_nothing(variant, distance):
             parameter.add_(distance * torch.randn_like(parameter))
     want = model.generate(ids, use_cache=False, **SETTINGS)
     assert_same(model.generate(ids, assistant_model=draft, **SETTINGS), want)
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["growing cache", "static cache"])
-@with_and_without_window
-def test_a_cache_in_a_file_can_be_continued(variant, static, tmp_path):
-    model, ids = make(variant), tokens()
-    cache = StaticCache(config=model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
-    logits(model, ids[:, :10], cache=cache)
-    torch.save(cache, tmp_path / "cache.pt")
-    read = torch.load(tmp_path / "cache.pt", weights_only=False)
-    for again in (read, cache):  # and the one in memory is as it was
-        got = logits(model, ids[:, 10:], cache=again)
-        check_logits(got, logits(model, ids, use_cache=False)[:, 10:])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="caches are offloaded from a GPU")

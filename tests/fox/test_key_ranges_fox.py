@@ -186,17 +186,6 @@ def test_pruning_stays_within_its_tolerance():
 
 
 @on_triton
-@pytest.mark.parametrize("openness", [3.0, -2.0])
-def test_pruning_of_gates_that_vary(openness):
-    inputs = draw(1, 1, 1, 65, 97, 16, openness=openness)
-    dense = run(forgetting_attention, *inputs, backend="triton")
-    with count_pruned_blocks() as blocks:
-        pruned = run(forgetting_attention, *inputs, log_pruning_tolerance=-10.0, backend="triton")
-    check_pruned(pruned, dense, math.exp(-10.0), inputs)
-    assert (blocks.pruned > 0) == (openness < 0)  # open gates forget little in 97 tokens
-
-
-@on_triton
 def test_pruned_gradients_belong_to_the_pruned_function():
     """Forward and backward drop the same keys, at a threshold so high that dropping them matters."""
     q, k, v, log_f, do = inputs = draw(1, 1, 1, 90, 90, 16)

@@ -33,11 +33,11 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from hf_longctx.fox import FoxConfig
 from hf_longctx.fox.backend_fox import NAME, attend, with_implementation
 from hf_longctx.fox.inputs_fox import read_call
-from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 from hf_longctx.fox.modeling_fox import FoxAttention
 from hf_longctx.fox.state_fox import CachedLayer
 from scripts.bench import common
 from scripts.bench.gpu import budget, peers, step
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
 FLASH = {

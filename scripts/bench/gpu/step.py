@@ -85,7 +85,7 @@ def make_step(model, ids, size, mode):
         for layer in model.model.layers:  # they share a graph
             layer.compile(backend="inductor" if on_gpu else "eager")
     if size == "7B" and model.config.model_type == "fox":
-        options = {"skip_logits": True}
+        options = {"return_logits": False}
     elif size == "7B":
         in_pieces = LossInPieces(model)
 
