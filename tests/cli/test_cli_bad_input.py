@@ -113,7 +113,7 @@ MEASURING = [
     ("needle {fox} --lengths 100", "length 100 is too short"),
     ("report {fox} --output {empty_file}", "empty_file is not a folder that you may write into"),
     ("curve {nowhere}", "there is no folder"),
-    ("curve {fox} --text {empty}", "no text|holds no|no .*txt"),
+    ("curve {fox} --text {empty}", r"does not hold a file of these kinds: \*.txt"),
     ("curve {fox} --text {nowhere}.txt", r"nowhere\.txt is neither a file nor a folder"),
     ("curve {fox} --served-as x", "require --endpoint"),
     ("curve {fox} --endpoint localhost:8000 --retries 0", "unknown url type: localhost"),

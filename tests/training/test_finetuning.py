@@ -27,7 +27,7 @@ from hf_longctx.hub.bundle import build_bundle
 from hf_longctx.metrics import rope_base_bound
 from hf_longctx.training import run as run_module
 from hf_longctx.training.adapters import load_adapter
-from hf_longctx.training.loss_in_pieces import LossInPieces
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
 from hf_longctx.training.models import extend_rope, make_config, make_model
 from hf_longctx.training.run import merge, train
 from hf_longctx.training.trainer import LongContextTrainer
@@ -107,14 +107,14 @@ def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, m
     made = []
 
     def make_small_pieces(model):
-        made.append(LossInPieces(model, logits_at_once=10 * VOCABULARY))
+        made.append(ChunkedCrossEntropy(model, logits_at_once=10 * VOCABULARY))
         return made[-1]
 
-    monkeypatch.setattr(run_module, "LossInPieces", make_small_pieces)
+    monkeypatch.setattr(run_module, "ChunkedCrossEntropy", make_small_pieces)
     found = {}
     for in_pieces in (True, False):
         if not in_pieces:
-            monkeypatch.setattr(run_module, "fits", lambda model: False)
+            monkeypatch.setattr(run_module, "can_chunk_loss", lambda model: False)
         folder = tmp_path / str(in_pieces)
         assert train(settings(llama, folder, eval_data=str(llama / "text.txt"), eval_steps=3)) == 0
         found[in_pieces] = [line.get("loss", line.get("eval_loss")) for line in log(folder)]
@@ -295,10 +295,10 @@ def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_r
     run = settings(Path("smollm2"), "run", recipe="rope-extend", max_length=2048)
     assert (
         extend_rope(smollm2, run)
-        == "RoPE base 100000, which reaches 3615 tokens, becomes 2e+06; 8192 tokens need 323744"
+        == "RoPE base: 100000 (reaches 3615 tokens) -> 2e+06; 8192 tokens need at least 323744"
     )
     assert (smollm2.rope_parameters["rope_theta"], smollm2.max_position_embeddings) == (2e6, 8192)
-    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for these"):
+    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for it"):
         extend_rope(smollm2, run)
 
 
