@@ -108,6 +108,7 @@ MEASURING = [
     ("curve {fox} --data-type random --text {text}", "--text must be left out"),
     ("curve {fox} --confidence 0.9", "protocol=reference and confidence exclude"),
     ("curve {fox} --text {text} --lengths 99999", r"The longest possible length is \d\d:"),
+    ("curve {fox} --text {rows}", "columns .'content'.; a corpus needs a column .text.: rename the one with the text"),
     ("curve {fox} --output /proc/x", "--output /proc/x cannot be written: /proc is not a folder"),
     ("curve {fox} --output a.gif", "a.gif ends with .gif; a figure may end with .png"),
     ("needle {fox} --lengths 100", "length 100 is too short"),
@@ -138,10 +139,16 @@ def places(folder, tmp_path_factory):
     (root / "empty").mkdir()
     (root / "empty_file").touch()
     (root / "short.txt").write_text("A word.")
+    (root / "rows.jsonl").write_text('{"content": "A word."}\n')
     ForgettingCurve.of_points([CurvePoint(8, [4, 4], [1, 1])], {"model": "fox"}).save(root / "curve.json")
     PositionLoss.of_mean([2.0, 1.0], 1).save(root / "loss.json")
     paths = {"fox": folder, "llama": llama, "curve": root / "curve.json", "loss": root / "loss.json"}
-    paths |= {"text": root / "text.txt", "short": root / "short.txt", "hmt": DEMO.parent / "hmt-demo"}
+    paths |= {
+        "text": root / "text.txt",
+        "short": root / "short.txt",
+        "rows": root / "rows.jsonl",
+        "hmt": DEMO.parent / "hmt-demo",
+    }
     paths |= {name: root / name for name in ("nowhere", "empty", "empty_file")}
 
     def copy(name, *leave_out, of=folder):
