@@ -111,28 +111,16 @@ def load_text(source: str | None = None) -> str:
     return "\n\n".join(open_source(source or STDLIB)[1])
 
 
-def open_conversations(source: str, part: str = "train") -> Iterator[dict] | None:
-    """Return the rows of a table or a dataset that holds conversations; None for other sources.
-
-    A row is {"messages"} or {"prompt", "completion"}, with "tools" and "chat_template_kwargs", None where there are
-    none; `part` is as for `open_source`.
-
-    Raises:
-        ValueError: the table cannot be read.
-    """
-    path = Path(source)
-    if source in (STDLIB, "pg19") or (path.exists() and not (path.is_file() and _suffix(path) in TABLES)):
-        return None
-    rows, columns = _open_table(path) if path.is_file() else _open_dataset(source, part)
-    names = next((names for names in CONVERSATIONS if set(names) <= set(columns)), ())
-    return ({name: row.get(name) for name in (*names, *CHAT_OPTIONS)} for row in rows) if names else None
-
-
-def open_source(source: str | None, part: str = "held_out", column: str | None = None) -> tuple[str, Iterator[str]]:
+def open_source(
+    source: str | None, part: str = "held_out", column: str | None = None, conversations: bool = False
+) -> tuple[str, Iterator[Any]]:
     """Return the name of a source and its documents that are not empty; see `load_tokens` and `load_text`.
 
-    `part`, "held_out" to measure or "train", says which part of a dataset, "pg19" or "stdlib" is read; `column`, which
-    column of a table has the text, by default "text".
+    Args:
+        part: "held_out" to measure, or "train", of a dataset, "pg19" or "stdlib".
+        column: of a table, with the text. Default: "text".
+        conversations: return those of a table as dicts, unless `column` is given: {"messages"} or {"prompt",
+            "completion"}, with "tools" and "chat_template_kwargs", None where there are none.
     """
     if source is None:
         with suppress(Exception):  # no `datasets`, or no hub that answers: fall back to the standard library
@@ -140,32 +128,33 @@ def open_source(source: str | None, part: str = "held_out", column: str | None =
 
             # one short request first: `datasets` retries a dead connection several times
             HfApi().dataset_info(PG19, timeout=HUB_TIMEOUT_S)
-            return PG19, _filled(PG19, _dataset(PG19))
+            return open_source(PG19)
         source = STDLIB
     if source == STDLIB:
         return f"Python language reference, {part.replace('_', '-')} part", iter([stdlib_text(part)])
-    if source == "pg19":
-        source = PG19
     path = Path(source)
     if path.is_dir():
-        return str(source), _filled(source, _folder(path, column))
-    if path.is_file():
-        return str(source), _filled(source, _read(path, column))
-    return source, _filled(source, _dataset(source, part, column))
+        documents = (document for file in _files(path) for document in _read(file, column, conversations))
+    elif path.is_file():
+        documents = _read(path, column, conversations)
+    else:
+        name = PG19 if source == "pg19" else source
+        documents = _documents(*_open_dataset(name, part), f"dataset {name}", column, conversations)
+    return str(source), _filled(source, documents)
 
 
-def _folder(path, column):
-    """Read the files of the first kind that a folder has, without hidden ones."""
+def _files(folder):
+    """Return the files of the first kind that a folder has, without hidden ones."""
     files = {}
-    for file in sorted(path.rglob("*")):
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts):
+    for file in sorted(folder.rglob("*")):
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
             files.setdefault(_suffix(file), []).append(file)
     for suffix in SUFFIXES:
         if suffix in files:
-            return (document for file in files[suffix] for document in _read(file, column))
+            return files[suffix]
     kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     raise ValueError(
-        f"folder {path} holds no file of these kinds: {kinds} (or .gz of them). Give such files, or one file."
+        f"folder {folder} does not hold a file of these kinds: {kinds} (or .gz of them). Give such files, or one file."
     )
 
 
@@ -174,10 +163,10 @@ def _suffix(path):
     return Path(path.stem if path.suffix == ".gz" else path).suffix.lower()
 
 
-def _read(path, column):
+def _read(path, column, conversations):
     """Read the documents of a file: the rows of a table, or the whole text."""
     if _suffix(path) in TABLES:
-        return _texts(*_open_table(path), path, column)
+        return _documents(*_open_table(path), path, column, conversations)
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8-sig")
@@ -212,7 +201,7 @@ def _open_table(path) -> tuple[Any, list[str]]:
 
 def _filled(source, documents):
     """Leave out blank documents, and raise ValueError if there are no others."""
-    documents = (document for document in documents if document and document.strip())
+    documents = (document for document in documents if document and (isinstance(document, dict) or document.strip()))
     first = next(documents, None)
     if first is None:
         raise ValueError(f"{source} holds no text; a corpus needs at least a few hundred words.")
@@ -222,11 +211,6 @@ def _filled(source, documents):
         yield from documents
 
     return resume()
-
-
-def _dataset(name, part="held_out", column=None):
-    """Read the texts of a dataset."""
-    return _texts(*_open_dataset(name, part), f"dataset {name}", column)
 
 
 def _open_dataset(name, part) -> tuple[Any, list[str]]:
@@ -253,14 +237,17 @@ def _datasets(what):
     return datasets
 
 
-def _texts(rows, columns, name, column):
-    """Return a column of rows."""
+def _documents(rows, columns, name, column, conversations):
+    """Return the conversations of a table, or a column of texts."""
+    found = next((names for names in CONVERSATIONS if set(names) <= set(columns)), None)
+    if conversations and found and column is None:
+        return ({name: row.get(name) for name in (*found, *CHAT_OPTIONS)} for row in rows)
     column = column or "text"
     if column not in columns:
         raise ValueError(
             f'{name} has columns {columns}; a corpus needs a column "{column}": rename the one with the text (train and '
-            "finetune take its name: --text-column). Conversations are trained on, from one file or dataset and without --streaming, "
-            'if they are in "messages", lists of {"role", "content"}, or in "prompt" and "completion".'
+            "finetune take its name: --text_column). They also train on conversations, which are in "
+            '"messages", lists of {"role", "content"}, or in "prompt" and "completion".'
         )
 
     def text(row):

@@ -17,6 +17,9 @@ def run(words: list[str]) -> None:
 def run_training(words: list[str], kind: str, description: str | None) -> None:
     """Train with the settings that the words give; a stopped run exits with 128 + the number of the signal."""
     try:
+        from huggingface_hub.errors import StrictDataclassError
+        from safetensors import SafetensorError
+
         from ..training import config
         from ..training.run import train
     except ImportError as error:
@@ -29,12 +32,12 @@ def run_training(words: list[str], kind: str, description: str | None) -> None:
         "usage": "%(prog)s --data DATA --output_dir RUN [options]",
     }
     settings = config.parse(getattr(config, kind), words, description=description, epilog=config.ALL_OPTIONS, **names)
-    for name in (
-        settings.tokenizer,
-        getattr(settings, "adapter", None),
-        settings.model if kind == "FinetuneConfig" else None,
-    ):
+    for name in (settings.tokenizer, settings.model if kind == "FinetuneConfig" else None):
         if name:
             shared.check_model_name(name)
-    if number := train(settings):
+    try:
+        number = train(settings)
+    except (StrictDataclassError, SafetensorError) as error:
+        raise ValueError(f"{settings.model} has a damaged config or file of weights ({error}).") from error
+    if number:
         raise SystemExit(128 + number)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from .config import FinetuneConfig, nearest
 
 
-BASE = "base.json"  # beside an adapter: which weights it was trained on
+BASE = "base.json"  # in the folder of an adapter: which weights it was trained on
+# PEFT 0.21 asks each model for a property that transformers 5.23 has renamed
+warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
 
 def add_lora(model, args: FinetuneConfig) -> PeftModel:
@@ -45,8 +46,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
         ensure_weight_tying=bool(config.tie_word_embeddings and embeddings & set(in_full)),
     )
     _widen(model, in_full)
-    with _quiet_peft():
-        return get_peft_model(model, lora)
+    return get_peft_model(model, lora)
 
 
 def modules_of_recipe(model, recipe: str | None) -> list[str]:
@@ -84,12 +84,7 @@ def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
     return {**{name: str(value) for name, value in shape.items()}, "names": names, "weights": digest.hexdigest()}
 
 
-def save_fingerprint(base: dict[str, Any], folder: Path) -> None:
-    """Save the fingerprint of a base beside its adapter."""
-    (folder / BASE).write_text(json.dumps(base, indent=1) + "\n")
-
-
-def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftModel:
+def load_adapter(model, folder: str | Path) -> PeftModel:
     """Load an adapter of `finetune` on its base.
 
     Raises:
@@ -109,16 +104,7 @@ def load_adapter(model, folder: str | Path, trainable: bool = False) -> PeftMode
             )
     adapter: Any = PeftConfig.from_pretrained(str(folder))
     _widen(model, adapter.modules_to_save or ())
-    with _quiet_peft():
-        return PeftModel.from_pretrained(model, folder, is_trainable=trainable)
-
-
-@contextmanager
-def _quiet_peft():
-    """Hide a warning: PEFT 0.21 asks each model for a property that transformers 5.23 has renamed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-        yield
+    return PeftModel.from_pretrained(model, folder)
 
 
 def _widen(model, names):
@@ -136,4 +122,4 @@ def _leaf_name(model, module):
     return next(name for name, other in _leaves(model) if other is module)
 
 
-__all__ = ["add_lora", "load_adapter", "model_fingerprint", "save_fingerprint"]
+__all__ = ["BASE", "add_lora", "load_adapter", "model_fingerprint"]

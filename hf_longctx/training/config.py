@@ -1,10 +1,9 @@
 """Settings of a run: the fields of `transformers.TrainingArguments`, and what it lacks."""
 
 import argparse
-import dataclasses
 import difflib
 import re
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -46,6 +45,11 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
         return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
+def required(text: str) -> Any:
+    """Make a field without a default, with its help."""
+    return field(kw_only=True, metadata={"help": text})
+
+
 def option(default: Any, text: str, **parser_options: Any) -> Any:
     """Make a field with its help and other arguments of `add_argument`."""
     return field(default=default, metadata={"help": text, **parser_options})
@@ -55,10 +59,7 @@ def option(default: Any, text: str, **parser_options: Any) -> Any:
 class RunConfig(TrainingArguments):
     """Settings of every run. Defaults of optimizer and schedule are those of FoX (arXiv 2503.02130, appendix B.1)."""
 
-    output_dir: str | None = option(None, "Folder of the run")
-    resume_from_checkpoint: str | None = option(
-        None, "Checkpoint to resume from (default: the run's last complete one)"
-    )
+    output_dir: str = required("Folder of the run")
     lr_scheduler_type: str = option("cosine", "Learning-rate schedule")
     weight_decay: float = option(0.1, "Weight decay; norms and biases are exempt")
     adam_beta2: float = option(0.95, "AdamW beta2")
@@ -79,10 +80,9 @@ class RunConfig(TrainingArguments):
     ddp_find_unused_parameters: bool | None = option(False, "Look for parameters without a gradient")
     ddp_timeout: int = option(7 * 24 * 3600, "Seconds that processes wait for the one that packs the data")
 
-    data: str | None = option(
-        None,
+    data: str = required(
         "Training data: a .txt, .md, .jsonl, .parquet or .csv file, a folder, a dataset, token ids (.npy) or stdlib; "
-        "several with weights as books=0.7,web.jsonl=0.3",
+        "several with weights as books=0.7,web.jsonl=0.3"
     )
     eval_data: str | None = option(None, "Evaluation data, like `data`")
     text_column: str | None = option(
@@ -104,32 +104,18 @@ class RunConfig(TrainingArguments):
     command: ClassVar[str]
 
     def __post_init__(self):
-        self.given = {}  # all that differs from the defaults, as it was given
-        for entry in dataclasses.fields(self):
-            default = entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
-            value = getattr(self, entry.name)
-            if entry.init and value not in (None, default) and not (value is False and default == "no"):
-                self.given[entry.name] = value
-        for name in ("data", "output_dir"):
-            if not getattr(self, name):
-                raise ValueError(f"--{name} is missing: {self.__dataclass_fields__[name].metadata['help']}.")
+        names = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
+        # what differs from the defaults, as it was given
+        self.given = {n: v for n, v in vars(self).items() if n in names and v is not None and v != names[n]}
         if self.recipe is not None and self.recipe not in recipes(self.command):
             raise ValueError(f"`recipe` must be one of {', '.join(recipes(self.command))}, got {self.recipe!r}.")
-        if self.max_length < 2:
-            raise ValueError(
-                f"`max_length` must be at least 2, got {self.max_length}: the first token predicts the second."
-            )
         if self.logging_steps != 1 or self.save_only_model or self.save_total_limit == 1:
             raise ValueError(
                 "`logging_steps` must be 1, `save_only_model` false and `save_total_limit` at least 2. Otherwise a run "
                 "that is killed loses its log or its last checkpoint."
             )
-        if self.streaming and self.max_steps <= 0:
-            raise ValueError("--streaming has no end; give --max_steps.")
         if not self.packing and (self.streaming or self.sequence_parallel > 1):
             raise ValueError("--packing false goes neither with --streaming nor with --sequence_parallel.")
-        if self.max_length % self.sequence_parallel:
-            raise ValueError(f"`max_length` must be a multiple of `sequence_parallel`, got {self.max_length}.")
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
             self.bf16 = not (self.use_cpu or self.fp16)
@@ -148,6 +134,9 @@ class RunConfig(TrainingArguments):
         if self.accelerator_config is None:
             self.accelerator_config = {"dispatch_batches": False}  # each process reads its own sequences of a stream
         super().__post_init__()
+        for name, number in (("`max_length`", self.max_length), ("the number of processes", self.world_size)):
+            if number % self.sequence_parallel:
+                raise ValueError(f"`sequence_parallel` must divide {name}, {number}, got {self.sequence_parallel}.")
 
     @classmethod
     def from_recipe(cls: type[Config], name: str, **values: Any) -> Config:
@@ -182,14 +171,10 @@ class PretrainConfig(RunConfig):
 
     learning_rate: float = option(1e-3, "Peak learning rate")
 
+    tokenizer: str = required("Folder or Hub name of a tokenizer that has an EOS token")
     model: str = option("fox-tiny", f"config.json, or a folder or Hub name with one, or one of {', '.join(PRESETS)}")
 
     command = "train"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.tokenizer:
-            raise ValueError("--tokenizer is missing: a folder or Hub name of a tokenizer that has an EOS token.")
 
 
 @dataclass
@@ -203,8 +188,7 @@ class FinetuneConfig(RunConfig):
     weight_decay: float = option(0.0, "Weight decay; norms and biases are exempt")
     recipe: str | None = option("lora", "Defaults to start from, and what is done to the model")
 
-    model: str | None = option(None, "Folder or Hub name of a causal language model")
-    adapter: str | None = option(None, "Folder of a LoRA adapter of the model, which is trained further")
+    model: str = required("Folder or Hub name of a causal language model")
     use_peft: bool = option(True, "Train LoRA adapters instead of all parameters")
     lora_r: int = option(8, "LoRA rank")
     lora_alpha: int = option(32, "LoRA alpha; adapters are scaled by alpha / r")
@@ -226,22 +210,6 @@ class FinetuneConfig(RunConfig):
     lr_decay_every: int | None = option(None, "Multiply the learning rate by 0.7 every N steps (HMT, section 4)")
 
     command = "finetune"
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.model:
-            raise ValueError("--model is missing: the folder or Hub name of a causal language model.")
-        if self.load_in_4bit and self.load_in_8bit:
-            raise ValueError("--load_in_4bit and --load_in_8bit exclude each other; leave one out.")
-        if self.is_quantized and (self.merge or not self.use_peft):
-            raise ValueError("A quantized base takes an adapter that is not merged: --use_peft true --merge false.")
-        if self.adapter is not None and (not self.use_peft or self.recipe != "lora"):
-            raise ValueError(f"--adapter goes with --recipe lora and --use_peft true, got --recipe {self.recipe}.")
-
-    @property
-    def is_quantized(self) -> bool:
-        """True if the base is quantized when it is loaded."""
-        return self.load_in_4bit or self.load_in_8bit
 
 
 def recipes(command: str) -> dict[str, Path]:
@@ -275,7 +243,7 @@ def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
 
 def setting_names(kind: type[TrainingArguments]) -> set[str]:
     """Return the names of the settings of a class."""
-    return {entry.name for entry in dataclasses.fields(kind) if entry.init}
+    return {entry.name for entry in fields(kind) if entry.init}
 
 
 def nearest(name: str, names: Any) -> str:
@@ -314,8 +282,10 @@ def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
     found, _ = early.parse_known_args(argv)
     values = {} if found.config is None else read_yaml(found.config, kind)
     recipe: Any = found.recipe or values.get("recipe") or kind.__dataclass_fields__["recipe"].default
-    parser = make_parser(kind, **options)
-    parser.set_defaults(**read_recipe(kind, recipe) | values)
+    parser, values = make_parser(kind, **options), read_recipe(kind, recipe) | values
+    parser.set_defaults(**values)
+    for action in parser._actions:
+        action.required = action.required and action.dest not in values
     parsed: Any = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
     settings, _, unknown = parsed
     if unknown:

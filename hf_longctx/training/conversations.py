@@ -5,16 +5,15 @@ import re
 import sys
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
 SCORED, FIRST = 1, 2  # bits of a flag: the label counts; a conversation begins
-COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
-GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 PROBE = "hf-longctx-probe"  # content of a turn, which shows where a template writes it
 QUESTION = {"role": "user", "content": "Who?"}
 
@@ -55,14 +54,18 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.
                 'of ShareGPT are "role" and "content", and "human" and "gpt" are "user" and "assistant".'
             )
         turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
-        tools = row.get("tools") or None
-        tools = without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
-        options = {**without_nulls(row.get("chat_template_kwargs") or {}), "tools": tools}
+        tools = [parse_json(tool) for tool in parse_json(row.get("tools")) or []]
+        options = without_nulls({**(parse_json(row.get("chat_template_kwargs")) or {}), "tools": tools or None})
         text, spans = render_turns(turns, len(before), tokenizer, options)
         ids, scored = encode_spans(text, spans, tokenizer, add_special_tokens=False)
     flags = np.where(scored, SCORED, 0).astype(np.uint8)
     flags[0] |= FIRST
     return ids, flags
+
+
+def parse_json(value: Any) -> Any:
+    """Return what a JSON text holds, as some tables have it; other values as they are."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def without_nulls(value: Any) -> Any:
@@ -100,8 +103,9 @@ def common_length(a: Sequence, b: Sequence) -> int:
 
 def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tuple[str, list[tuple[int, int]]]:
     """Return what the chat template writes, and the spans of the assistant's turns from turn `first` on."""
-    template = tokenizer.get_chat_template(options.get("chat_template"), options["tools"])
-    if GENERATION.search(COMMENT.sub("", template)):
+    template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
+    words = [token[1:] for token in Environment().lex(template) if token[1] != "whitespace"]
+    if any(word[0] == "block_begin" and follower[1] == "generation" for word, follower in pairwise(words)):
         options = {**tokenizer.special_tokens_map, **options, "chat_template": template}
 
         def render_marked(turns: list[dict]) -> tuple[str, list[tuple[int, int]]]:

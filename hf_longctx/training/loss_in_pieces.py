@@ -4,7 +4,6 @@ The forward pass is the model's own, but its head hands on the hidden states. Th
 some tokens at a time, and again in the backward pass, so that those of one piece are in memory.
 """
 
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,13 +90,15 @@ def fits(model: Any) -> bool:
     states = 10 * torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0))
     states = states.to(weight.device, weight.dtype)
     ids = torch.arange(5, device=weight.device)[None]
-    with replaced_forward(decoder, lambda *args, **kwargs: DecoderOutput(last_hidden_state=states)):
-        try:
-            own = model(input_ids=ids, labels=ids, use_cache=False)
-            with LossInPieces(model):
-                in_pieces = model(input_ids=ids, labels=ids, use_cache=False)
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-            return False  # the loss is made in another way
+    decoder.forward = lambda *args, **kwargs: DecoderOutput(last_hidden_state=states)
+    try:
+        own = model(input_ids=ids, labels=ids, use_cache=False)
+        with LossInPieces(model):
+            in_pieces = model(input_ids=ids, labels=ids, use_cache=False)
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        return False  # the loss is made in another way
+    finally:
+        del decoder.forward
     return torch.allclose(own.loss, in_pieces.loss, rtol=1e-5)
 
 
@@ -106,16 +107,6 @@ class DecoderOutput(BaseModelOutputWithPast):
 
     def __getattr__(self, name):
         return None
-
-
-@contextmanager
-def replaced_forward(module, forward):
-    """Let a module have another forward function."""
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
 
 
 __all__ = ["LossInPieces", "fits"]

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -29,7 +30,7 @@ RUN, IN_USE = "run.json", ".in_use"
 COMPLETE = "complete"  # the name of an empty file
 # Settings on which the losses do not depend, or whose effect the fingerprint has in another form
 MAY_CHANGE = {
-    "output_dir", "run_name", "data", "model", "adapter", "tokenizer", "text_column", "set", "recipe", "merge",
+    "output_dir", "run_name", "data", "model", "tokenizer", "text_column", "set", "recipe", "merge",
     "resume_from_checkpoint", "sequence_parallel", "gradient_accumulation_steps", "attn_implementation", "use_cpu",
     "accelerator_config", "report_to", "disable_tqdm", "dataloader_num_workers", "dataloader_pin_memory",
     "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context", "push_to_hub",
@@ -41,8 +42,14 @@ MAY_CHANGE_FROM = (
 )  # fmt: skip
 
 
+def say(text: str) -> None:
+    """Print on stderr, in the first process only."""
+    if PartialState().is_main_process:
+        print(text, file=sys.stderr)
+
+
 def claim(folder: Path) -> TextIO | None:
-    """Make the folder of a run.
+    """Make the folder of a run, and remove what a killed run has left incomplete.
 
     Returns:
         a file that keeps other processes out of the folder until it is closed, however this process ends; None in all
@@ -63,7 +70,9 @@ def claim(folder: Path) -> TextIO | None:
         fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"Another process trains in {folder}; wait for it, or give a new --output_dir.") from error
-    shutil.rmtree(folder / ".model", ignore_errors=True)  # of a run that was killed while it saved
+    incomplete = [path for path in checkpoints(folder).values() if not (path / COMPLETE).exists()]
+    for path in (folder / ".model", *incomplete):  # of a run that was killed while it saved
+        shutil.rmtree(path, ignore_errors=True)
     return in_use
 
 
@@ -112,31 +121,26 @@ def digest_of(value: Any) -> str:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints in a folder by step, ascending, incomplete ones included."""
+    """Return the checkpoints in a folder by step, ascending."""
     found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    """Return the last complete checkpoint in a folder, or None."""
-    return next((path for path in reversed(checkpoints(folder).values()) if (path / COMPLETE).exists()), None)
-
-
 def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from, the last complete one unless one is named; None at the beginning."""
+    """Return the checkpoint to resume from, the last one unless one is named; None at the beginning."""
     if name in (None, "true", "True"):
-        return last_checkpoint(folder)
+        return next(reversed(checkpoints(folder).values()), None)
     path = Path(str(name))
     if path.resolve().parent != folder.resolve() or not (path / COMPLETE).exists():
         raise ValueError(f"--resume_from_checkpoint must be a complete checkpoint in {folder}, got {name}.")
     return path
 
 
-def remove_other_checkpoints(folder: Path, last: Path | None) -> None:
-    """Remove the checkpoints after the one to resume from, and incomplete ones."""
+def remove_later_checkpoints(folder: Path, last: Path | None) -> None:
+    """Remove the checkpoints after the one to resume from."""
     resumed = 0 if last is None else int(last.name.removeprefix("checkpoint-"))
     for step, path in checkpoints(folder).items():
-        if step > resumed or not (path / COMPLETE).exists():
+        if step > resumed:
             shutil.rmtree(path)
 
 
@@ -163,10 +167,11 @@ class MarkComplete(TrainerCallback):
 __all__ = [
     "MarkComplete",
     "check_fingerprint",
+    "checkpoints",
     "choose_checkpoint",
     "claim",
     "digest_of",
     "fingerprint",
-    "last_checkpoint",
-    "remove_other_checkpoints",
+    "remove_later_checkpoints",
+    "say",
 ]

@@ -9,7 +9,6 @@ Gradients need nothing of their own: Trainer divides the sum over a process' own
 DDP and FSDP add up what all processes have.
 """
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,14 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .data import stack
+from .data import collate
 from .trainer import LongContextTrainer
 
 
 class SequenceShard:
     """The part of each row that this process has, and its exchange with the processes that have the other parts.
 
-    It is a `Shard` of fox/call_fox.py; t = T / N.
+    FoX takes it as `shard` (fox/state_fox.py); t = T / N.
 
     Args:
         size: N, processes that share a row: neighbours by rank.
@@ -42,7 +41,7 @@ class SequenceShard:
 
         Labels are shifted before they are divided, because the last token of a part predicts the first of the next.
         """
-        batch = stack(rows)
+        batch = collate(rows)
         labels = self.part(F.pad(batch["labels"][:, 1:], (0, 1), value=-100))
         return {
             "input_ids": self.part(batch["input_ids"]),
@@ -152,16 +151,4 @@ def check_model(model, size: int) -> None:
         )
 
 
-def check_arguments(arguments) -> None:
-    """Raise ValueError if accelerate is to divide rows, by `TrainingArguments` or by `accelerate launch`."""
-    config = getattr(arguments, "parallelism_config", None)
-    for name in ("cp_size", "sp_size"):
-        size = getattr(config, name, None) or os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}", 1)
-        if int(size) > 1:
-            raise ValueError(
-                f"accelerate's parallelism_config has {name}={size}, which divides rows without what the gates and the "
-                f"token shift of FoX need from other parts. Set it to 1, and use --sequence_parallel {size}."
-            )
-
-
-__all__ = ["SequenceParallelTrainer", "SequenceShard", "check_arguments", "check_model"]
+__all__ = ["SequenceParallelTrainer", "SequenceShard", "check_model"]

@@ -18,40 +18,26 @@ SECONDS_BETWEEN_LINES = 10
 
 
 class LongContextTrainer(Trainer):
-    """Trainer with the `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, which resumes after the last step.
-
-    It does not call tied weights missing.
-    """
+    """Trainer with the `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, which resumes after the last step."""
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
-        optimizer = super().create_optimizer(model)
+        optimizer, every = super().create_optimizer(model), getattr(self.args, "lr_decay_every", None)
         if is_new and ratio != 1.0:
             trained: Any = self.model if model is None else model
-            gates = [p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad]
+            gates = dict.fromkeys(p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad)
             if not gates:
                 raise ValueError(
                     "--gate_lr_ratio needs forget gates that are trained. Leave it out; for LoRA on a FoX, train them by "
                     "--lora_modules_to_save f_proj."
                 )
-            identities = {id(gate) for gate in gates}
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) not in identities]
+                group["params"] = [p for p in group["params"] if p not in gates]
             rate = ratio * self.args.learning_rate
-            optimizer.add_param_group({"params": gates, "lr": rate, "weight_decay": 0.0})
+            optimizer.add_param_group({"params": list(gates), "lr": rate, "weight_decay": 0.0})
+        if is_new and every is not None:
+            self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # in place of Trainer's
         return optimizer
-
-    def create_scheduler(self, num_training_steps, optimizer: Any = None):
-        every = getattr(self.args, "lr_decay_every", None)
-        if self.lr_scheduler is None and every is not None:
-            optimizer = optimizer or self.optimizer
-            self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # ty: ignore[invalid-argument-type] - made
-        return super().create_scheduler(num_training_steps, optimizer)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        tied = getattr(self.model, "all_tied_weights_keys", {})  # absent from the file, and equal to what is there
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
@@ -105,20 +91,6 @@ class StopAtSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-class FirstStep(TrainerCallback):
-    """Announces that the first step compiles, and prints how long it took."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.begin = time.monotonic() if state.is_world_process_zero else None
-        if self.begin is not None:
-            print("the first step compiles the decoder layers; --torch_compile false leaves that out", file=sys.stderr)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.begin is not None:
-            print(f"the first step took {time.monotonic() - self.begin:.1f} s", file=sys.stderr)
-        self.begin = None
-
-
 class Progress(TrainerCallback):
     """Prints losses, speed and remaining time every few seconds, each evaluation, and the last step.
 
@@ -151,4 +123,4 @@ class Progress(TrainerCallback):
             )
 
 
-__all__ = ["FirstStep", "LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]
+__all__ = ["LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]

@@ -10,20 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from ..fox.attention_fox import GATE_PARTS, GATE_QUERY, gate_parts
 from ..fox.configuration_fox import FoxConfig
 from ..fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, FoxShiftWeight
 from .checks import check_cache_dtype
-from .compat import (
-    Attention,
-    ColumnParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-    get_rope,
-    get_tensor_model_parallel_rank,
-    get_tensor_model_parallel_world_size,
-)
 from .shards import sharded
 from .state import FoxState
 from .widths import gates_per_key, vllm_head_size

@@ -1,14 +1,14 @@
 """Refusals of FoX options in the main process, because errors of vLLM's workers do not reach the user."""
 
-import logging
 from typing import Any
 
-from .compat import READ, TESTED, VerifyAndUpdateConfig, check_release
+from vllm.model_executor.models.config import VerifyAndUpdateConfig
+
+from . import READ, TESTED, logger, release
 from .sums import TOKENS_PER_STATE
 
 
 EXACT = ("auto", "bfloat16", "float16", "float32")  # dtypes of a cache that hold the parts of the running sum
-logger = logging.getLogger("vllm.hf_longctx")
 
 
 def check_cache_dtype(dtype: str) -> None:
@@ -29,7 +29,7 @@ class FoxChecks(VerifyAndUpdateConfig):
         """Raise ValueError for options of vLLM that this plugin lacks."""
         config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
         cache = vllm_config.cache_config
-        if check_release() == READ:
+        if release() == READ:
             logger.warning(
                 "hf-longctx was tested with vLLM %s, and has not run with %s: compare some replies with transformers.",
                 *(TESTED, READ),

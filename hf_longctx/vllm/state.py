@@ -8,23 +8,14 @@ from typing import ClassVar
 
 import torch
 from torch import library, nn
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-from .compat import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionLayerBase,
-    AttentionMetadataBuilder,
-    FullAttentionSpec,
-    LayerNameType,
-    MultipleOf,
-    SlidingWindowSpec,
-    _encode_layer_name,
-    _resolve_layer_name,
-    direct_register_custom_op,
-    eager_break_during_capture,
-    get_current_vllm_config,
-    get_forward_context,
-)
 from .sums import TOKENS_PER_STATE, Step, carry, read_step, row_width
 
 

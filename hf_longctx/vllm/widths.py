@@ -1,8 +1,10 @@
 """The width of a FoX's heads in vLLM, where the decay lies beside each key."""
 
+from vllm.platforms import current_platform
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
 from ..fox.attention_fox import GATE_PARTS
 from ..fox.configuration_fox import FoxConfig
-from .compat import ModelArchConfigConvertorBase, current_platform
 
 
 def gates_per_key(config: FoxConfig) -> int:
@@ -19,7 +21,7 @@ def vllm_head_size(config: FoxConfig) -> int:
         ValueError: none is large enough.
     """
     if current_platform.is_cpu():
-        from .compat import CPUAttentionBackend
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()
     else:  # those of FlashAttention, beyond 256 of Triton; FlashInfer's next one would nearly double the cache

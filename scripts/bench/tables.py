@@ -1,8 +1,8 @@
-"""Write scripts/results/README.md from the JSON files beside it and the words in sections.toml.
+"""Write scripts/results/README.md from the JSON files and sections.toml in its folder.
 
     python -m scripts.bench.tables
 
-tests/test_figures.py checks that the page is the one that this prints.
+tests/test_figures.py checks that the page is up to date.
 """
 
 import importlib
@@ -17,10 +17,10 @@ PAGE = RESULTS / "README.md"
 HEAD = """# Results
 
 `python -m scripts.bench.tables` writes this page from `sections.toml` and the JSON files of this folder. A JSON has the machine, the \
-versions, the commit, the settings and all rows. The command above a table, with `--table FILE`, prints all rows. [Each \
-script](../README.md) begins with what it measures, and how.
+versions, the commit, the settings and all rows. The command above a table, with `--table FILE`, prints all rows. The docstring of [each \
+script](../README.md) says what it measures, and how.
 
-Machine, unless said otherwise: {where}. Small experiments take minutes of one CPU core: they show effects, not their size at scale. \
+Machine, unless noted otherwise: {where}. Small experiments take minutes of one CPU core: they show effects, not their size at scale. \
 Contenders take turns in rounds. Times are medians over rounds, and ratios are medians of the ratio within a round.
 
 Not measured yet on a GPU: {missing}.
@@ -32,7 +32,7 @@ def section(
 ) -> str:
     """Return one section of the page as Markdown; the arguments are the fields of sections.toml.
 
-    `results` are those that were measured, by the name of their file, and `where` is the machine of the page.
+    `results` are the measured ones, by the name of their file, and `where` is the machine of the page.
     """
     parts = [f"## {title}", text]
     if picture:

@@ -41,8 +41,7 @@ def test_refused_with_the_way_out(folder, options, message):
 
 
 def test_checks_of_vllm_for_models_of_transformers_stay():
-    from hf_longctx.vllm.checks import not_by_transformers
-    from hf_longctx.vllm.compat import VerifyAndUpdateConfig
+    from hf_longctx.vllm.checks import VerifyAndUpdateConfig, not_by_transformers
 
     class Theirs(VerifyAndUpdateConfig):
         @staticmethod

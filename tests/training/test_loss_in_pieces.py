@@ -8,9 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from hf_longctx.training.loss_in_pieces import LossInPieces, fits
 
 
-# PEFT asks transformers for a property that has another name now.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-
 SIZES = dict(
     vocab_size=101,
     hidden_size=32,
