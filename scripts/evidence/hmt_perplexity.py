@@ -56,7 +56,7 @@ from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import DAY, make_parser, measure_parts, require, run
 
 
-LLAMAS = {  # what a Llama is trained on, and its readings
+LLAMAS = {  # name: how the trained Llama reads
     "Llama": ("blocks", "blocks and what the single-pass mode sees", "overlapping blocks"),
     "Llama, long rows": ("whole context",),
 }
@@ -64,7 +64,7 @@ METHODS = (*LLAMAS, *HMT, *(f"{method}{AS_IT_IS}" for method in ("Llama", "HMT, 
 REFERENCE = "Llama: overlapping blocks"
 SOURCES = ("novels", "code")
 RESAMPLES = 10_000
-PICTURED = {  # lines of the picture, by their names there
+PLOTTED = {  # lines of the figure and their labels
     "HMT, single pass": "HMT, single pass",
     "RMT": "RMT",
     "Llama: blocks and what the single-pass mode sees": "window of as many tokens",
@@ -72,7 +72,7 @@ PICTURED = {  # lines of the picture, by their names there
     f"HMT, single pass: {SWAPPED}": "memories of another text",
 }
 FORM = """
-| model and reading | positions per token | perplexity | to overlapping blocks | to its own memories |
+| model and reading | positions per token | perplexity | change from overlapping blocks | change from its own memories |
 | {name} | {positions:.2f} | {perplexity} | {change} | {content} |
 """
 
@@ -137,7 +137,7 @@ def held_out_texts(args):
 
 
 def train(model, method, tokens, segments, steps, file, args, generator):
-    """Train on rows of so many segments, as `hmt_training.train` says; the losses."""
+    """Train on sequences of `segments` segments by `hmt_training.train`, and return the losses."""
     length = segments * args.segment_length
 
     def losses_of(step):
@@ -154,13 +154,13 @@ def train(model, method, tokens, segments, steps, file, args, generator):
 
 
 def checkpoints(method, seed, args):
-    """The files of a training, one for each stage."""
+    """Return the files of a training, one for each stage."""
     name = f"{common.result_name(args)}_{METHODS.index(method)}_{seed}"
     return [args.work / f"{name}_{stage}.pt" for stage in (1, 2)]
 
 
 def trained(method, seed, args):
-    """The model of a method, and its losses in both stages."""
+    """Return the model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = new_model(method, args)
@@ -191,7 +191,7 @@ def one_model(method, seed, args):
 
 
 def check(args):
-    """Raise a ValueError for options that no model can be trained or read with."""
+    """Raise a ValueError for lengths that do not fit each other or the context."""
     length, memories = args.segment_length, HMTConfig().memory_size
     if length % BINS or args.text_length % length or not 2 <= args.text_length // length <= memories:
         raise ValueError(
@@ -230,7 +230,7 @@ def keys_of(methods, seeds):
 
 
 def series(rows):
-    """{name of a model and reading: {seed: entry}}, in the order of `METHODS`."""
+    """Return {name of a model and reading: {seed: entry}}, in the order of `METHODS`."""
     several = {}
     for row in sorted(rows, key=lambda row: METHODS.index(row["model"])):
         for reading, entry in row["readings"].items():
@@ -240,24 +240,24 @@ def series(rows):
 
 
 def losses_of_texts(entries, parts=(1, 2)):
-    """Mean -log p of each text over some parts of it (see `measure_reading`) and over seeds; (texts,)."""
+    """Return the mean -log p of each text over seeds and some of its parts (see `measure_reading`); (texts,)."""
     return np.mean([np.array(entry["texts"])[:, parts].mean(1) for entry in entries.values()], 0)
 
 
 def interval(values):
-    """The mean, and the bounds of its 95 % bootstrap interval (percentiles).
+    """Return the mean, and the bounds of its 95 % bootstrap interval (percentiles).
 
     >>> mean, low, high = interval(np.array([1.0, 2.0, 3.0]))
     >>> mean, low >= 1 and high <= 3
     (2.0, True)
     """
-    # NumPy promises that RandomState draws the same in every version
+    # RandomState draws the same in every version of NumPy
     drawn = np.random.RandomState(0).randint(len(values), size=(RESAMPLES, len(values)))
     return values.mean(), *np.quantile(values[drawn].mean(1), (0.025, 0.975))
 
 
 def change(entries, reference, parts=(1, 2)):
-    """Change of the perplexity to that of a reference, in per cent, with its interval; None without a common seed."""
+    """Return the change of perplexity from a reference in per cent with its interval; None without a common seed."""
     seeds = entries.keys() & (reference or {}).keys()
     if entries is reference or not seeds:
         return None
@@ -270,7 +270,7 @@ def line_of(name, several):
     entries, reference = several[name], several.get(REFERENCE)
     line = {"name": name}
     line["positions"] = next(iter(entries.values()))["positions"]
-    if not name.startswith("HMT, paper"):  # whose first halves are no perplexity
+    if not name.startswith("HMT, paper"):  # it has read the first halves before it predicts them
         line["perplexity"] = "{:.2f} ({:.2f} to {:.2f})".format(*map(math.exp, interval(losses_of_texts(entries))))
         line["change"] = change(entries, reference)
     if name.endswith(SWAPPED):
@@ -292,7 +292,7 @@ def table(result):
     ]
     text = (
         f"Segments of {s['segment_length']} tokens; {texts} texts of {s['text_length']} tokens, {source[s['text']]}. Perplexity is that "
-        "of all segments but the first, with 95 % bootstrap intervals over texts of the mean over seeds."
+        "of all segments but the first, with 95 % bootstrap intervals over texts; means over seeds."
         + f" Not reached: {'; '.join(missing)}."
         * bool(missing)
     )
@@ -300,11 +300,11 @@ def table(result):
 
 
 def plot(result, path):
-    """Draw the change of the perplexity, relative to overlapping blocks, over the text and over a segment."""
+    """Draw the change of the perplexity, relative to overlapping blocks, by segment and by position in a segment."""
     several, s = series(result["rows"]), result["settings"]
     reference = several.get(REFERENCE, {})
     over_text, over_segment = [], []
-    for name, label in PICTURED.items():
+    for name, label in PLOTTED.items():
         seeds = several.get(name, {}).keys() & reference.keys()
         for lines, part in ((over_text, "by_segment"), (over_segment, "by_position")):
             if seeds:
