@@ -116,10 +116,9 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
     parameters = inspect.signature(base.forward).parameters
     options: dict[str, Any] = {}
     if args.label_smoothing_factor == 0:  # label smoothing needs the logits
-        if (
-            "skip_logits" in parameters and base.get_output_embeddings().weight.requires_grad
-        ):  # a frozen head may be bfloat16, and would be copied
-            options["skip_logits"] = True
+        # a frozen head may be bfloat16, and would be copied
+        if "return_logits" in parameters and base.get_output_embeddings().weight.requires_grad:
+            options["return_logits"] = False
         elif getattr(base, "reads_in_segments", False):
             options["logits_to_keep"] = 1
     without = () if "position_ids" in parameters else ("position_ids",)

@@ -23,7 +23,7 @@ from .trainer import LongContextTrainer
 class SequenceShard:
     """This process's part of each sequence, and the exchange with the processes that have the other parts.
 
-    It implements `Shard` of fox/call_fox.py; t = T / N.
+    FoX takes it as `shard` (fox/state_fox.py); t = T / N.
 
     Args:
         size: N, the number of processes that share a sequence; their ranks are consecutive.

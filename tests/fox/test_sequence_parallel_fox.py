@@ -21,7 +21,7 @@ CASES = {
     **{variant: dict(variant=variant) for variant in VARIANTS if variant not in ("pro", "window")},
     "one document a row": dict(variant=GROUPED, packed=False),
     "activation checkpointing": dict(variant=GROUPED, checkpointing=True),
-    "loss without logits": dict(variant="pro", skip_logits=True),
+    "chunked loss": dict(variant="pro", return_logits=False),
     "eager": dict(variant=GROUPED, backend="eager"),
 }
 TRITON = {"Triton": dict(variant=GROUPED, backend="forgetting_triton")}
@@ -39,7 +39,7 @@ def make_batch(packed=True):
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, skip_logits=False):
+def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, return_logits=True):
     """Sum of the losses of all labels and its gradients, of the processes together if they share rows."""
     model, batch = make(variant, backend).train(), make_batch(packed)
     if shard is not None:
@@ -47,7 +47,7 @@ def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, skip
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         rows = [{name: x[row] for name, x in batch.items()} for row in range(BATCH)]
         batch = shard.collate(rows)
-    loss = model(**batch, num_items_in_batch=1, skip_logits=skip_logits).loss
+    loss = model(**batch, num_items_in_batch=1, return_logits=return_logits).loss
     loss.backward()
     sums = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
     if shard is not None:
