@@ -1,25 +1,25 @@
-"""The three things HMT needs from a backbone: token embeddings, a pass over embeddings, the last hidden state.
+"""What HMT needs of a backbone: token embeddings, a pass over embeddings, last hidden states, and its kind of cache.
 
-Any transformers causal LM that takes `inputs_embeds` will do. The last hidden state (after the final norm, and after
-OPT's output projection) is what the base model returns as `last_hidden_state`. When logits are needed too, the whole
-causal LM runs, so that the soft caps and scales of its head apply, and a forward hook on the base model catches the
-hidden state. No pass builds the list of all hidden states, or a key/value cache that nobody asked for.
+Any causal LM of transformers that takes `inputs_embeds` can be one. The last hidden states (after the final norm, and
+after OPT's output projection) are what the base model returns as `last_hidden_state`. When logits are needed too, the
+whole causal LM runs, so that the soft caps and scales of its head apply, and a forward hook on the base model catches
+the hidden states. No pass builds the list of all hidden states, or a key/value cache that is not asked for.
 """
 
-import copy
 import inspect
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
@@ -40,8 +40,8 @@ class Backbone:
         model: a causal LM, or a PEFT model around one.
 
     Raises:
-        ValueError: an encoder-decoder, no input embeddings, no `inputs_embeds`, prompt-learning PEFT, or a position
-            that sees later ones; the message names the class.
+        TypeError: not a causal LM of transformers.
+        ValueError: an encoder-decoder, no `inputs_embeds`, prompt-learning PEFT, or a position that sees later ones.
     """
 
     def __init__(self, model: Any):  # transformers' types take the attributes of a model for tensors
@@ -53,34 +53,26 @@ class Backbone:
                 )
             model = model.get_base_model()
         name = type(model).__name__
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(
-                f"{name} is an encoder-decoder; HMT reads a text with one decoder. Use a causal LM such as "
-                "LlamaForCausalLM."
+        if not isinstance(model, PreTrainedModel) or not model.can_generate():
+            raise TypeError(
+                "The backbone must be a causal LM of transformers, such as LlamaForCausalLM, or the name or path of one, "
+                f"got a {name}."
             )
         self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
-        if "inputs_embeds" not in self.forward_arguments:
+        if model.config.is_encoder_decoder or "inputs_embeds" not in self.forward_arguments:
             raise ValueError(
-                f"{name}.forward takes no inputs_embeds; HMT needs it to put memory embeddings among the tokens. "
-                "Use a causal LM that takes inputs_embeds."
+                f"{name} must be a decoder whose forward takes inputs_embeds, because HMT puts memory embeddings among the "
+                "tokens. Use a causal LM such as LlamaForCausalLM."
             )
-        try:
-            embedding = model.get_input_embeddings()
-        except NotImplementedError:
-            embedding = None
-        if embedding is None:
-            raise ValueError(f"{name} has no input embeddings; HMT needs them to embed tokens beside its memory.")
-        self.model = model
-        self.base = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
+        self.model: Any = model
+        self.base: Any = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
         if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM calls its head so
             self.base = model.base_model
         if self.base is model:  # a text model within a larger architecture, such as Llama4ForCausalLM
             self.base = getattr(model, "model", model)
-        if self.base is model:
-            raise ValueError(f"{name} has no head beside its base model; pass a causal LM such as LlamaForCausalLM.")
-        self.width = embedding.weight.shape[-1]
+        self.width = model.get_input_embeddings().weight.shape[-1]
         tables: list[Any] = [getattr(module, "position_embeddings", None) for module in model.modules()]
-        # None, or how many tokens have a position, where the first positions are kept for padding, as in RoBERTa
+        # None, or how many tokens have a position, where the first positions are reserved for padding, as in RoBERTa
         counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
         self.positions = min(counts, default=None)
         self.sees_padding = model.config.model_type not in _IGNORE_ATTENTION_MASK
@@ -105,13 +97,12 @@ class Backbone:
 
         Recurrent backbones cannot see ahead.
         """
-        attention = getattr(self.model.config, "_attn_implementation", None)
         # other attention may need another device or dtype than the model has so far
-        if self.stateful or device.type == "meta" or attention not in (None, "eager", "sdpa"):
+        if self.stateful or device.type == "meta" or not self.takes_mask:
             return
         with self._probing(device) as embeds:
             changed = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
-            first, second = (self.run(x, None, None)[1][0, 0] for x in (embeds, changed))
+            first, second = (self.run(x)[1][0, 0] for x in (embeds, changed))
         if not equal_up_to_rounding(second, first):
             raise ValueError(
                 f"{type(self.model).__name__} is not causal: its first position sees a later one, so it would read the "
@@ -143,18 +134,18 @@ class Backbone:
                     # small beside learned position embeddings, so that wrong ones show in bfloat16 too; and clones,
                     # because CTRL writes into its embeddings
                     embeds, kv_cache = 0.01 * embeds, DynamicCache(config=self.model.config)
-                    self.run(embeds[:, :3].clone(), None, None, kv_cache)
-                    _, below = self.run(embeds[:, 3:].clone(), None, None, kv_cache)
-                    return equal_up_to_rounding(below, self.run(embeds, None, None)[1][:, 3:])
+                    self.run(embeds[:, :3].clone(), kv_cache=kv_cache)
+                    _, continued = self.run(embeds[:, 3:].clone(), kv_cache=kv_cache)
+                    return equal_up_to_rounding(continued, self.run(embeds)[1][:, 3:])
             except Exception:  # a backbone that does not take several tokens may raise anything
                 continue
         return False
 
     def cuts(self, positions: int) -> bool:
-        """Say whether a cache of up to so many positions can lose its last one, and get another one in front.
+        """Say whether the last positions of a cache of `positions` can be dropped, and others put behind the rest.
 
-        So it is with keys and values of all positions; not with recurrent states, or with windows that slide. Layers
-        that are checkpointed leave the cache out.
+        Keys and values of all positions allow it; recurrent states and sliding windows do not, and layers that are
+        checkpointed leave the cache out.
         """
         if torch.is_grad_enabled() and any(
             module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
@@ -163,7 +154,7 @@ class Backbone:
         return self.keeps_all_keys(positions) and self.continues
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Say whether, by the configuration, each of so many positions sees the keys of all positions before it."""
+        """Say whether, by the configuration, each of `positions` positions sees the keys of all before it."""
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type in _FADING_KEYS or rotates_by_length(config, positions):
             return False
@@ -201,57 +192,52 @@ class Backbone:
                 self._counts_from_0 = equal_up_to_rounding(given, self._read_base(embeds))
         return self._counts_from_0
 
-    def can_hide(self, positions: int, only_short: bool = False) -> bool:
-        """Say whether a mask can hide a prompt, the first of so many positions, from the tokens behind it.
+    @property
+    def takes_mask(self) -> bool:
+        """Whether the attention takes a 4D mask. FlashAttention does not."""
+        return getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
+
+    def can_hide(self, positions: int, thorough: bool = False) -> bool:
+        """Say whether a mask can hide a prompt, the first of `positions` positions, from the tokens behind it.
 
         These then have the hidden states that they have alone, one position later, and the last position sees the
-        prompt. It must not matter where the column of the prompt stands: its position id says it all. No cache is
-        asked for. `only_short` leaves out the pass over all positions, which shows windows that the configuration
-        does not tell.
+        prompt. It must not matter where the column of the prompt stands: its position id says it all. A cache is not
+        needed. Passes over few positions show it, and a `thorough` one over all of them shows windows that the
+        configuration does not report.
 
         Raises:
             ValueError: a probe failed, so that nothing is known.
         """
         if not self.keeps_all_keys(positions) or not self.counts_from_0:
             return False
-        device = self.device
         try:
-            with self._probing(device, 6, masks=True) as embeds:
-                hides = self._probe_mask(embeds, 3, changes=True)
-            self._hides = hides
-            if hides and not only_short:
-                with self._probing(device, positions, masks=True) as embeds:
-                    hides = self._probe_mask(embeds, positions - 2)
+            if self._hides is None:
+                with self._probing(self.device, 6, masks=True) as embeds:
+                    self._hides = self._probe_mask(embeds, 3, changes=True)
+            if not self._hides or not thorough:
+                return self._hides
+            with self._probing(self.device, positions, masks=True) as embeds:
+                return self._probe_mask(embeds, positions - 2)
         except Exception as error:
             raise ValueError(
-                f"{type(self.model).__name__} failed in a pass with a mask of four dimensions, which decides how HMT reads "
-                "it. Mend the cause, or decide: HMTConfig(reread=True), which every backbone computes, or reread=False, for "
-                "which the cache of the backbone must be one that HMT can cut."
+                f"{type(self.model).__name__} failed in a pass with a 4D attention mask, which decides how HMT reads it. "
+                "Fix the cause, or set HMTConfig(reread=True), which every backbone computes."
             ) from error
-        return hides
 
-    def takes_mask(self, positions: int) -> bool:
-        """Say whether a mask can hide a prompt in passes over so many positions. FlashAttention takes none."""
-        attention = getattr(self.model.config, "_attn_implementation", None)
-        if attention not in (None, "eager", "sdpa"):
-            return False
-        if self._hides is None:
-            if not self.has_data:
-                return False
-            try:
-                self._hides = self.can_hide(positions, only_short=True)
-            except ValueError:  # a cache, or nothing, gives the same function
-                self._hides = False
-        return self._hides and self.keeps_all_keys(positions)
-
-    def check_mask(self, positions: int) -> None:
-        """Raise ValueError if a prompt can be hidden neither by cutting a cache nor by a mask."""
-        if self.has_data and not self.takes_mask(positions):
-            attention = getattr(self.model.config, "_attn_implementation", None)
+    def check_hides(self, positions: int, cuts: bool) -> None:
+        """Raise ValueError if a prompt cannot be hidden in a segment of `positions`, whose cache may be cut or not."""
+        if not self.has_data:
+            return
+        name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
+        if not self.can_hide(positions):
             raise ValueError(
-                f"config.reread is False, and {type(self.model).__name__} with attention {attention!r} cannot be read so: "
-                "tokens would see a prompt that was hidden from them in training. Set attn_implementation='sdpa', use a "
-                "version of transformers whose cache HMT can cut, or, for a new model, set reread=True."
+                f"config.reread is False, and {name} cannot be read so: a mask does not hide a prompt from its tokens. For "
+                "a new model, set reread=True; for a trained one, use a version of transformers in which it does."
+            )
+        if not cuts and not self.takes_mask:
+            raise ValueError(
+                f"config.reread is False, and {name} cannot be read so with attention {attention!r}, which takes no mask, "
+                "where a cache cannot be cut. Set attn_implementation='sdpa'."
             )
 
     def _probe_mask(self, embeds: Tensor, hidden_from: int, changes: bool = False) -> bool:
@@ -262,12 +248,11 @@ class Backbone:
         """
         prompt, tokens, last = embeds[:, :1], embeds[:, 1 : 1 + hidden_from], embeds[:, 1 + hidden_from :]
         places = torch.arange(embeds.shape[1], device=embeds.device)[None]
+        mask = hide_prompt(embeds.shape[1], hidden_from, 0, embeds.dtype, embeds.device)
         first, other = (
-            self._read_base(torch.cat([x, tokens, last], 1), hide_prompt(embeds, hidden_from), position_ids=places)
-            for x in (prompt, -prompt)
+            self._read_base(torch.cat([x, tokens, last], 1), mask, position_ids=places) for x in (prompt, -prompt)
         )
         alone = self._read_base(tokens, position_ids=places[:, 1 : 1 + hidden_from])
-        mask = hide_prompt(embeds, hidden_from)
         order = torch.cat([places[0, 1 : 1 + hidden_from], places[0, :1], places[0, 1 + hidden_from :]])
         between = self._read_base(embeds[:, order], mask[..., order, :][..., order], position_ids=places[:, order])
         hidden, seeing = slice(1, 1 + hidden_from), slice(1 + hidden_from, None)
@@ -310,8 +295,8 @@ class Backbone:
     def can_skip_logits(self, device: torch.device) -> bool:
         """Say whether `loss_without_logits` can replace the head; `device` is that of the embeddings.
 
-        The head must be a plain linear layer on the device of the last hidden state, and logits must be the product of
-        the two, without a cap or a scale. PyTorch before 2.13 lacks the loss.
+        The head must be a plain linear layer on the device of the last hidden states, and logits must be the product
+        of the two, without a cap or a scale. PyTorch before 2.13 lacks the loss.
         """
         head = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and device.type != "meta"
@@ -325,40 +310,34 @@ class Backbone:
         return self._head_alone_makes_logits
 
     def _probe_head(self, head: nn.Linear, device: torch.device) -> bool:
-        """Run one tiny pass in which other numbers stand in for the output of the head: logits must be these numbers.
-
-        They are large, so that a soft cap would change them.
-        """
+        """Run a tiny pass in which integers, large enough to show a cap, replace the output of the head."""
         inputs, thread = [], threading.get_ident()
 
-        def numbers(like: Tensor) -> Tensor:
-            integers = torch.arange(like.numel(), device=like.device) % 199 - 99  # which bfloat16 has exactly
-            return integers.view(like.shape).to(like)
+        def integers(like: Tensor) -> Tensor:
+            return (torch.arange(like.numel(), device=like.device) % 199 - 99).view(like.shape).to(like)
 
         def replace_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            if not torch.compiler.is_compiling() and threading.get_ident() != thread:  # which reads a text meanwhile
+            if threading.get_ident() != thread:  # which reads a document meanwhile
                 return output
             inputs.append(args[0])
-            return numbers(output)
+            return integers(output)
 
         with self._probing(device) as embeds:
             hook = head.register_forward_hook(replace_output)
             try:
-                logits, hidden = self.run(embeds, None, torch.arange(3, device=device))
+                logits, hidden = self.run(embeds, keep=torch.arange(3, device=device))
             finally:
                 hook.remove()
-        (head_input,) = inputs
-        of_input, of_hidden = ((x.dtype, x.shape) for x in (head_input, hidden))
-        like_hidden = of_input == of_hidden and head.weight.device == hidden.device
         assert logits is not None
-        return like_hidden and torch.equal(head_input, hidden) and torch.equal(logits, numbers(logits))
+        same_input = inputs[0].dtype == hidden.dtype and torch.equal(inputs[0], hidden)
+        return same_input and head.weight.device == hidden.device and torch.equal(logits, integers(logits))
 
     def loss_without_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum the cross entropy of logits that are made in pieces; allowed by `can_skip_logits`.
+        """Sum the cross entropy of chunked logits; allowed by `can_skip_logits`.
 
-        PyTorch makes the gradients with the loss, so that a piece's logits are enough. One gradient of the head's
-        weight is kept for each call: call it once for a whole text. It is computed in float32 at least, since in
-        bfloat16 PyTorch would round the sum to 8 bits.
+        PyTorch makes the gradients with the loss, so a chunk's logits are enough. Each call keeps one gradient of the
+        head's weight: call it once for a whole sequence. It is computed in float32 at least, because PyTorch would
+        round the sum to 8 bits in bfloat16.
 
         Args:
             hidden: last hidden states, (n, d).
@@ -387,10 +366,11 @@ class Backbone:
     def run(
         self,
         embeds: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None,
+        mask: Tensor | None = None,
+        keep: Tensor | None = None,
         kv_cache: Cache | None = None,
         positions: Tensor | None = None,
+        alone: bool = False,
     ) -> tuple[Tensor | None, Tensor]:
         """Run the backbone once.
 
@@ -400,6 +380,7 @@ class Backbone:
             keep: the positions among the T that get logits, (n,) long; or None for no logits.
             kv_cache: a `Cache` to continue from and to extend, or None.
             positions: position ids, (B, T) long, where the backbone takes them and counts from 0; None is its own.
+            alone: whether column 0 is a prompt that sees itself alone, in attention that takes no mask.
 
         Returns:
             logits (B, n, V) or None, last hidden state (B, T, d).
@@ -427,12 +408,13 @@ class Backbone:
 
         hook = self.base.register_forward_hook(keep_output)
         try:
-            if keep is None:
-                self.base(**inputs)
-            elif "logits_to_keep" in self.forward_arguments:
-                logits = self.model(**inputs, logits_to_keep=keep).logits
-            else:
-                logits = self.model(**inputs).logits[:, keep]
+            with PromptAlone.in_column_0(self.model.config._attn_implementation) if alone else nullcontext():
+                if keep is None:
+                    self.base(**inputs)
+                elif "logits_to_keep" in self.forward_arguments:
+                    logits = self.model(**inputs, logits_to_keep=keep).logits
+                else:
+                    logits = self.model(**inputs).logits[:, keep]
         finally:
             hook.remove()
         hidden = base_outputs[-1][0]
@@ -442,38 +424,6 @@ class Backbone:
                 f"width {hidden.shape[-1]}; HMT feeds the latter back as the former, so the two must be equal."
             )
         return logits, hidden
-
-    def run_captured(
-        self,
-        embeds: Tensor,
-        mask: Tensor | None,
-        keep: Tensor | None,
-        kv_cache: Cache | None = None,
-        positions: Tensor | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
-        """Run the backbone as `run` does, by a CUDA graph. The cache is read, and stays as it is."""
-        given = {"embeds": embeds, "mask": mask, "keep": keep, "positions": positions}
-        given = {name: value for name, value in given.items() if value is not None}
-        layers = [] if kv_cache is None else kv_cache.layers
-        of_cache = {
-            (i, name): value
-            for i, layer in enumerate(layers)
-            for name, value in vars(layer).items()
-            if isinstance(value, Tensor) and value.dim() > 1
-        }
-
-        def function(*tensors: Tensor) -> list[Tensor]:
-            inputs: dict[str, Any] = {"mask": None, "keep": None, **dict(zip(given, tensors))}
-            cache = None if kv_cache is None else fork(kv_cache)
-            for (i, name), value in zip(of_cache, tensors[len(given) :]):
-                assert cache is not None
-                setattr(cache.layers[i], name, value)
-            logits, hidden = self.run(**inputs, kv_cache=cache)
-            return [hidden] if logits is None else [hidden, logits]
-
-        key = (tuple(given), tuple(of_cache))
-        hidden, *logits = self.graphs.run(key, function, [*given.values(), *of_cache.values()])
-        return logits[0] if logits else None, hidden
 
     def versions(self) -> dict[str, int]:
         """Count the changes in place of each parameter, such as optimizer steps; inference mode counts none."""
@@ -494,20 +444,62 @@ class Backbone:
         return self.embed(ids[None]).float().std().item()
 
 
-def hide_prompt(embeds: Tensor, hidden_from: int, cached: int = 0) -> Tensor:
-    """Make the causal mask of embeddings (B, T, d) behind `cached` positions, whose first column is a prompt.
+def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make the causal mask of `columns` behind `cached` positions, of which the first is a prompt.
 
     The prompt sees itself alone, and the next `hidden_from` columns do not see it.
 
     Returns:
-        what is added to the scores, (1, 1, T, cached + T), in the dtype of the embeddings.
+        What is added to the scores, (1, 1, columns, cached + columns).
     """
-    columns = embeds.shape[1]
-    visible = torch.ones(columns, cached + columns, dtype=torch.bool, device=embeds.device).tril(cached)
+    visible = torch.ones(columns, cached + columns, dtype=torch.bool, device=device).tril(cached)
     visible[0, :cached] = False
     visible[1 : 1 + hidden_from, cached] = False
-    mask = torch.zeros(visible.shape, dtype=embeds.dtype, device=embeds.device)
-    return mask.masked_fill(~visible, torch.finfo(embeds.dtype).min)[None, None]
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device)
+    return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
+
+
+class PromptAlone:
+    """An attention function of transformers that takes no mask, with a prompt that sees itself alone.
+
+    Softmax over one key is 1, so the attention output of the prompt is its own value, whatever the function made of
+    it. Position ids do not reach the function, which would take their jump behind the prompt for another sequence.
+    """
+
+    local = threading.local()  # `layers`: how many layers of this thread's pass have been computed so
+
+    def __init__(self, function: Callable[..., tuple]):
+        self.function = function
+
+    @classmethod
+    @contextmanager
+    def in_column_0(cls, attention: str) -> Iterator[None]:
+        """Let a prompt in column 0 of a pass see itself alone; RuntimeError if `attention` was not called."""
+        function = ALL_ATTENTION_FUNCTIONS.get(attention)
+        if function is not None and not isinstance(function, PromptAlone):
+            ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
+        cls.local.layers = 0
+        try:
+            yield
+            if not cls.local.layers:
+                raise RuntimeError(
+                    f"This backbone does not call {attention!r} of transformers' AttentionInterface, so its prompt would see "
+                    "other tokens. Set attn_implementation='sdpa'."
+                )
+        finally:
+            cls.local.layers = None
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options) -> tuple:
+        """Compute attention, (B, T, H, D), as the function does outside of `in_column_0`."""
+        if getattr(self.local, "layers", None) is None:
+            return self.function(module, query, key, value, mask, **options)
+        if options.pop("s_aux", None) is not None:
+            raise ValueError("Attention sinks take part of a prompt's softmax. Set attn_implementation='sdpa'.")
+        options.pop("position_ids", None)
+        self.local.layers += 1
+        output, weights = self.function(module, query, key, value, mask, **options)
+        own = value[:, :, -query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
+        return torch.cat([own[:, None].to(output), output[:, 1:]], 1), weights
 
 
 def rotates_by_length(config: Any, positions: int) -> bool:
@@ -530,72 +522,4 @@ def equal_up_to_rounding(x: Tensor, y: Tensor, least: float = 3e-4) -> bool:
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())
 
 
-def fork(kv_cache: Cache, rows: slice | list[int] | Tensor = slice(None), length: int | None = None) -> Cache:
-    """Make a cache with the `rows` of another one, which stays as it is when this one grows.
-
-    Layers of attention put new tensors in place of the old ones, so they are shared. The states of convolutions are
-    overwritten, so they are copied. With `length`, only the first so many positions, or with -length the last.
-    """
-    part = slice(length, None) if length is not None and length < 0 else slice(length)
-    forked = copy.copy(kv_cache)
-    forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
-    for layer in forked.layers:
-        for name, value in vars(layer).items():
-            if isinstance(value, Tensor) and value.dim() > 1:
-                setattr(layer, name, value[rows][:, :, part])
-            elif isinstance(value, dict):
-                states = {i: x[rows].clone() if isinstance(x, Tensor) else x for i, x in value.items()}
-                setattr(layer, name, states)
-            elif name == "cumulative_length" and length is not None:
-                setattr(layer, name, abs(length))
-    return forked
-
-
-def split(kv_cache: Cache, parts: int) -> list[Cache]:
-    """Fork equal shares of the rows. Their gradients are joined; those of slices would be padded and added."""
-    shares = [fork(kv_cache) for _ in range(parts)]
-    for i, layer in enumerate(kv_cache.layers):
-        for name, value in vars(layer).items():
-            if isinstance(value, Tensor) and value.dim() > 1:
-                for share, rows in zip(shares, value.chunk(parts)):
-                    setattr(share.layers[i], name, rows)
-            elif isinstance(value, dict):
-                for n, share in enumerate(shares):
-                    states = {i: x.chunk(parts)[n].clone() if isinstance(x, Tensor) else x for i, x in value.items()}
-                    setattr(share.layers[i], name, states)
-    return shares
-
-
-def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | None]:
-    """Join caches of some rows each; short ones stand at the right.
-
-    Returns:
-        the cache, and what in it is no padding, (B, P) bool, or None if all is.
-    """
-    order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
-    lengths = torch.tensor([cache.get_seq_length() for rows, cache in parts for _ in rows])[order]
-    width, joined = int(lengths.max()), fork(parts[0][1])
-
-    def join(values: list[Tensor]) -> Tensor:
-        longest = max(x.shape[2] for x in values)
-        # FoX knows its keys by numbers in the first, so that padding repeats it
-        padded = [x[:, :, (torch.arange(longest) - longest + x.shape[2]).clamp(min=0)] for x in values]
-        return torch.cat(padded)[order.to(values[0].device)]
-
-    for i, layer in enumerate(joined.layers):
-        for name, value in vars(layer).items():
-            values: list[Any] = [getattr(cache.layers[i], name, None) for _, cache in parts]
-            if isinstance(value, Tensor) and value.dim() > 1:
-                setattr(layer, name, join(values))
-            elif isinstance(value, dict):
-                tensors = {n: join([x[n] for x in values]) for n, x in value.items() if isinstance(x, Tensor)}
-                setattr(layer, name, value | tensors)
-            elif name == "cumulative_length":
-                setattr(layer, name, width)
-    if lengths.min() == width:
-        return joined, None
-    device = next(x.device for x in vars(joined.layers[0]).values() if isinstance(x, Tensor) and x.dim() > 1)
-    return joined, (torch.arange(width) >= width - lengths[:, None]).to(device)
-
-
-__all__ = ["Backbone", "fork", "hide_prompt", "side_by_side", "split"]
+__all__ = ["Backbone", "hide_prompt"]

@@ -4,10 +4,9 @@ from numbers import Integral
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from .backbone_hmt import Backbone
-from .callers_hmt import check_prompt_learning, trl_advice
 from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
@@ -24,6 +23,10 @@ _OF_OTHER_MODELS = {
     *("cache_position", "inputs_embeds", "output_attentions", "output_hidden_states", "position_ids", "return_dict"),
     *("return_loss", "token_type_ids"),
 }
+SUPPORTED = (
+    "Trainers of TRL cannot train an HMT, and prompt methods of PEFT (prompt, prefix and P-tuning) cannot extend its input: "
+    "use Trainer of transformers, or LoraConfig(target_modules='all-linear', modules_to_save=['memory'])."
+)
 
 
 def check_generation(config: GenerationConfig) -> None:
@@ -34,38 +37,21 @@ def check_generation(config: GenerationConfig) -> None:
             raise ValueError(f"generate() of HMTWrapper cannot use {name}={value!r}: {reason}. Leave {name} out.")
 
 
-def check_config(config: object) -> None:
-    """Raise TypeError for what is no HMTConfig, such as a model, or the configuration of one."""
-    if getattr(config, "model_type", None) != HMTConfig.model_type:
-        raise TypeError(
-            f"config is a {type(config).__name__}; it must be an HMTConfig. To wrap a model: "
-            "HMTWrapper.from_backbone(model, HMTConfig(segment_length=...))."
+def same_state(*states: object) -> HMTState | None:
+    """Return the state of a call, which has several names: `state`, `cache`, and before 5.24 `past_key_values`."""
+    given = [x for x in states if x is not None]
+    if len(given) > 1:
+        raise ValueError(
+            "`state`, `cache` and `past_key_values` are names of the same argument. Give only one of them."
         )
-
-
-def check_backbone(backbone: object) -> None:
-    """Raise TypeError for what is no causal LM of transformers, such as a name, a layer or a classifier."""
-    get_base_model = getattr(backbone, "get_base_model", None)  # PEFT's
-    model = backbone if get_base_model is None else get_base_model()
-    if not isinstance(model, PreTrainedModel) or not model.can_generate():
-        raise TypeError(
-            f"The backbone is a {type(model).__name__}; it must be a causal LM of transformers, such as LlamaForCausalLM, "
-            "or the name or path of one."
-        )
-
-
-def same_state(state: HMTState | None, cache: object) -> HMTState | None:
-    """Return the state of a call, which transformers' clients pass as `cache` (`past_key_values` before 5.24)."""
-    if cache is None:
+    for state in given:
+        if not isinstance(state, HMTState):
+            raise TypeError(
+                f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` of its "
+                f"output. {SUPPORTED}"
+            )
         return state
-    if state is not None:
-        raise ValueError("`state` and `cache` are names of the same argument, an HMTState. Give only one of them.")
-    if not isinstance(cache, HMTState):
-        check_prompt_learning()
-        raise TypeError(
-            f"`cache` must be the HMTState of an earlier call, got a {type(cache).__name__}. Pass the `state` of its output."
-        )
-    return cache
+    return None
 
 
 def check_call(
@@ -76,39 +62,31 @@ def check_call(
     labels: Tensor | None,
     state: HMTState | None,
     use_cache: bool,
-    logits_to_keep: int | Tensor,
     score_from: int | None,
     keywords: dict,
-) -> tuple[Tensor | None, int]:
+) -> Tensor | None:
     """Check the arguments of a call of `HMTWrapper`; `keywords` are those that its forward does not know.
 
     Returns:
-        the mask as (B, T) bool, or None if nothing is padding; the first position that gets logits.
+        The mask as (B, T) bool, or None without padding.
     """
     for name, value in keywords.items():
         if name not in _OF_OTHER_MODELS or not (value is None or value is False):
-            check_prompt_learning()
-            advice = trl_advice() or "Pass input_ids, attention_mask and labels."
-            raise ValueError(f"HMTWrapper does not use {name}. {advice}")
+            raise ValueError(f"HMTWrapper does not use {name}. Pass input_ids, attention_mask and labels. {SUPPORTED}")
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
-    if not isinstance(input_ids.shape[1], int):  # the symbol of an exporter, whose graph has no loop over segments
-        raise NotImplementedError(
-            "HMTWrapper cannot be exported for texts of any length, because the length and the state decide how many "
-            "segments are read. Export model.backbone, export the wrapper for one length, or read in PyTorch."
-        )
     for name, value in (("attention_mask", attention_mask), ("labels", labels)):
         if value is not None and value.shape != input_ids.shape:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; it must be that of input_ids, {tuple(input_ids.shape)}, "
                 "the tokens of this call only."
             )
-    if labels is None and score_from is not None:
-        raise ValueError(f"score_from is {score_from}, and it selects labels; pass labels, or leave it out.")
-    last = config.segment_length - 1
-    if score_from is not None and not (isinstance(score_from, Integral) and 0 <= score_from <= last):
-        raise ValueError(f"score_from is {score_from!r}; it is a position within a segment, 0 to {last}.")
+    places = range(config.segment_length)
+    if score_from is not None and (labels is None or score_from not in places):
+        raise ValueError(
+            f"score_from must be a position within a segment, 0 to {places[-1]}, and needs labels, got {score_from!r}."
+        )
     if state is not None:
         check_state(config, lm, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1
@@ -116,34 +94,18 @@ def check_call(
         if not (mask | (attention_mask == 0)).all():
             raise ValueError("attention_mask must be 1 on tokens and 0 on padding; it holds other values.")
         check_padding(config, lm, mask, state, use_cache)
-    ids, vocab_size = input_ids if mask is None else input_ids[mask], len(lm.model.get_input_embeddings().weight)
-    # elsewhere than on a CPU, the processor would have to wait for the values
-    looks = ids.device.type == "cpu" and ids.numel() and not torch.compiler.is_compiling()
-    if looks and (ids.min() < 0 or ids.max() >= vocab_size):
-        raise ValueError(
-            f"input_ids holds ids from {ids.min()} to {ids.max()}; they must lie between 0 and {vocab_size - 1}, as "
-            f"the backbone has {vocab_size} embeddings. Is the tokenizer that of this backbone? (-100 is for labels.)"
-        )
-    return mask, first_position(logits_to_keep, input_ids.shape[1])
+    return mask
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first of the call's `tokens` positions that gets logits; ValueError for one outside the call."""
-    if not isinstance(logits_to_keep, Tensor):
-        if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
-            raise ValueError(
-                f"logits_to_keep is {logits_to_keep!r}; it counts the last positions, 0 is all of them, or it is a "
-                "tensor that lists positions."
-            )
-        return max(0, tokens - logits_to_keep) if logits_to_keep else 0
-    integers = logits_to_keep.dtype in (torch.int32, torch.int64) and logits_to_keep.numel()
-    first, last = map(int, logits_to_keep.aminmax()) if integers else (-1, -1)
-    if first < 0 or last >= tokens or logits_to_keep.dim() != 1:
+    """Return the first of the call's `tokens` positions that gets logits."""
+    if isinstance(logits_to_keep, Tensor):
+        return 0
+    if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
         raise ValueError(
-            f"logits_to_keep is a tensor of {logits_to_keep.dtype} and shape {tuple(logits_to_keep.shape)}; it must be "
-            f"a list of positions of this call, integers from 0 to {tokens - 1} (of a mask: mask.nonzero().squeeze(1))."
+            f"logits_to_keep must be a tensor of positions or count the last ones, got {logits_to_keep!r}."
         )
-    return first
+    return max(0, tokens - logits_to_keep) if logits_to_keep else 0
 
 
 def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
@@ -197,4 +159,4 @@ def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState
         )
 
 
-__all__ = ["check_backbone", "check_call", "check_config", "check_generation", "same_state"]
+__all__ = ["check_call", "check_generation", "first_position", "same_state"]

@@ -10,7 +10,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .callers_hmt import check_prompt_learning
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
 from .versions_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
@@ -32,54 +31,50 @@ class HMTConfig(PreTrainedConfig):
         memory_size: N, memory embeddings kept for recall, oldest dropped first. None keeps all.
         recalled_pages: r. Instead of being dropped, the oldest embeddings go to pages in CPU memory or in a file, and
             a recall also attends to the best r pages (`pages_hmt.py`). None: no pages.
-        page_size: memory embeddings per page at first; pages grow with the square root of the text.
-        sum_fraction: part of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
+        page_size: memory embeddings per page at first; pages grow with the square root of the sequence.
+        sum_fraction: fraction of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
             which rounds ties to the even number, as the official code does. The single-pass mode needs j < L', because
             only the tokens behind a recall see a memory.
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
         memory_tokens: m, embeddings per memory. More than one only without recall.
-        recall_dim: h, rows of the recall projections Wq and Wk. None takes the width of a memory embedding.
-        recall_mode: "single_pass" (logits at t see tokens <= t only, in one pass; see `single_pass_hmt.py`) or "paper"
-            (the published algorithm, which reads the first j tokens of a segment before it predicts them; see
-            `modeling_hmt.py`).
-        retrievers: names of registered retrievers (`retriever_hmt.py`); the first gives the prompt. None: those
-            that the other fields ask for.
-        reread: how the single-pass mode shows a recalled prompt to a segment. False: the tokens before the recall do
-            not see it. True: the whole segment is read again behind it, as recurrent states, gates that fade keys and
-            windows shorter than a segment need it. None: decided when a backbone is wrapped, and saved; a checkpoint
-            is the same function with and without a key/value cache.
-        recall_tokens: r. The tokens of remembered segments are kept, and a recall of the single-pass mode reads r of
-            them again, those that share most tokens with the first part (BM25, `search_hmt.py`). It needs no training.
-            A segment takes r more positions. r divides L'. None: a recall gives the prompt alone.
-        neural_cache_weight: The tokens of remembered segments are kept, with the hidden states that predicted them.
-            Their neural cache (`neural_cache_hmt.py`) has this weight in each prediction of the single-pass mode, such
-            as 0.1. It needs no training. A state then holds d numbers for each remembered token (177 MB in bfloat16 at
-            d = 576 and the defaults); in a training, each segment of a call keeps them for its gradients. None: no
+        recall_dim: h, rows of the recall projections Wq and Wk. None: the width of a memory embedding.
+        recall_mode: "single_pass" (logits at t see tokens <= t only, in one pass; `single_pass_hmt.py`) or "paper"
+            (the published algorithm, which reads the first j tokens before it predicts them; `paper_hmt.py`).
+        retrievers: names of registered retrievers (`retriever_hmt.py`); the first gives the prompt. None: those that
+            the other fields ask for.
+        reread: whether the tokens before the recall see the prompt in the single-pass mode. True reads the whole
+            segment again behind the prompt, which recurrent states, gates that fade keys and windows shorter than a
+            segment need. None: decided when a backbone is wrapped, and saved, so a checkpoint is the same function
+            with and without a key/value cache.
+        recall_tokens: r. The state keeps the tokens of the remembered segments, and a recall of the single-pass mode
+            reads r of them again, those that share most tokens with the first part (BM25, `search_hmt.py`). It needs
+            no training. A segment takes r more positions. r divides L'. None: a recall gives the prompt alone.
+        neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of the single-pass
+            mode, such as 0.1. It needs no training. A state then holds d numbers for each remembered token (177 MB in
+            bfloat16 at d = 576 and the defaults), and training keeps them for the gradients of each segment. None: no
             cache.
-        recurrence: False makes the memories without their recall, in the single-pass mode: no memory waits for
-            another, so a text of any length takes two calls of the backbone (of `summary_batch` segments each), and
-            gradients pass through one recall. A memory then knows its own segment alone: what takes a chain of recalls
-            is out of reach. See `no_recurrence_hmt.py`.
+        recurrence: False makes memories without their recall, in the single-pass mode. A sequence of any length then
+            takes two calls of the backbone (of `summary_batch` segments each), and gradients pass through one recall.
+            A memory knows its own segment alone, so one reading cannot answer what takes a chain of recalls.
         recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary token as the first
             prompt, so recall begins as a search for the most similar memory; "random" is the official start.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
             evaluate with "last").
-        bptt_segments: U. Backpropagation is truncated at every U-th segment border. None: not truncated.
-        summary_batch: how many summary passes, first halves or query passes (without recurrence, whole segments) go
-            through the backbone together, counted as segments times rows. Fewer need less memory.
-        offload_activations: keep the activations saved for the backward pass in CPU memory.
+        bptt_segments: U. Backpropagation is truncated at every U-th segment boundary. None: not truncated.
+        summary_batch: number of summary passes or first parts that go through the backbone together, counted as
+            segments times rows. Fewer need less memory.
         cuda_graphs: replay the pass that ends a segment as a CUDA graph where no gradient is needed (`graphs_hmt.py`).
-            Logits are equal. It needs `reread=False` and attention that takes a mask; else it changes nothing. A call
-            notices replaced weights and switched adapters, but not other changes in the code of a backbone: set this
-            to False and to True again, with a call between, to capture such a change.
+            Logits are equal. It needs `reread=False`; else it changes nothing. A call notices replaced weights and
+            switched adapters, but not other changes in a backbone's code: set this to False and to True again, with a
+            call between, to capture such a change.
         backbone_name_or_path: where the backbone was loaded from.
         backbone_revision: its revision there.
         backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
             backbone from `backbone_name_or_path`. Only for a frozen backbone: its trained weights would be lost.
 
     Raises:
-        ValueError: a value outside its range, or an unknown name; the message says which. A saved configuration may
-            hold unknown names, which other programs have added, unless they are close to that of a field.
+        ValueError: a value outside its range, or an unknown name. A saved configuration may hold unknown names, which
+            other programs have added.
     """
 
     model_type = "hmt"
@@ -114,7 +109,6 @@ class HMTConfig(PreTrainedConfig):
     loss_scope: str = "all"
     bptt_segments: int | None = None
     summary_batch: int = 16
-    offload_activations: bool = False
     cuda_graphs: bool = False
     backbone_name_or_path: str | None = None
     backbone_revision: str | None = None
@@ -124,7 +118,8 @@ class HMTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        self.check_names(kwargs, of_others="model_type" in kwargs)  # of a file, to which others add what they like
+        if "model_type" not in kwargs:  # a file, to which other programs add what they like
+            self.check_names(kwargs)
         if isinstance(self.backbone_config, dict):
             self.backbone_config = config_from_dict(self.backbone_config)
         super().__post_init__(**kwargs)
@@ -163,13 +158,11 @@ class HMTConfig(PreTrainedConfig):
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
-    def check_names(cls, names: Iterable[str], of_others: bool) -> None:
-        """Raise ValueError for a name that is no field. `of_others`: only if it is close to that of a field."""
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Raise ValueError for a name that is not a field."""
         for name in names:
             if name not in BASE_NAMES and not name.startswith("_") and not hasattr(cls, name):
-                closest = difflib.get_close_matches(name, cls.__annotations__, cutoff=0.85 if of_others else 0.6)
-                if of_others and not closest:
-                    continue
+                closest = difflib.get_close_matches(name, cls.__annotations__)
                 hint = f"; close to it: {', '.join(closest)}" if closest else ""
                 raise ValueError(f"{name!r} is not a field of HMTConfig{hint}. help(HMTConfig) lists all of them.")
 
@@ -177,7 +170,7 @@ class HMTConfig(PreTrainedConfig):
         """Raise ValueError for a value outside its range (also run when a model is built, after later assignments).
 
         Args:
-            positions: of the backbone, where they are not its `max_position_embeddings`.
+            positions: those of the backbone, where they are not its `max_position_embeddings`.
         """
         counts = ("memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "recall_tokens")
         least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "bptt_segments", "summary_batch"), 1)}
@@ -185,11 +178,6 @@ class HMTConfig(PreTrainedConfig):
             value = getattr(self, name)
             if value is not None and value < smallest:
                 raise ValueError(f"{name} is {value}; it must be at least {smallest}.")
-        if self.recall_mode == "three_pass":
-            raise ValueError(
-                "recall_mode 'three_pass' is not supported any more. Train with recall_mode='single_pass', which is faster, or "
-                "load the weights with recall_mode='paper', the published algorithm, which has the same parameters."
-            )
         choices = {
             "recall_mode": ("single_pass", "paper"),
             "recall_init": ("similarity", "random"),
@@ -200,19 +188,8 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}.")
         if self.segment_length <= self.sensory_tokens + self.memory_tokens:
             raise ValueError(
-                f"segment_length is {self.segment_length}; it must be above sensory_tokens + memory_tokens = "
-                f"{self.sensory_tokens} + {self.memory_tokens}, because it counts *new* tokens, and a segment that "
-                "repeats more than it adds makes no progress. Raise segment_length or lower sensory_tokens."
-            )
-        if (self.recall or self.single_pass) and self.memory_tokens != 1:
-            raise ValueError(
-                f"memory_tokens is {self.memory_tokens}; with recall, and in the single-pass mode, a segment has one "
-                "memory embedding. Use memory_tokens=1, or recall=False with recall_mode='paper'."
-            )
-        if not self.recurrence and not self.single_pass:
-            raise ValueError(
-                f"recurrence is False, and recall_mode {self.recall_mode!r}: only the single-pass mode can make "
-                "memories without their recall. Set recall_mode='single_pass'."
+                f"segment_length is {self.segment_length}; it counts new tokens, and must be above sensory_tokens + "
+                f"memory_tokens = {self.sensory_tokens} + {self.memory_tokens}. Raise segment_length or lower sensory_tokens."
             )
         if not 0 < self.sum_fraction <= 1 or not 0 < self.summary_length <= self.segment_length - self.single_pass:
             raise ValueError(
@@ -220,57 +197,50 @@ class HMTConfig(PreTrainedConfig):
                 "token and at most all; in the single-pass mode one is left, because only the tokens behind the query "
                 "see a memory. Set it above 0 and up to 1."
             )
-        if self.recalled_pages is not None and (self.memory_size is None or not self.recall):
+        if self.neural_cache_weight is not None and not 0 < self.neural_cache_weight < 1:
             raise ValueError(
-                f"recalled_pages is {self.recalled_pages}, memory_size {self.memory_size}, recall {self.recall}; "
-                "pages hold what recall drops beyond memory_size. Set memory_size and recall=True, or leave "
-                "recalled_pages at None."
+                f"neural_cache_weight must be above 0 and below 1, such as 0.1, got {self.neural_cache_weight}."
             )
-        if self.recall_tokens is not None:
-            if not (self.recall and self.single_pass and self.recalled_pages is None):
+        if self.recall_tokens is not None and self.segment_length % self.recall_tokens:
+            raise ValueError(
+                f"recall_tokens must divide segment_length, {self.segment_length}, got {self.recall_tokens}."
+            )
+        flat = {"recall": True, "recall_mode": "single_pass", "recalled_pages": None}
+        needed: dict[str, tuple[bool, dict[str, Any]]] = {
+            "memory_tokens": (self.memory_tokens != 1, {"recall": False, "recall_mode": "paper"}),
+            "recurrence": (not self.recurrence, {"recall_mode": "single_pass"}),
+            "recalled_pages": (self.recalled_pages is not None, {"recall": True}),
+            "recall_tokens": (self.recall_tokens is not None, flat),
+            "neural_cache_weight": (self.neural_cache_weight is not None, flat | {"recurrence": True}),
+        }
+        for name, (is_set, others) in needed.items():
+            differing = {
+                other: getattr(self, other) for other, value in others.items() if getattr(self, other) != value
+            }
+            if is_set and differing:
                 raise ValueError(
-                    f"recall_tokens is {self.recall_tokens}, recall {self.recall}, recall_mode {self.recall_mode!r}, "
-                    f"recalled_pages {self.recalled_pages}; tokens are read again by a recall of the single-pass mode, "
-                    "and pages keep no tokens. Set recall=True, recall_mode='single_pass' and recalled_pages=None."
+                    f"{name} is {getattr(self, name)}, which does not go together with {differing}. It needs {others}."
                 )
-            if self.segment_length % self.recall_tokens:
-                raise ValueError(
-                    f"recall_tokens is {self.recall_tokens}; it must divide segment_length, {self.segment_length}, as "
-                    "segments are cut into stretches of so many tokens."
-                )
-        if self.neural_cache_weight is not None:
-            if not 0 < self.neural_cache_weight < 1:
-                raise ValueError(
-                    f"neural_cache_weight is {self.neural_cache_weight}; it must be above 0 and below 1, such as 0.1, or "
-                    "None for no cache."
-                )
-            if not (self.recall and self.single_pass and self.recurrence and self.recalled_pages is None):
-                raise ValueError(
-                    f"neural_cache_weight is {self.neural_cache_weight}, recall {self.recall}, recall_mode "
-                    f"{self.recall_mode!r}, recurrence {self.recurrence}, recalled_pages {self.recalled_pages}; the cache is "
-                    "that of the single-pass mode, and pages keep no tokens. Set recall=True, recall_mode='single_pass', "
-                    "recurrence=True and recalled_pages=None."
-                )
+        if self.recalled_pages is not None and self.memory_size is None:
+            raise ValueError(
+                f"recalled_pages is {self.recalled_pages}, and memory_size is None: pages hold what recall drops beyond "
+                "memory_size. Set memory_size."
+            )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
         if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
-            longest = self.segment_length - self.positions_per_segment + positions
-            unit = self.recall_tokens or 1
-            remedy = f"Set segment_length to {'a multiple of recall_tokens, ' * (unit > 1)}at most {longest // unit * unit}."
-            if longest // unit * unit <= self.sensory_tokens + self.memory_tokens:
-                names = "sensory_tokens and" if self.recall_tokens is None else "recall_tokens, sensory_tokens and"
-                remedy = f"Lower {names} segment_length, or take a backbone with more positions."
+            unit, longest = self.recall_tokens or 1, self.segment_length - self.positions_per_segment + positions
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
                 f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} tokens "
-                "read again and the prompts. " + remedy
+                f"read again and the prompts. Set segment_length to at most {max(longest // unit * unit, 0)}, or lower the others."
             )
 
     def signature(self, width: int) -> dict:
-        """Return what a state, and an adapter around the wrapper, have to have in common with a model.
+        """Return the settings that a state, and an adapter around the wrapper, must share with a model.
 
         Args:
-            width: d, of a memory embedding.
+            width: d, that of a memory embedding.
         """
         names = (
             "segment_length",
@@ -320,14 +290,8 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the backbone's vocabulary."""
+        """Size of the backbone's vocabulary."""
         return self.text_config.vocab_size
-
-    @property
-    def num_hidden_layers(self) -> int:
-        """Layers of the backbone, for which PEFT asks first where it adds a prompt."""
-        check_prompt_learning()
-        return self.text_config.num_hidden_layers
 
     @property
     def hidden_size(self) -> int:

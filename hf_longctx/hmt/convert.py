@@ -23,21 +23,22 @@ def from_official(
     backbone: nn.Module,
     params: Mapping[str, Tensor],
     *,
-    segment_length: int,
-    sensory_tokens: int,
     memory_size: int | None = None,
-    sum_fraction: float = 0.5,
     recall: bool = True,
-    memory_tokens: int = 1,
     recall_mode: str = "paper",
+    **settings,
 ) -> HMTWrapper:
-    """Wrap a backbone with parameters in the official naming. Other arguments are fields of `HMTConfig`.
+    """Wrap a backbone with parameters in the official naming.
 
     Args:
         backbone: causal LM; used, not copied.
         params: name to tensor: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
             `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
-        segment_length: *new* tokens per segment: the official segment_length - 2 m - num_sensory.
+        memory_size: as in `HMTConfig`, as are the other arguments.
+        recall: whether there are parameters of a recall.
+        recall_mode: default "paper".
+        settings: other fields of `HMTConfig`. Its segment_length counts *new* tokens: the official segment_length -
+            2 m - num_sensory.
 
     Raises:
         ValueError: a parameter is missing, unknown, or of the wrong shape.
@@ -50,16 +51,8 @@ def from_official(
             f"Official HMT parameters: missing {missing}, unknown {unknown}; need {list(needed)}, and may have "
             f"{BACKBONE}*. With recall=False only memory_cell.memory is needed."
         )
-    config = HMTConfig(
-        segment_length=segment_length,
-        sensory_tokens=sensory_tokens,
-        memory_size=memory_size,
-        sum_fraction=float(sum_fraction),
-        recall=recall,
-        memory_tokens=memory_tokens,
-        recall_dim=len(params["cross_attn.wq.weight"]) if recall else None,
-        recall_mode=recall_mode,
-    )
+    settings |= {"memory_size": memory_size, "recall": recall, "recall_mode": recall_mode}
+    config = HMTConfig(recall_dim=len(params["cross_attn.wq.weight"]) if recall else None, **settings)
     backbone_weights = {name.removeprefix(BACKBONE): x for name, x in params.items() if name.startswith(BACKBONE)}
     if backbone_weights:
         backbone.load_state_dict(backbone_weights)

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .checks_hmt import check_generation, same_state
-from .compat_hmt import RENAMED, accept_both_names
+from .compat_hmt import RENAMED
 from .state_hmt import HMTState
 
 
@@ -48,17 +48,17 @@ class HMTGenerationMixin(GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs) -> Any:
-        """Raise: code of a repository would replace `generate`, although only the code of this model is trusted."""
+        """Raise: a repository's code would replace `generate`, although only the code of this model is trusted."""
         raise OSError(
             f"HMT runs no custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and give its function: "
             "model.generate(..., custom_generate=function)."
         )
 
     def init_continuous_batching(self, *args, **kwargs) -> Any:
-        """Raise: pages of keys and values hold no memory."""
+        """Raise: pages of keys and values do not hold a memory."""
         raise NotImplementedError(
-            "HMT has no continuous batching: its memory is a state for each text, and not pages of keys and values. Use "
-            "generate() with a padded batch; leave --continuous-batching out of a server."
+            "HMT does not support continuous batching: its memory is a state, and not pages of keys and values. Use "
+            "generate() with a padded batch, and start servers without --continuous-batching."
         )
 
     def _prepare_cache_for_generation(
@@ -68,25 +68,26 @@ class HMTGenerationMixin(GenerationMixin):
         mixin: Any = super()
         return mixin._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
-    @accept_both_names
-    def generate(self, *args, cache: HMTState | None = None, **kwargs) -> Tensor | GenerateDecoderOnlyOutput:
+    def generate(
+        self, *args, cache: HMTState | None = None, past_key_values: HMTState | None = None, **kwargs
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate as in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
 
         It has read everything but the last token of the sequences. Rows that end before others read padding until all
-        have ended: generate such rows one by one to go on from their states. A beam search has no `state`: its rows
-        are beams, not the sequences.
+        have ended: generate such rows one by one to continue their states. A beam search does not return a `state`:
+        its rows are beams, not the sequences.
 
         Args:
-            args, kwargs: of transformers, and `state`, an `HMTState` that the ids continue.
-            cache: an `HMTState` that has read the beginning of each row of the ids, which is not read again; also
-                accepted as `past_key_values`.
+            args, kwargs: those of transformers, and `state`, an `HMTState` that the ids continue.
+            cache: an `HMTState` that has read the beginning of each row of the ids, which is not read again.
+            past_key_values: the former name of `cache`.
 
         Raises:
-            ValueError: both a `state` and a `cache`, or ids that go no further than what was read.
+            ValueError: both a `state` and a `cache`, or ids without a new token.
             TypeError: `cache` is not an `HMTState`.
-            NotImplementedError: continuous batching (`generate_batch`).
         """
         mixin: Any = super()  # transformers hides the type of its mixin
+        cache = same_state(cache, past_key_values)
         if cache is not None:
             kwargs |= {"state": same_state(kwargs.get("state"), cache), "read_again": True}
         output = mixin.generate(*args, **kwargs)

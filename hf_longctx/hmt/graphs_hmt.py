@@ -2,7 +2,7 @@
 
 A segment takes some 700 launches, and on a GPU they take longer than the work. The passes that end the segments of a
 sequence have the same shapes, so the second one is captured, and all others are replayed with one launch. The replayed
-kernels are those of an eager pass, so the logits are equal. Passes in which no mask hides a prompt stay eager.
+kernels are those of an eager pass, so the logits are equal. Passes of backbones that are read again stay eager.
 """
 
 import threading
@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import Cache
+
+from .caches_hmt import fork, tensors_of
 
 
 MAX_GRAPHS = 8  # each keeps the activations of one pass
+_ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
 
 
 class PassGraph:
@@ -26,7 +30,7 @@ class PassGraph:
         self.graph, self.outputs = record(function, self.inputs)
 
     def replay(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Compute the function again with other inputs of the same shapes."""
+        """Compute the function with other inputs of the same shapes."""
         torch._foreach_copy_(self.inputs, inputs)
         self.graph.replay()
         return [x.clone() for x in self.outputs]
@@ -56,8 +60,8 @@ class PassGraphs:
     """The captured passes of a model, for each shape, thread and stream. The first pass of a shape is eager."""
 
     def __init__(self):
-        self.graphs: OrderedDict[Hashable, PassGraph | None] = OrderedDict()  # None: not captured yet
-        self.refused: set[Hashable] = set()
+        # None: computed once; False: cannot be captured
+        self.graphs: OrderedDict[Hashable, PassGraph | bool | None] = OrderedDict()
         self.weights: Hashable = None
 
     def __deepcopy__(self, memo: dict) -> "PassGraphs":
@@ -68,7 +72,7 @@ class PassGraphs:
         """Pickle as an empty object."""
         return PassGraphs, ()
 
-    def check_weights(self, model: torch.nn.Module) -> None:
+    def of(self, model: torch.nn.Module) -> "PassGraphs":
         """Drop all graphs if the model computes with other tensors, modules, adapters or modes than they do."""
         tensors = tuple((x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers()))
         modules = tuple(
@@ -78,59 +82,65 @@ class PassGraphs:
         attention = getattr(getattr(model, "config", None), "_attn_implementation", None)
         weights = hash((tensors, modules, attention))
         if weights != self.weights:
-            self.clear()
+            self.graphs.clear()
             self.weights = weights
+        return self
 
-    def clear(self) -> None:
-        """Drop all graphs."""
-        self.graphs.clear()
-        self.refused.clear()
-
-    def run(self, key: Hashable, function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> list[Tensor]:
-        """Compute function(*inputs), by a replay where the same has been computed before.
+    def run(
+        self, function: Callable[..., tuple], key: Hashable, kv_cache: Cache | None, **given: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Compute function(**given, kv_cache=kv_cache), by a replay where the same has been computed before.
 
         Args:
-            key: what else than shapes and dtypes of the inputs decides what the function computes.
-            function: what is captured. It must do the same for all inputs, and leave them as they are.
+            function: returns logits or None, and hidden states. It must do the same for all inputs of one shape.
+            key: what else than the inputs decides what it computes.
+            kv_cache: is read, and stays as it is.
+            given: its arguments; those that are None are left out.
         """
+        names = [name for name, value in given.items() if value is not None]
+        layers = [] if kv_cache is None else kv_cache.layers
+        of_cache = [(i, name) for i, layer in enumerate(layers) for name in tensors_of(layer)]
+        inputs: list[Any] = [*(given[name] for name in names), *(getattr(layers[i], name) for i, name in of_cache)]
+
+        def of_tensors(*tensors: Tensor) -> list[Tensor]:
+            cache = None if kv_cache is None else fork(kv_cache)
+            for (i, name), value in zip(of_cache, tensors[len(names) :]):
+                assert cache is not None
+                setattr(cache.layers[i], name, value)
+            logits, hidden = function(**dict(zip(names, tensors)), kv_cache=cache)
+            return [hidden] if logits is None else [hidden, logits]
+
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         stream = torch.cuda.current_stream().cuda_stream if inputs[0].is_cuda else None
-        key = (key, shapes, threading.get_ident(), stream)
-        if key in self.refused:
-            return function(*inputs)
-        graph = self.graphs.get(key)
-        if graph is not None:
+        key = (key, *names, shapes, threading.get_ident(), stream)
+        if key in self.graphs:
             self.graphs.move_to_end(key)
-            return graph.replay(inputs)
-        outputs = function(*inputs)
-        if key not in self.graphs:
-            self.graphs[key] = None
+        graph = self.graphs.get(key)
+        if isinstance(graph, PassGraph):
+            hidden, *logits = graph.replay(inputs)
         else:
-            self.graphs[key] = self.capture(function, inputs, outputs)
-            if self.graphs[key] is None:
-                self.refused.add(key)
-        while len(self.graphs) > MAX_GRAPHS:
-            self.graphs.popitem(last=False)
-        return outputs
+            hidden, *logits = outputs = of_tensors(*inputs)
+            if graph is None:
+                self.graphs[key] = self.capture(of_tensors, inputs, outputs) if key in self.graphs else None
+            while len(self.graphs) > MAX_GRAPHS:
+                self.graphs.popitem(last=False)
+        return logits[0] if logits else None, hidden
 
     def capture(
         self, function: Callable[..., list[Tensor]], inputs: list[Tensor], expected: list[Tensor]
-    ) -> PassGraph | None:
-        """Capture a function, or warn and return None if it cannot be, or a replay does not give what is expected."""
+    ) -> PassGraph | bool:
+        """Capture a function, or warn and return False if it cannot be, or a replay does not give what is expected."""
         try:
             graph = PassGraph(function, inputs)
             outputs = graph.replay(inputs)
         except Exception as error:  # a backbone may wait for the GPU, which no capture can
             warnings.warn(f"A pass was not captured as a CUDA graph, and stays eager: {error}", stacklevel=2)
-            return None
+            return False
         pairs = zip(outputs, expected)
         if not all(torch.allclose(x, y, atol=0.01 * y.abs().max().item(), rtol=0) for x, y in pairs):
             warnings.warn("A captured pass gave other numbers than an eager one, and stays eager.", stacklevel=2)
-            return None
+            return False
         return graph
-
-
-_ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
 
 
 __all__ = ["PassGraphs", "can_capture"]

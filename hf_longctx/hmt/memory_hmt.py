@@ -20,7 +20,7 @@ SIMILARITY_GAIN = 1.5
 
 # Scale-free scores start as log(1 + c) times cosines over this temperature: cosines over 0.1, among ten memories.
 TEMPERATURE = 0.25
-# Share of an embedding's squared norm; a rest beside the mean that is smaller is not blown up to length one.
+# Share of an embedding's squared norm; a smaller difference from the mean is not scaled up to length one.
 FLOOR = 1e-4
 
 

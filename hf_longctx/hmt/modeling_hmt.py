@@ -1,27 +1,22 @@
 """Hierarchical Memory Transformer (HMT): segment recurrence with memory recall around any causal LM.
 
-He et al., "HMT: Hierarchical Memory Transformer for Long Context Language Processing", arXiv 2405.06067. A text is cut
-into segments of L' new tokens. Every segment is one short pass of the backbone over
+He et al., "HMT: Hierarchical Memory Transformer for Long Context Language Processing", arXiv 2405.06067. A sequence is
+cut into segments of L' new tokens. Every segment is one short pass of the backbone over
 
     [prompt, the last k tokens of the previous segment, the segment's tokens, prompt]
 
 and the hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is
 recalled from the memories so far: a *summary pass* over its first j tokens gives a query that attends to them. Cost
-grows linearly with the text, and an `HMTState` of fixed size carries everything from segment to segment. What a
-segment gets from those before it is decided by retrievers (`retriever_hmt.py`).
+grows linearly with the sequence, and an `HMTState` of fixed size carries everything from segment to segment.
+Retrievers decide what a segment gets from those before it (`retriever_hmt.py`).
 
-Two ways to use the recall
---------------------------
-`recall_mode="paper"` does what is written above. But a prompt that depends on the first j tokens then stands *before*
-them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and it
-cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
+`recall_mode="paper"` does exactly this (`paper_hmt.py`). But a prompt that depends on the first j tokens then stands
+*before* them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and
+it cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
+`recall_mode="single_pass"` (default) reads every position once, with the recall in the middle (`single_pass_hmt.py`).
 
-`recall_mode="single_pass"` (default) reads every position once: the query is taken and the recall stands in the middle
-of one pass (`single_pass_hmt.py`). With `recurrence=False` its memories do not wait for the recall, nor for each other
-(`no_recurrence_hmt.py`).
-
-Padding: but for the paper mode, each row has segment borders of its own, and is read, scored and continued as if it
-stood alone (`packing_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and
+Padding: except in the paper mode, each row has segment boundaries of its own, and is read, scored and continued as if
+it stood alone (`packing_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and
 shows padded sensory tokens, as the official code does.
 """
 
@@ -51,46 +46,34 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
-from .callers_hmt import INSTEAD, trl_advice
-from .checks_hmt import check_backbone, check_call, check_config, same_state
-from .compat_hmt import accept_both_names
+from .checks_hmt import check_call, first_position, same_state
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
-from .no_recurrence_hmt import NoRecurrence
-from .packing_hmt import PackedSegments
+from .packing_hmt import Chunk, PackedSegments
 from .paper_hmt import Paper
 from .retrievers_hmt import Retrievers, build_retrievers
-from .segments_hmt import PassOutput, Segments
+from .segments_hmt import PassOutput, Report, Segments
 from .single_pass_hmt import SinglePass
-from .state_hmt import HMTState
-
-
-LAYOUTS: dict[tuple[str, bool], type[Segments]] = {  # by recall_mode and recurrence
-    ("single_pass", True): SinglePass,
-    ("single_pass", False): NoRecurrence,
-    ("paper", True): Paper,
-}
+from .state_hmt import HMTState, join_rows
 
 
 @dataclass
 class HMTOutput(ModelOutput):
-    """Output of `HMTWrapper`.
+    """Output of `HMTWrapper`; `recall_*` and `memories` need `output_recall=True`.
 
     Attributes:
         loss: scalar, with labels.
         logits: (B, T, V), or those of `logits_to_keep`; 0 on padding.
         state: `HMTState` after the last token, with `use_cache=True`.
-        recall_scores: with `output_recall=True`, per segment the recall weights (B, c) over the memories, oldest first
-            (those in the recalled pages, then the latest), 0 for a memory that a row does not have; None for a segment
-            without a recall (the first one, or one whose query is not complete).
-        recall_ends: with `output_recall=True`, like `recall_scores`, long: how many tokens of the text were read when
-            each memory was made; a memory is that of the last `segment_length` of them.
-        recall_distance: with `output_recall=True`, (segments, B), long; 1 is the previous segment, 0 no recall.
-        memories: with `output_recall=True`, the memory embeddings made in this call, each (B, m, d), 0 in a row
-            without.
-        cache: the state, under the name that transformers has for what continues a text.
-        past_key_values: the same, under the former name.
+        recall_scores: for each segment the recall weights (B, c) over the memories, oldest first (those in the
+            recalled pages, then the latest), 0 for a memory that a row does not have; None for a segment without a
+            recall (the first one, or one whose query is not complete).
+        recall_ends: like `recall_scores`, long: number of tokens of the sequence up to the end of each memory.
+        recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0: no recall.
+        memories: the memory embeddings made in this call, each (B, m, d), 0 in a row without.
+        cache: the state, under transformers' name for a cache.
+        past_key_values: the state, under the former name.
     """
 
     loss: Tensor | None = None
@@ -108,11 +91,27 @@ class HMTOutput(ModelOutput):
         """The state, under the name that transformers had before 5.24."""
         return self.state
 
-    @property
-    def last_hidden_state(self) -> Tensor:
-        """Raise AttributeError: a text has none, as each segment has passes of its own."""
-        advice = trl_advice() or f"Trainers such as SFTTrainer of TRL need one. {INSTEAD}"
-        raise AttributeError(f"HMT returns no last_hidden_state. {advice}")
+    def add_reports(self, reports: list[Report], chunks: list[Chunk], segment_length: int) -> None:
+        """Add the recalls and memories of a call."""
+        batch, recalls, memories = len(chunks[0].rows), [], []
+        for chunk in chunks:
+            of_chunk = [report for report in reports if report.n == chunk.n]
+            found = [(x.rows, x.recall.weights, x.recall.ends) for x in of_chunk if x.recall is not None]
+            of_recall: Any = [x for x in found if x[1] is not None]
+            of_memory = [(x.rows, x.memory) for x in of_chunk if x.memory is not None]
+            memories += [join_rows(of_memory, batch)] if of_memory else []
+            weights = ends = None
+            distance = torch.zeros_like(chunk.ids[:, 0])
+            if of_recall:
+                weights = join_rows([(rows, x) for rows, x, _ in of_recall], batch)
+                ends = join_rows([(rows, x) for rows, _, x in of_recall], batch)
+                begins = segment_length * torch.tensor(chunk.segments, device=ends.device)
+                nearest = ends.gather(1, weights.argmax(1, keepdim=True)).squeeze(1)
+                distance = (1 + (begins - nearest) // segment_length) * (ends > 0).any(1)
+            recalls.append((weights, ends, distance))
+        self.recall_scores, self.recall_ends, distances = zip(*recalls)
+        self.recall_distance, self.memories = torch.stack(distances), tuple(memories)
+        self.segment_length = segment_length
 
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
         """List what each segment of the call recalled most, as (tokens of the text, weight), strongest first.
@@ -140,8 +139,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone: a causal LM (or PEFT model around one); by default built, untrained, from `config.backbone_config`.
 
     Raises:
-        TypeError: `config` is no HMTConfig.
-        ValueError: the backbone does not fit (`Backbone`), or the configuration does not fit it (`HMTConfig.check`).
+        TypeError, ValueError: the backbone does not fit (`Backbone`, `HMTConfig.check`).
     """
 
     config: HMTConfig
@@ -159,7 +157,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     _supports_attention_backend = True
 
     def __init__(self, config: HMTConfig, backbone: nn.Module | None = None):
-        check_config(config)
         built_here = backbone is None
         if backbone is None:
             if config.backbone_config is None:
@@ -170,8 +167,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             custom = custom_model_class(config.backbone_config)
             build = custom._from_config if custom else AutoModelForCausalLM.from_config
             backbone = build(config.backbone_config)
-        check_backbone(backbone)
-        assert backbone is not None
         lm = Backbone(backbone)
         config.backbone_config = lm.model.config
         config.check(lm.positions)
@@ -214,9 +209,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             return
         positions = config.positions_per_segment
         if config.reread is None:
-            config.reread = not self.lm.can_hide(positions)
-        elif not config.reread and not self.lm.takes_mask(positions) and not self.lm.cuts(positions):
-            self.lm.check_mask(positions)
+            config.reread = not self.lm.can_hide(positions, thorough=True)
+        elif not config.reread:
+            self.lm.check_hides(positions, self.lm.cuts(positions))
 
     def initialize_weights(self) -> None:
         """Initialise the backbone as a model of its own first, then what is left.
@@ -253,7 +248,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     # ------------------------------------------------------------------------------------------------ one forward
 
-    @accept_both_names
     @can_return_tuple
     def forward(
         self,
@@ -267,29 +261,30 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         output_recall: bool = False,
         num_items_in_batch: Tensor | int | None = None,
         cache: HMTState | None = None,
+        past_key_values: HMTState | None = None,
         **kwargs,
     ) -> HMTOutput:
-        """Read tokens, from the start of a text or from where `state` stopped.
+        """Read tokens, from the start of a sequence or from where `state` stopped.
 
         Args:
             input_ids: (B, T), long.
-            attention_mask: (B, T), 0 on padding, which gets zeros as logits. Padding may stand on either side, a row
-                is read as if it stood alone, and with a state a row may have no token in a call. In the paper mode
-                padding stands on the left.
+            attention_mask: (B, T), 0 on padding, which gets zeros as logits. Padding may stand on either side, and
+                with a state a row may have no token in a call. In the paper mode padding stands on the left.
             labels: (B, T), usually the input_ids, -100 where not scored; shifted here. The first token of a row in a
                 call has no prediction.
-            state: `HMTState` of an earlier call. Any chunking gives the result of one piece, but in the paper mode a
+            state: `HMTState` of an earlier call. Any chunking gives the result of one call, but in the paper mode a
                 chunk may not end within the first j tokens of a segment. If a backward pass has gone through the
-                earlier call, give `state.detach()`: its graph is used up.
+                earlier call, pass `state.detach()`: its graph is freed.
             use_cache: return the state. Default: True with a state, else False.
-            logits_to_keep: only the last so many positions get logits; 0 is all. Or the positions, a long tensor (n,).
-                The loss is that of all labels, whatever is kept: with 1, memory does not grow with T times the
-                vocabulary, unless training runs without gradient checkpointing, and there is a neural cache or a head
-                that is no plain linear layer.
+            logits_to_keep: number of the last positions that get logits, 0 for all, or positions, a long tensor (n,).
+                The loss is that of all labels. With 1, memory does not grow with T times the vocabulary, unless
+                training runs without gradient checkpointing, and there is a neural cache or a head that is not a
+                plain linear layer.
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
-            cache: another name of `state`, as in transformers; also accepted as `past_key_values`.
+            cache: another name of `state`, as in transformers.
+            past_key_values: its name before transformers 5.24.
 
         Returns:
             `HMTOutput`.
@@ -298,25 +293,18 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: empty or badly shaped input, padding that cannot be handled exactly, a state of another model,
                 an argument that is not used.
         """
+        cache = same_state(cache, past_key_values)
         if cache is not None:
             state = same_state(state, cache)
             if attention_mask is not None and input_ids is not None:  # transformers' mask is that of the whole text
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
         self._check_settings()
-        mask, first = check_call(
-            self.config,
-            self.lm,
-            input_ids,
-            attention_mask,
-            labels,
-            state,
-            use_cache,
-            logits_to_keep,
-            score_from,
-            kwargs,
+        mask = check_call(
+            self.config, self.lm, input_ids, attention_mask, labels, state, use_cache, score_from, kwargs
         )
         assert input_ids is not None
+        first = first_position(logits_to_keep, input_ids.shape[1])
         if self.training and torch.is_grad_enabled() and self._only_adapters_train():
             warnings.warn(
                 "Adapters of the backbone are trained, and the memory stays as it is. Unless it was trained before, pass "
@@ -327,20 +315,17 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             state = self.new_state(len(input_ids), device=input_ids.device)
         if mask is not None and self.config.recall_mode == "paper" and state.open_mask is None:
             state = replace(state, open_mask=torch.ones_like(state.open_ids, dtype=torch.bool))
-        if self.config.cuda_graphs:
-            self.lm.graphs.check_weights(self.backbone)
-        else:
-            self.lm.graphs.clear()
-        length, targets, result = self.config.segment_length, None, HMTOutput()
+        if not self.config.cuda_graphs:
+            self.lm.graphs.graphs.clear()
+        targets = None
         if labels is not None:
             targets, n_scored, n_labelled = self._targets(labels, mask, state, score_from)
-        rows = PackedSegments.pack(state, input_ids, mask, targets, length)
+        packed = PackedSegments.pack(state, input_ids, mask, targets)
+        chunks = packed.chunks(first)
 
-        offload = self.config.offload_activations and torch.is_grad_enabled()
-        saved = torch.autograd.graph.save_on_cpu() if offload else nullcontext()
-        with saved, self.memory.loaded() if hasattr(self.memory, "_hf_hook") else nullcontext():
+        with self.memory.loaded() if hasattr(self.memory, "_hf_hook") else nullcontext():
             checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-            layout = LAYOUTS[self.config.recall_mode, self.config.recurrence](
+            layout = (SinglePass if self.config.single_pass else Paper)(
                 self.config,
                 self.lm,
                 self.memory,
@@ -349,36 +334,29 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 self._gradient_checkpointing_func if checkpoints else None,
                 output_recall,
             )
-            state, passes, segments = layout.read(state, rows.chunks(length, first), use_cache)
-        passes.sort(key=lambda output: output.order)
+            state = layout.read(state, chunks, use_cache)
+        logits = self._logits(layout.outputs, packed, first, input_ids)
+        if isinstance(logits_to_keep, Tensor):
+            logits = logits[:, logits_to_keep.to(logits.device)]
+        result = HMTOutput(logits=logits)
         if labels is not None:
-            result.loss = self._mean_loss(passes, n_scored, n_labelled, num_items_in_batch)
-        pieces = [
-            [output.logits[row] for output in passes if output.logits and len(output.logits[row])]
-            for row in range(len(input_ids))
-        ]
+            result.loss = self._mean_loss(layout, n_scored, n_labelled, num_items_in_batch)
+        if use_cache:
+            result.cache = result.state = replace(state, **packed.end())
+        if output_recall:
+            result.add_reports(layout.reports, chunks, self.config.segment_length)
+        return result
+
+    def _logits(self, outputs: list[PassOutput], packed: PackedSegments, first: int, input_ids: Tensor) -> Tensor:
+        """Put the logits of all passes at the places of the call, (B, T - first, V)."""
+        pieces: list[list[Tensor]] = [[] for _ in input_ids]
+        for output in sorted(outputs, key=lambda output: output.order):
+            for row, logits in zip(output.rows, output.logits):
+                pieces[row].append(logits)
         like = next((piece for row in pieces for piece in row), None)
         if like is None:  # padding alone was asked for
             like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
-        logits = rows.unpack(pieces, first, input_ids.shape[1], like)
-        if isinstance(logits_to_keep, Tensor):
-            logits = logits[:, logits_to_keep.to(logits.device) - first]
-        result.logits = logits
-        if use_cache:
-            open_ids, open_mask = rows.open_segments(length)
-            lengths = tuple(begun + n for begun, n in zip(rows.begun, rows.lengths))
-            tail = torch.cat([state.sensory_ids, open_ids], 1)
-            open_mask = None if state.open_mask is None else open_mask
-            result.state = replace(state, tail=tail, open_mask=open_mask, lengths=lengths)
-            result.cache = result.state
-        if output_recall:
-            no_recall = torch.zeros_like(input_ids[:, 0])
-            recalls, result.segment_length = [x.recall for x in segments], length
-            result.recall_scores = tuple(x and x.weights for x in recalls)
-            result.recall_ends = tuple(x and x.ends for x in recalls)
-            result.recall_distance = torch.stack([no_recall if x is None else x.distance for x in recalls])
-            result.memories = tuple(x.memory for x in segments if x.memory is not None)
-        return result
+        return packed.unpack(pieces, first, input_ids.shape[1], like)
 
     def _check_settings(self) -> None:
         """Raise an error for settings that have changed since the parameters were made, and do not fit them."""
@@ -437,23 +415,19 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return targets, (targets != -100).sum(), n_labelled
 
     def _mean_loss(
-        self,
-        outputs: list[PassOutput],
-        n_scored: Tensor,
-        n_labelled: Tensor,
-        num_items_in_batch: Tensor | int | None,
+        self, layout: Segments, n_scored: Tensor, n_labelled: Tensor, num_items_in_batch: Tensor | int | None
     ) -> Tensor:
         """Return the mean cross entropy of the scored labels; with `num_items_in_batch` this call's share of it."""
-        losses = [x.loss for x in outputs if x.loss is not None]
-        if scored := [x.scored for x in outputs if x.scored is not None]:
-            hidden, targets = map(torch.cat, zip(*scored))
-            losses.append(self.lm.loss_without_logits(hidden, targets).float())
+        losses = layout.losses
+        if layout.scored:
+            hidden, targets = map(torch.cat, zip(*layout.scored))
+            losses = [*losses, self.lm.loss_without_logits(hidden, targets).float()]
         loss = torch.stack(losses).sum()
         loss = loss / n_scored.clamp(min=1).to(loss)  # without any scored label the loss is 0, not nan
         if num_items_in_batch is not None:
             loss = loss * (n_labelled / num_items_in_batch).to(loss)
         if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # DDP needs a gradient of every parameter, and a text of one segment recalls nothing
+            # DDP needs a gradient of every parameter, and a sequence of one segment recalls nothing
             loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
         return loss
 
@@ -531,15 +505,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Args:
             backbone: a model (which is used, not copied), or the name or path of one.
             config: `HMTConfig`, copied; default `HMTConfig()`.
-            revision: of the backbone on the Hub.
+            revision: that of the backbone on the Hub.
             kwargs: for `AutoModelForCausalLM.from_pretrained`, when a name or path is given.
 
         Raises:
-            TypeError: a backbone that is no causal LM of transformers, or a config that is no `HMTConfig`.
-            ValueError: kwargs beside a model; a backbone or a configuration that does not fit.
+            TypeError: a backbone that is not a causal LM of transformers.
+            ValueError: kwargs for a model; a backbone or a configuration that does not fit.
         """
         config = HMTConfig() if config is None else deepcopy(config)
-        check_config(config)
         if not isinstance(backbone, str | Path):
             if kwargs or revision is not None:
                 raise ValueError(f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path.")
@@ -606,9 +579,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         `backbone_trust_remote_code=True`.
 
         Raises:
-            ValueError: settings beside a configuration object; not an HMT checkpoint; a backbone with code of its own.
+            ValueError: settings and a configuration object; not an HMT checkpoint; a backbone with code of its own.
         """
-        HMTConfig.check_names(kwargs, of_others=True)
         path = pretrained_model_name_or_path
         hmt_config: Any = config  # remote code has an HMTConfig of its own
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -618,16 +590,13 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             hmt_config = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
-                f"{sorted(settings)} came beside a config object. Set them in that config, or leave the config out: "
-                "they then change the saved one."
+                f"{sorted(settings)} came with a config object. Set them in that config, or leave the config out: they "
+                "then change the saved one."
             )
-        undecided = hmt_config.single_pass and hmt_config.reread is None
         if hmt_config.backbone_in_checkpoint:
             loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
             model: HMTWrapper = loaded[0] if isinstance(loaded, tuple) else loaded
             model.settle_layout()
-            if undecided:
-                warn_undecided(path, model.config)
             return loaded
         # of this checkpoint: AutoModel hands on the commit and the adapter arguments too
         hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
@@ -651,8 +620,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         hmt_config.name_or_path = str(path)  # as in transformers; PEFT looks for the base of an adapter there
         model = cls.from_backbone(backbone, hmt_config)
-        if undecided:
-            warn_undecided(path, model.config)
         weights = load_file(str(cached_file(path, "model.safetensors", **hub)))
         settings = {"_extra_state": model.memory.get_extra_state()}
         weights = {name.removeprefix("memory."): value for name, value in weights.items()}
@@ -662,15 +629,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if loading_info:  # asked for by output_loading_info
             return model.eval(), *loading_info  # ty: ignore[invalid-explicit-return] - as transformers does
         return model.eval()
-
-
-def warn_undecided(path: str | Path, config: HMTConfig) -> None:
-    """Warn that a checkpoint from before `reread` does not say how its segments are read."""
-    warnings.warn(
-        f"The config.json of {path} does not have `reread`, which older versions decided in each process. It is now "
-        f"{config.reread}, decided from the backbone. Save the model again, or add it to config.json.",
-        stacklevel=3,
-    )
 
 
 __all__ = ["HMTOutput", "HMTWrapper"]

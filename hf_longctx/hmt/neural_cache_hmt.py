@@ -11,7 +11,7 @@ The cache takes no position of the backbone and no training. Gradients reach h_t
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,44 +23,6 @@ from .retriever_hmt import Retriever, Segment, register_retriever, remember
 
 SHARPNESS = 30  # theta; of 10 to 60 the best for SmolLM2-135M on Moby Dick
 SCORES_AT_ONCE = 2**24  # numbers
-
-
-class NeuralCache(NamedTuple):
-    """The tokens of c remembered segments and their keys.
-
-    keys: (B, c, L' - 1, d); the first token of a segment has none.
-    ids: (B, c, L'), long.
-    valid: False where a row has no such segment, (B, c), bool.
-    """
-
-    keys: Tensor
-    ids: Tensor
-    valid: Tensor
-
-    def mix(self, logits: Tensor, hidden: Tensor, weight: float) -> Tensor:
-        """Mix the prediction of the cache into logits (B, n, V). A row without memories keeps its own.
-
-        Args:
-            hidden: the last hidden states from which the logits were made, (B, n, d).
-            weight: of the cache, above 0 and below 1.
-        """
-        if not self.keys.shape[1]:
-            return logits
-        columns = max(1, SCORES_AT_ONCE // (len(self.keys) * self.keys[0, ..., 0].numel()))
-        pieces = zip(logits.split(columns, 1), hidden.split(columns, 1))
-        with torch.autocast(logits.device.type, enabled=False):
-            return torch.cat([self._mix(*piece, weight) for piece in pieces], 1)
-
-    def _mix(self, logits: Tensor, hidden: Tensor, weight: float) -> Tensor:
-        dtype, logits = logits.dtype, logits.to(torch.promote_types(logits.dtype, torch.float32))
-        keys, ids = self.keys.flatten(1, 2), self.ids[:, :, 1:].flatten(1)
-        scores = SHARPNESS * (keys_of(hidden).to(keys) @ keys.mT).to(logits)
-        valid = self.valid.repeat_interleave(self.keys.shape[2], 1)[:, None]
-        scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1)
-        cached = torch.zeros_like(logits).scatter_add(2, ids[:, None].expand_as(scores), scores)
-        cached = cached.clamp(min=torch.finfo(cached.dtype).tiny).log() + logits.logsumexp(-1, keepdim=True)
-        mixed = torch.logaddexp(logits + math.log1p(-weight), cached + math.log(weight))
-        return torch.where(self.valid.any(1)[:, None, None], mixed, logits).to(dtype)
 
 
 @register_retriever("neural_cache")
@@ -91,10 +53,28 @@ class NeuralCacheRetriever(Retriever):
         return remember(state, segment, self.config.memory_size, keys=keys, ids=segment.ids[:, None])
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Mix the vote of the remembered tokens into the logits."""
-        weight = self.config.neural_cache_weight
+        """Mix the vote of the remembered tokens into the logits (B, n, V). A row without memories keeps its own."""
+        keys = state["keys"]
+        if not keys.shape[1]:
+            return logits
+        columns = max(1, SCORES_AT_ONCE // (len(keys) * keys[0, ..., 0].numel()))
+        pieces = zip(logits.split(columns, 1), hidden.split(columns, 1))
+        with torch.autocast(logits.device.type, enabled=False):
+            return torch.cat([self.mix_piece(state, *piece) for piece in pieces], 1)
+
+    def mix_piece(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
+        """Mix the vote into as many logits as `SCORES_AT_ONCE` allows."""
+        weight, dtype, there = self.config.neural_cache_weight, logits.dtype, state["ends"] > 0
         assert weight is not None
-        return NeuralCache(state["keys"], state["ids"], state["ends"] > 0).mix(logits, hidden, weight)
+        logits = logits.to(torch.promote_types(dtype, torch.float32))
+        keys, ids = state["keys"].flatten(1, 2), state["ids"][:, :, 1:].flatten(1)
+        scores = SHARPNESS * (keys_of(hidden).to(keys) @ keys.mT).to(logits)
+        valid = there.repeat_interleave(state["keys"].shape[2], 1)[:, None]
+        scores = scores.masked_fill(~valid, torch.finfo(scores.dtype).min).softmax(-1)
+        cached = torch.zeros_like(logits).scatter_add(2, ids[:, None].expand_as(scores), scores)
+        cached = cached.clamp(min=torch.finfo(cached.dtype).tiny).log() + logits.logsumexp(-1, keepdim=True)
+        mixed = torch.logaddexp(logits + math.log1p(-weight), cached + math.log(weight))
+        return torch.where(there.any(1)[:, None, None], mixed, logits).to(dtype)
 
 
 def keys_of(hidden: Tensor) -> Tensor:
@@ -102,4 +82,4 @@ def keys_of(hidden: Tensor) -> Tensor:
     return F.normalize(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), dim=-1)
 
 
-__all__ = ["NeuralCache", "NeuralCacheRetriever", "keys_of"]
+__all__ = ["NeuralCacheRetriever", "keys_of"]

@@ -1,23 +1,23 @@
-"""The second level of memory: embeddings that fell out of the bank are kept in pages, and a recall chooses pages.
+"""The second level of memory: embeddings that fall out of the bank go to pages, and a recall chooses pages.
 
-A page holds embeddings that are alike, from anywhere in the text, and its tag is their mean. A new embedding goes to
-the page whose tag is nearest, by the angle around the mean of all: embeddings of one text have most of their length
-in common. A page that grows beyond S embeddings is split in half, across the direction in which they differ most. A
+A page holds similar embeddings, from anywhere in the sequence, and its tag is their mean. A new embedding goes to the
+page whose tag is nearest, by the angle around the mean of all: embeddings of one sequence have most of their length in
+common. A page that grows beyond S embeddings is split in half, across the direction in which they differ most. A
 recall scores the tags as if they were embeddings, takes the best r pages of each row, and attends to the embeddings in
-them. It is the recall of one flat memory with the embeddings of all other pages left out, and while there are at most
-r pages, none is.
+them. It is the recall of one flat memory without the embeddings of all other pages; with at most r pages, it is equal.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings, and
 there are at most 4 sqrt(r n) tags, since S / 2 embeddings come to a page between two splits: the cost of a segment
 grows with the square root of the text.
 
 `python -m scripts.bench.pages` counts how often the embedding that a flat memory would recall first is in one of
-the pages, for unrelated vectors and for the memories of a text.
+the pages, for unrelated vectors and for the memories of a novel.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from mmap import mmap
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -39,17 +39,17 @@ class PageFile:
     """A file of pages, mapped into memory: the operating system reads from disk what a recall touches.
 
     Args:
-        path: the file; it is overwritten, and only the states that use it can read it.
+        path: the file. An older one of this name is replaced; states that use it keep it.
     """
 
     def __init__(self, path: str | Path):
-        self.path, self.used = Path(path), 0
-        self.path.unlink(missing_ok=True)
+        Path(path).unlink(missing_ok=True)
+        self.path, self.used = path, 0
+        self.file = Path(path).open("wb+")  # noqa: SIM115 - as long as a state uses it
         self._map(1)
-        self.inode = self.path.stat().st_ino
 
     def store(self, block: Tensor) -> Tensor:
-        """Copy `block` into the file; ValueError if a gradient would be lost, or the file was replaced."""
+        """Copy `block` into the file; ValueError if a gradient would be lost."""
         if block.requires_grad:
             raise ValueError(
                 f"Memories that go to {self.path} lose their gradient. Read under torch.no_grad(), or start without a "
@@ -58,11 +58,6 @@ class PageFile:
         size = block.numel() * block.element_size()
         with _STORING:
             if self.used + size > len(self.mapped):
-                if not self.path.exists() or self.path.stat().st_ino != self.inode:
-                    raise ValueError(
-                        f"{self.path} is no longer the file of this state: another state was started with the same "
-                        "page_file, or the file was removed. Give each new_state a page_file of its own."
-                    )
                 # Doubling keeps the mappings few. Most file systems store no zeros that were never written.
                 self._map(2 * (self.used + size))
             place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
@@ -70,9 +65,8 @@ class PageFile:
         return place.copy_(block)
 
     def _map(self, size: int) -> None:
-        with self.path.open("ab") as file:
-            file.truncate(size)  # `from_file` would do it too, and set the first byte of the file to 0
-        self.mapped = torch.from_file(str(self.path), shared=True, size=size, dtype=torch.uint8)
+        self.file.truncate(size)
+        self.mapped = torch.frombuffer(mmap(self.file.fileno(), size), dtype=torch.uint8)
 
 
 @dataclass
@@ -81,12 +75,12 @@ class MemoryPages:
 
     They are immutable: `append` returns a new object, so states can branch, and rows can share pages.
 
-    page_size: embeddings that a page may hold at least.
-    recalled: r, pages that a recall attends to.
-    blocks: tuple of (page_size, d), all embeddings in the order of the text, in CPU memory or in `file`.
-    rest: (t, d), t < page_size, the newest ones, which do not fill a block yet.
+    page_size: the smallest limit on the embeddings in a page.
+    recalled: r, the number of pages that a recall attends to.
+    blocks: tuple of (page_size, d), all embeddings in the order of the sequence, in CPU memory or in `file`.
+    rest: (t, d), t < page_size, the newest embeddings, which do not fill a block yet.
     members: tuple of P tuples of ints, the numbers of the embeddings in each page.
-    sums: (P, d) fp32, of the embeddings of each page.
+    sums: (P, d) fp32, the sum of the embeddings of each page.
     """
 
     page_size: int
@@ -114,10 +108,6 @@ class MemoryPages:
     def __getstate__(self) -> dict:
         """Put pickles and deep copies into RAM: a second `PageFile` at the same path would write over the first."""
         return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
-
-    def emptied(self) -> "MemoryPages":
-        """Return pages like these without any embedding."""
-        return replace(self, rest=self.rest[:0], sums=self.sums[:0], members=(), blocks=())
 
     def __len__(self) -> int:
         """Return n, how many embeddings there are."""

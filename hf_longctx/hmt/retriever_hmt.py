@@ -1,12 +1,12 @@
-"""What a segment gets from the segments before it: the protocol of retrievers, and their registry.
+"""The protocol of retrievers, which decide what a segment gets from the segments before it, and their registry.
 
-HMT knows retrievers by this protocol only. A retriever remembers the segments that are full (`observe`), gives the
-next segment embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict, which
-is a value: no method changes it, so that states of a stream can branch.
+HMT uses retrievers by this protocol only. A retriever remembers full segments (`observe`), gives the next segment
+embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict that no method
+changes, so that states of a stream can branch.
 
 The values of that dict are tensors (B, n, ...), whose n may grow: an `HMTState` selects, joins, saves and loads their
-rows. Where rows of a batch remember unequally many segments, zeros stand in front of the fewer, so that an entry
-is there where its `ends` are not 0. `rows` lists values that are no tensors.
+rows. Where rows of a batch remember different numbers of segments, shorter ones have zeros in front, so an entry
+exists where its `ends` are not 0. `rows` lists values that are not tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
     ids: its tokens, (B, L'), long.
     memory: its memory embeddings, (B, m, d).
-    numbers: for each row, how many segments its sequence had before.
+    numbers: for each row, the number of segments before.
     hidden: last hidden states of its tokens, (B, L', d), for retrievers with `reads_hidden`; else None.
     """
 
@@ -40,17 +40,17 @@ class Segment(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """How many tokens of the sequence were read when the segment was full, (B,), long."""
+        """Number of tokens of the sequence up to the end of the segment, (B,), long."""
         length = self.ids.shape[1]
         return long_tensor([length * (number + 1) for number in self.numbers], self.ids.device)
 
 
 class Retrieved(NamedTuple):
-    """What a retriever gives to a segment.
+    """The result of `Retriever.retrieve`.
 
-    embeds: (B, columns, d).
-    weights: of the remembered segments in `embeds`, for `output_recall`, (B, c); or None.
-    ends: of these segments, (B, c), long, 0 where a row has no such segment; or None.
+    embeds: the embeddings that the segment reads, (B, columns, d).
+    weights: weights of the remembered segments in `embeds`, for `output_recall`, (B, c); or None.
+    ends: the ends of these segments, (B, c), long, 0 where a row does not have the segment; or None.
     """
 
     embeds: Tensor
@@ -62,17 +62,17 @@ class Retriever:
     """The protocol, and a retriever that remembers nothing.
 
     Args:
-        config: of the model.
-        memory: its parameters, such as the projections of a recall.
+        config: that of the model.
+        memory: the model's memory parameters, such as the projections of a recall.
         embed: embeds tokens, (B, T) -> (B, T, d).
 
     Attributes:
-        columns: how many embeddings `retrieve` gives. The first one of all retrievers is the prompt, which the tokens
-            behind the query see. The others, `config.recall_tokens`, stand behind it, and all tokens see them.
+        columns: number of embeddings that `retrieve` returns. The first one of all retrievers is the prompt, which the
+            tokens behind the query see. The others, `config.recall_tokens`, stand behind it, and all tokens see them.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
         takes_file: whether `empty` takes a file.
-        rows: the classes of values that are a tuple with an object for each row, with the methods `map`, `to`,
-            `emptied`, `pack` and `unpack` of `MemoryPages`.
+        rows: the classes of values that are tuples with an object for each row, with the methods `map`, `to`,
+            `pack` and `unpack` of `MemoryPages`.
     """
 
     columns = 0
@@ -98,7 +98,7 @@ class Retriever:
         return {}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return what a segment reads in front of its tokens. Each row remembers at least one segment.
+        """Return the embeddings that a segment reads in front of its tokens. Each row remembers at least one segment.
 
         Args:
             state: the memory.
@@ -127,7 +127,7 @@ class Retriever:
 
 
 class Retrievers(Retriever):
-    """Several retrievers as one. Its memory has a dict for each, by its name."""
+    """Several retrievers as one. Its memory holds the memory of each, by its name."""
 
     def __init__(self, parts: dict[str, Retriever]):
         self.parts = parts
@@ -140,7 +140,7 @@ class Retrievers(Retriever):
         files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
         if file is not None and not files:
             raise ValueError(
-                "page_file is where pages are kept, and this model has no pages; set config.recalled_pages, or leave "
+                "page_file is a file for pages, and this model does not use pages; set config.recalled_pages, or leave "
                 "page_file out."
             )
         return {name: part.empty(rows, like, **files.get(name, {})) for name, part in self.parts.items()}
@@ -207,16 +207,16 @@ def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new
 
     Args:
         state: `ends` (B, c), and tensors of the names in `new`.
-        size: entries that are kept; None keeps those of all segments.
+        size: maximum number of entries; None keeps those of all segments.
         new: the entries (B, 1, ...).
     """
-    kept = size or 1 + max(segment.numbers)  # of rows that close in turn, each would leave the others an empty entry
+    kept = size or 1 + max(segment.numbers)  # otherwise each closing row would pad the others with an empty entry
     new = {"ends": segment.ends[:, None], **new}
     return {name: torch.cat([state[name], x.to(state[name])], 1)[:, -kept:] for name, x in new.items()}
 
 
 def long_tensor(values: Sequence[int], device: torch.device) -> Tensor:
-    """Make a tensor (n,) of numbers. Equal or consecutive ones are not copied, so that no GPU is waited for."""
+    """Make a tensor (n,) of numbers. Equal or consecutive ones are not copied, which would synchronize with a GPU."""
     first, count = values[0], len(values)
     if all(value == first for value in values):
         return torch.full((count,), first, device=device)

@@ -22,26 +22,24 @@ from .retriever_hmt import RETRIEVERS
 class HMTState:
     """Everything that continues a stream: in the next call, after a gradient cut, or in another process.
 
-    A call does not change its state: keep a state to branch off from it later. Weights are compared by `load` only: in
-    one process, the memories of another model of the same settings are accepted, and are noise.
+    A call does not change its state: keep a state to branch off from it later. Only `load` compares weights: in one
+    process, the memories of another model of the same settings are accepted, and are noise.
 
     Attributes:
-        memory: for each retriever, by its name, what it remembers (`retriever_hmt.py`).
-        tail: (B, k + l), the last k tokens of the segment before, and the l tokens of the open segment, from the left.
-        lengths: how many tokens each row has read. Every L'-th of them is the last of a segment.
+        memory: the memory of each retriever, by its name (`retriever_hmt.py`).
+        tail: the last k tokens of the previous segment and the l tokens of the open segment, (B, k + l).
+        lengths: number of tokens that each row has read. Every L'-th of them is the last of a segment.
         signature: architecture and settings of the model, which a call compares with its own.
-        prompt: what the open segment reads in front of its tokens, (B, n, d).
-        open_mask: (B, l), bool, False on padding of the open segment that the paper mode has read; None without
-            padding.
+        open_mask: False on padding of the open segment that the paper mode has read, (B, l), bool; None without any.
         kv_cache: keys and values of the open segments, which speed up the next call. They are never saved, and without
-            them the open segments are read again. `kv_mask` (B, P) is False, or 0, on their padding.
+            them the open segments are read again.
+        kv_mask: False on padding of `kv_cache`, (B, P), bool; None without padding.
     """
 
     memory: dict[str, dict[str, Any]]
     tail: Tensor
     lengths: tuple[int, ...]
     signature: dict
-    prompt: Tensor | None = None
     open_mask: Tensor | None = None
     kv_cache: Cache | None = field(default=None, repr=False)
     kv_mask: Tensor | None = field(default=None, repr=False)
@@ -83,7 +81,7 @@ class HMTState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors, by name, without those in row objects and the key/value cache."""
-        named: dict[str, Any] = {"tail": self.tail, "prompt": self.prompt, "open_mask": self.open_mask}
+        named: dict[str, Any] = {"tail": self.tail, "open_mask": self.open_mask}
         for name, state in self.memory.items():
             named |= {f"memory.{name}.{key}": value for key, value in state.items()}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
@@ -126,45 +124,11 @@ class HMTState:
         return self.each(lambda x: x.to(device), lambda rows: tuple(row.to(device) for row in rows))
 
     def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
-        """Return a state of the rows in `index` (rows,), ints, of which all are there, without the key/value cache."""
-        chosen, rows = torch.as_tensor(index), len(self.lengths)
-        whole = chosen.dtype in (torch.int32, torch.int64) and chosen.dim() == 1 and len(chosen)
-        if not whole or chosen.min() < 0 or chosen.max() >= rows:
-            raise ValueError(
-                f"select_rows takes a list of numbers of rows, here of 0 to {rows - 1}, and not {chosen.tolist()}."
-            )
+        """Return a state of the rows in `index` (rows,), ints from 0 to B - 1, without the key/value cache."""
+        chosen = torch.as_tensor(index, device=self.tail.device)
         numbers = chosen.tolist()
-        chosen = chosen.to(self.tail.device)
         state = self.each(lambda x: take_rows(x, chosen), lambda rows: tuple(rows[i] for i in numbers))
         return replace(state, lengths=tuple(self.lengths[i] for i in numbers))
-
-    def where_rows(self, rows: list[bool], other: "HMTState") -> "HMTState":
-        """Return a state with `rows` (B bools) of this one and the others of `other`, without the key/value cache."""
-        if all(rows):
-            return self
-
-        def joined(mine: Any, theirs: Any) -> Any:
-            if isinstance(mine, tuple):
-                return tuple(a if row else b for row, a, b in zip(rows, mine, theirs))
-            return None if mine is None and theirs is None else where_rows(rows, mine, theirs)
-
-        memory = {
-            name: {key: joined(value, other.memory[name][key]) for key, value in state.items()}
-            for name, state in self.memory.items()
-        }
-        changed = {name: joined(getattr(self, name), getattr(other, name)) for name in _TENSORS if name != "tail"}
-        state = replace(self, memory=memory, tail=where_rows(rows, self.tail, other.tail, front=False), **changed)
-        return state.without_kv_cache()
-
-    def restart_rows(self, rows: list[bool]) -> "HMTState":
-        """Return a state in which `rows` (B bools) have read nothing yet, without the key/value cache."""
-        if not any(rows):
-            return self
-        state = self.each(
-            lambda x: where_rows(rows, torch.zeros_like(x), x),
-            lambda values: tuple(x.emptied() if row else x for row, x in zip(rows, values)),
-        )
-        return replace(state, lengths=tuple(0 if row else n for row, n in zip(rows, self.lengths)))
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Select rows in place, as beam search does with a `Cache`. `beam_idx`: (rows,), long."""
@@ -179,15 +143,10 @@ class HMTState:
         """Write a safetensors file from which `load` restores the state in any process.
 
         Args:
-            model: the one that read the text. A sample of its weights is hashed, so that `load` knows them again.
-                None within a training, which changes them.
-            about: what else the file shall tell, as JSON.
-
-        Raises:
-            FileNotFoundError: there is no folder for the file.
+            model: the one that read the sequence. A sample of its weights is hashed, so that `load` recognizes them.
+                None during training, which changes them.
+            about: what else the file holds, as JSON.
         """
-        if not Path(path).parent.is_dir():
-            raise FileNotFoundError(f"There is no folder {Path(path).parent} to save a state in.")
         tensors, packed = self.tensors(), {}
         for name, state in self.memory.items():
             for key in RETRIEVERS[name].rows:
@@ -207,22 +166,20 @@ class HMTState:
         """Read a state written by `save`. All its pages come into CPU memory, those of a page file too.
 
         Args:
-            model: the one that goes on with it, in whose dtype the state is given. None: any weights, such as those
-                before a training.
+            model: the one that continues the state, which gets its dtype. None: any weights, such as those before
+                training.
 
         Raises:
-            ValueError: the file holds something else, is damaged, or was made by other weights or an older version.
+            ValueError: the file holds something else, is damaged, or was made by other weights.
         """
         try:
             with safe_open(str(path), "pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            if "bank" in tensors:
-                raise ValueError(f"{path} was written by an older version of hf-longctx. Read the text again.")
             if model is not None and metadata["weights"] != weights_hash(model):
                 raise ValueError(
-                    f"{path} was made by other weights than those of this model, to which its memories are noise. Load the "
-                    "model that made it, or read it with model=None."
+                    f"{path} was saved by a different model and cannot be used: its memories are noise to other weights. "
+                    "Load the model that saved it, or pass model=None."
                 )
             if model is not None:  # weights in another dtype are the same weights
                 dtype = memory_dtype(model)
@@ -252,10 +209,10 @@ class HMTState:
             return state
         except (AttributeError, LookupError, RecursionError, SafetensorError, TypeError, JSONDecodeError) as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path} is not a whole file of HMTState.save ({reason}).") from error
+            raise ValueError(f"{path} is not a complete file of HMTState.save ({reason}).") from error
 
 
-_TENSORS = ("tail", "prompt", "open_mask")  # the fields of a state that are saved as tensors
+_TENSORS = ("tail", "open_mask")  # the fields of a state that are saved as tensors
 
 
 def take_named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -274,24 +231,32 @@ def weights_hash(model: nn.Module | None) -> str:
     return digest.hexdigest()
 
 
-def where_rows(rows: list[bool], new: Tensor | None, old: Tensor | None, front: bool = True) -> Tensor:
-    """Take `new` (B, n, ...) in `rows` (B bools) and `old` (B, m, ...) elsewhere.
+def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
+    """Put tensors of some rows each together, (batch, n, ...), with zeros in front of the shorter, and in other rows.
 
-    The shorter is padded with zeros, in `front` or behind. None stands for zeros; at most one is None.
+    Args:
+        parts: the numbers of the rows, and their tensor (rows, n, ...).
     """
-    if all(rows) and new is not None:
-        return new
-    like = old if new is None else new
-    assert like is not None
-    new, old = (torch.zeros_like(like) if x is None else x for x in (new, old))
-    width = max(new.shape[1], old.shape[1])
+    rows, like = parts[0]
+    if len(rows) == batch:
+        return like
+    joined = like.new_zeros(batch, max(x.shape[1] for _, x in parts), *like.shape[2:])
+    for rows, x in parts:
+        joined[rows, joined.shape[1] - x.shape[1] :] = x
+    return joined
 
-    def padded(x: Tensor) -> Tensor:
-        zeros = x.new_zeros(len(x), width - x.shape[1], *x.shape[2:])
-        return torch.cat([zeros, x] if front else [x, zeros], 1)
 
-    chosen = torch.tensor(rows, device=new.device).view(-1, *[1] * (new.dim() - 1))
-    return torch.where(chosen, padded(new), padded(old))
+def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
+    """Put the memories of some rows each together, which are all rows of a batch."""
+    order = sorted((row, part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows))
+
+    def join(values: list[Any]) -> Any:
+        if isinstance(values[0], Tensor):
+            return join_rows([(rows, x) for (rows, _), x in zip(parts, values)], len(order))
+        return tuple(values[part][i] for _, part, i in order)
+
+    first = parts[0][1]
+    return {name: {key: join([memory[name][key] for _, memory in parts]) for key in first[name]} for name in first}
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
@@ -303,4 +268,4 @@ def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     return row.expand(len(rows), *x.shape[1:])
 
 
-__all__ = ["HMTState", "take_rows", "weights_hash", "where_rows"]
+__all__ = ["HMTState", "join_memories", "join_rows", "take_rows", "weights_hash"]

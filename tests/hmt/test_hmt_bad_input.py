@@ -97,10 +97,13 @@ CONFIG = [
     for name, settings, says in [
         ("a segment no longer than what it repeats", {"segment_length": 33}, "must be above sensory_tokens . memory"),
         ("half a token", {"segment_length": 64.5}, "segment_length"),
-        ("two memory tokens with recall", {"memory_tokens": 2}, "memory_tokens is 2; with recall"),
+        (
+            "two memory tokens with recall",
+            {"memory_tokens": 2},
+            "memory_tokens is 2, which does not go together with .*recall_mode",
+        ),
         ("two memory tokens in one pass", {"memory_tokens": 2, "recall": False}, "memory_tokens is 2"),
-        ("the paper without recurrence", {"recall_mode": "paper", "recurrence": False}, "only the single-pass"),
-        ("three passes", {"recall_mode": "three_pass"}, "not supported any more"),
+        ("the paper without recurrence", {"recall_mode": "paper", "recurrence": False}, "recurrence is False, which"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
         ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction is 0.0001 of 512"),
         ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction is 1.5 of 512"),
@@ -110,21 +113,13 @@ CONFIG = [
         ("an unknown loss_scope", {"loss_scope": "first"}, "loss_scope is 'first'"),
         *((f"{name} of 0", {name: 0}, f"{name} is 0") for name in COUNTS),
         ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "beyond memory_size"),
-        ("pages without recall", {"recalled_pages": 2, "recall": False}, "beyond memory_size"),
-        ("tokens read again without recall", {"recall_tokens": 2, "recall": False}, "Set recall=True"),
-        (
-            "tokens read again by the paper",
-            {"recall_tokens": 2, "recall_mode": "paper"},
-            "a recall of the single",
-        ),
-        (
-            "a neural cache without weight",
-            {"neural_cache_weight": 0.0},
-            "neural_cache_weight is 0.0; it must be above 0",
-        ),
-        ("a neural cache alone", {"neural_cache_weight": 1}, "neural_cache_weight is 1; it must be above 0"),
+        ("pages without recall", {"recalled_pages": 2, "recall": False}, "with .'recall': False"),
+        ("tokens read again without recall", {"recall_tokens": 2, "recall": False}, "with .'recall': False"),
+        ("tokens read again by the paper", {"recall_tokens": 2, "recall_mode": "paper"}, "with .'recall_mode': 'p"),
+        ("a neural cache without weight", {"neural_cache_weight": 0.0}, "above 0 and below 1, .*got 0.0"),
+        ("a neural cache alone", {"neural_cache_weight": 1}, "above 0 and below 1, .*got 1"),
         *(
-            (f"a neural cache with {name}={x}", {"neural_cache_weight": 0.1, name: x}, "that of the single-pass mode")
+            (f"a neural cache with {name}={x}", {"neural_cache_weight": 0.1, name: x}, f"with .'{name}': {x!r}")
             for name, x in {
                 "recall": False,
                 "recall_mode": "paper",
@@ -138,11 +133,6 @@ CONFIG = [
     ]
 ]
 CONFIG += [
-    refused(
-        "a misspelt name in a saved configuration",
-        lambda: HMTConfig.from_dict({"model_type": "hmt", "segment_lenght": 8}),
-        "'segment_lenght' is not a field",
-    ),
     harmless(
         "an unknown name in a saved configuration",
         lambda: (HMTConfig.from_dict({"model_type": "hmt", "added": 1}).segment_length, HMTConfig().segment_length),
@@ -164,19 +154,6 @@ class TokensOnly(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask)
 
 
-def without_embeddings():
-    llama = tiny_llama()
-    llama.model.embed_tokens = None
-    return llama
-
-
-def trained_pointer(it):
-    model = HMTWrapper.from_backbone(it.folder / "llama", config(backbone_in_checkpoint=False))
-    with torch.no_grad():
-        model.backbone.lm_head.weight.add_(1)
-    model.save_pretrained(it.folder / "lost")
-
-
 def pointer_to_nowhere(it):
     build(backbone_in_checkpoint=False).save_pretrained(it.folder / "nowhere")
 
@@ -190,40 +167,30 @@ def official(it, rename=None, **changes):
 BUILD = [
     refused("too few positions", lambda it: build(segment_length=64, sensory_tokens=0), "64 positions.*at most 62"),
     refused(
-        "too few positions for k", lambda it: build(segment_length=100, sensory_tokens=50), "Lower sensory_tokens"
-    ),
-    refused(
-        "too few positions for tokens read again",
-        lambda it: build(segment_length=32, sensory_tokens=4, recall_tokens=32),
-        "Lower recall_tokens, sensory_tokens and segment_length",
-    ),
-    refused(
         "positions that are kept for padding",
         lambda it: build(RobertaForCausalLM(RobertaConfig(**BERT, is_decoder=True, max_position_embeddings=14))),
         "allows 12 positions, and a segment needs 13",
     ),
-    refused("a model of tokens only", lambda it: build(TokensOnly(tiny_llama().config)), "takes no inputs_embeds"),
     refused(
-        "a model without a head",
-        lambda it: build(LlamaModel(tiny_llama().config)),
-        "LlamaModel; it must be a causal LM",
+        "a model of tokens only",
+        lambda it: build(TokensOnly(tiny_llama().config)),
+        "whose forward takes inputs_embeds",
     ),
-    refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "is an encoder-decoder"),
-    refused("no embeddings", lambda it: build(without_embeddings()), "LlamaForCausalLM has no input embeddings"),
+    refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "must be a decoder"),
     refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
     refused("no backbone", lambda it: HMTWrapper(HMTConfig()), "no backbone_config"),
     refused(
-        "a misspelt setting beside a folder",
+        "a misspelt setting for a folder",
         lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", segment_lenght=16),
-        "close to it: segment_length",
+        "unexpected keyword argument 'segment_lenght'",
+        TypeError,
     ),
     refused("a plain Llama's folder", lambda it: HMTWrapper.from_pretrained(it.folder / "llama"), "from_backbone"),
     refused(
-        "a setting beside a config",
+        "a setting and a config",
         lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", config=it.model.config, memory_size=9),
         "'memory_size'.*leave the config out",
     ),
-    refused("a trained backbone as a pointer", trained_pointer, "have changed since it was wrapped"),
     refused("a pointer to nowhere", pointer_to_nowhere, "does not say where the backbone is"),
     refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown .'typo'"),
     refused("no official prompt", lambda it: official(it, rename="mem"), r"missing .'mem'"),
@@ -253,7 +220,6 @@ READ = [
         ("no tokens", lambda it: {"input_ids": None}, "at least one token"),
         ("one dimension", lambda it: {"input_ids": it.tokens[0]}, "at least one token"),
         ("a text of no token", lambda it: {"input_ids": it.tokens[:, :0]}, "at least one token"),
-        ("an id of a larger vocabulary", lambda it: {"input_ids": it.tokens + 58}, "lie between 0 and 60"),
         ("short labels", lambda it: {"labels": it.tokens[:, 1:]}, "labels has shape"),
         ("a mask of four dimensions", lambda it: {"attention_mask": torch.ones(2, 1, 43, 43)}, "mask has shape"),
         ("a hole in the mask", lambda it: {"attention_mask": HOLE}, "between tokens"),
@@ -261,20 +227,16 @@ READ = [
         ("nothing but padding", lambda it: {"attention_mask": 0 * LEFT, "use_cache": True}, "all padding"),
         ("an additive mask", lambda it: {"attention_mask": (LEFT - 1) * 1e30}, "must be 1 .* and 0"),
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "does not use lables"),
-        ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep is -1"),
-        ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep is 1.5"),
-        (
-            "logits behind the end",
-            lambda it: {"logits_to_keep": torch.tensor([43])},
-            "of this call, integers from 0 to",
-        ),
-        ("logits before the start", lambda it: {"logits_to_keep": torch.tensor([-1])}, "of this call, integers"),
-        ("logits of a table", lambda it: {"logits_to_keep": torch.tensor([[0]])}, "of this call, integers"),
-        ("logits by a mask", lambda it: {"logits_to_keep": torch.ones(43).bool()}, "of this call, integers"),
-        ("score_from without labels", lambda it: {"score_from": 4}, "score_from is 4.*pass labels"),
-        ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "score_from is 'j'"),
+        ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep must be .* got -1"),
+        ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep must be .* got 1.5"),
+        ("score_from without labels", lambda it: {"score_from": 4}, "needs labels, got 4"),
+        ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "got 'j'"),
         ("two states", lambda it: {"state": it.state, "cache": it.state}, "Give only one of them"),
-        ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "within a segment, 0 to 7"),
+        (
+            "score_from of a text",
+            lambda it: {"labels": it.tokens, "score_from": 100},
+            "within a segment, 0 to 7.*got 100",
+        ),
         ("a state of another mode", lambda it: {"state": it.paper_state}, "belongs to another model or setting"),
     ]
 ]
@@ -299,11 +261,6 @@ READ += [
         "built with another value",
     ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
-    refused("rows by a mask", lambda it: it.state.select_rows([False, True]), "list of numbers of rows"),
-    *(
-        refused(f"rows {rows}", lambda it, rows=rows: it.state.select_rows(rows), "here of 0 to 1")
-        for rows in ([5], [-1], 0, [0.0], [[0]], [])
-    ),
     refused("no rows", lambda it: it.model.new_state(0), "batch_size is 0"),
     refused(
         "a state in the wrong dtype",
@@ -315,9 +272,6 @@ READ += [
         lambda it: build(tiny_llama(num_hidden_layers=3))(it.tokens, state=it.state),
         "{'layers': 2}, this model {'layers': 3}",
     ),
-    refused(
-        "a folder that is not there", lambda it: it.state.save(it.folder / "no" / "s", None), "no folder", OSError
-    ),
     refused("recall_dim of another size", lambda it: changed(it.model, recall_dim=8)(it.tokens), "recall_dim is 8"),
     refused("a misspelt keyword", lambda it: it.model(it.tokens, use_cahce=False), "does not use use_cahce"),
     harmless(
@@ -328,7 +282,7 @@ READ += [
     refused(
         "another file as a state",
         lambda it: HMTState.load(it.folder / "hmt" / "model.safetensors", it.model),
-        "not a whole file of HMTState",
+        "not a complete file of HMTState",
     ),
     refused(
         "a page file without pages", lambda it: it.model.new_state(2, it.folder / "p"), "set config.recalled_pages"
@@ -408,7 +362,7 @@ GENERATE += [
     refused(
         "continuous batching",
         lambda it: it.model.generate_batch(it.tokens.tolist(), max_new_tokens=2),
-        "no continuous batching",
+        "does not support continuous batching",
         NotImplementedError,
     ),
     refused(
@@ -481,19 +435,3 @@ def test_what_is_no_causal_lm_is_named(backbone):
     backbone = backbone(tiny_llama().config) if isinstance(backbone, type) else backbone
     with pytest.raises(TypeError, match="must be a causal LM of transformers"):
         HMTWrapper.from_backbone(backbone, config())
-
-
-@pytest.mark.parametrize(
-    "build", [HMTWrapper, lambda x: HMTWrapper.from_backbone(x, {}), lambda x: HMTWrapper(x.config)]
-)
-def test_what_is_no_hmt_config_is_named(build):
-    with pytest.raises(TypeError, match=r"HMTWrapper\.from_backbone"):
-        build(tiny_llama())
-
-
-def test_a_library_that_takes_the_head_apart_is_told_so(make_wrapper, tokens):
-    """As SFTTrainer of TRL does; hasattr() still works."""
-    out = make_wrapper()(tokens)
-    with pytest.raises(AttributeError, match=r"SFTTrainer of TRL.* Train with Trainer of transformers"):
-        _ = out.last_hidden_state
-    assert not hasattr(out, "last_hidden_state")

@@ -1,15 +1,12 @@
 """generate(): the arg-max of a teacher-forced forward across segment borders, with what GenerationMixin offers."""
 
-from contextlib import nullcontext
 from threading import Thread
 
 import pytest
 import torch
 from demo_model import DEMO
 from tiny_hmt import ROUNDING
-from transformers import MaxLengthCriteria, StoppingCriteriaList, TextIteratorStreamer, pipeline
-
-from hf_longctx.hmt.compat_hmt import RENAMED
+from transformers import TextIteratorStreamer, pipeline
 
 
 def teacher_forced(model, ids, prompt_length, mask=None):
@@ -66,15 +63,6 @@ def test_continues_a_state(make_wrapper, tokens):
     for _ in range(2):  # the state is not used up
         rest = model.generate(tokens[:, 19:23], state=state, max_new_tokens=12, do_sample=False, eos_token_id=None)
         assert torch.equal(rest, whole[:, 19:])
-    out = model.generate(
-        tokens[:, 19:23],
-        state=state,
-        max_new_tokens=12,
-        do_sample=False,
-        eos_token_id=None,
-        return_dict_in_generate=True,
-    )
-    assert torch.equal(out.sequences, whole[:, 19:])
 
 
 def test_a_conversation_goes_on_from_the_state_of_generate(make_wrapper, tokens):
@@ -119,26 +107,14 @@ def test_what_a_cache_has_read_is_cut_from_the_ids(make_wrapper, tokens, monkeyp
 
 
 def test_the_former_name_of_the_cache(make_wrapper, tokens):
-    """transformers warns from 5.24 on, where its own models do."""
     model, whole = make_wrapper(), make_wrapper()(tokens).logits
-    warning = pytest.warns(FutureWarning, match="Use `cache` instead") if RENAMED else nullcontext()
     state = model(tokens[:, :19], use_cache=True).state
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    with warning:
-        torch.testing.assert_close(model(tokens[:, 19:], past_key_values=state).logits, whole[:, 19:])
-        ids = model.generate(tokens, past_key_values=state, **options)
-        named = model(tokens[:, 19:], cache=None, past_key_values=state)
-    torch.testing.assert_close(named.logits, whole[:, 19:])
-    assert torch.equal(ids, model.generate(tokens, **options))
-    with pytest.raises(ValueError, match="Give only `cache`"):
+    for name in ("cache", "past_key_values"):
+        torch.testing.assert_close(model(tokens[:, 19:], **{name: state}).logits, whole[:, 19:])
+        assert torch.equal(model.generate(tokens, **{name: state}, **options), model.generate(tokens, **options))
+    with pytest.raises(ValueError, match="Give only one"):
         model(tokens[:, 19:], cache=state, past_key_values=state)
-
-
-def test_a_state_needs_the_cache(make_wrapper, tokens):
-    model = make_wrapper()
-    state = model(tokens[:, :19], use_cache=True).state
-    with pytest.raises(ValueError, match="generation continues a state"):
-        model.generate(tokens[:, 19:23], state=state, max_new_tokens=3, use_cache=False)
 
 
 @pytest.mark.parametrize(
@@ -158,57 +134,6 @@ def test_several_sequences_continue_a_state(make_wrapper, tokens, settings, argu
     torch.manual_seed(0)
     assert torch.equal(model.generate(tokens[:, 19:23], state=state, eos_token_id=None, **arguments), whole[:, 19:])
     assert len(state.tail) == 2
-
-
-def test_end_of_text_per_row(make_wrapper, tokens):
-    model = make_wrapper()
-    free = model.generate(tokens[:, :13], max_new_tokens=20, do_sample=False, eos_token_id=None)
-    end = free[0, 13 + 4].item()
-    ids = model.generate(tokens[:, :13], max_new_tokens=20, do_sample=False, eos_token_id=end, pad_token_id=0)
-    for row, expected in zip(ids[:, 13:], free[:, 13:]):
-        stops = (expected == end).nonzero()
-        n = stops[0, 0].item() + 1 if len(stops) else 20
-        assert torch.equal(row[:n], expected[:n])
-        assert (row[n:] == 0).all()
-
-
-def test_sampling_streamer_and_stopping_criteria(make_wrapper, tokens):
-    model = make_wrapper()
-
-    class Collect:
-        def __init__(self):
-            self.seen = []
-
-        def put(self, value):
-            self.seen += value.flatten().tolist()
-
-        def end(self):
-            self.ended = True
-
-    streamer = Collect()
-    torch.manual_seed(3)
-    sampled = model.generate(
-        tokens[:1, :13],
-        do_sample=True,
-        top_k=20,
-        temperature=1.5,
-        max_new_tokens=25,
-        eos_token_id=None,
-        streamer=streamer,
-        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(30)]),
-    )
-    assert sampled.shape == (1, 30)
-    assert streamer.ended
-    assert streamer.seen == sampled[0].tolist()
-    torch.manual_seed(3)
-    again = model.generate(
-        tokens[:1, :13], do_sample=True, top_k=20, temperature=1.5, max_new_tokens=17, eos_token_id=None
-    )
-    assert torch.equal(sampled, again)
-    several = model.generate(
-        tokens[:, :13], do_sample=True, num_return_sequences=3, max_new_tokens=9, eos_token_id=None
-    )
-    assert several.shape == (6, 22)
 
 
 def test_pipeline_and_streamed_text():

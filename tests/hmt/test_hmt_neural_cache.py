@@ -1,6 +1,7 @@
 """The neural cache: what it is worth, its dtype and its pieces. `test_hmt_single_pass.py` has its definition."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from tiny_hmt import ROUNDING, VOCAB
 
 from hf_longctx import FoxConfig, FoxForCausalLM
 from hf_longctx.hmt import HMTConfig, HMTWrapper, neural_cache_hmt
-from hf_longctx.hmt.neural_cache_hmt import NeuralCache
+from hf_longctx.hmt.neural_cache_hmt import NeuralCacheRetriever
 
 
 @torch.no_grad()
@@ -47,24 +48,27 @@ def random_cache(dtype):
     torch.manual_seed(0)
     keys = torch.nn.functional.normalize(torch.randn(2, 3, 4, 16), dim=-1).to(dtype)
     valid = torch.tensor([[False, True, True], [True, True, True]])
-    return NeuralCache(keys, torch.randint(VOCAB, (2, 3, 5)), valid), torch.randn(2, 7, VOCAB), torch.randn(2, 7, 16)
+    state = {"keys": keys, "ids": torch.randint(VOCAB, (2, 3, 5)), "ends": valid.long()}
+    config = HMTConfig(segment_length=5, sensory_tokens=0, neural_cache_weight=0.3)
+    cache = partial(NeuralCacheRetriever(config, None, None).mix, state)
+    return cache, torch.randn(2, 7, VOCAB), torch.randn(2, 7, 16)
 
 
 def test_columns_are_mixed_in_pieces(monkeypatch):
     cache, logits, hidden = random_cache(torch.float32)
-    whole = cache.mix(logits, hidden, 0.3)
+    whole = cache(logits, hidden)
     assert not torch.equal(whole, logits)
     monkeypatch.setattr(neural_cache_hmt, "SCORES_AT_ONCE", 2 * 12 * 3)
     # pieces of a product may be summed in another order
-    torch.testing.assert_close(cache.mix(logits, hidden, 0.3), whole, rtol=0, atol=64 * torch.finfo(whole.dtype).eps)
+    torch.testing.assert_close(cache(logits, hidden), whole, rtol=0, atol=64 * torch.finfo(whole.dtype).eps)
 
 
 def test_logits_keep_their_dtype_and_their_scale():
     """In bfloat16, cosines are rounded to 2^-9, and 30 times as much is the error of their exponents."""
     cache, logits, hidden = random_cache(torch.bfloat16)
-    mixed = cache.mix(logits.bfloat16(), hidden.bfloat16(), 0.3)
+    mixed = cache(logits.bfloat16(), hidden.bfloat16())
     assert mixed.dtype == torch.bfloat16
-    exact = random_cache(torch.float64)[0].mix(logits.double(), hidden.double(), 0.3)
+    exact = random_cache(torch.float64)[0](logits.double(), hidden.double())
     torch.testing.assert_close(mixed.double(), exact, rtol=2**-8, atol=2 * 30 * 2**-9)
     torch.testing.assert_close(exact.logsumexp(2), logits.double().logsumexp(2), rtol=1e-12, atol=0)
 
@@ -74,7 +78,7 @@ def test_a_token_without_probability_has_finite_gradients():
     logits[..., 0] = -1e4
     logits.requires_grad_()
     hidden.requires_grad_()
-    mixed = cache.mix(logits, hidden, 0.3)
+    mixed = cache(logits, hidden)
     mixed.sum().backward()
     assert mixed.isfinite().all() and logits.grad.isfinite().all() and hidden.grad.isfinite().all()
     assert hidden.grad.any()

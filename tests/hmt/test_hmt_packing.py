@@ -6,8 +6,7 @@ from gradients import gradients
 from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
-from hf_longctx.hmt.packing_hmt import PackedSegments, align
-from hf_longctx.hmt.segments_hmt import Pass
+from hf_longctx.hmt.packing_hmt import align
 
 
 LENGTHS = (43, 30, 3)
@@ -83,19 +82,14 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, se
         torch.testing.assert_close(batch_gradients[name], gradient, atol=allowed, rtol=0)
 
 
-@pytest.mark.parametrize("settings", [{}, {"sum_fraction": 0.9}, PAGED, PARALLEL], ids=str)
-def test_generation_of_unequal_prompts(make_wrapper, tokens, settings):
+@pytest.mark.parametrize(
+    "settings, beams",
+    [({}, 1), ({"sum_fraction": 0.9}, 1), (PAGED, 1), (PARALLEL, 1), (PAGED, 2), (PARALLEL, 2)],
+    ids=str,
+)
+def test_generation_of_unequal_prompts(make_wrapper, tokens, settings, beams):
     model, (ids, mask) = make_wrapper(**settings), padded(tokens)
-    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
-    batch = model.generate(ids, attention_mask=mask, **arguments)[:, 43:]
-    for b, real in enumerate(mask.bool()):
-        assert torch.equal(batch[b], model.generate(ids[b : b + 1, real], **arguments)[0, int(real.sum()) :])
-
-
-@pytest.mark.parametrize("settings", [PAGED, PARALLEL], ids=str)
-def test_beams_of_unequal_prompts(make_wrapper, tokens, settings):
-    model, (ids, mask) = make_wrapper(**settings), padded(tokens)
-    arguments = {"max_new_tokens": 7, "num_beams": 2, "do_sample": False, "eos_token_id": None}
+    arguments = {"max_new_tokens": 9 // beams, "num_beams": beams, "do_sample": False, "eos_token_id": None}
     batch = model.generate(ids, attention_mask=mask, **arguments)[:, 43:]
     for b, real in enumerate(mask.bool()):
         assert torch.equal(batch[b], model.generate(ids[b : b + 1, real], **arguments)[0, int(real.sum()) :])
@@ -187,16 +181,3 @@ def test_alignment():
     mask = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]]).bool()
     x = torch.arange(1, 9).view(2, 4)
     assert [y.tolist() for y in align(mask, x)] == [[[True, True], [True, False]], [[2, 4], [5, 0]]]
-
-
-def test_a_pass_finds_its_tokens():
-    targets = torch.tensor([[10, 11, 12], [20, 21, 22]])
-    whole = PackedSegments(targets, targets > 0, targets, [0, 0], [0, 0], [3, 3], [0, 0])
-    (chunk,) = whole.chunks(segment_length=8, first=0)
-    one = Pass(chunk, 1, torch.zeros(2, 8, 4), first=[0, 2], stop=[2, 3], offset=[5, 4])
-    columns = one.columns(one.first)
-    assert columns == [5, 6]  # 5 and 6 of row 0, 6 of row 1
-    assert one.targets(columns).tolist() == [[10, 11], [-100, 22]]
-    logits = torch.arange(4).view(2, 2, 1)
-    assert [x.flatten().tolist() for x in one.returned(logits, columns)] == [[0, 1], [3]]
-    assert one.columns([1, 3]) == [6]

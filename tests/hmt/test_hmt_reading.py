@@ -70,5 +70,5 @@ def test_what_would_be_a_wrong_memory_is_refused(make_wrapper, tmp_path):
     with torch.no_grad():
         model.memory.wq.mul_(2)
     for call in (lambda: load_state(file, model), lambda: read_text(model, tokenizer, TEXT, file)):
-        with pytest.raises(ValueError, match="made by other weights"):
+        with pytest.raises(ValueError, match="saved by a different model"):
             call()

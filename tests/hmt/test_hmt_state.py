@@ -14,7 +14,6 @@ from hf_longctx.hmt import HMTState, HMTWrapper
 
 @pytest.mark.parametrize("gradients", [True, False])
 def test_without_recall_any_chunking_is_one_piece(make_wrapper, tokens, gradients):
-    """With gradients there is no key/value cache: the open segment is read again."""
     model = make_wrapper(recall=False, memory_tokens=2, recall_mode="paper")
     with torch.set_grad_enabled(gradients):
         whole = model(tokens, use_cache=True)
@@ -22,7 +21,6 @@ def test_without_recall_any_chunking_is_one_piece(make_wrapper, tokens, gradient
     torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
     for name, value in whole.state.tensors().items():
         torch.testing.assert_close(state.tensors()[name], value, atol=ROUNDING, rtol=0)
-    assert (state.kv_cache is None) == gradients
 
 
 def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
@@ -152,15 +150,9 @@ def test_a_file_of_other_weights_is_refused(make_wrapper, tokens, tmp_path):
     for parameter in (model.memory.wq, model.get_input_embeddings().weight):
         with torch.no_grad():
             parameter *= 1.01
-        with pytest.raises(ValueError, match="made by other weights"):
+        with pytest.raises(ValueError, match="saved by a different model"):
             HMTState.load(file, model)
     assert HMTState.load(file, None).position == 43
-
-
-def test_a_file_of_an_older_version_is_refused(tmp_path):
-    save_file({"bank": torch.ones(1)}, tmp_path / "state", metadata={"hmt_state": "{}"})
-    with pytest.raises(ValueError, match=r"older version of hf-longctx\. Read the text again"):
-        HMTState.load(tmp_path / "state", None)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +180,7 @@ def test_a_damaged_file_is_refused(changed, make_wrapper, tokens, tmp_path):
         contents = saved.metadata() | {name: saved.get_tensor(name) for name in saved.keys()} | changed  # noqa: SIM118
     kinds = {kind: {k: v for k, v in contents.items() if isinstance(v, kind)} for kind in (str, torch.Tensor)}
     save_file(kinds[torch.Tensor], file, metadata=kinds[str])
-    with pytest.raises(ValueError, match=r"is not a whole file of HMTState\.save"):
+    with pytest.raises(ValueError, match=r"is not a complete file of HMTState\.save"):
         HMTState.load(file, model)
 
 

@@ -1,0 +1,80 @@
+"""Key/value caches of transformers as values: copies that grow apart, shares of rows, rows put together."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+
+def tensors_of(layer: Any) -> dict[str, Tensor]:
+    """Return the keys, values and other tensors of a layer that have rows, by name."""
+    return {name: x for name, x in vars(layer).items() if isinstance(x, Tensor) and x.dim() > 1}
+
+
+def states_of(layer: Any) -> dict[str, dict]:
+    """Return the dicts of a layer that hold states of convolutions, by name."""
+    return {name: x for name, x in vars(layer).items() if isinstance(x, dict)}
+
+
+def fork(kv_cache: Cache) -> Cache:
+    """Copy a cache, so that it stays as it is when the copy grows.
+
+    Attention layers replace their tensors, so these are shared; convolutions overwrite their states.
+    """
+    forked = copy.copy(kv_cache)
+    forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
+    for layer in forked.layers:
+        for name, states in states_of(layer).items():
+            setattr(layer, name, {i: x.clone() if isinstance(x, Tensor) else x for i, x in states.items()})
+    return forked
+
+
+def split(kv_cache: Cache, parts: int) -> list[Cache]:
+    """Split an attention cache into equal shares of its rows.
+
+    The shares come from one operation, so their gradients are joined; those of slices would be padded and added.
+    """
+    shares = [fork(kv_cache) for _ in range(parts)]
+    for i, layer in enumerate(kv_cache.layers):
+        for name, value in tensors_of(layer).items():
+            for share, rows in zip(shares, value.chunk(parts)):
+                setattr(share.layers[i], name, rows)
+    return shares
+
+
+def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | None]:
+    """Join caches of some rows each, given with their numbers; short ones stand at the right.
+
+    Returns:
+        The cache, and a mask (B, P) that is False on its padding, or None without any.
+    """
+    order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
+    lengths = torch.tensor([cache.get_seq_length() for rows, cache in parts for _ in rows])[order]
+    width, joined = int(lengths.max()), fork(parts[0][1])
+
+    def join(values: list[Tensor]) -> Tensor:
+        longest = max(x.shape[2] for x in values)
+        # FoX knows its keys by numbers in the first, so padding repeats it
+        padded = [x[:, :, (torch.arange(longest) - longest + x.shape[2]).clamp(min=0)] for x in values]
+        return torch.cat(padded)[order.to(values[0].device)]
+
+    for i, layer in enumerate(joined.layers):
+        layers: list[Any] = [cache.layers[i] for _, cache in parts]
+        for name in tensors_of(layer):
+            setattr(layer, name, join([getattr(x, name) for x in layers]))
+        for name, states in states_of(layer).items():
+            tensors = {
+                n: join([getattr(x, name)[n] for x in layers]) for n, x in states.items() if isinstance(x, Tensor)
+            }
+            setattr(layer, name, states | tensors)
+        if "cumulative_length" in vars(layer):
+            setattr(layer, "cumulative_length", width)  # noqa: B010 - not in all types of layers
+    if lengths.min() == width:
+        return joined, None
+    device = next(x.device for layer in joined.layers for x in tensors_of(layer).values())
+    return joined, (torch.arange(width) >= width - lengths[:, None]).to(device)
+
+
+__all__ = ["fork", "side_by_side", "split", "tensors_of"]
