@@ -9,12 +9,12 @@ import pytest
 import transformers
 from transformers.utils import versions
 
-from hf_longctx.fox import versions_fox
+from hf_longctx.fox import configuration_fox
 from hf_longctx.hmt import versions_hmt
 
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-COPIES = versions_fox, versions_hmt  # each travels with the weights of its models
+COPIES = configuration_fox, versions_hmt  # each travels with the weights of its models
 NAMES = [module.__name__.rpartition(".")[2] for module in COPIES]
 
 

@@ -32,9 +32,8 @@ def version_of(package: str) -> str:
 
 
 def run(args: Namespace) -> None:
-    from ..fox import FoxConfig
     from ..fox.backend_fox import choose_implementation
-    from ..fox.versions_fox import NEWEST, OLDEST
+    from ..fox.configuration_fox import NEWEST, OLDEST, FoxConfig
 
     has_gpu, dtype = torch.cuda.is_available(), torch.float32
     rows = {"hf-longctx": f"{__version__} (tested with transformers {OLDEST} to {NEWEST})", "Python": sys.version}

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from huggingface_hub import (
     CommitInfo,
@@ -29,6 +30,7 @@ from .bundle import Bundle, with_contents
 from .lint import check
 
 
+HUB_TIMEOUT_S = 10.0
 # Files that are removed from a model's repository if the bundle lacks them.
 REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|\w+_(fox|hmt)\.py")
 # Branches and tags. The Hub would take a name that looks like a commit, or like its own references, for one.
@@ -96,7 +98,9 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
             `named_errors`.
     """
     try:
-        present = set(HfApi().list_repo_files(repo, repo_type=repo_type, revision=revision))
+        # list_repo_files would retry for 20 seconds without a network
+        info: Any = HfApi().repo_info(repo, repo_type=repo_type, revision=revision, timeout=HUB_TIMEOUT_S)
+        present = {file.rfilename for file in info.siblings or ()}
     except RevisionNotFoundError:  # a new branch begins with the files of main
         return removed_files(bundle, repo, repo_type=repo_type)
     except RepositoryNotFoundError:

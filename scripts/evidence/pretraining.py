@@ -31,7 +31,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_longctx.fox import PrunedCache
-from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 from hf_longctx.metrics import (
     ForgettingCurve,
     LineRetrieval,
@@ -46,6 +45,7 @@ from hf_longctx.metrics import (
 )
 from hf_longctx.metrics.report.paired import holm, interval, p_values
 from scripts.bench import common
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 from scripts.evidence import corpus
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, run

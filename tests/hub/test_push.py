@@ -20,7 +20,7 @@ import hf_longctx
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTWrapper
 from hf_longctx.fox import modeling_fox
 from hf_longctx.hub import Bundle, build_bundle, check_destination, loading_lines, pin_base, push
-from hf_longctx.hub.push import named_errors
+from hf_longctx.hub.push import named_errors, removed_files
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,6 +272,16 @@ def response(status):
 def test_errors_of_the_hub_say_why_and_what_it_keeps(error, raised, words):
     with pytest.raises(raised, match=f"{words}.* The rest stays."), named_errors("The rest stays."):
         raise error
+
+
+def test_a_dry_run_without_a_network_does_not_retry(folder, monkeypatch, caplog):
+    bundle = build_bundle(folder)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to retry"))
+    with pytest.raises(ConnectionError, match="cannot be reached"):
+        removed_files(bundle, "alice/fox")
+    assert not caplog.records
 
 
 def test_names_that_confuse_are_refused():
