@@ -81,9 +81,9 @@ def test_a_name_of_a_text_is_shown_as_text(file, hmt):
             "needs /data/hmt, which is not a name on the Hub. Push that model first, and read the text",
         ),
         ({"revision": None}, "without a commit on the Hub. Push the model, and read"),
-        ({"revision": EVIL}, "is not a file of a text that was read"),
-        ({"sha256": EVIL}, "is not a file of a text that was read"),
-        ({"model": 3}, "is not a file of a text that was read"),
+        ({"revision": EVIL}, "is not the memory of a document"),
+        ({"sha256": EVIL}, "is not the memory of a document"),
+        ({"model": 3}, "is not the memory of a document"),
     ],
     ids=str,
 )
@@ -103,5 +103,5 @@ def test_secrets_and_damage_are_refused(file, hmt):
     with pytest.raises(ValueError, match=r"NaN in memory\.bank\.embeddings"):
         build_state(file, "alice/novel")
     file.write_bytes(b"x")
-    with pytest.raises(ValueError, match="is not a file of a text that was read"):
+    with pytest.raises(ValueError, match="is not the memory of a document"):
         build_state(file, "alice/novel")
