@@ -1,14 +1,13 @@
-"""Write hf_longctx/metrics/rope/model_types.py: what only the modeling code of transformers says about RoPE.
+"""Print facts about RoPE that only the modeling code of transformers has, for hf_longctx/metrics/rope/config.py.
 
     python -m scripts.rope_types
 
 Follows the names that a model class uses, from class to class and function to function, through the syntax trees of
-the modeling files. Nothing is imported from them, and no model is built.
+the modeling files, without importing them or building a model.
 """
 
 import ast
 import inspect
-import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,21 +17,15 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 
-FILE = Path(__file__).parents[1] / "hf_longctx/metrics/rope/model_types.py"
 CAUSAL = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 MAPPINGS = (*CAUSAL, modeling_auto.MODEL_MAPPING_NAMES)
-DOCS = {
-    "NO_ROPE": "Language models whose attention rotates nothing, whatever their config says.",
-    "ROPE_ON_SLIDING_LAYERS_ONLY": "Models that rotate in layers with a sliding window only.",
-    "NTK_ALPHA": "Models whose dynamic RoPE multiplies the base by alpha ** (d / (d - 2)) where `alpha` is set.",
-}
 
 
 def language_models() -> list[str]:
-    """Return the model types that are language models themselves, not composed of others, and have a model class."""
+    """Return the model types that are language models, not composed of others, and have a model class."""
     shipped = [
         name for name in sorted(CONFIG_MAPPING_NAMES) if CONFIG_MAPPING[name].__module__.startswith("transformers.")
     ]
@@ -49,7 +42,7 @@ def is_language_model(model_type: str) -> bool:
 
 
 def classes(model_type: str) -> list[tuple[Path, str]]:
-    """Return the file and name of each class that is built for a model type, or that takes its config."""
+    """Return the file and name of each class that is built for a model type or takes its config."""
     found = [mapping[model_type] for mapping in MAPPINGS if model_type in mapping]
     names = [name for entry in found for name in ([entry] if isinstance(entry, str) else entry)]
     modules = {name: transformers._class_to_module.get(name) for name in names}
@@ -65,7 +58,7 @@ def classes(model_type: str) -> list[tuple[Path, str]]:
 
 @cache
 def definitions(path: Path) -> dict[str, ast.AST]:
-    """Return classes, functions, constants and imports of other modeling files at the top of a file, by name."""
+    """Return classes, functions, constants and imports from other modeling files at the top of a file, by name."""
     found: dict[str, ast.AST] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -96,7 +89,7 @@ def reachable(model_type: str) -> list[ast.AST]:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and all below it, except decorators: those only name a function that a kernel could replace."""
+    """Yield a node and all nodes below it, except decorators, which only name a function that a kernel may replace."""
     yield node
     for field, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
@@ -119,7 +112,7 @@ def rotates(model_type: str) -> bool:
 
 
 def rotates_on_sliding_layers_only(model_type: str) -> bool:
-    """Return whether every rotation, or handing over of its angles, depends on the layer having a window."""
+    """Return whether each rotation, or each passing of its angles, depends on the layer having a window."""
     conditions = [
         ast.unparse(part.test)
         for node in reachable(model_type)
@@ -134,34 +127,16 @@ def reads_alpha(model_type: str) -> bool:
     return any("rope_parameters.get('alpha')" in ast.unparse(node) for node in reachable(model_type))
 
 
-def derived() -> dict[str, list[str]]:
-    """Return the lists of `DOCS`, for the installed transformers."""
+def derived() -> dict[str, set[str]]:
+    """Return the types that rotate, and those of two constants, for the installed transformers."""
     models = language_models()
     return {
-        "NO_ROPE": [name for name in models if not rotates(name)],
-        "ROPE_ON_SLIDING_LAYERS_ONLY": [name for name in models if rotates_on_sliding_layers_only(name)],
-        "NTK_ALPHA": [name for name in models if reads_alpha(name)],
+        "rotate": {name for name in models if rotates(name)},
+        "ROPE_ON_SLIDING_LAYERS_ONLY": {name for name in models if rotates_on_sliding_layers_only(name)},
+        "NTK_ALPHA": {name for name in models if reads_alpha(name)},
     }
 
 
-def main() -> None:
-    lines = [
-        '"""What the modeling code of transformers says about RoPE; `python -m scripts.rope_types` writes it."""',
-        "",
-    ]
-    for name, types in derived().items():
-        words = textwrap.wrap(" ".join(types), 110, break_on_hyphens=False)
-        lines += [
-            "",
-            f"# {DOCS[name]}",
-            f"{name} = frozenset(",
-            '    """',
-            *(f"    {line}" for line in words),
-            '    """.split()',
-            ")",
-        ]
-    FILE.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    for title, types in derived().items():
+        print(f"{title}: {', '.join(sorted(types))}")

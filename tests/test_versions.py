@@ -9,12 +9,12 @@ import pytest
 import transformers
 from transformers.utils import versions
 
-from hf_longctx.fox import versions_fox
+from hf_longctx.fox import configuration_fox
 from hf_longctx.hmt import versions_hmt
 
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-COPIES = versions_fox, versions_hmt  # each travels with the weights of its models
+COPIES = configuration_fox, versions_hmt  # each travels with the weights of its models
 NAMES = [module.__name__.rpartition(".")[2] for module in COPIES]
 
 
@@ -36,7 +36,7 @@ def test_an_untested_version_warns_once(version, count, monkeypatch):
     for warning in warnings:
         assert f"was tested with transformers 5.15 to 5.24, not with {version}" in warning
         assert "`pip install -U hf-longctx`" in warning and "'transformers<5.25'" in warning
-        assert "`hf-longctx push --code-only FOLDER REPO`" in warning
+        assert "`hf-longctx push FOLDER REPO`" in warning
 
 
 @pytest.mark.parametrize("module", COPIES, ids=NAMES)

@@ -1,8 +1,8 @@
 """Run lm-eval's command line with our tasks, and with FoX and HMT as its model type hf-longctx.
 
-All words after `lm-eval` are lm-eval's, which `hf-longctx lm-eval run --help` explains. --tasks-folder prints the
-folder of our tasks instead, for --include_path of lm-eval itself with its models hf, vllm and local-completions.
---metadata gives options, those of the command of the task, and text, named as by --text.
+All arguments after `lm-eval` go to lm-eval, see `hf-longctx lm-eval run --help`. --tasks-folder prints the folder of
+our tasks, for --include_path of lm-eval's own command with its models hf, vllm and local-completions. --metadata takes
+the options of the task's command, and "text" for --text.
 
 Examples:
   hf-longctx lm-eval run --model hf-longctx --model_args pretrained=model_cards/fox-demo --tasks forgetting_curve,lines
@@ -14,8 +14,8 @@ import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tasks-folder", action="store_true", help="print the folder of our tasks, and stop")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="run ...", help="words of lm-eval")
+    parser.add_argument("--tasks-folder", action="store_true", help="print the folder of our tasks and exit")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="run ...", help="arguments of lm-eval")
 
 
 def run(args: argparse.Namespace) -> None:

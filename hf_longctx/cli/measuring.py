@@ -1,4 +1,4 @@
-"""What the measuring commands have in common: served models, texts, what is written."""
+"""Arguments, checks and output that the measuring commands share."""
 
 import argparse
 import os
@@ -18,30 +18,32 @@ if TYPE_CHECKING:
     from ..metrics import Reader
     from ..metrics.result import Result
 
-PICTURES = (".png", ".svg", ".pdf")
-OTHER_PICTURES = (".gif", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".eps", ".ps")
+FIGURES = (".png", ".svg", ".pdf")
+OTHER_FORMATS = (".gif", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".eps", ".ps")
 
 
 # Arguments ----------------------------------------------------------------------------------------------------------
 
 
 def add_served(parser: argparse._ActionsContainer) -> None:
-    """Add the arguments of commands that can measure a served model."""
+    """Add the arguments for a served model."""
     parser.add_argument(
         "--endpoint",
         metavar="URL",
-        help="measure MODEL where it is served, such as http://localhost:8000/v1; only its tokenizer is loaded. A forgetting "
-        "curve takes any server that completes text at temperature 0, other metrics take vLLM",
+        help="server of MODEL, such as http://localhost:8000/v1; only the tokenizer is loaded. A forgetting curve works with "
+        "any server that completes text at temperature 0, other metrics with vLLM",
     )
-    parser.add_argument("--served-as", metavar="NAME", help="endpoint: name of MODEL there, if several are served")
-    parser.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable that holds its key")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="endpoint: of one request (default: 600)")
-    parser.add_argument("--retries", type=int, metavar="N", help="endpoint: of a failed request (default: 4)")
+    parser.add_argument("--served-as", metavar="NAME", help="endpoint: name of MODEL, if several are served")
+    parser.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable that holds the key")
+    parser.add_argument(
+        "--timeout", type=float, metavar="SECONDS", help="endpoint: timeout of a request (default: 600)"
+    )
+    parser.add_argument("--retries", type=int, metavar="N", help="endpoint: retries of a failed request (default: 4)")
     parser.add_argument("--concurrency", type=int, metavar="N", help="endpoint: requests in flight (default: 8)")
 
 
 def add_text(parser: argparse._ActionsContainer) -> None:
-    """Add the argument that names a text for `hf_longctx.corpus`."""
+    """Add the argument for a text, see `hf_longctx.corpus`."""
     parser.add_argument(
         "--text",
         metavar="SOURCE",
@@ -51,14 +53,14 @@ def add_text(parser: argparse._ActionsContainer) -> None:
 
 
 def add_repeats(parser: argparse._ActionsContainer, of: str, default: int = 10) -> None:
-    """Add the number of repeats; `of` says of what."""
+    """Add the number of repeats; `of` names them."""
     parser.add_argument("--repeats", type=int, default=default, metavar="N", help=f"{of} (default: %(default)s)")
 
 
 def add_train_length(parser: argparse._ActionsContainer) -> None:
-    """Add the context length of training."""
+    """Add the context length of the training."""
     parser.add_argument(
-        "--train-length", type=int, metavar="TOKENS", help="context of training, marked in the pictures"
+        "--train-length", type=int, metavar="TOKENS", help="context length of the training, marked in figures"
     )
 
 
@@ -75,8 +77,8 @@ def check(args: argparse.Namespace, folder: bool = False) -> None:
 def check_writable(option: str, name: str, folder: bool = False) -> None:
     """Raise ValueError if no file, or folder, of that name can be written."""
     path = Path(name).absolute()
-    if not folder and path.suffix.lower() in OTHER_PICTURES:
-        raise ValueError(f"{option} {name} ends with {path.suffix}; a picture may end with {', '.join(PICTURES)}.")
+    if not folder and path.suffix.lower() in OTHER_FORMATS:
+        raise ValueError(f"{option} {name} ends with {path.suffix}; a figure may end with {', '.join(FIGURES)}.")
     if not folder and (path.is_dir() or name.endswith("/")):
         raise ValueError(f"{option} {name} is a folder; name a file in it.")
     if not folder and path.exists() and not os.access(path, os.W_OK):
@@ -89,10 +91,10 @@ def check_writable(option: str, name: str, folder: bool = False) -> None:
         raise ValueError(f"{option} {name} cannot be written: {why}.") from error
 
 
-def picture_path(name: str, endings: Sequence[str] = PICTURES) -> Path:
-    """Return the file of a picture, and make its folder; one of `endings` is added where the name has none.
+def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
+    """Return the file of a figure, and make its folder; one of `endings` is added where the name has none.
 
-    >>> picture_path("a/b").name, picture_path("a/b.svg").name
+    >>> figure_path("a/b").name, figure_path("a/b.svg").name
     ('b.png', 'b.svg')
     """
     path = Path(name)
@@ -108,7 +110,7 @@ def picture_path(name: str, endings: Sequence[str] = PICTURES) -> Path:
 
 
 def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Reader, Callable[[], Reader]]":
-    """Read what is known of a model before its weights are loaded; joins other processes first.
+    """Read the configuration and the tokenizer of a model before its weights are loaded; join other processes first.
 
     Returns:
         the tokenizer, a reader that knows the configuration at least, and a function that makes the reader to measure
@@ -131,7 +133,7 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Read
     shared.choose_device(args.device)
     try:
         config = AutoConfig.from_pretrained(args.model, **shared.source(args)).get_text_config()
-    except Exception:  # an adapter has none, and loading the model says best what is wrong with another
+    except Exception:  # an adapter has none, and loading the model gives the best error
         local = LocalReader(shared.load_weights(args))
         return shared.load_tokenizer(args), local, lambda: local
     check_decoder(config)
@@ -149,9 +151,7 @@ def served_options(args: argparse.Namespace) -> dict[str, Any]:
     options |= {"retries": args.retries, "concurrency": args.concurrency}
     options = {name: value for name, value in options.items() if value is not None}
     if options and args.endpoint is None:
-        raise ValueError(
-            "--served-as, --api-key-env, --timeout, --retries and --concurrency are for a served model; give its --endpoint."
-        )
+        raise ValueError("--served-as, --api-key-env, --timeout, --retries and --concurrency require --endpoint.")
     if "api_key" in options:
         options["api_key"] = os.environ.get(args.api_key_env)
         if not options["api_key"]:
@@ -160,7 +160,7 @@ def served_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def join_processes() -> None:
-    """Join the other processes under torchrun or accelerate launch, each on a device of its own."""
+    """Join the other processes under torchrun or accelerate launch, each on its own device."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         return
     import torch
@@ -172,9 +172,9 @@ def join_processes() -> None:
 
 
 def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longest: int | None = None) -> "Corpus":
-    """Load the text of that name (see `add_text`), and log which one it is.
+    """Load a text by its name (see `add_text`), and log it.
 
-    From a dataset no more documents are read than make a million tokens, or ten times the `longest` stretch needed.
+    From a dataset, at most a million tokens are read, or ten times the `longest` stretch.
     """
     from ..corpus import load_tokens
 
@@ -183,40 +183,40 @@ def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longes
     return corpus
 
 
-# What is told and written -------------------------------------------------------------------------------------------
+# Output ------------------------------------------------------------------------------------------------------------
 
 
 def log(message: str) -> None:
-    """Print a line on stderr, in one process only where several run."""
+    """Print a line on stderr, in the first process only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(message, file=sys.stderr)
 
 
 def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]", **options: Any) -> None:
-    """Measure, print the summary, and write JSON and picture to --output, in the first of several processes.
+    """Measure, print the summary, and write JSON and figure to --output, in the first of several processes.
 
-    Where an exception ends the measurement, what was measured until then is written first.
+    Where an exception ends the measurement, the partial result is written first.
 
     Args:
-        options: those of the result's `plot`.
+        options: options of the result's `plot`.
     """
     from ..metrics.output import run_measurement
     from ..metrics.result import writing
     from ..metrics.run.distributed import process_rank
 
     output, ending = Path(args.output), ".png"
-    if output.suffix in (".json", *PICTURES):
+    if output.suffix in (".json", *FIGURES):
         ending = ".png" if output.suffix == ".json" else output.suffix
         output = output.with_suffix("")
-    document, picture = (output.with_name(output.name + suffix) for suffix in (".json", ending))
+    document, figure = (output.with_name(output.name + suffix) for suffix in (".json", ending))
     output.parent.mkdir(parents=True, exist_ok=True)
     result, failure = run_measurement(measure)
     if result is not None and process_rank() == 0:
         print(result.summary(), flush=True)  # first, as the disk may be full
         result.save(document)
         print(f"wrote {document}")
-        with writing(picture):
-            result.plot(picture, **options)
-        print(f"wrote {picture}")
+        with writing(figure):
+            result.plot(figure, **options)
+        print(f"wrote {figure}")
     if failure is not None:
         raise failure

@@ -2,7 +2,7 @@
 
 Without QUESTION, the memory is saved to --output every minute; the same command resumes from it, and only the weights
 that read the document can use the file. TEXT may be such a file, or one on the Hub, NAMESPACE/NAME@REVISION: then
-nothing is read, and an answer takes as long as the question. `hf-longctx push FILE NAMESPACE/NAME` shares it.
+nothing is read, and an answer takes as long as the question. `hf upload NAMESPACE/NAME FILE` shares it.
 
 With --chat the question is the user's turn in the model's chat template; without, the model continues it.
 
@@ -67,8 +67,7 @@ def run(args: Namespace) -> None:
     if saved:
         state = load_state(args.text, model)
     else:
-        commit = getattr(model.config, "_commit_hash", None)
-        state = read_text(model, tokenizer, text, output, name=name, revision=commit, progress=True)
+        state = read_text(model, tokenizer, text, output, name=name, progress=True)
         if output is not None:
             print(f"{state.position:,} tokens of {name} in {len(state.segments()[0]):,} memories\nwrote {output}")
     if inputs is not None:

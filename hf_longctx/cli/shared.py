@@ -1,4 +1,4 @@
-"""What several commands have in common: naming a model and loading it, and exit codes."""
+"""Arguments and functions that several commands share: naming a model, loading it, exit codes."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-# Errors of a call that has to be changed, and failures of one that is right: the disk, the network, memory, numbers.
+# Mistakes in a call, and failures of a correct one: disk, network, memory, numbers.
 MISTAKES = (
     ValueError,
     ImportError,
@@ -23,7 +23,7 @@ EXPECTED = (*MISTAKES, *FAILURES)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 2 if the call has to be changed, as argparse does, and 1 if the same call may succeed later.
+    """Return 2 for a mistake in the call, as argparse does, and 1 if the same call may succeed later.
 
     >>> exit_code(FileNotFoundError(2, "No such file")), exit_code(OSError(28, "No space left on device"))
     (2, 1)
@@ -33,7 +33,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def add_model(parser: ArgumentParser) -> Any:
-    """Add arguments that name a model and how to run it; see `load_model`."""
+    """Add arguments for a model, its dtype and its device; see `load_model`."""
     parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model")
     group = parser.add_argument_group("model")
     group.add_argument(
@@ -49,14 +49,9 @@ def add_model(parser: ArgumentParser) -> Any:
 
 
 def add_remote_code(parser: Any) -> None:
-    """Add arguments that say which files of a model are taken; see `source`."""
+    """Add arguments for the revision and the code of a model; see `source`."""
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of MODEL on the Hub")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
-    parser.add_argument(
-        "--code-revision",
-        metavar="REVISION",
-        help="branch, tag or commit of the code, where the code is in another repository than the weights",
-    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
 
 
 def source(args: Namespace, file: bool = False) -> dict[str, Any]:
@@ -71,10 +66,8 @@ def source(args: Namespace, file: bool = False) -> dict[str, Any]:
         check_model_name(args.model)
     if args.revision is not None and Path(args.model).is_dir():
         raise ValueError(f"--revision {args.revision} is for a model on the Hub, and {args.model} is a folder.")
-    if args.code_revision is not None and not args.trust_remote_code:
-        raise ValueError("--code-revision needs --trust-remote-code; without it, no code of the model is run.")
-    options = {"revision": args.revision, "code_revision": args.code_revision}
-    return {"trust_remote_code": args.trust_remote_code} | {k: v for k, v in options.items() if v is not None}
+    revision = {} if args.revision is None else {"revision": args.revision}
+    return {"trust_remote_code": args.trust_remote_code, **revision}
 
 
 def check_model_name(name: str) -> None:
@@ -96,7 +89,7 @@ def choose_device(name: str | None) -> str:
         return available[-1]
     if name.partition(":")[0] not in available:
         raise ValueError(
-            f"--device {name} cannot be had: PyTorch {torch.__version__} sees {' and '.join(available)} here."
+            f"device {name} is not available: PyTorch {torch.__version__} found {' and '.join(available)}."
         )
     return name
 
@@ -118,12 +111,12 @@ def load_weights(args: Namespace) -> Any:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Turn what transformers raises for files that it cannot use into one ValueError that names the model."""
+    """Turn the errors of transformers about damaged files into a ValueError that names the model."""
     try:
         yield
     except EXPECTED:
         raise
-    except Exception as error:  # SafetensorError, or whatever a value in config.json breaks
+    except Exception as error:  # such as SafetensorError
         raise ValueError(
             f"{name} cannot be loaded ({type(error).__name__}: {error}); its files are damaged, or its config.json "
             "has a value that transformers does not know."

@@ -1,4 +1,4 @@
-"""The command of a task, made of its class: the docstring is the help, and every field but a text is an option."""
+"""The command of a task, generated from its class: the docstring is the help, fields are options but for token ids."""
 
 import argparse
 import inspect
@@ -15,7 +15,7 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
 
 
 class TaskCommand:
-    """What `cli.parser` expects of a module: `__doc__`, `add_arguments` and `run`."""
+    """The members that `cli.parser` expects of a module: `__doc__`, `add_arguments` and `run`."""
 
     def __init__(self, task: type[Task]):
         self.task, self.options = task, [option for option in options(task) if option.kind is not np.ndarray]
@@ -38,15 +38,21 @@ class TaskCommand:
         group = parser.add_argument_group("run")
         for name in ("bos", "eos"):
             group.add_argument(
-                f"--{name}-token-id", type=int, metavar="ID", help="default: the tokenizer's, or the model's"
+                f"--{name}-token-id",
+                type=int,
+                metavar="ID",
+                help=f"{name.upper()} token id (default: the tokenizer's)",
             )
         group.add_argument(
             "--journal",
             metavar="FILE",
-            help="file that gets every finished trial; with the same FILE, a killed run resumes",
+            help="journal of finished trials, from which a killed run resumes",
         )
         group.add_argument(
-            "--tokens-per-pass", type=int, metavar="N", help="memory budget (default: 512 on a CPU, 4096 elsewhere)"
+            "--tokens-per-pass",
+            type=int,
+            metavar="N",
+            help="most tokens in a forward pass (default: 512 on a CPU, 4096 elsewhere)",
         )
         group.add_argument(
             "--output",
@@ -63,7 +69,7 @@ class TaskCommand:
         chosen: dict[str, Any] = {option.name: getattr(args, option.name) for option in self.options}
         task = self.task(**chosen)  # checks the options
         if getattr(args, "text", None) is not None and not task.uses_text():
-            raise ValueError("--text must be left out: these options read no text.")
+            raise ValueError("--text must be left out: these options do not read a text.")
         run_options = Run(args.journal, args.tokens_per_pass, progress=True)
         tokenizer, claims, open_reader = measuring.open_model(args)
         longest = max([claims.claimed_context or NO_CLAIM, *lengths_of(chosen)])
@@ -83,7 +89,7 @@ class TaskCommand:
 
 
 def lengths_of(chosen: dict[str, Any]) -> list[int]:
-    """Return the lengths in tokens that options ask for."""
+    """Return the lengths in tokens among the options."""
     values = [np.atleast_1d(value)[-1] for name, value in chosen.items() if "length" in name and value]
     return [int(value) for value in values]
 

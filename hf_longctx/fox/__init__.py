@@ -4,7 +4,6 @@
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
-from .attention_fox import forgetting_attention_ref
 from .configuration_fox import FoxConfig
 from .convert import from_fla, from_llama, from_official, to_fla, to_official
 from .convert_folder import convert_folder
@@ -16,7 +15,7 @@ from .modeling_fox import (
     FoxModel,
     FoxPreTrainedModel,
 )
-from .operator import forgetting_attention
+from .operator import forgetting_attention, forgetting_attention_ref
 from .plot import HeadMap, head_maps
 from .pruned_cache import PrunedCache
 

@@ -1,10 +1,8 @@
-"""Who computes the attention: implementations of transformers, or Triton kernels that take the gates as they are.
+"""Attention backends: implementations of transformers on folded keys, or our Triton kernels.
 
-`attn_implementation="forgetting_triton"` is the kernels of triton_fox.py.
-
-A mask function computes once per forward pass which keys the queries see, in one integer per query; an attention
-function runs the kernels for each layer. The gates of new keys are an argument. The gates of cached keys are folded
-into the keys (attention_fox.py): the decoding kernel reads them there, at the cost of a few bytes per key.
+`attn_implementation="forgetting_triton"` selects the kernels of triton_fox.py. `find_triton_mask` computes once per
+forward pass which keys the queries see, as one integer per query, and `forgetting_triton_attention` runs the kernels
+in each layer. New gates are an argument; those of cached keys are read from the folded keys (attention_fox.py).
 """
 
 import math
@@ -15,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .attention_fox import (
@@ -27,16 +24,15 @@ from .attention_fox import (
     MASKED,
     autocast_dtype,
     autocast_inputs,
-    decay_along_paths,
     fold_keys,
     fold_queries,
     running_sum,
+    tree_decay,
     unfold_decay,
 )
-from .call_fox import Call
 from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
-from .state_fox import CachedLayer, drops_tokens
+from .state_fox import CachedLayer, Call, drops_tokens
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
     attention_from_sums,
@@ -50,34 +46,30 @@ from .triton_fox import (
 
 NAME = "forgetting_triton"
 AUTO = "auto"
-# The rows times the length of a call from which "auto" takes our kernels. At 16,384 tokens they are the fastest on an
-# H200, in training and prefill; at 2048, the host takes longer to launch them than SDPA takes for the whole call.
+# Tokens of a batch from which "auto" selects our kernels. At 16,384 tokens they are the fastest on an H200, in
+# training and prefill; at 2048, launching them takes longer than the whole call takes with SDPA.
 KERNEL_TOKENS = 16384
-# In bfloat16, queries and keys exceed the norm that QK-norm gives them by the rounding of norm, weight and rotation,
-# 2^-8 each, and the product of the weights is rounded once more.
+# In bfloat16, queries and keys exceed the norm that QK-norm imposes by the rounding of norm, weight and rotation, 2^-8
+# each, and the product of the weights is rounded once more.
 ROUNDING = 1.03
 
 
 def check_implementation(name, head_dim):
-    """Raise what keeps our kernels from computing a FoX; transformers and `run_backend` refuse what they do not know.
-
-    Raises:
-        ImportError, NotImplementedError: Triton is missing, or heads are too large for the kernels.
-    """
+    """Raise ImportError or NotImplementedError if our kernels are requested and do not support heads of this size."""
     if name == NAME and (reason := why_not(head_dim)) is not None:
         raise reason
 
 
 def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=None) -> str:
-    """Return the implementation that `attn_implementation="auto"` stands for in one call.
+    """Return the implementation that `attn_implementation="auto"` selects for one call.
 
-    These are our kernels for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that has them. Everything
-    else is "sdpa": decoding, dropout, transforms of torch.func, and padding within a `PrunedCache`.
+    Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
+    Everything else is "sdpa": decoding, dropout, transforms of torch.func, and padding within a `PrunedCache`.
 
     Args:
         config: the `FoxConfig`.
         x: the embedded tokens, (B, T, hidden).
-        attention_mask, cache: those of the call, or None.
+        attention_mask, cache: arguments of the call, or None.
     """
     if x.device.type != "cuda" or config.forget_gate == "none" or x.shape[1] <= DECODE_ROWS:
         return "sdpa"
@@ -94,7 +86,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
 def with_implementation(config, name: str) -> Any:
     """Return a copy of a configuration with another attention implementation.
 
-    Attribute by attribute, as `torch.compile` of PyTorch 2.11 traces neither `copy.copy` nor an update of `__dict__`.
+    The copy is made attribute by attribute, because PyTorch 2.11 compiles neither `copy.copy` nor `__dict__.update`.
     """
     copy = object.__new__(type(config))
     for key, value in config.__dict__.items():
@@ -103,65 +95,47 @@ def with_implementation(config, name: str) -> Any:
     return copy
 
 
-def forgetting_triton_mask(
-    batch_size,
-    q_length,
-    kv_length,
-    q_offset=0,
-    kv_offset=0,
-    mask_function=causal_mask_function,
-    attention_mask=None,
-    config: Any = None,
-    use_vmap=False,
-    device=None,
-    **kwargs,
-):
-    """Return who sees whom for our kernels; a mask function with the arguments of transformers.
+def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> VisibleKeys | None:
+    """Return the keys that the queries see, for our kernels; None if every query sees all keys up to its own.
 
-    Returns:
-        `VisibleKeys`; None if every query sees all keys up to its own. The later stages of a pipeline need the latter:
-        their cache has no first layer, so the number of cached keys is not known here.
+    Later stages of a pipeline need None, because their cache has no first layer that knows the number of cached keys.
 
-    Raises:
-        NotImplementedError: a mask function of the caller's own, or attention in both directions.
+    Args:
+        config, attention_mask, cache: as in `read_call`; the mask is (B, past + T).
+        inputs_embeds: (B, T, hidden).
+        position_in_sequence: as in `Call`.
     """
-    if use_vmap or not getattr(config, "is_causal", True):
-        raise NotImplementedError(
-            f"{NAME} knows causal masks with padding, packed documents and a window, but no other mask function. "
-            "Use another backend: model.set_attn_implementation('flex_attention')."
-        )
-    end = q_offset - kv_offset + q_length  # number of filled slots
-    if isinstance(end, torch.Tensor) and q_length > DECODE_ROWS and not torch.compiler.is_compiling():
+    length, device = inputs_embeds.shape[1], inputs_embeds.device
+    cached, (keys, dropped) = (
+        (0, (length, 0)) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, 0))
+    )
+    end = cached - dropped + length  # number of filled slots
+    if isinstance(end, torch.Tensor) and length > DECODE_ROWS and not torch.compiler.is_compiling():
         end = int(end)  # waits for the device once, so that no layer computes with free slots
     if not isinstance(end, torch.Tensor):
-        plain = attention_mask is None and mask_function is causal_mask_function and config.sliding_window is None
-        if plain and end == kv_length:
+        if attention_mask is None and position_in_sequence is None and config.sliding_window is None and end == keys:
             return None
-        kv_length, end = end, None
+        keys, end = end, None
     real = None
     if attention_mask is not None:
-        missing = max(kv_offset + kv_length - attention_mask.shape[1], 0)  # free slots of a static cache
-        real = F.pad(attention_mask.bool(), (0, missing))[:, kv_offset : kv_offset + kv_length]
-    sequence_start = None
-    if mask_function is not causal_mask_function:
-        # Packed documents are known to mask_function only: one begins where a token does not see the one before it.
-        place, row = torch.arange(q_length, device=device) + q_offset, torch.arange(batch_size, device=device)[:, None]
-        continues = mask_function(row, torch.zeros_like(row), place, place - 1) & (place > 0)
-        sequence_start = torch.where(continues, 0, place - kv_offset).expand(batch_size, -1).cummax(-1).values
-    options = dict(sequence_start=sequence_start, window=config.sliding_window, end=end)
-    return find_visible_keys(q_length, kv_length, device, token_mask=real, **options)
+        missing = max(dropped + keys - attention_mask.shape[1], 0)  # free slots of a static cache
+        real = F.pad(attention_mask.bool(), (0, missing))[:, dropped : dropped + keys]
+    start = None
+    if position_in_sequence is not None:
+        start = torch.arange(length, device=device) - position_in_sequence
+    options = dict(sequence_start=start, window=config.sliding_window, end=end)
+    return find_visible_keys(length, keys, device, token_mask=real, **options)
 
 
 def logit_bound_of_norms(attention, heads):
     """Return a bound of the logits of `heads` query heads under QK-norm: |scaling * q.k| <= bound_scale * largest.
 
-    The weights are read in every call and the bound is not stored: FSDP2 gathers new weights into the same tensor
-    under the same version, so a stored bound could be out of date unnoticed.
+    The bound is not stored, because FSDP2 gathers new weights into the same tensor under the same version.
 
     Returns:
         (largest, bound_scale): fp32, (heads,) or (1,), from the weights of the norms; and a number. (None, 1.0)
-        without QK-norm, and where the norms do not hold the weights of exactly these heads: they are offloaded or
-        sharded, an adapter has replaced them, or a `PrunedCache` computes some of the heads.
+        without QK-norm, and if the norms do not hold the weights of exactly these heads: they are offloaded, sharded
+        or replaced by an adapter, or a `PrunedCache` computes some of the heads.
     """
     config, head_dim, group = attention.config, attention.head_dim, attention.num_key_value_groups
     norms = attention.q_norm, attention.k_norm
@@ -176,7 +150,7 @@ def logit_bound_of_norms(attention, heads):
         return None, 1.0
     q, k = q.view(-1, group, head_dim), k.view(-1, 1, head_dim)
     largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1, dtype=torch.float32)  # absolute values
-    # RoPE moves weight between dimensions, so the two maxima may meet; YaRN and LongRoPE lengthen q and k
+    # RoPE rotates dimensions into each other, so the two maxima may meet; YaRN and LongRoPE scale q and k
     largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
     return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
@@ -191,37 +165,38 @@ def gates_in(module, key, heads):
     return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
 
 
-def refuse(module, query, mask, dropout, output_attentions):
-    """Raise what keeps the kernels from computing a call; see `forgetting_triton_attention`."""
+def check_support(module, query, mask, dropout, output_attentions):
+    """Raise an error if the kernels do not support a call; see `forgetting_triton_attention`."""
     if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
         raise reason
     if dropout > 0:
         raise ValueError(
-            f"{NAME} has no attention dropout, but attention_dropout={dropout}. Set it to 0, or use 'sdpa'."
+            f"{NAME} does not support attention dropout; attention_dropout must be 0, got {dropout}. Set it to 0, or use "
+            "'sdpa'."
         )
     if output_attentions:
-        raise ValueError(f"{NAME} returns no attention weights: model.set_attn_implementation('eager') does.")
+        raise ValueError(f"{NAME} does not return attention weights. Use model.set_attn_implementation('eager').")
     if mask is not None and not isinstance(mask, tuple):
         raise NotImplementedError(
-            f"{NAME} takes attention_mask as (B, Tk) with 1 for real tokens, but got a {type(mask).__name__} of shape "
+            f"attention_mask must be (B, Tk) with 1 for real tokens for {NAME}, got a {type(mask).__name__} of shape "
             f"{tuple(mask.shape)}. Use 'sdpa' for a mask of your own."
         )
 
 
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
-    """Run the kernels; an attention function: (B, H, T, D) in, (B, T, H, D) out, no attention weights.
+    """Run the kernels, as an attention function: (B, H, T, D) in, (B, T, H, D) out, no attention weights.
 
     Args:
         module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
-        query, key, value: keys and values with those of the cache, of plain width or folded.
-        attention_mask: result of `forgetting_triton_mask`.
+        query, key, value: keys and values include cached ones, of plain width or folded.
+        attention_mask: result of `find_triton_mask`.
         log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
 
     Raises:
-        ImportError, NotImplementedError, ValueError: the kernels cannot run on this device, dtype or head size;
-            dropout or attention weights are requested; the mask is not from `forgetting_triton_mask`.
+        ImportError, NotImplementedError, ValueError: the kernels do not support this device, dtype or head size,
+            dropout, attention weights, or a mask that is not from `find_triton_mask`.
     """
-    refuse(module, query, attention_mask, dropout, kwargs.get("output_attentions"))
+    check_support(module, query, attention_mask, dropout, kwargs.get("output_attentions"))
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
     decoding, end = is_decoding(query, key, value), visible.end
     if isinstance(end, torch.Tensor) and not decoding:
@@ -249,8 +224,8 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
     else:
         c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
         if visible.token_mask is not None:
-            c = c.masked_fill(~visible.token_mask[:, None], 0.0)  # pruning needs a c that falls, padding included
-        k, v = k.contiguous(), v.contiguous()  # for loads of 16 bytes, of which folded keys allow 8 elements
+            c = c.masked_fill(~visible.token_mask[:, None], 0.0)  # pruning needs a c that decreases, at padding too
+        k, v = k.contiguous(), v.contiguous()  # for 16-byte loads, which the width of folded keys does not allow
         stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
         bound = None if largest is None else bound_scale * largest
         o, _ = attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
@@ -259,45 +234,29 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
 
 if triton is not None:
     AttentionInterface.register(NAME, forgetting_triton_attention)
-AttentionMaskInterface.register(NAME, forgetting_triton_mask)
 
 
-# SDPA by a backend of choice: torch's own order has cuDNN first on some GPUs, since 2.11.
-SDPA = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_fa2": SDPBackend.FLASH_ATTENTION}
-
-
-def sdpa_by(first: SDPBackend, module, query, key, value, *args, **kwargs):
-    """Run SDPA by one backend, or by others where it cannot compute a call, for example with a mask.
-
-    Above 128, cuDNN has few pairs of widths, of which one is 192 beside values of 128. A decoding step would copy all
-    keys for it.
-    """
-    wide = value.shape[-1] == 128 < query.shape[-1] <= 192 and query.shape[2] > DECODE_ROWS
-    if wide and first is SDPBackend.CUDNN_ATTENTION:
-        query, key = (F.pad(x, (0, 192 - x.shape[-1])) for x in (query, key))
-    with sdpa_kernel([first, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+def sdpa_without_cudnn(module, query, key, value, *args, **kwargs):
+    """Run SDPA by FlashAttention, or where a call has a mask by another kernel; cuDNN plans again for each length."""
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-for name, first in SDPA.items():
-    AttentionInterface.register(name, partial(sdpa_by, first))
-    AttentionMaskInterface.register(name, sdpa_mask)
-
-# Of values, which SDPA's other kernels and FlashAttention-2 want as wide as folded keys. transformers (5.23) fills
-# them up for every FlashAttention, also where FlashAttention-3 and 4 could take them as they are.
-OWN_WIDTH = ("eager", "sdpa_cudnn", "flex_attention")
-# Backends that compute softmax(scaling * q.k + mask) v exactly, as does what transformers wraps as FlashAttention.
-# Others may drop an argument that they do not know.
-ATTENTION_BACKENDS = ("eager", "sdpa", *SDPA, "flash_attention_2", "flash_attention_3", "flex_attention")
-# FlashAttention-4 gives wrong gradients of queries, and says nothing, where the width of heads is no multiple of 32
-# (Dao-AILab/flash-attention, pull request 2896): with gradients, what may be that gets zeros on top of the fold.
+# Backends that take values narrower than keys. SDPA's kernels and FlashAttention-2 do not, and transformers (5.23)
+# pads values for every FlashAttention.
+OWN_WIDTH = ("eager", "flex_attention")
+# Backends that compute softmax(scaling * q.k + mask) v exactly, as do all that transformers wraps as FlashAttention.
+# Others may ignore an unknown argument.
+ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+# FlashAttention-4 returns wrong gradients of queries, silently, unless the width of heads is a multiple of 32
+# (Dao-AILab/flash-attention, pull request 2896). With gradients, all others than these get zeros on top of the fold.
 EXACT_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Compute softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns the attention weights.
+    """Compute softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns attention weights.
 
-    The logits are float32 whatever the model's dtype: a folded key adds the decay to them, which reaches thousands.
+    The logits are float32 for any dtype of the model, because the decay in folded keys reaches thousands.
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -312,17 +271,17 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | None):
-    """Fold the decay into the keys, summing log f on from the last cached key: (B, H or Hkv, T, D') each.
+    """Fold the decay into the keys, continuing the sum of log f from the last cached key: (B, H or Hkv, T, D') each.
 
-    Values stay as wide as they are for a backend that takes them so; a cache has one width.
+    Values keep their width if the backend supports it and there is no cache.
     """
-    # The backend would round the folded keys to the autocast dtype, the decay with them: round first, then fold.
+    # Under autocast, the backend would round folded keys together with their decay: round first, then fold.
     q, k, v = autocast_inputs(q, k, v)
     c = running_sum(log_f, call.position_in_sequence)
     if past is not None:
         c = c + past.decay(c, module)
     name = call.implementation or module.config._attn_implementation
-    if name != NAME:  # which reads the decay from the keys by itself
+    if name != NAME:  # the kernels read the decay from the keys
         q = fold_queries(q, c, module.scaling, module.gates_per_key)
     k = fold_keys(k, c, module.scaling)
     if past is not None or name not in OWN_WIDTH:
@@ -331,15 +290,15 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
 
 
 def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwargs):
-    """Return the attention of the new tokens to all cached and new ones, by the implementation that the call names.
+    """Compute the attention of the new tokens to all cached and new ones, by the implementation that the call names.
 
-    Our kernels take new gates beside the keys. For other backends, and for a cache, gates are folded into the keys.
-    Processes that share rows trade them for heads, so that each has whole rows of some heads (Ulysses, arXiv
+    Our kernels take new gates as an argument. For other backends, and for a cache, gates are folded into the keys.
+    Processes that share rows exchange parts of them for heads, so each has whole rows of some heads (Ulysses, arXiv
     2309.14509).
 
     Args:
         module: the `FoxAttention`.
-        q, k, v: of the new tokens, (B, H or Hkv, T, D).
+        q, k, v: queries, keys and values of the new tokens, (B, H or Hkv, T, D).
         log_f: log gates of the new tokens, (B, H or Hkv, T); None for a layer without gates.
         call: the `Call`.
         past: the cached tokens, or None.
@@ -357,32 +316,32 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
         if log_f.shape[1] != module.gates_per_key * k.shape[1]:
             raise ValueError(
                 f"tensor parallelism splits key heads into parts of {k.shape[1]}, but leaves the {log_f.shape[1]} fixed "
-                'gates whole. Give the model gates that can be split: forget_gate="bias_only".'
+                'gates whole. Use gates that can be split: forget_gate="bias_only".'
             )
         if call.token_mask is not None:  # padding does not fade
             log_f = log_f * call.token_mask[:, None].to(log_f.dtype)
         if call.visible is not None:
-            return attend_along_paths(module, q, k, v, log_f, call.visible, call, past)
+            return attend_tree(module, q, k, v, log_f, call.visible, call, past)
         if name != NAME or past is not None:
             q, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
     if past is not None:
         k, v = past.append(k, v)
-    # FlashAttention finds packed sequences in the position ids
+    # FlashAttention infers packed sequences from the position ids
     kwargs |= dict(position_ids=call.position_ids, **call.flash)
     if name == NAME:
         kwargs["log_f"] = log_f
     return run_backend(name, module, q, k, v, call.mask, past, **kwargs)
 
 
-def attend_along_paths(module, q, k, v, log_f, visible: torch.Tensor, call: Call, past: CachedLayer | None):
-    """Return `attend` under a mask of four dimensions, in plain PyTorch for every implementation."""
+def attend_tree(module, q, k, v, log_f, visible: torch.Tensor, call: Call, past: CachedLayer | None):
+    """Compute `attend` under a 4D attention mask, in plain PyTorch for every implementation."""
     if past is not None:
         _, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
         k, v = past.append(k, v)
         c = unfold_decay(k, module.head_dim, module.gates_per_key, module.scaling)
-        log_f = c.diff(dim=-1, prepend=c[..., :1])  # no key fades by the gate of the first
+        log_f = c.diff(dim=-1, prepend=c[..., :1])  # the gate of the first key fades no key
         k, v = (x[..., : module.head_dim] for x in (k, v))
-    bias = decay_along_paths(log_f, visible)
+    bias = tree_decay(log_f, visible)
     bias = bias.repeat_interleave(q.shape[1] // bias.shape[1], dim=1)
     dropout = module.config.attention_dropout if module.training else 0.0
     return eager_attention_forward(module, q, k, v, bias, module.scaling, dropout)
@@ -392,7 +351,7 @@ def run_backend(name, module, q, k, v, attention_mask, past: CachedLayer | None 
     """Compute softmax attention over all keys by the implementation `name`.
 
     Raises:
-        ValueError: the implementation may not compute forgetting attention exactly.
+        ValueError: the implementation is not known to compute forgetting attention exactly.
     """
     if name == NAME:
         attention_function = forgetting_triton_attention
@@ -406,7 +365,7 @@ def run_backend(name, module, q, k, v, attention_mask, past: CachedLayer | None 
     if attention_function is flash_attention_forward and name not in EXACT_FLASH and needs_grad(q, k, v):
         q, k, v = (F.pad(x, (0, -x.shape[-1] % 32)) for x in (q, k, v))
     elif name == "sdpa" and q.is_cuda and q.shape[2] <= DECODE_ROWS and not torch.compiler.is_compiling():
-        attention_function = partial(sdpa_by, SDPBackend.FLASH_ATTENTION)  # cuDNN plans again for each length
+        attention_function = sdpa_without_cudnn
     if name in OWN_WIDTH:
         v = v[..., : module.head_dim]
     if past is not None and hasattr(past.layer, "attend"):

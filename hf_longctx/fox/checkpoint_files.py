@@ -87,7 +87,7 @@ def open_safetensors(file: Path) -> Iterator:
 
 
 class Checkpoint:
-    """The tensors in the safetensors files of a folder, read by rows.
+    """The tensors in the safetensors files of a folder.
 
     Attributes:
         files, shapes, dtypes: of every tensor, by name. Scalars have no entry in `dtypes`.
@@ -113,10 +113,10 @@ class Checkpoint:
                         self.dtypes[name] = rows[:0].dtype
         self.largest_file = max(file.stat().st_size for file in files)
 
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read rows of a tensor, and close the file at once: its pages count as memory while it is mapped."""
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, mapped from its file."""
         with open_safetensors(self.files[name]) as tensors:
-            return tensors.get_slice(name)[start:stop]
+            return tensors.get_tensor(name)
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
-"""Both names of the cache.
+"""Support for both names of the cache.
 
 transformers 5.24 renamed `past_key_values` to `cache` in models, masks and outputs. FoX uses the new name, and accepts
-and returns both names with every version from 5.15 on.
+and returns both names with every version since 5.15.
 """
 
 import functools
@@ -15,7 +15,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import deprecation
 
-from .versions_fox import IS_TESTED, REPAIR
+from .configuration_fox import IS_TESTED, REPAIR
 
 
 CACHE = next((f.name for f in fields(BaseModelOutputWithPast) if f.name in ("cache", "past_key_values")), "")
@@ -24,33 +24,33 @@ if not CACHE:
 
 
 def accept_both_names(function: Callable) -> Callable:
-    """Return a function with an argument `cache` that accepts `past_key_values` too, with transformers' own warning.
+    """Return a function with an argument `cache` that also accepts `past_key_values`, with transformers' own warning.
 
-    There is no warning before 5.24, where `generate` itself uses the old name, and the signature shows that name.
+    Before 5.24, where `generate` uses the old name, the signature shows that name and nothing warns.
     """
     if CACHE == "cache":
         return deprecation.deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(function)
     renamed: Any = rename_cache(function, CACHE, "cache")
     signature = inspect.signature(function)
     parameters = [p.replace(name=CACHE) if p.name == "cache" else p for p in signature.parameters.values()]
-    renamed.__signature__ = signature.replace(parameters=parameters)  # by which transformers selects arguments
+    renamed.__signature__ = signature.replace(parameters=parameters)  # which transformers inspects
     return renamed
 
 
 def adapt(function: Callable) -> Callable:
-    """Return a function of transformers that accepts both names and returns both, as it does from 5.24 on."""
+    """Return a function of transformers that accepts and returns both names, as it does since 5.24."""
     return function if CACHE == "cache" else rename_cache(function, "cache", CACHE)
 
 
 def rename_cache(function: Callable, old: str, new: str) -> Callable:
-    """Return a function that takes its argument `new` under the name `old` too, and whose output has both names."""
+    """Return a function that also takes its argument `new` under the name `old`, and whose output has both names."""
 
     @functools.wraps(function)
     def renamed(*args, **kwargs):
         if old in kwargs:
             cache = kwargs.pop(old)
             if cache is not None and kwargs.get(new) is not None:
-                raise ValueError("`cache` and `past_key_values` are names of the same argument. Give only `cache`.")
+                raise ValueError("`cache` and `past_key_values` are names of the same argument. Pass only `cache`.")
             if kwargs.get(new) is None:
                 kwargs[new] = cache
         output = function(*args, **kwargs)
@@ -60,7 +60,7 @@ def rename_cache(function: Callable, old: str, new: str) -> Callable:
 
 
 def check_unknown(name: str, value: Any) -> None:
-    """Raise TypeError if an argument with a name that FoX does not know is a cache, which would be ignored."""
+    """Raise TypeError if an argument with an unknown name is a cache, which would be ignored."""
     if type(value).__name__.endswith("Cache"):
         repair = "pass it as `cache`." if IS_TESTED else REPAIR
         raise TypeError(f"FoX does not know the argument {name!r}, a {type(value).__name__}: {repair}")
@@ -98,5 +98,5 @@ if CACHE != "cache":
         GenerateDecoderOnlyOutput,
         GenerateBeamDecoderOnlyOutput,
     ):
-        # a name of this module, as pickle asks
+        # a name of this module, for pickle
         BOTH_NAMES[kind] = globals()[kind.__name__] = type(kind.__name__, (BothNames, kind), {"__module__": __name__})

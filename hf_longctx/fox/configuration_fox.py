@@ -4,24 +4,41 @@ import difflib
 import math
 from typing import Any, NamedTuple
 
+import transformers
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
+from transformers.utils.versions import require_version
 
-from .versions_fox import REPAIR  # noqa: F401 - the import warns where transformers is newer
 
+TESTED = (5, 15), (5, 24)  # the oldest and the newest minor version with which this code was tested
+OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
+IS_TESTED = tuple(map(int, transformers.__version__.split(".")[:2])) <= TESTED[1]
+REPAIR = (
+    f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}: "
+    "`pip install -U hf-longctx` and load without trust_remote_code, or pin "
+    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}' (owners of a repository update its code: `hf download REPO "
+    "--local-dir FOLDER`, then `hf-longctx push FOLDER REPO`)."
+)
+
+# This file of a saved folder is loaded first, so an untested version is named before anything can fail.
+require_version(f"transformers>={OLDEST}", "FoX is tested from there on: pip install -U transformers")
+if not IS_TESTED:
+    # this logger and text are the same in all copies of this file, so that there is one warning
+    logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
 FORMAT_VERSION = 1
 FORGET_GATES = ("full", "bias_only", "fixed", "none")
 OUTPUT_GATES = ("sigmoid", "silu")
-# Settings of other models of transformers that a FoX cannot have.
+# Values that a FoX requires for fields of other models of transformers.
 FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
-# Names that the base class takes beside its fields and properties.
+# Names that the base class accepts in addition to its fields and properties.
 BASE_NAMES = {"attn_implementation", "rope_theta", "auto_map", "quantization_config", *FIXED}
 LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 
 
 class FoxSizes(NamedTuple):
-    """Sizes that a `FoxConfig` resolves: those that may be left out there, and what follows from them.
+    """Resolved sizes of a `FoxConfig`: optional fields and what follows from them.
 
     num_key_value_groups: query heads that share a key head.
     gates_per_key: gates that fade a key head: 1, or one for each of its query heads.
@@ -45,45 +62,46 @@ class FoxConfig(PreTrainedConfig):
     Args:
         max_position_embeddings: the training context; without RoPE it limits nothing.
         intermediate_size: width of the MLP. Default 8/3 hidden_size, rounded up to a multiple of 256.
-        num_key_value_heads: key and value heads; each serves num_attention_heads / num_key_value_heads query heads,
-            each of which has a forget gate of its own, unless `forget_gate_per_kv_head`. Default num_attention_heads.
+        num_key_value_heads: key and value heads, each shared by num_attention_heads / num_key_value_heads query heads.
+            Default num_attention_heads.
+        forget_gate_per_kv_head: share a forget gate among the query heads of a key head. Default: one for each.
         head_dim: default hidden_size / num_attention_heads.
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
         decay_time_min: initial decay time in tokens of the fastest head. Decay times are log-spaced over the heads, so
             that head h forgets by a factor e in T_h tokens (Appendix D). Required for "fixed": 2 ** (8 / H) and 2 ** 8
-            are the slopes of ALiBi for H heads, a power of two. Without it a learned gate starts half open, forgetting
-            that much in 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
+            are the slopes of ALiBi for H heads, a power of two. Default: learned gates start half open, with a decay
+            time of 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
         decay_time_max: initial decay time of the slowest head.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
-        qkv_bias: a bias on the query, key and value projections, as Qwen2 has.
+        qkv_bias: a bias on the query, key and value projections, as in Qwen2.
         qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as
             the released checkpoints do. `qk_norm_eps` is its epsilon.
         output_gate: None, "sigmoid" or "silu" of a projection of the input, multiplied onto the attention output.
         output_norm: RMSNorm per head on the attention output, before the output gate.
         k_shift: data-dependent token shift on keys (eq. 14).
-        v_shift: the same on values.
-        sliding_window: a token attends to the last `sliding_window` tokens, itself included. Default None: to all.
-        log_pruning_tolerance: `attn_implementation="forgetting_triton"` skips keys that the gates have faded, as long
-            as the skipped keys of a row weigh at most e^log_pruning_tolerance together (arXiv 2504.06949; -10 there).
-            At most 0; None skips nothing, as the other implementations do.
+        v_shift: data-dependent token shift on values.
+        sliding_window: number of tokens that a token attends to, itself included. Default None: all.
+        log_pruning_tolerance: log of the attention weight of a row that `attn_implementation="forgetting_triton"` may
+            skip, in keys that the gates have faded (arXiv 2504.06949; -10 there). At most 0; None skips nothing, as
+            the other implementations do.
         format_version: layout of the saved folder.
 
     Raises:
-        ValueError: a name is unknown; a value is out of its range or contradicts another; or the folder was saved by a
-            newer hf-longctx. A saved configuration may hold unknown names, which other programs have added.
+        ValueError: a name is unknown, unless the configuration was saved; a value is out of range or contradicts
+            another; or the folder was saved by a newer hf-longctx.
     """
 
     model_type = "fox"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
     default_theta = 500_000.0
-    # Tensor parallelism splits every layer by heads. `_tp_plan` drops the rules of modules that a model does not have.
+    # Tensor parallelism splits every layer by heads. `_tp_plan` drops the rules of absent modules.
     base_model_tp_plan = {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
-        # Shift weights and gate are no nn.Linear: "packed_colwise" runs them on the heads of a rank and sums the
+        # Shift weights and gate are not nn.Linear: "packed_colwise" runs them on the heads of a rank and sums the
         # gradients of their input.
         "layers.*.self_attn.k_shift_proj": "packed_colwise",
         "layers.*.self_attn.k_shift_proj.weight": "colwise",
@@ -163,7 +181,7 @@ class FoxConfig(PreTrainedConfig):
 
     @property
     def sizes(self) -> FoxSizes:
-        """Sizes of the layers, of which none is left out."""
+        """The resolved sizes of the layers."""
         head_dim, kv_heads, width = self.head_dim, self.num_key_value_heads, self.intermediate_size
         assert head_dim is not None and kv_heads is not None and width is not None  # since `__post_init__`
         group = self.num_attention_heads // kv_heads
@@ -172,8 +190,8 @@ class FoxConfig(PreTrainedConfig):
 
     @property
     def layer_types(self):
-        """Layer types by which transformers makes a cache; they follow from the other fields."""
-        # The token shift is a one-token convolution: transformers caches it beside the attention in a "hybrid" layer.
+        """The layer types from which transformers makes a cache; they follow from the other fields."""
+        # The token shift is a one-token convolution, which transformers caches in a "hybrid" layer.
         if self.k_shift or self.v_shift:
             layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
         else:
@@ -184,13 +202,13 @@ class FoxConfig(PreTrainedConfig):
     def layer_types(self, value):
         if value is not None and value != self.layer_types:
             raise ValueError(
-                f"layer_types is {value}; with k_shift={self.k_shift}, v_shift={self.v_shift} and "
-                f"sliding_window={self.sliding_window} those of a FoX are {self.layer_types}. Leave layer_types out."
+                f"layer_types must be {self.layer_types} with k_shift={self.k_shift}, v_shift={self.v_shift} and "
+                f"sliding_window={self.sliding_window}, got {value}. Leave layer_types out."
             )
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        # `kwargs` may change depth or window, and with them the layer types that were saved.
+        # `kwargs` may change depth or window, from which the saved layer types follow.
         layer_types = config_dict.get("layer_types") or []
         if len(set(layer_types)) == 1 and layer_types[0] in LAYER_TYPES:
             config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
@@ -219,89 +237,89 @@ class FoxConfig(PreTrainedConfig):
         return plan
 
     def validate_rope(self):
-        """Raise ValueError for RoPE parameters that transformers accepts; `@strict` calls this in the end."""
+        """Raise ValueError for RoPE parameters that only transformers accepts; `@strict` calls this."""
         super().validate_rope()
         parameters = self.rope_parameters or {}
         if not (theta := parameters.get("rope_theta", 1.0)) > 0:
-            raise ValueError(f"rope_theta={theta}; it must be a positive number such as 500000.0.")
+            raise ValueError(f"rope_theta must be a positive number such as 500000.0, got {theta}.")
         if (share := parameters.get("partial_rotary_factor", 1.0)) != 1:
             raise ValueError(
-                f"partial_rotary_factor={share}; a FoX rotates the whole head, as a Llama of transformers does, while vLLM "
-                "would rotate a part. Leave it out."
+                f"partial_rotary_factor must be 1, got {share}: a FoX rotates the whole head, as a Llama of transformers "
+                "does, while vLLM would rotate a part. Leave it out."
             )
 
     def _check_fields(self, kwargs):
         unknown = [x for x in kwargs if x not in BASE_NAMES and not x.startswith("_") and not hasattr(type(self), x)]
-        if unknown and "model_type" not in kwargs:  # to a saved configuration, other programs add names
+        if unknown and "model_type" not in kwargs:  # other programs add names to saved configurations
             closest = difflib.get_close_matches(unknown[0], type(self).__annotations__)
-            hint = f"; close to it: {', '.join(closest)}" if closest else ""
-            raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint}. help(FoxConfig) lists all of them.")
+            hint = f"; did you mean {closest[0]!r}?" if closest else "."
+            raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint} help(FoxConfig) lists all fields.")
         sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
         for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
             size = getattr(self, name)
             if size is not None and size < 1:
-                raise ValueError(f"{name}={size}; it must be at least 1.")
+                raise ValueError(f"{name} must be at least 1, got {size}.")
         for name, value in FIXED.items():
             if (got := kwargs.get(name, getattr(self, name, value))) != value:
-                raise ValueError(f"{name}={got}; a FoX is a causal decoder, so it can only be {value}.")
+                raise ValueError(f"{name} must be {value}, because a FoX is a causal decoder; got {got}.")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = getattr(self, name)
             if any(i is not None and not 0 <= i < self.vocab_size for i in (ids if isinstance(ids, list) else [ids])):
-                raise ValueError(f"{name}={ids}; it must be None, or from 0 to below vocab_size={self.vocab_size}.")
+                raise ValueError(
+                    f"{name} must be None or from 0 to vocab_size - 1 = {self.vocab_size - 1}, got {ids}."
+                )
 
     def check_heads(self) -> None:
-        """Raise ValueError if heads and their sizes do not fit; fill in those that were left out."""
+        """Raise ValueError if heads and their sizes do not match; fill in defaults."""
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"num_key_value_heads={self.num_key_value_heads}; query heads share key heads in equal groups."
+                f"num_attention_heads must be a multiple of num_key_value_heads={self.num_key_value_heads}, got "
+                f"{self.num_attention_heads}. Query heads share key heads in equal groups."
             )
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
-                    f"hidden_size={self.hidden_size} is not a multiple of num_attention_heads="
-                    f"{self.num_attention_heads}, so the head size is not an integer. Change one, or give head_dim."
+                    f"hidden_size must be a multiple of num_attention_heads={self.num_attention_heads}, got "
+                    f"{self.hidden_size}. Change one of them, or set head_dim."
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.sliding_window is not None and self.sliding_window < 2:
-            raise ValueError(f"sliding_window={self.sliding_window}; it must be None, or at least 2 tokens.")
+            raise ValueError(f"sliding_window must be None or at least 2 tokens, got {self.sliding_window}.")
 
     def _check_gates(self):
         if self.forget_gate not in FORGET_GATES:
-            raise ValueError(f"forget_gate={self.forget_gate!r} is unknown; it must be one of {FORGET_GATES}.")
+            raise ValueError(f"forget_gate must be one of {FORGET_GATES}, got {self.forget_gate!r}.")
         if self.output_gate is not None and self.output_gate not in OUTPUT_GATES:
-            raise ValueError(f"output_gate={self.output_gate!r} is unknown; it must be None or one of {OUTPUT_GATES}.")
+            raise ValueError(f"output_gate must be None or one of {OUTPUT_GATES}, got {self.output_gate!r}.")
         if self.log_pruning_tolerance is not None and not self.log_pruning_tolerance <= 0:
             raise ValueError(
-                f"log_pruning_tolerance={self.log_pruning_tolerance} is the log of a share, so at most 0; None turns "
-                "pruning off."
+                f"log_pruning_tolerance must be at most 0, the log of a weight, got {self.log_pruning_tolerance}. None "
+                "disables pruning."
             )
         if self.forget_gate == "none" and self.forget_gate_per_kv_head:
             raise ValueError(
-                'forget_gate_per_kv_head=True shares forget gates, but forget_gate is "none". Leave one of them out.'
+                'forget_gate_per_kv_head=True requires a forget gate, but forget_gate is "none". Remove one of them.'
             )
         if self.qk_norm_shared and not self.qk_norm:
-            raise ValueError("qk_norm_shared=True shares the weights of qk_norm, which is off. Give qk_norm=True too.")
+            raise ValueError("qk_norm_shared=True requires qk_norm=True, got qk_norm=False. Set both.")
         shortest, longest = self.decay_time_min, self.decay_time_max
         if shortest is None and longest is None:
             if self.forget_gate == "fixed":
                 raise ValueError(
-                    'forget_gate="fixed" needs decay_time_min and decay_time_max (tokens, e.g. 2 and 512).'
+                    'forget_gate="fixed" requires decay_time_min and decay_time_max, in tokens, e.g. 2 and 512.'
                 )
             return
         both = f"decay_time_min={shortest} and decay_time_max={longest}"
         if self.forget_gate == "none":
-            raise ValueError(
-                f'{both} set the initial bias of forget gates, but forget_gate is "none". Leave them out.'
-            )
+            raise ValueError(f'{both} require a forget gate, but forget_gate is "none". Leave them out.')
         if shortest is None or longest is None or not 0 < shortest <= longest < math.inf:
             raise ValueError(f"{both} must be tokens with 0 < min <= max < inf.")
 
     @classmethod
     def pro(cls, **kwargs):
-        """Return FoX (Pro): output gate and norm, QK-norm, token shifts (sec. 3, Figure 1). `kwargs` override."""
+        """Return FoX (Pro): output gate and norm, QK-norm, token shifts (Figure 1); overridden by `kwargs`."""
         switches: dict[str, Any] = dict(
             qk_norm=True, output_gate="sigmoid", output_norm=True, k_shift=True, v_shift=True
         )

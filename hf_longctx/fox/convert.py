@@ -5,8 +5,7 @@ The layout of an implementation is one table of names, read in both directions. 
 
 import copy
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,7 +177,7 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
         config_dict: its config.json; fields that it leaves out have the authors' defaults.
 
     Returns:
-        The model in the (widest) dtype of `state_dict`, on the CPU, in evaluation mode, with logits equal to the
+        The model in the (common_dtype) dtype of `state_dict`, on the CPU, in evaluation mode, with logits equal to the
         original's.
 
     Raises:
@@ -240,15 +239,10 @@ def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 
 def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
     """Build a FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
-    conversion = Conversion.to_fox(config, modules)
-    conversion.check({name: tensor.shape for name, tensor in state_dict.items()}, row_reader(state_dict))
-    pieces = [
-        pieces for name, (_, pieces) in conversion.outputs.items() if "f_proj" not in name
-    ]  # float32 in any model
-    dtype = widest(state_dict[name].dtype for name, _, _ in itertools.chain(*pieces))
+    tensors = tensors_of_fox(config, modules, state_dict)
+    dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # float32 in any model
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    tensors = {name: conversion.make(name, row_reader(state_dict)) for name in conversion.outputs}
     model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # a tied head is left out
     model.tie_weights()
     return model
@@ -257,98 +251,76 @@ def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict
 def export_state_dict(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
     """Return (state_dict, config_dict) of `model` in the layout `kind`."""
     config_dict = write_config(kind, model.config)
-    conversion = Conversion.from_fox(model.config, LAYOUTS[kind][0].modules)
-    read = row_reader(model.state_dict())
-    state_dict = {name: conversion.make(name, read) for name in conversion.outputs}
+    state_dict = tensors_of_others(model.config, LAYOUTS[kind][0].modules, model.state_dict())
     if model.config.tie_word_embeddings:
         state_dict["lm_head.weight"] = state_dict["model.embeddings.weight"]
     return state_dict, {**config_dict, "torch_dtype": str(model.dtype).removeprefix("torch.")}
 
 
-ReadRows = Callable[[str, int, int], torch.Tensor]
-
-
-def row_reader(tensors: dict[str, torch.Tensor]) -> ReadRows:
-    """Return a function (name, start, stop) -> rows of that tensor."""
-    return lambda name, start, stop: tensors[name][start:stop]
-
-
-def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the dtype that holds all of them without loss."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """The rows of input tensors that make up each output tensor.
+def tensors_of_fox(
+    config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a FoX, by name, made of those of another implementation whose modules `modules` names.
 
-    Attributes:
-        config: of the FoX at one end.
-        inputs: shape of every input tensor, by name.
-        outputs: shape of every output tensor, by name, and the pieces (input, first row, end row) that it stacks. No
-            pieces: an open forget gate.
+    They share memory with `state_dict`, except new forget gates.
     """
+    _, theirs, places = correspondence(config, modules)
+    check_tensors(config, theirs, state_dict)
+    tensors = {name: state_dict[place[0]][place[1] : place[2]] for name, place in places.items() if place}
+    if new := places.keys() - tensors.keys():
+        shortest, longest = config.decay_time_min, config.decay_time_max
+        assert shortest is not None and longest is not None  # of a gate that is not in `state_dict`
+        bias = decay_time_bias(config.num_attention_heads, shortest, longest)
+        weight = torch.zeros(config.num_attention_heads, config.hidden_size)
+        tensors |= {name: (weight if name.endswith(".weight") else bias).clone() for name in new}
+    return {name: tensors[name] for name in places}
 
-    config: FoxConfig
-    inputs: dict[str, tuple[int, ...]]
-    outputs: dict[str, tuple[tuple[int, ...], list[tuple[str, int, int]]]]
 
-    @classmethod
-    def to_fox(cls, config: FoxConfig, modules: Mapping[str, str | None]) -> "Conversion":
-        ours, theirs, pieces = correspondence(config, modules)
-        stacks = {name: [piece] if piece else [] for name, piece in pieces.items()}
-        return cls(config, theirs, {name: (shape, stacks[name]) for name, shape in ours.items()})
+def tensors_of_others(
+    config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Invert `tensors_of_fox`."""
+    ours, _, places = correspondence(config, modules)
+    check_tensors(config, ours, state_dict)
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, place in places.items():
+        parts.setdefault(place[0], []).append(state_dict[name])
+    return {name: x[0] if len(x) == 1 else torch.cat(x) for name, x in parts.items()}
 
-    @classmethod
-    def from_fox(cls, config: FoxConfig, modules: dict) -> "Conversion":
-        ours, theirs, pieces = correspondence(config, modules)
-        stacks = {name: [] for name in theirs}
-        for name, (their_name, _, _) in pieces.items():
-            stacks[their_name].append((name, 0, ours[name][0]))
-        return cls(config, ours, {name: (shape, stacks[name]) for name, shape in theirs.items()})
 
-    def check(self, shapes: dict[str, tuple[int, ...]], read: ReadRows) -> None:
-        """Raise ValueError with all tensors that are missing, unknown or of another shape than the configuration says.
-
-        Args:
-            shapes: shape of every tensor of the checkpoint, by name.
-            read: reads rows of a tensor, to compare a head that is stored beside tied embeddings with them.
-        """
-        # Old Llama checkpoints hold the frequencies of RoPE, which follow from the configuration.
-        shapes = {name: tuple(shape) for name, shape in shapes.items() if not name.endswith("rotary_emb.inv_freq")}
-        problems = [f"missing: {name}" for name in self.inputs.keys() - shapes.keys()]
-        problems += [
-            f"shape of {name} is {shapes[name]}, not {tuple(shape)}"
-            for name, shape in self.inputs.items()
-            if name in shapes and shapes[name] != tuple(shape)
-        ]
-        unknown = shapes.keys() - self.inputs.keys()
-        if self.config.tie_word_embeddings and "lm_head.weight" in unknown:
-            unknown.remove("lm_head.weight")
-            embeddings = next(name for name in self.inputs if name.startswith("model.embed"))
-            if shapes["lm_head.weight"] != shapes.get(embeddings) or not torch.equal(
-                *(read(name, 0, shapes[name][0]) for name in ("lm_head.weight", embeddings))
-            ):
-                problems.append(f"tie_word_embeddings is true, but lm_head.weight is not equal to {embeddings}")
-        problems += [f"unknown: {name}" for name in unknown]
-        if problems:
-            raise ValueError("the tensors do not fit the configuration:\n  " + "\n  ".join(sorted(problems)))
-
-    def make(self, name: str, read: ReadRows) -> torch.Tensor:
-        """Make the output `name` from the inputs that `read` reads."""
-        shape, pieces = self.outputs[name]
-        if not pieces and name.endswith(".weight"):
-            return torch.zeros(shape)
-        if not pieces:
-            shortest, longest = self.config.decay_time_min, self.config.decay_time_max
-            assert shortest is not None and longest is not None  # a gate without a source has decay times
-            return decay_time_bias(shape[0], shortest, longest)
-        parts = [read(*piece) for piece in pieces]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+def check_tensors(
+    config: FoxConfig, shapes: dict[str, tuple[int, ...]], state_dict: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ValueError with all tensors that are missing, unknown or of another shape than `shapes` says."""
+    # Old Llama checkpoints hold the frequencies of RoPE, which follow from the configuration.
+    names = {name for name in state_dict if not name.endswith("rotary_emb.inv_freq")}
+    problems = [f"missing: {name}" for name in shapes.keys() - names]
+    problems += [
+        f"shape of {name} is {tuple(state_dict[name].shape)}, not {shape}"
+        for name, shape in shapes.items()
+        if name in names and tuple(state_dict[name].shape) != shape
+    ]
+    unknown = names - shapes.keys()
+    if config.tie_word_embeddings and "lm_head.weight" in unknown:
+        unknown.remove("lm_head.weight")
+        embeddings = next(name for name in shapes if name.startswith("model.embed"))
+        if embeddings in names and not torch.equal(state_dict["lm_head.weight"], state_dict[embeddings]):
+            problems.append(f"tie_word_embeddings is true, but lm_head.weight is not equal to {embeddings}")
+    problems += [f"unknown: {name}" for name in unknown]
+    if problems:
+        raise ValueError("the tensors do not fit the configuration:\n  " + "\n  ".join(sorted(problems)))
 
 
 def correspondence(config, modules):
-    """Return the shapes of our and of their tensors, and for each of ours (their name, first row, end row) or None."""
+    """Return the shapes of our and of their tensors, and for each of ours its place in theirs.
+
+    A place is (their name, first row, end row), or None for a new forget gate.
+    """
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:
@@ -356,19 +328,19 @@ def correspondence(config, modules):
     for x in ("k", "v"):
         if getattr(config, f"{x}_shift"):  # their shifted projection is a module of two layers
             modules = modules | {f"{x}_proj": f"{x}_proj.linear"}
-    theirs, pieces = {}, {}
+    theirs, places = {}, {}
     for name, (rows, *columns) in ours.items():
         parts = [modules.get(part, part) for part in name.split(".")]
         if None in parts:
-            pieces[name] = None
+            places[name] = None
             continue
         their_name = ".".join(parts)
         if config.forget_gate != "full":  # a parameter, not a projection
             their_name = their_name.replace("fgate_proj.bias", "fgate_bias")
         first = theirs[their_name][0] if their_name in theirs else 0
         theirs[their_name] = (first + rows, *columns)
-        pieces[name] = (their_name, first, first + rows)
-    return ours, theirs, pieces
+        places[name] = (their_name, first, first + rows)
+    return ours, theirs, places
 
 
 def read_config(kind: str, config_dict: dict) -> FoxConfig:

@@ -1,4 +1,4 @@
-"""Conversion of checkpoint folders, file by file, with the tables of `convert.py`."""
+"""Conversion of checkpoint folders with the tables of `convert.py`."""
 
 import json
 import os
@@ -6,19 +6,26 @@ import shutil
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import save_torch_state_dict
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
-from transformers.dynamic_module_utils import custom_object_save
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from .checkpoint_files import Checkpoint, new_folder, read_json, tokenizer_files
 from .configuration_fox import FoxConfig
-from .convert import LAYOUTS, LLAMA_MODULES, Conversion, read_config, read_llama_config, widest, write_config
-from .modeling_fox import AUTO_MAP
+from .convert import (
+    LAYOUTS,
+    LLAMA_MODULES,
+    common_dtype,
+    read_config,
+    read_llama_config,
+    tensors_of_fox,
+    tensors_of_others,
+    write_config,
+)
 
 
+FORMATS = ("llama", *LAYOUTS)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -31,10 +38,9 @@ def convert_folder(
 ) -> None:
     """Convert a checkpoint folder to FoX, or a FoX folder to another layout.
 
-    Weights keep their dtype. One file of the result is in memory at a time (twice while it is written), and none is
-    larger than the largest of the source, but for new gates. The result appears at `destination` when it is complete,
-    and not before. A FoX folder holds all that `save_pretrained` writes, the code included. Tokenizer and generation
-    settings are taken along.
+    Weights keep their dtype. The files of the source are mapped into memory, and one file of the result is held in
+    memory while it is written. The result appears at `destination` when it is complete, and not before. A FoX folder
+    holds all that `save_pretrained` writes, the code included. Tokenizer and generation settings are copied.
 
     Args:
         source: folder with config.json and safetensors files, sharded or not.
@@ -52,87 +58,70 @@ def convert_folder(
     """
     source, destination = Path(source), Path(destination)
     with new_folder(destination) as folder:
-        write_folder(source, folder, source_format, destination_format, decay_time)
+        if not (source / CONFIG_NAME).is_file():
+            raise ValueError(
+                f"{source} is not a checkpoint folder, it has no {CONFIG_NAME}. A model on the Hub is fetched by: "
+                "hf download NAME --local-dir FOLDER."
+            )
+        config_dict = read_json(source / CONFIG_NAME)
+        copied = tokenizer_files(source)
+        try:
+            write_folder(config_dict, source, folder, source_format, destination_format, decay_time)
+        except StrictDataclassError as error:  # which is not a ValueError
+            raise ValueError(f"{source / CONFIG_NAME}: {error}") from error
+        for path in copied:
+            shutil.copyfile(path, folder / path.name)
 
 
 def write_folder(
-    source: Path, folder: Path, source_format: str, destination_format: str, decay_time: float | None
+    config_dict: dict,
+    source: Path,
+    folder: Path,
+    source_format: str,
+    destination_format: str,
+    decay_time: float | None,
 ) -> None:
-    """Write the result of `convert_folder`."""
-    if not (source / CONFIG_NAME).is_file():
-        raise ValueError(
-            f"{source} is not a checkpoint folder, it has no {CONFIG_NAME}. A model on the Hub is fetched by: "
-            "hf download NAME --local-dir FOLDER."
-        )
-    config_dict = read_json(source / CONFIG_NAME)
-    try:
-        config, their_config, conversion = plan(config_dict, source_format, destination_format, decay_time)
-    except StrictDataclassError as error:  # which is not a ValueError
-        raise ValueError(f"{source / CONFIG_NAME}: {error}") from error
-    copied = tokenizer_files(source)
-    checkpoint = Checkpoint(source)
-    conversion.check(checkpoint.shapes, checkpoint.read)
-    stored = {checkpoint.dtypes[name] for name in conversion.inputs}
-    if unknown := stored - set(DTYPES.values()):
-        raise ValueError(f"{source} has weights of {', '.join(map(str, unknown))}; convert the original weights.")
-    dtype = DTYPES.get(str(config_dict.get("dtype", config_dict.get("torch_dtype")))) or widest(stored)
-    if their_config is None:
-        save_code_and_config(config, dtype, folder)
-    else:
-        their_config["torch_dtype"] = str(dtype).removeprefix("torch.")
-        (folder / CONFIG_NAME).write_text(json.dumps(their_config, indent=2) + "\n")
-    write_shards(conversion, checkpoint, dtype, folder)
-    for path in copied:
-        shutil.copyfile(path, folder / path.name)
-
-
-def plan(
-    config_dict: dict, source_format: str, destination_format: str, decay_time: float | None
-) -> tuple[FoxConfig, dict | None, Conversion]:
-    """Return the FoX's config, the configuration to write if the result is not a FoX, and the tensors' conversion."""
-    formats = ("llama", *LAYOUTS)
-    if destination_format == "fox" and source_format in formats:
+    """Write model and configuration of a result of `convert_folder`, without the tokenizer."""
+    if destination_format == "fox" and source_format in FORMATS:
         if decay_time is not None and source_format != "llama":
             raise ValueError(f"decay_time={decay_time} opens the gates of a model without gates; leave it out.")
         if source_format == "llama":
             config, modules = read_llama_config(config_dict, decay_time), LLAMA_MODULES
         else:
             config, modules = read_config(source_format, config_dict), LAYOUTS[source_format][0].modules
-        return config, None, Conversion.to_fox(config, modules)
-    if source_format == "fox" and destination_format in LAYOUTS:
+        tensors, largest_file = load(source)
+        tensors = tensors_of_fox(config, modules, tensors)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype_of(config_dict, tensors))
+        new = sum(x.nbytes for name, x in tensors.items() if source_format == "llama" and "f_proj" in name)
+        model.save_pretrained(folder, state_dict=tensors, max_shard_size=largest_file + new)
+    elif source_format == "fox" and destination_format in LAYOUTS:
         if config_dict.get("model_type") != FoxConfig.model_type:
             raise ValueError(f"model_type is {config_dict.get('model_type')!r}, not 'fox'; name the source's format.")
         config = FoxConfig.from_dict(config_dict)
         their_config = write_config(destination_format, config)
-        return config, their_config, Conversion.from_fox(config, LAYOUTS[destination_format][0].modules)
-    raise ValueError(
-        f"cannot convert from {source_format!r} to {destination_format!r}: from one of {formats} to 'fox', or from "
-        f"'fox' to one of {tuple(LAYOUTS)}."
-    )
+        tensors, largest_file = load(source)
+        tensors = tensors_of_others(config, LAYOUTS[destination_format][0].modules, tensors)
+        their_config["torch_dtype"] = str(dtype_of(config_dict, tensors)).removeprefix("torch.")
+        (folder / CONFIG_NAME).write_text(json.dumps(their_config, indent=2) + "\n")
+        pattern = SAFE_WEIGHTS_NAME.replace(".", "{suffix}.")
+        save_torch_state_dict(tensors, folder, filename_pattern=pattern, max_shard_size=largest_file)
+    else:
+        raise ValueError(
+            f"cannot convert from {source_format!r} to {destination_format!r}: from one of {FORMATS} to 'fox', or from "
+            f"'fox' to one of {tuple(LAYOUTS)}."
+        )
 
 
-def save_code_and_config(config: FoxConfig, dtype: torch.dtype, folder: Path) -> None:
-    """Write what `save_pretrained` writes besides the weights."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.config.architectures = [type(model).__name__]
-    model.config.auto_map = dict(AUTO_MAP)
-    custom_object_save(model, folder, config=model.config)
-    model.config.save_pretrained(folder)
-    model.generation_config.save_pretrained(folder)
+def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """Return the tensors of a folder by name, mapped from their files, and the bytes of the largest file."""
+    checkpoint = Checkpoint(source)
+    if unknown := set(checkpoint.dtypes.values()) - set(DTYPES.values()):
+        raise ValueError(f"{source} has weights of {', '.join(map(str, unknown))}; convert the original weights.")
+    return {name: checkpoint.read(name) for name in checkpoint.files}, checkpoint.largest_file
 
 
-def write_shards(conversion: Conversion, checkpoint: Checkpoint, dtype: torch.dtype, folder: Path) -> None:
-    """Write the outputs of `conversion` into files no larger than the source's; new tensors get `dtype`."""
-    empty, new = {}, 0
-    for name, (shape, pieces) in conversion.outputs.items():
-        stored = widest(checkpoint.dtypes[piece[0]] for piece in pieces) if pieces else dtype
-        empty[name] = torch.empty(shape, dtype=stored, device="meta")
-        new += 0 if pieces else empty[name].nbytes
-    split = split_torch_state_dict_into_shards(empty, max_shard_size=checkpoint.largest_file + new)
-    for file, names in split.filename_to_tensors.items():
-        tensors = {name: conversion.make(name, checkpoint.read).to(empty[name].dtype).contiguous() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+def dtype_of(config_dict: dict, tensors: dict[str, torch.Tensor]) -> torch.dtype:
+    """Return the dtype that a configuration names, or else the common_dtype of the tensors."""
+    name = str(config_dict.get("dtype", config_dict.get("torch_dtype")))
+    return DTYPES.get(name) or common_dtype(x.dtype for x in tensors.values())

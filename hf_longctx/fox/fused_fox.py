@@ -1,13 +1,12 @@
 """Norms, token shift and output gate of a FoX, each in one pass over memory.
 
-`fused_norm` is a norm, with the output gate after it; `fused_heads` is QK-norm, with the token shift before it:
+`fused_norm` is a norm followed by the output gate; `fused_heads` is QK-norm preceded by the token shift:
 
     z_t = x_t + a_t (x_{t-1} - x_t)          y = w * z / sqrt(mean(z^2) + eps) * act(g)
 
-Both have a definition in plain PyTorch. On a GPU a Triton kernel computes them, and another one their gradients from
-the same inputs: only those are saved. Sums over tokens are made in a fixed order, without atomics.
-
-Names in the kernels are those of kernels_fox.py. A program holds BT tokens of one head, [BT, BD], in fp32.
+Both are defined in plain PyTorch. On a GPU, one Triton kernel computes them and another one their gradients, from the
+saved inputs alone. Sums over tokens have a fixed order. Names in the kernels are those of kernels_fox.py; a program
+holds BT tokens of one head, [BT, BD], in fp32.
 """
 
 from __future__ import annotations  # keeps tl.constexpr unevaluated where Triton is absent
@@ -20,15 +19,15 @@ from torch.autograd import Function, forward_ad
 from transformers.activations import ACT2FN
 
 from .attention_fox import autocast_dtype
-from .kernels_fox import jit, jit_any_length, narrow, triton
-from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded
-from .triton_fox import MAX_HEAD_DIM, _on, blocks_of, is_traced, launch, needs_grad, processors
+from .kernels_fox import jit, jit_any_length, load_tokens, store_tokens, triton
+from .state_fox import shift_tokens
+from .tiles_fox import DECODE_ROWS, Tile, padded
+from .triton_fox import DTYPES, MAX_HEAD_DIM, _on, blocks_of, is_traced, launch, needs_grad, processors, why_not
 
 
 if triton is not None:
     import triton.language as tl
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ELEMENTS = 2048  # of a block
 PROGRAMS = 8  # for each multiprocessor, in the backward pass
 
@@ -36,48 +35,14 @@ PROGRAMS = 8  # for each multiprocessor, in the backward pass
 # --- the definition --------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=8)
-def cached_number(value: float) -> torch.Tensor:
-    return torch.tensor(value, dtype=torch.float32)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Compute RMSNorm over the last dimension, weight (1 or H, D), in the dtype of x or of autocast."""
-    plain = x.dtype == torch.float32 and x.is_cpu and type(x) is torch.Tensor
-    if plain and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu")):
-        # PyTorch has no kernel for it on a CPU, and its composition takes more passes over memory
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return (x * torch.addcmul(cached_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()).mul_(weight)
-    dtype, weight = autocast_dtype(x.device) or x.dtype, weight.to(x.dtype)
-    if len(weight) == 1:
-        return F.rms_norm(x, x.shape[-1:], weight[0], eps).to(dtype)
-    return (F.rms_norm(x, x.shape[-1:], eps=eps) * weight).to(dtype)
-
-
-def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: torch.Tensor | None) -> torch.Tensor:
-    """Return the predecessor of each token, 0 where it has none: (B, T, H, D).
-
-    before: (B, 1, H, D), the token before the first one; None for zeros.
-    predecessor: as in `Call`.
-    """
-    if before is None:
-        before = torch.zeros_like(x[:, :1])
-    if predecessor is None:
-        return before if x.shape[1] == 1 else torch.cat([before, x], dim=1)[:, :-1]
-    index = predecessor[..., None, None]  # (1 or B, T, 1, 1)
-    previous = torch.cat([before, x], dim=1).gather(1, index.clamp(min=0).expand_as(x))
-    return previous.masked_fill(index < 0, 0.0)
-
-
-def shift_tokens(x, share, before=None, predecessor=None):
-    """Mix each token with its predecessor, whose weight is `share`, (B, T, H)."""
-    return torch.lerp(x, previous_tokens(x, before, predecessor), share[..., None].to(x.dtype))
-
-
 def norm_as_defined(x, weight, eps, gate=None, activation=None):
     """Compute `fused_norm` in plain PyTorch."""
-    x = rms_norm(x, weight.view(-1, x.shape[-1]), eps)
-    return x if gate is None else x * ACT2FN[activation](gate).view(x.shape)
+    dtype, weight = autocast_dtype(x.device) or x.dtype, weight.to(x.dtype).view(-1, x.shape[-1])
+    if len(weight) == 1:
+        y = F.rms_norm(x, x.shape[-1:], weight[0], eps).to(dtype)
+    else:
+        y = (F.rms_norm(x, x.shape[-1:], eps=eps) * weight).to(dtype)
+    return y if gate is None else y * ACT2FN[activation](gate).view(y.shape)
 
 
 def as_defined(x, weight, gate, k, v, k_weight, share, predecessor, eps, activation):
@@ -90,21 +55,6 @@ def as_defined(x, weight, gate, k, v, k_weight, share, predecessor, eps, activat
 
 
 # --- the kernels -----------------------------------------------------------------------------------------------------
-
-
-@jit
-def load_tokens(p_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
-    """Tokens o_n of one of H heads, [BT, BD] fp32; 0 where m_n is false."""
-    o_d = tl.arange(0, BD)
-    p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
-    return tl.load(p_block, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
-
-
-@jit
-def store_tokens(p_x, b_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
-    o_d = tl.arange(0, BD)
-    p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
-    tl.store(p_block, narrow(b_x, p_x.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
 
 
 @jit
@@ -312,12 +262,8 @@ def launch_fused_norm_backward(
             *(dy if dy is None else dy.contiguous() for dy in gradients),
             dx, dk, dv, dx if gate is None else dgate, dshare, dw, *sizes, eps, blocks, parts, **constants,
         )  # fmt: skip
-    dk_weight = None if k is None else sum_parts(dw[:, H:], k_weight)
-    return dx, sum_parts(dw[:, :H], weight), dgate, dk, dv, dk_weight, dshare
-
-
-def sum_parts(dw, weight):
-    return dw.sum((0, 1) if len(weight) == 1 else 0).view(weight.shape).to(weight.dtype)
+    dw_k = None if k is None else dw[:, H:].sum_to_size(k_weight.shape).to(k_weight.dtype)
+    return dx, dw[:, :H].sum_to_size(weight.shape).to(weight.dtype), dgate, dk, dv, dw_k, dshare
 
 
 class FusedNorm(Function):
@@ -336,10 +282,9 @@ class FusedNorm(Function):
         if not (torch.is_grad_enabled() or is_traced(gradients[0])):
             found = launch_fused_norm_backward(gradients, *inputs, predecessor, successor, *ctx.options)
             return *found, *(None,) * 5
-        needed = ctx.needs_input_grad[:7]
         with torch.enable_grad():
             outputs = [y for y in as_defined(*inputs, predecessor, *ctx.options) if y is not None]
-        gradients = [dy.to(y.dtype) for dy, y in zip(gradients, outputs)]
+        gradients, needed = [dy.to(y.dtype) for dy, y in zip(gradients, outputs)], ctx.needs_input_grad[:7]
         wanted = [x for x, is_needed in zip(inputs, needed) if is_needed]
         found = iter(torch.autograd.grad(outputs, wanted, gradients, create_graph=torch.is_grad_enabled()))
         return *(next(found) if is_needed else None for is_needed in needed), *(None,) * 5
@@ -348,15 +293,13 @@ class FusedNorm(Function):
 @lru_cache(maxsize=64)
 def has_kernels(device: torch.device) -> bool:
     """Return whether the kernels run on a device: an NVIDIA GPU for which Triton compiles."""
-    available = triton is not None and device.type == "cuda" and torch.version.hip is None
-    return available and capability_of(device) >= OLDEST_GPU
+    return device.type == "cuda" and why_not(1, device=device) is None
 
 
 def can_fuse(*tensors: torch.Tensor) -> bool:
     """Return whether the kernels compute a call; the first tensor is (B, T, ...).
 
-    They do on a GPU, in training and prefill; not where torch traces or transforms a call, and not for a few tokens,
-    which are bound by the host.
+    They do so on a GPU, but not where torch traces or transforms a call, nor for a few tokens, which are launch-bound.
     """
     x = tensors[0]
     return (
@@ -370,19 +313,13 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
     )
 
 
-def fused_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    gate: torch.Tensor | None = None,
-    activation: str | None = None,
-) -> torch.Tensor:
-    """Normalize, and gate if asked to, in one pass over memory where the kernels run.
+def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) -> torch.Tensor:
+    """Normalize and optionally gate, in one pass over memory where the kernels run.
 
     Args:
-        x: (B, T, H, D), or (..., D) without a gate, where the kernels do not run.
+        x: (B, T, H, D); without a gate also (..., D), for which the kernels do not run.
         weight: (D,), or (H * D,) with a part for each head.
-        gate: (B, T, H * D), whose activation, "sigmoid" or "silu", is a factor after the norm.
+        gate: (B, T, H * D); its activation, "sigmoid" or "silu", is multiplied onto the norm.
 
     Returns:
         x's shape, in the dtype of x or of autocast.

@@ -1,11 +1,8 @@
-"""The arguments of a call, read once.
+"""The arguments of a call, read and checked once.
 
-`read_call` turns the arguments of `FoxModel.forward` into a `Call`, which every layer takes as it is: no layer looks
-at masks, borders or positions again.
-
-Mistakes of the caller that would otherwise go unnoticed raise an error first; PyTorch refuses others by itself. Shapes
-and names cost nothing to check. Values are checked only where they lie on the CPU, since reading a value from a GPU
-would stall every step. While compiling, nothing is checked.
+`read_call` turns the arguments of `FoxModel.forward` into a `Call` for all layers. Mistakes that would otherwise stay
+silent raise an error. Values are checked on the CPU only, because reading a value from a GPU would stall every step,
+and nothing is checked while compiling.
 """
 
 import difflib
@@ -19,24 +16,24 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs, logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width
-from .call_fox import Call, Shard, is_exporting
+from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width, is_exporting
+from .backend_fox import NAME, find_triton_mask
 from .compat_fox import check_unknown
-from .state_fox import drops_tokens
+from .state_fox import Call, drops_tokens
 
 
 logger = logging.get_logger(__name__)
 
 NO_QUANTIZED_CACHE = (
-    "FoX cannot use a quantized cache: the running sum of its gates is stored in the keys and would be rounded with "
+    "FoX cannot use a quantized cache: the cumulative sum of its gates is stored in the keys and would be rounded with "
     "them. Leave cache_implementation out, or use 'static' or 'offloaded'."
 )
-# What a call of the model may name. transformers passes on whatever else it is given.
+# Known arguments of the model. transformers passes on unknown ones.
 NAMES = {"input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache"}
 NAMES |= {"past_key_values", "logits_to_keep", *TransformersKwargs.__annotations__}
 PART_OF_A_ROW = (
-    "a part of a row which context or sequence parallelism has split, where the gates of one part would not fade the keys "
-    "of the parts before, so FoX refuses it. Use `hf-longctx train --sequence-parallel N`, or another parallelism."
+    "a part of a sequence which context or sequence parallelism has split. FoX does not support it, because the gates of "
+    "one part would not fade the keys of earlier parts. Use `hf-longctx train --sequence-parallel N`."
 )
 
 
@@ -46,7 +43,7 @@ def read_call(
     attention_mask: torch.Tensor | dict | None,
     position_ids: torch.Tensor | None,
     cache,
-    shard: Shard | None = None,
+    shard: Any = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     **kwargs,
@@ -56,18 +53,18 @@ def read_call(
     Args:
         config: the `FoxConfig`, whose attention implementation is chosen.
         inputs_embeds: (B, T, hidden), or (B, t, hidden) where a shard is given.
-        attention_mask: (B, past + T), a mask of four dimensions as in `read_tree_mask`, the result of
-            `create_masks_for_generate`, or None.
+        attention_mask: (B, past + T), a 4D mask as in `read_tree_mask`, the result of `create_masks_for_generate`, or
+            None.
         position_ids: (1 or B, T) or None.
         cache: a `Cache` or None.
         shard: the part of each row that `inputs_embeds` is, or None.
-        cu_seq_lens_q, seq_idx: borders of packed sequences, as in `find_sequences`.
-        kwargs: what other parts of the model take.
+        cu_seq_lens_q, seq_idx: boundaries of packed sequences, as in `find_sequences`.
+        kwargs: arguments of other parts of the model.
 
     Raises:
-        ValueError: tokens, mask, positions and cache do not fit together; or packed sequences, or rows that several
-            processes share, have padding or a cache.
-        NotImplementedError: FoX cannot use this cache in this way.
+        ValueError: tokens, mask, positions and cache do not match; or packed sequences, or rows that several processes
+            share, have padding or a cache.
+        NotImplementedError: FoX does not support this cache here.
     """
     if shard is not None:  # only the shape of the whole rows is used
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
@@ -83,15 +80,15 @@ def read_call(
     else:
         if attention_mask is not None:
             token_mask = read_token_mask(attention_mask, length)
-        borders = position_ids, cu_seq_lens_q, seq_idx
-        if borders != (None, None, None) and (cache is None or not torch.compiler.is_compiling()):
-            sequences = find_sequences(batch, length, device, token_mask, *borders)
+        boundaries = position_ids, cu_seq_lens_q, seq_idx
+        if boundaries != (None, None, None) and (cache is None or not torch.compiler.is_compiling()):
+            sequences = find_sequences(batch, length, device, token_mask, *boundaries)
         if sequences is not None:
             if token_mask is not None or cache is not None:
                 raise ValueError(
-                    "these rows hold packed documents (their position ids start again, or cu_seq_lens_q or seq_idx says "
-                    "so), which a cache cannot tell apart, and whose attention_mask may not hide tokens. Leave "
-                    "cache and attention_mask out: padding after the documents needs only labels of -100."
+                    "these rows hold packed documents (by restarting position ids, cu_seq_lens_q or seq_idx), which "
+                    "a cache cannot separate, and whose attention_mask may not hide tokens. Omit cache and "
+                    "attention_mask: padding after the documents needs only labels of -100."
                 )
             attention_mask = cache = None  # at most ones, and an empty cache while compiling
         mask = create_attention_mask(config, inputs_embeds, attention_mask, cache, sequences)
@@ -107,10 +104,10 @@ def read_call(
             successor = find_successors(predecessor, token_mask)
     flash = {}
     if sequences is not None and cu_seq_lens_q is None and is_flash_attention_requested(config):
-        # FlashAttention would look for them in the position ids, in each layer again and only in a batch of one
-        borders = F.pad((sequences.flatten() == 0).nonzero()[:, 0], (0, 1), value=sequences.numel()).int()
+        # FlashAttention would infer them from the position ids, once per layer and only in a batch of one
+        boundaries = F.pad((sequences.flatten() == 0).nonzero()[:, 0], (0, 1), value=sequences.numel()).int()
         longest = int(sequences.max()) + 1
-        flash = dict(cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=longest, max_length_k=longest)
+        flash = dict(cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=longest, max_length_k=longest)
     if position_ids is None:
         position_ids = sequences
     if position_ids is None:
@@ -120,19 +117,19 @@ def read_call(
 
 
 def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
-    """Return `Call.successor` of a `Call.predecessor` whose real tokens have one predecessor each, (1 or B, T)."""
+    """Invert `Call.predecessor`, (1 or B, T), whose real tokens have one predecessor each."""
     length = predecessor.shape[1]
     has_none = predecessor <= 0 if token_mask is None else (predecessor <= 0) | ~token_mask
-    index = torch.where(has_none, length, predecessor - 1)  # of the predecessor, or of a place that is cut off
+    index = torch.where(has_none, length, predecessor - 1)  # of the predecessor, or a slot that is cut off
     tokens = torch.arange(length, device=predecessor.device).expand_as(predecessor)
     successor = predecessor.new_full((predecessor.shape[0], length + 1), -1).scatter(1, index, tokens)
     return successor[:, :-1].contiguous()
 
 
 def can_be_cached(call: Call) -> bool:
-    """Return whether a new cache may be filled with these rows; warn once if packed sequences forbid it.
+    """Return whether a new cache may be filled with these rows; warn once if they are packed.
 
-    While compiling it may: sequences that are only taken for packed may be continued.
+    Compiled calls may fill one, because their rows are only assumed to be packed.
     """
     if call.position_in_sequence is None or torch.compiler.is_compiling():
         return True
@@ -143,8 +140,7 @@ def can_be_cached(call: Call) -> bool:
 def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
     """Return which of the last `length` tokens are real, (B, T) bool, of a mask (B, past + T); None if all are.
 
-    Not transformers' `create_recurrent_attention_mask`: it takes a single token for a generated one, but a prompt may
-    come token by token.
+    transformers' `create_recurrent_attention_mask` treats a single token as generated, but it may belong to a prompt.
     """
     if attention_mask is None:
         return None
@@ -152,10 +148,12 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
     return None if not torch.compiler.is_compiling() and token_mask.all() else token_mask
 
 
-def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_ids=None) -> Any:
-    """Return who sees whom, in the form that the attention implementation of the config takes."""
+def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> Any:
+    """Return the mask in the form that the attention implementation of the config takes."""
+    if config._attn_implementation == NAME:
+        return find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    return create(config, inputs_embeds, attention_mask, cache, position_ids=position_ids)
+    return create(config, inputs_embeds, attention_mask, cache, position_ids=position_in_sequence)
 
 
 def find_sequences(
@@ -170,16 +168,16 @@ def find_sequences(
     """Return the position of each token in its own sequence, (B, T), where rows hold several; None where no row does.
 
     A sequence starts where a collator's `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) says so, or where the position
-    ids do not rise from one token to the next. While compiling, when values cannot be read, position ids without a
-    mask are taken for packed, as transformers does.
+    ids do not increase. Compiled calls, which cannot read values, assume that position ids without a mask are packed,
+    as transformers does.
     """
     compiling = torch.compiler.is_compiling()
     if cu_seq_lens_q is not None:
         ends = not compiling and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length)
         if batch > 1 or ends or (not compiling and (cu_seq_lens_q.diff() < 0).any()):
             raise ValueError(
-                "cu_seq_lens_q holds the borders of documents packed into one row: it needs a batch of one and must "
-                f"rise from 0 to the length of the row; got an input of {(batch, length)} tokens and "
+                "cu_seq_lens_q holds the boundaries of documents packed into one row: it needs a batch of one and must "
+                f"increase from 0 to the length of the row; got an input of {(batch, length)} tokens and "
                 f"{cu_seq_lens_q.tolist()}."
             )
         starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
@@ -205,7 +203,7 @@ def find_sequences(
         elif not compiling and starts[:, 1:].any():
             check_restarts(position_ids, starts)
     if not compiling and position_ids is not None and (cu_seq_lens_q, seq_idx) != (None, None):
-        check_borders(position_ids.to(device), starts)
+        check_boundaries(position_ids.to(device), starts)
     if not compiling and not starts[:, 1:].any():
         return None
     index = torch.arange(length, device=device)
@@ -213,73 +211,71 @@ def find_sequences(
 
 
 def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check a mask of four dimensions, and find the token before each token. While compiling, values are not checked.
+    """Check a 4D attention mask, and find the token before each token. Compiled calls check no values.
 
     Args:
         config: the `FoxConfig`.
-        mask: (1 or B, 1, T, keys): boolean, True for what is seen, or floating, 0 for what is seen and a minimum for
-            the rest. `keys` are those in the cache after this call, free slots of a static cache included.
+        mask: (1 or B, 1, T, keys): boolean, True for visible keys, or floating, 0 for visible keys and a minimum for
+            others. `keys` are those in the cache after this call, including free slots of a static cache.
         batch, length: B and T.
         cache: a `Cache` or None.
 
     Returns:
-        the mask as booleans; and (1 or B, T), the last token that each token sees before itself, counted from the last
-        cached token, which is 0, over the new ones; -1 if it sees none.
+        The mask as booleans; and `Call.predecessor`, (1 or B, T): the last token that each token sees before itself.
 
     Raises:
-        ValueError: shape, dtype or values are others; a token sees a later one, or more than the sliding window; or
-            the model has a token shift and the token before a new one is a cached token but not the last.
+        ValueError: shape, dtype or values are wrong; a token sees a later one, or more than the sliding window; or the
+            model has a token shift, and a new token follows a cached token that is not the last.
         NotImplementedError: the cache is a `PrunedCache`.
     """
     if drops_tokens(cache):
         raise NotImplementedError(
-            f"a {type(cache).__name__} has dropped tokens by the gates of all tokens, so it cannot follow an "
-            "attention_mask of four dimensions. Use DynamicCache(config=model.config)."
+            f"a {type(cache).__name__} has dropped tokens by the gates of all tokens, so it does not support a 4D "
+            "attention_mask. Use DynamicCache(config=model.config)."
         )
     cached, keys, offset = 0, length, 0
     if cache is not None:
         cached, (keys, offset) = cache.get_seq_length(), cache.get_mask_sizes(length, 0)
     if tuple(mask.shape) not in ((batch, 1, length, keys), (1, 1, length, keys)):
         raise ValueError(
-            f"attention_mask is {tuple(mask.shape)}; with four dimensions it must be {(batch, 1, length, keys)}: for each "
-            "row, the same for all heads, which keys each new token sees."
+            f"a 4D attention_mask must be {(batch, 1, length, keys)}, the keys that each new token of a row sees, the same "
+            f"for all heads; got {tuple(mask.shape)}."
         )
     compiling, additive = torch.compiler.is_compiling(), mask.is_floating_point()
     values = compiling or not additive or ((mask == 0) | (mask < MASKED)).all()
     if not values or not (additive or mask.dtype == torch.bool):
         raise ValueError(
-            f"attention_mask of four dimensions is {mask.dtype}; it must be boolean, True for what a token sees, or "
-            "floating and added to logits: 0 for what a token sees and torch.finfo(dtype).min for the rest. Convert a "
-            "mask of 1 and 0: mask.bool()."
+            f"a 4D attention_mask must be boolean, True for visible keys, or floating and added to logits: 0 for visible "
+            f"keys and torch.finfo(dtype).min for others; it is {mask.dtype}. Convert a mask of 1 and 0: mask.bool()."
         )
     visible = mask > MASKED if additive else mask
     key = torch.arange(keys, device=mask.device) + offset
     query = torch.arange(length, device=mask.device)[:, None] + cached  # (T, 1)
     if not compiling and (visible & (key > query)).any():
         raise ValueError(
-            "attention_mask lets a token see a later one, which a FoX, whose gates forget the past, cannot. Hide what "
-            "lies above the diagonal: mask.tril()."
+            "attention_mask lets a token see a later one, but the gates of a FoX forget the past. Hide the keys above "
+            "the diagonal: mask.tril()."
         )
     if config.sliding_window is not None and not compiling and visible.sum(-1).max() > config.sliding_window:
         raise ValueError(
-            f"attention_mask lets a token see {visible.sum(-1).max()} tokens; with sliding_window={config.sliding_window} it "
-            "must hide all but the last so many."
+            f"attention_mask must hide all but the last {config.sliding_window} tokens, the sliding_window; it lets a token "
+            f"see {visible.sum(-1).max()}."
         )
     before = torch.where(visible[:, 0] & (key < query), key, -1).amax(-1)  # (1 or B, T)
     predecessor = torch.where(before < 0, -1, before - cached + 1)
     if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
             "attention_mask continues a cached token that is not the last one, but the token shift of this model is "
-            "cached for the last one alone. Give the branch and all before it, after the last cached token, in one call."
+            "cached for the last one alone. Pass the branch and all tokens after the last cached one in one call."
         )
     return visible, predecessor
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- checks ----------------------------------------------------------------------------------------------------------
 
 
 def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs: dict) -> None:
-    """Raise ValueError if tokens, mask, positions and cache do not fit together; arguments as in `read_call`."""
+    """Raise ValueError if tokens, mask, positions and cache do not match; arguments as in `read_call`."""
     if cache is not None and is_exporting() and any(hasattr(layer, "max_cache_len") for layer in cache.layers):
         raise NotImplementedError(
             "FoX cannot be exported with a static cache: exporters make its keys too narrow for the decay and leave the "
@@ -299,7 +295,7 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard
         check_unknown(name, kwargs[name])
     if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
         raise ValueError(
-            "is_causal=False; the gates of a FoX forget the past, so its attention is causal. Leave it out."
+            "is_causal must be True, because the gates of a FoX forget the past; got False. Leave it out."
         )
     for function in (F.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)):
         package = getattr(function, "__module__", None) or ""
@@ -307,13 +303,13 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard
             raise ValueError(f"{package} has replaced the attention: each process has {PART_OF_A_ROW}")
     if shard is not None and (attention_mask is not None or cache is not None):
         raise ValueError(
-            "rows that several processes share take no attention_mask and no cache. Padding at the end of a row needs no "
-            "mask, only labels of -100."
+            "rows that several processes share support no attention_mask and no cache. Padding at the end of a row needs "
+            "no mask, only labels of -100."
         )
     if inputs_embeds.ndim != 3:
         raise ValueError(
             f"the embedded input is {tuple(inputs_embeds.shape)}; it must be (B, T, {config.hidden_size}), from input_ids "
-            "of (B, T). Give a single text as input_ids[None]."
+            "of (B, T). Pass a single sequence as input_ids[None]."
         )
     batch, length = inputs_embeds.shape[:2]
     if position_ids is not None:
@@ -324,10 +320,10 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard
 
 
 def check_positions(position_ids, batch: int, length: int, alone: bool) -> None:
-    """Raise ValueError if position ids are not (1 or B, T), or may be those of a part of a row.
+    """Raise ValueError if position ids are not (1 or B, T), or may belong to a part of a sequence.
 
-    alone: there is neither a mask nor a cache. In one process, a row may start anywhere: RoPE sees differences of
-        positions only.
+    alone: there is neither a mask nor a cache. In one process, a sequence may start anywhere, because RoPE depends on
+        differences of positions only.
     """
     if tuple(position_ids.shape) not in ((batch, length), (1, length)):
         raise ValueError(
@@ -340,12 +336,12 @@ def check_positions(position_ids, batch: int, length: int, alone: bool) -> None:
     if alone and processes > 1 and (position_ids[:, 0] > 0).any():
         raise ValueError(
             f"position_ids start at {position_ids[:, 0].max()} without a cache, in one of {processes} processes. That may "
-            f"be {PART_OF_A_ROW} Where a row is a whole text, count from 0."
+            f"be {PART_OF_A_ROW} Count the positions of a whole sequence from 0."
         )
 
 
 def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> None:
-    """Raise ValueError unless a mask is (B, past + T) of 1 and 0; how many are cached, None, may be unknown."""
+    """Raise ValueError unless a mask is (B, past + T) of 1 and 0; `cached` is None if it is unknown."""
     shape = (batch, length if cached is None else cached + length)
     if attention_mask.ndim != 2 or (cached is not None and attention_mask.shape != shape):
         raise ValueError(
@@ -361,25 +357,25 @@ def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> N
             )
 
 
-def check_borders(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids (1 or B, T) start again where the borders, (B, T), have no document start."""
+def check_boundaries(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
+    """Raise ValueError if position ids (1 or B, T) restart where the boundaries, (B, T), have no document start."""
     restarts = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)) & ~starts
     if restarts.any():
         row, t = restarts.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids start again at token {t} of row {row}, where cu_seq_lens_q or seq_idx has no border. Leave one of "
+            f"position_ids start again at token {t} of row {row}, where cu_seq_lens_q or seq_idx has no boundary. Leave one of "
             "them out, or make them agree."
         )
 
 
 def check_restarts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids (B, T) fall, at one of `starts` (B, T), to where no document can start.
+    """Raise ValueError if position ids (B, T) decrease, at one of `starts` (B, T), to where no document can start.
 
-    Or if every token starts one: position ids that are all 0 are a mistake.
+    Position ids that are all 0 are a mistake too.
     """
     if starts.all(dim=1).any():
         raise ValueError(
-            "position_ids do not rise in one of the rows, so every token would be a document of its own. Count the "
+            "position_ids do not increase in one of the rows, so every token would be a document of its own. Count the "
             "tokens of each document from 0, or leave position_ids out."
         )
     if (position_ids[:, 0] < 0).any():
@@ -392,7 +388,7 @@ def check_restarts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
         row, t = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"position_ids go from {position_ids[row, t - 1]} to {position_ids[row, t]} at token {t} of row {row}. "
-            "Within a document they must rise, and the next document packed into the row must start with "
+            "Within a document they must increase, and the next document packed into the row must start with "
             f"{position_ids[row, 0]} again, as the first did."
         )
 
@@ -401,12 +397,12 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
     """Return the number of tokens in a cache; None where only the GPU knows.
 
     Raises:
-        TypeError: the cache is not one of a decoder.
-        ValueError: this model, with this batch, cannot have filled the cache. The first layer is looked at.
-        NotImplementedError: the cache is a quantized one.
+        TypeError: the cache does not belong to a decoder.
+        ValueError: this model, with this batch, cannot have filled the cache, by its first layer.
+        NotImplementedError: the cache is quantized.
     """
     kind, make_one = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
-    if not hasattr(cache, "layers"):  # the tuple of old versions, or the cache of another kind of model
+    if not hasattr(cache, "layers"):  # the tuple of old versions, or the cache of an encoder-decoder
         raise TypeError(f"`cache` must be a Cache of transformers for a decoder, got a {kind}. {make_one}")
     layers = cache.layers
     if len(layers) not in (0, config.num_hidden_layers):
@@ -434,6 +430,6 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         if readable and layer.get_seq_length() > 0 and keys[0, 0, 0, marker] != GATE_QUERY:
             raise ValueError(f"the keys in this {kind} carry no decay, so another model has filled it. {make_one}")
     if (config.k_shift or config.v_shift) and not hasattr(layer, "conv_states"):
-        raise ValueError(f"this {kind} has no place for the token shift. {make_one}")
+        raise ValueError(f"this {kind} cannot store the state of the token shift. {make_one}")
     cached = cache.get_seq_length()
     return cached if isinstance(cached, int) else int(cached) if cached.device.type == "cpu" else None

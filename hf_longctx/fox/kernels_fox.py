@@ -113,6 +113,21 @@ def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr,
 
 
 @jit
+def load_tokens(p_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
+    """Tokens o_n of one of H heads, [BT, BD] fp32; 0 where m_n is false."""
+    o_d = tl.arange(0, BD)
+    p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
+    return tl.load(p_block, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
+
+
+@jit
+def store_tokens(p_x, b_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
+    o_d = tl.arange(0, BD)
+    p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
+    tl.store(p_block, narrow(b_x, p_x.dtype.element_ty), mask=m_n[:, None] & (o_d < D)[None, :])
+
+
+@jit
 def decay(c_i, e_i, c_j, e_j):
     """c_i - c_j with the rounding error of the difference: the fp32 pair c + e holds about 48 bits."""
     return (c_i - c_j) + (e_i - e_j)

@@ -1,29 +1,26 @@
 """The keys that a query sees: padding, packing and a window become one integer per query, the first key that it sees.
 
 `find_visible_keys` computes that integer for the operator and for the model. Adaptive computation pruning (arXiv
-2504.06949) raises it to the first key that the gates have not forgotten (`prune_kernel` in kernels_fox.py), and
-`count_pruned_blocks` counts what was left out.
+2504.06949) raises it to the first key that the gates have not forgotten (`prune_kernel` in kernels_fox.py).
 """
 
-import contextlib
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from .tiles_fox import DECODE_ROWS, Tile
+from .tiles_fox import DECODE_ROWS
 
 
 class VisibleKeys(NamedTuple):
     """The keys that the queries of one call see, the same in every layer of a model.
 
     key_start: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row.
-        key_start > own position: the query sees nothing. None: plain causal attention.
+        A query whose key_start exceeds its own position sees nothing. None: plain causal attention.
     end: the queries are the last Tq of the first `end` keys; the slots after them are free. An int, or a tensor of one
-        element where only the device knows.
-    order, query_order, token_mask: set only where padding lies between real tokens. Orders of the keys, (B, Tk), and
-        of the queries, (B, Tq), that put padding first, and False for each ordered key that is padding. `key_start`
-        counts in this order.
+        element if only the device knows it.
+    order, query_order, token_mask: set only if padding lies between real tokens. Permutations of the keys, (B, Tk),
+        and of the queries, (B, Tq), that move padding to the front, and False for each permuted key that is padding.
+        `key_start` counts permuted keys.
     """
 
     key_start: torch.Tensor | None
@@ -33,25 +30,25 @@ class VisibleKeys(NamedTuple):
     token_mask: torch.Tensor | None = None
 
     def contiguous(self):
-        """Return itself: `generate` calls this on every mask."""
+        """Return self; `generate` calls this on every mask."""
         return self
 
     def last(self, length):
-        """Return the same for the last `length` keys alone, for a cache that has dropped the keys before them."""
+        """Return the visible keys among the last `length`, for a cache that has dropped the others."""
         if self.order is not None:
             raise NotImplementedError(
-                "forgetting_triton cannot use a PrunedCache where padding lies between real tokens. Pad on one side, or "
+                "forgetting_triton does not support a PrunedCache if padding lies between real tokens. Pad on one side, or "
                 "use another backend: model.set_attn_implementation('sdpa')."
             )
         first = None if self.key_start is None else (self.key_start - (self.end - length)).clamp(min=0)
         return VisibleKeys(first, length)
 
     def sort_queries(self, x):
-        """Put padding first in (B, H, Tq, ...)."""
+        """Move padding to the front of (B, H, Tq, ...)."""
         return x if self.query_order is None else take(x, self.query_order)
 
     def sort_keys(self, x):
-        """Put padding first in (B, H, Tk, ...)."""
+        """Move padding to the front of (B, H, Tk, ...)."""
         return x if self.order is None else take(x, self.order)
 
     def unsort_queries(self, x):
@@ -68,17 +65,17 @@ def take(x, order):
 def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, window=None, end=None) -> VisibleKeys:
     """Find the keys that causal queries see, from padding, packed sequences and a window.
 
-    Call it once per forward pass: looking at `token_mask` waits for the device.
+    Call it once per forward pass, because reading `token_mask` waits for the device.
 
     Args:
         Tq, Tk: number of queries and keys. The queries are the last Tq of the first `end` keys.
         token_mask: (B, Tk) bool, False at padding.
         sequence_start: (B or 1, Tq) integers, position of the first key of each query's sequence.
         window: number of most recent positions that a query sees, its own included.
-        end: (1,) or () integer tensor, number of filled key slots where only the device knows it. Default Tk.
+        end: (1,) or () integer tensor, number of filled key slots if only the device knows it. Default: Tk.
     """
     compiling = torch.compiler.is_compiling()
-    reorder = end is not None and Tq > DECODE_ROWS  # free slots, like padding, go in front of the keys
+    reorder = end is not None and Tq > DECODE_ROWS  # free slots are moved to the front, like padding
     end = Tk if end is None else end
     slots = torch.arange(Tq, device=device) + (end - Tq)  # of the queries among the keys
     first = torch.zeros_like(slots)[None] if sequence_start is None else sequence_start  # (B or 1, Tq)
@@ -111,19 +108,10 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
     return VisibleKeys(first[:, None].int(), end)
 
 
-def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
-    """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: borders, (N + 1,)."""
-    if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
-        rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
-        torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
-    cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
-    return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
-
-
 def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
     """Transpose key_start, (b, h, Tq), to one past the last query that sees each key, int32, (b, h, Tk).
 
-    A key that no query sees has a number of at most its own position.
+    For a key that no query sees, the result is at most its own position.
     """
     keys = torch.arange(Tk, device=key_start.device, dtype=torch.int32).expand(*key_start.shape[:2], Tk)
     count = torch.searchsorted(key_start.contiguous(), keys.contiguous(), right=True, out_int32=True)
@@ -131,7 +119,7 @@ def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
 
 
 def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
-    """Bound |scale * q.k| by the largest norms of the queries and keys that are not padding, (B, Hq)."""
+    """Bound |scale * q.k| by the largest norms of queries and keys that are not padding, (B, Hq)."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if key_start is not None:  # padding may hold anything
@@ -142,49 +130,7 @@ def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
 
 
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
-    """Expand a number, or a tensor that broadcasts to (B, Hq), to what kernels read: (B, Hq), fp32, contiguous."""
+    """Expand a number, or a tensor that broadcasts to (B, Hq), to (B, Hq), fp32, contiguous, as kernels read it."""
     if not isinstance(logit_bound, torch.Tensor):
         return q.new_full(q.shape[:2], logit_bound, dtype=torch.float32)  # a copy to the GPU would wait for it
     return logit_bound.to(q.device, torch.float32).expand(q.shape[:2]).contiguous()
-
-
-@dataclass(eq=False)
-class PrunedBlocks:
-    """Blocks of the forward tile, summed over heads, rows and calls; `count_pruned_blocks` yields it.
-
-    total: blocks that causality, padding, packing and window leave.
-    pruned: how many of them were not computed.
-    """
-
-    total: int | torch.Tensor = 0
-    pruned: int | torch.Tensor = 0
-
-
-_tallies: list[PrunedBlocks] = []
-
-
-def tally_pruned(key_start: torch.Tensor | None, pruned_from: torch.Tensor, Tk: int, tile: Tile) -> None:
-    """Count the key blocks that `key_start` leaves to the query blocks of a call, and those `pruned_from` drops."""
-    if not _tallies:
-        return
-    stops = torch.arange(Tk - pruned_from.shape[-1], Tk, tile.BM, device=pruned_from.device).add(tile.BM).clamp(max=Tk)
-    begin = pruned_from[..., :: tile.BM]
-    before = torch.zeros_like(begin) if key_start is None else key_start[..., :: tile.BM].expand_as(begin)
-    blocks, kept = (((stops - first).clamp(min=0) + tile.BN - 1) // tile.BN for first in (before, begin))
-    for tally in _tallies:
-        tally.total = tally.total + blocks.sum()
-        tally.pruned = tally.pruned + (blocks - kept).sum()
-
-
-@contextlib.contextmanager
-def count_pruned_blocks():
-    """Count what adaptive computation pruning leaves out: `with count_pruned_blocks() as blocks: model(x)`, then read
-    `blocks.pruned` and `blocks.total`, as integers at the end of the block. Compiled calls are not counted.
-    """
-    tally = PrunedBlocks()
-    _tallies.append(tally)
-    try:
-        yield tally
-    finally:
-        _tallies.remove(tally)
-    tally.total, tally.pruned = int(tally.total), int(tally.pruned)

@@ -2,7 +2,7 @@
 
 A pre-norm decoder whose softmax attention fades its keys by a data-dependent forget gate, one scalar per head and
 token; it needs no positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate and
-norm, and a token shift on keys and values. The gate is folded into the keys (see attention_fox.py), so every attention
+norm, and a token shift on keys and values. The gate is folded into the keys (attention_fox.py), so every attention
 backend, cache and generation method of transformers works unchanged.
 """
 
@@ -34,14 +34,15 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .attention_fox import CLOSED_GATE, folded_width
 from .backend_fox import AUTO, attend, check_implementation, choose_implementation, with_implementation
-from .call_fox import PLAIN_CALL, Call, Shard
 from .compat_fox import CACHE, accept_both_names, adapt
 from .configuration_fox import FoxConfig
-from .fused_fox import can_fuse, fused_heads, fused_norm, shift_tokens
+from .fused_fox import can_fuse, fused_heads, fused_norm
 from .inputs_fox import NO_QUANTIZED_CACHE, can_be_cached, create_attention_mask, read_call, read_token_mask
-from .loss_fox import can_skip_logits, loss_without_logits
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
-from .state_fox import CachedLayer, keep_token_shift
+from .state_fox import PLAIN_CALL, CachedLayer, Call, replace_shift_layers, shift_tokens
+
+
+LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
 class FoxHeadRMSNorm(nn.Module):
@@ -68,9 +69,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def are_ours(*modules: nn.Module | None) -> bool:
-    """Return whether modules are of this file and as they were made, so that their weights are all that matters.
+    """Return whether modules are unmodified classes of this file, so that a kernel needs their weights only.
 
-    Kernels of the Hub and tensor parallelism replace their `forward`, adapters the module. A compiler fuses by itself.
+    Hub kernels and tensor parallelism replace their `forward`, and adapters the module. Compiled calls need no kernel.
     """
     return not torch.compiler.is_compiling() and all(
         type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)
@@ -87,7 +88,7 @@ def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.T
 
 
 def narrow_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Project to a few numbers. Compiled, for one token, a fused fp32 sum takes half the time of a matrix product."""
+    """Project to few features. In a compiled decoding step, a fused fp32 sum is twice as fast as a matrix product."""
     if torch.compiler.is_compiling() and x.shape[1] == 1 and x.is_cuda:
         return (x.float().unsqueeze(-2) * weight).sum(-1)
     return F.linear(x, weight.to(x.dtype))
@@ -96,8 +97,8 @@ def narrow_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class FoxForgetGate(nn.Module):
     """Log gates log f_t = log sigmoid(w.x_t + b): (B, T, hidden) -> (B, H or Hkv, T), fp32.
 
-    Not an `nn.Linear`, so that quantizers and adapters leave it alone: errors of a gate add up over the whole context.
-    For the same reason the bias is added in fp32, where bfloat16 would round an open gate's decay time by 6 %.
+    It is not an `nn.Linear`, so that quantizers and adapters skip it: errors of a gate accumulate over the context.
+    For the same reason the bias is added in fp32; bfloat16 would round the decay time of an open gate by 6 %.
     """
 
     def __init__(self, config: FoxConfig):
@@ -122,9 +123,9 @@ class FoxForgetGate(nn.Module):
 
 
 class FoxShiftWeight(nn.Module):
-    """Shift weights a_t = sigmoid(w.x_t), the share of the previous key or value: (B, T, hidden) -> (B, T, Hkv), fp32.
+    """Weights a_t = sigmoid(w.x_t) of the previous key or value: (B, T, hidden) -> (B, T, Hkv), fp32.
 
-    No `nn.Linear` either: as wide as there are key heads, it is too narrow for kernels of quantized layers.
+    It is not an `nn.Linear` either, because it is too narrow for kernels of quantized layers.
     """
 
     def __init__(self, config: FoxConfig):
@@ -136,7 +137,7 @@ class FoxShiftWeight(nn.Module):
 
 
 class FoxAttention(nn.Module):
-    """Softmax attention whose keys fade by a learned gate (sec. 3); with the options of the Pro block (Figure 1)."""
+    """Softmax attention whose keys fade by a learned gate (sec. 3), with the options of the Pro block (Figure 1)."""
 
     def __init__(self, config: FoxConfig, layer_idx: int):
         super().__init__()
@@ -147,7 +148,7 @@ class FoxAttention(nn.Module):
         self.gates_per_key = config.sizes.gates_per_key
         self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
-        self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE lengthen q.k
+        self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE scale q.k
         if config.rope_parameters:
             self.rotary_gain = LlamaRotaryEmbedding(config).attention_scaling ** 2  # ty: ignore[invalid-argument-type]
         self.is_causal = True
@@ -215,14 +216,14 @@ class FoxAttention(nn.Module):
         return new
 
     def shift_weights(self, x, k):
-        """Return the weights of the predecessors of keys and of values, (B, T, 2 Hkv) fp32; 0 without a shift."""
+        """Return the shift weights of keys and values, (B, T, 2 Hkv) fp32; 0 without a shift."""
         projections: Any = (self.k_shift_proj, self.v_shift_proj)
         if are_ours(*projections):
             return narrow_linear(x, torch.cat([proj.weight for proj in projections])).float().sigmoid()
         return torch.cat([k.new_zeros(k.shape[:3]).float() if proj is None else proj(x) for proj in projections], -1)
 
     def output(self, x, o):
-        """Norm, gate and project what attention returned, (B, T, H, D) or wider, to (B, T, hidden)."""
+        """Normalize, gate and project the output of attention, (B, T, H, D) or wider, to (B, T, hidden)."""
         norm: Any = self.o_norm
         o = o[..., : self.head_dim]
         if self.g_proj is None:
@@ -261,7 +262,7 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# `save_pretrained` writes the code of every head, so a folder can be loaded with any of them.
+# A saved folder holds the code of every head, so any of them can load it.
 AUTO_MAP = {
     "AutoModel": "modeling_fox.FoxModel",
     "AutoModelForCausalLM": "modeling_fox.FoxForCausalLM",
@@ -282,24 +283,24 @@ class FoxPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
-    # vLLM reads True as "attention is a function of q, k and v" and would drop the gate.
+    # True would tell vLLM that attention is a function of q, k and v, and it would drop the gate.
     _supports_attention_backend = False
     _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}
 
     @classmethod
     def _can_set_attn_implementation(cls):
-        # transformers would search this file for the choice of the attention function, which `attend` makes
+        # transformers would search this file for the attention function, which `attend` selects
         return True
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        """Raise if Triton was requested but cannot run, or where vLLM runs models of transformers.
+        """Raise an error if Triton is requested and unavailable, or in vLLM's backend for models of transformers.
 
-        "auto" stays as it is, for each call to choose.
+        "auto" is returned unchanged, because each call resolves it.
         """
         if requested_attention == "vllm":
             raise ValueError(
-                "attention implementation 'vllm' would leave out the forget gate. vLLM has a FoX of its own with "
-                "pip install 'hf-longctx[vllm]'; leave --model-impl and --trust-remote-code out."
+                "attention implementation 'vllm' would ignore the forget gate. Install the FoX of vLLM by "
+                "pip install 'hf-longctx[vllm]', and leave out --model-impl and --trust-remote-code."
             )
         if requested_attention == AUTO:
             return AUTO
@@ -309,19 +310,16 @@ class FoxPreTrainedModel(PreTrainedModel):
     @staticmethod
     @accept_both_names
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
-        """Return all that the layers need of a (B, past + T) mask: who sees whom, and which of the T tokens are real.
+        """Return the mask of the attention implementation, under its name, and which of the T tokens are real.
 
-        Who sees whom is under the name of the implementation, which `attn_implementation="auto"` chooses here. A mask
-        of four dimensions comes back as it is.
+        `attn_implementation="auto"` is resolved here. A 4D mask is returned unchanged.
         """
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
         if config._attn_implementation == AUTO:
             config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
         return {
-            config._attn_implementation: create_attention_mask(
-                config, inputs_embeds, attention_mask, cache, position_ids
-            ),
+            config._attn_implementation: create_attention_mask(config, inputs_embeds, attention_mask, cache),
             "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1]),
         }
 
@@ -368,7 +366,7 @@ class FoxModel(FoxPreTrainedModel):
         cache: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         use_cache: bool | None = None,
-        shard: Shard | None = None,
+        shard: Any = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Return the final hidden states of all tokens.
@@ -376,17 +374,17 @@ class FoxModel(FoxPreTrainedModel):
         Args:
             input_ids: (B, T), int64; or instead
             inputs_embeds: (B, T, hidden).
-            attention_mask: (B, past + T), 1 for a token and 0 for padding; or (B, 1, T, past + T), who sees whom.
+            attention_mask: (B, past + T), 1 for a token and 0 for padding; or a 4D mask, (B, 1, T, past + T).
                 Default None: every token is real.
-            position_ids: (1 or B, T), for RoPE; where they start again, a packed document begins. Default None: they
-                count from the cached tokens on.
-            cache: a `Cache`, which grows by this call.
-            use_cache: make a cache and return it; never while gradients are recorded in training.
-            shard: a `Shard`; the tokens are then its part of each row, and `position_ids` those of whole rows.
-            kwargs: `cu_seq_lens_q` or `seq_idx`, the borders of packed documents, and what transformers passes on.
+            position_ids: (1 or B, T), for RoPE; where they restart, a packed document begins. Default None: they
+                continue from the cached tokens.
+            cache: a `Cache`, to which this call appends its tokens.
+            use_cache: create a cache and return it; ignored in training.
+            shard: as in `Call`; the tokens are then its part of each row, and `position_ids` those of whole rows.
+            kwargs: `cu_seq_lens_q` or `seq_idx`, the boundaries of packed documents, and arguments of transformers.
 
         Raises:
-            ValueError: the arguments do not fit together, or ids are beyond the vocabulary.
+            ValueError: the arguments do not match, or ids exceed the vocabulary.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds.")
@@ -395,9 +393,8 @@ class FoxModel(FoxPreTrainedModel):
                 inputs_embeds = self.embed_tokens(input_ids)
             except IndexError:
                 raise ValueError(
-                    f"input_ids holds ids from {input_ids.min()} to {input_ids.max()}; they must lie between 0 and "
-                    f"{self.config.vocab_size - 1}, as vocab_size is {self.config.vocab_size}. Is the tokenizer that of "
-                    "this model?"
+                    f"input_ids must be between 0 and {self.config.vocab_size - 1}, as vocab_size is "
+                    f"{self.config.vocab_size}; got ids from {input_ids.min()} to {input_ids.max()}. Check the tokenizer."
                 ) from None
         assert inputs_embeds is not None
         if not isinstance(cache, Cache | None) and has_pages(
@@ -415,7 +412,7 @@ class FoxModel(FoxPreTrainedModel):
         if use_cache and cache is None and can_be_cached(call):
             cache = DynamicCache(config=self.config)
         if cache is not None:
-            keep_token_shift(cache)
+            replace_shift_layers(cache)
         hidden_states = inputs_embeds
         positions = call.position_ids
         if shard is not None and positions is not None:
@@ -436,28 +433,79 @@ class FoxModel(FoxPreTrainedModel):
 
 
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """Return the hidden states whose logits are asked for, as `slice_logits_to_keep` of transformers 5.23.
+    """Return the hidden states whose logits are requested, as `slice_logits_to_keep` of transformers 5.23.
 
     Args:
         hidden_states: (B, T, hidden).
-        logits_to_keep: how many of the last positions, 0 for all; or positions, int64, of all rows (P,) or of each row
-            (B, P); or a mask of them, (B, T) bool.
+        logits_to_keep: number of the last positions, 0 for all; or positions, int64, of all rows (P,) or of each row
+            (B, P); or a mask of positions, (B, T) bool.
 
     Returns:
         (B, P, hidden), or (positions in all rows, hidden) for a mask.
 
     Raises:
-        ValueError: the number is negative, which would leave out the first positions.
+        ValueError: the number is negative.
     """
     if isinstance(logits_to_keep, int):
         if logits_to_keep < 0 or isinstance(logits_to_keep, bool):
-            raise ValueError(f"logits_to_keep={logits_to_keep}; it must be how many of the last positions, 0 for all.")
+            raise ValueError(f"logits_to_keep must be a number of last positions, 0 for all, got {logits_to_keep}.")
         return hidden_states[:, -logits_to_keep:]
     if logits_to_keep.ndim != 2:
         return hidden_states[:, logits_to_keep]
     if logits_to_keep.dtype == torch.bool:
         return hidden_states[logits_to_keep]
     return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
+
+
+def supports_chunked_loss(head: nn.Module) -> bool:
+    """Return whether `chunked_loss` can replace a head: a plain linear layer, not adapted, quantized or sharded.
+
+    PyTorch before 2.13 lacks the function.
+    """
+    return hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear and type(head.weight) is nn.Parameter
+
+
+def chunked_loss(
+    hidden_states: torch.Tensor,
+    head: nn.Linear,
+    labels: torch.Tensor | None,
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    **kwargs,
+) -> torch.Tensor:
+    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` without all logits at once; a scalar, fp32.
+
+    For 64k tokens and a vocabulary of 50k, logits in float32 take 13 GB, and a plain loss three times as much. PyTorch
+    computes the gradients together with the loss, so only the logits of a chunk exist. The weight is copied to
+    float32, because PyTorch returns the sum over all tokens in the dtype of the weights.
+
+    Args:
+        hidden_states: (B, T, hidden), or (tokens, hidden).
+        head: a head for which `supports_chunked_loss` is true.
+        labels: (B, T) or (tokens,), int64, shifted here; or
+        shift_labels: labels of the same shape that are already shifted.
+        num_items_in_batch: number of scored labels in the whole batch. None: the loss is the mean over these.
+        ignore_index: label that is not scored.
+    """
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    shift_labels = shift_labels.to(hidden_states.device).flatten()
+    rows = max(1, LOGITS_AT_ONCE // head.out_features)
+    dtype = torch.promote_types(head.weight.dtype, torch.float32)
+    loss = F.linear_cross_entropy(
+        hidden_states.flatten(0, -2).to(dtype),
+        head.weight.to(dtype),
+        shift_labels,
+        linear_bias=None if head.bias is None else head.bias.to(dtype),
+        reduction="sum",
+        ignore_index=ignore_index,
+        options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),
+    )
+    if num_items_in_batch is None:
+        num_items_in_batch = (shift_labels != ignore_index).sum()
+    return loss.float() / num_items_in_batch
 
 
 class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
@@ -477,17 +525,17 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self):
-        """Return key heads and width, with the decay, of a static cache, made by `generate` before the first token."""
+        """Return key heads and folded width of a static cache, which `generate` creates before the first token."""
         shape = super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type] of a protocol
         if shape is None or self.config.forget_gate == "none":
             return shape
         return shape[0], folded_width(self.config.sizes.head_dim, self.config.sizes.gates_per_key, self.device)
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs):
-        """Raise: code of a repository would replace `generate`, although only the code of this model is trusted."""
+        """Raise OSError: code of a repository would replace `generate`, but only the code of this model is trusted."""
         raise OSError(
-            f"FoX runs no custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and give its function: "
-            "model.generate(..., custom_generate=function)."
+            f"FoX does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and pass its "
+            "function: model.generate(..., custom_generate=function)."
         )
 
     def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
@@ -508,22 +556,22 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        skip_logits: bool = False,
+        return_logits: bool = True,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return the logits of the next token, and with labels the loss. Other arguments are those of `FoxModel`.
 
         Args:
             labels: (B, T), int64, the token ids themselves, shifted here; -100 is not scored.
-            logits_to_keep: the positions that have logits, as in `keep_positions`. Default 0: all.
-            skip_logits: with labels, make the loss piece by piece and return no logits, if the head allows it.
-            kwargs: `shift_labels` and `num_items_in_batch` of the loss, and those of `FoxModel`.
+            logits_to_keep: positions whose logits are computed, as in `keep_positions`. Default 0: all.
+            return_logits: if False, compute a given loss in chunks and return no logits, where the head supports it.
+            kwargs: `shift_labels` and `num_items_in_batch` for the loss, and arguments of `FoxModel`.
 
         Returns:
             `CausalLMOutputWithPast`: logits (B, T, vocabulary) in the model's dtype; the loss, a scalar, fp32.
 
         Raises:
-            ValueError: the arguments do not fit together, or ids are beyond the vocabulary.
+            ValueError: the arguments do not match, or ids exceed the vocabulary.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -536,19 +584,13 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         )
         assert outputs.last_hidden_state is not None
         hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
-        for name, given in {"labels": labels, "shift_labels": kwargs.get("shift_labels")}.items():
-            if given is not None and given.shape != hidden_states.shape[:-1]:
-                raise ValueError(
-                    f"{name} is {tuple(given.shape)}; it must be {tuple(hidden_states.shape[:-1])}: the token ids, which "
-                    "are shifted here if they are `labels`, with -100 where no loss is wanted."
-                )
         loss = logits = None
         scored = labels is not None or kwargs.get("shift_labels") is not None
-        if not (scored and skip_logits and can_skip_logits(self.lm_head)):
+        if return_logits or not (scored and supports_chunked_loss(self.lm_head)):
             logits = self.lm_head(hidden_states)
         if scored:
             if logits is None:
-                loss = loss_without_logits(hidden_states, self.lm_head, labels, **kwargs)
+                loss = chunked_loss(hidden_states, self.lm_head, labels, **kwargs)
             else:
                 loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
@@ -561,11 +603,11 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
 
 class FoxHead(FoxPreTrainedModel):
-    """Base of the task heads. transformers builds their decoder with AutoModel, which must know FoxModel."""
+    """Base class of the task heads, whose decoder transformers builds with AutoModel, which must know FoxModel."""
 
     def __init__(self, config):
-        # At import, `FoxConfig` could be another class than that of `config`: transformers copies every file of remote
-        # code, with its imports, to a folder of its own and so loads configuration_fox.py twice.
+        # Not at import: transformers copies every file of remote code, with its imports, to a folder of its own, so
+        # configuration_fox.py is loaded twice, and `FoxConfig` may differ from the class of `config`.
         AutoModel.register(type(config), FoxModel, exist_ok=True)
         super().__init__(config)
 

@@ -1,23 +1,85 @@
-"""`forgetting_attention`: one operator in front of the backends that compute it."""
+"""`forgetting_attention`: its definition, and one operator in front of the backends that compute it.
+
+The definition, `forgetting_attention_ref`, judges them all. On a GPU the operator runs the kernels of kernels_fox.py,
+elsewhere `scaled_dot_product_attention` on folded queries and keys (attention_fox.py).
+"""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from .attention_fox import (
     CLOSED_GATE,
+    GATE_PARTS,
+    GATE_QUERY,
     autocast_inputs,
-    check_inputs,
-    clear_padding,
-    folded_attention,
-    forgetting_attention_ref,
+    cumulative_sum,
+    fold_keys,
+    fold_queries,
+    gate_parts,
 )
 from .kernels_fox import INTERPRETED
-from .key_ranges_fox import find_visible_keys, sequence_starts
+from .key_ranges_fox import find_visible_keys
 from .triton_fox import triton_attention, why_not
 
 
 BACKENDS = ("triton", "folded", "reference")
+
+
+def forgetting_attention_ref(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_f: torch.Tensor,
+    *,
+    scale: float | None = None,
+    attention_mask: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    window: int | None = None,
+    keep_first: bool = False,
+    sink_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute softmax attention with a forget gate, written as its definition. Every backend must agree with it.
+
+    Arguments, result and errors are those of `forgetting_attention`; computed in float32, or float64 for float64
+    inputs. Memory grows with Tq * Tk.
+
+    Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only).
+    """
+    masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
+    check_inputs(q, k, v, log_f, scale=scale, **masks, sink_bias=sink_bias)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    position = torch.arange(kv_length, device=q.device)
+    distance = position[-q_length:, None] - position  # (Tq, Tk), negative in the future
+    visible, first = distance >= 0, position == 0
+    if window is not None:
+        visible = visible & (distance < window)
+    if attention_mask is not None:
+        token_mask = attention_mask.bool()
+        q, k, v, log_f = clear_padding(q, k, v, log_f, token_mask)
+        visible = visible & token_mask[:, None, None, :] & token_mask[:, None, -q_length:, None]  # (B, 1, Tq, Tk)
+        first = first_tokens(token_mask)[:, None, None, :]
+    if cu_seqlens is not None:
+        sequence_ids = torch.bucketize(position, cu_seqlens[1:], right=True)
+        visible = visible & (sequence_ids == sequence_ids[:, None])
+        first = sequence_ids.diff(prepend=sequence_ids.new_full((1,), -1)) > 0
+
+    k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
+    c = log_f.double().clamp(min=-1e4).cumsum(-1)  # (B, Hq, Tk); exp(-1e4) is 0
+    decay = c[..., -q_length:, None] - c[..., None, :]
+    if keep_first:
+        decay = decay.masked_fill(first, 0.0)
+    logits = scale * q.to(dtype) @ k.mT + decay.to(dtype)  # (B, Hq, Tq, Tk)
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if sink_bias is not None:  # of a key without a value
+        sink = sink_bias.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    weights = logits.softmax(-1)[..., :kv_length]
+    weights = weights.masked_fill(~visible, 0.0)  # a padding query sees nothing: its row is 0, not NaN
+    return (weights @ v).to(q.dtype)
 
 
 def forgetting_attention(
@@ -112,6 +174,15 @@ def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruni
     return o.masked_fill(~token_mask[:, None, -Tq:, None], 0.0)
 
 
+def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
+    """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: borders, (N + 1,)."""
+    if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
+        rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
+        torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
+    cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
+    return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
+
+
 def triton_runs_well(q: torch.Tensor) -> bool:
     """Return True if the Triton kernels can run on q without the interpreter."""
     return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
@@ -136,3 +207,170 @@ def choose_backend(
             f"backend={backend!r} computes every key, so it has no log_pruning_tolerance; leave one of the two out."
         )
     return backend
+
+
+# --- the folded form -------------------------------------------------------------------------------------------------
+
+
+def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_first=False, sink_bias=None):
+    """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys; inputs are checked.
+
+    log_f: finite. token_mask: (B, Tk) bool, False at padding. Memory is linear in Tk where Tq = Tk without a window;
+    otherwise it includes a mask of Tq * Tk booleans. A sink is one more key in front, and with it a query that is
+    left out of the result, as causality is counted from the front.
+    """
+    head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    if token_mask is not None:
+        q, k, v, log_f = clear_padding(q, k, v, log_f, token_mask)
+    mask, past = None, kv_length - q_length
+    if past or window is not None:
+        mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=q.device).tril(past)
+    if mask is not None and window is not None:
+        mask = mask.triu(past - window + 1)
+    c, real = cumulative_sum(log_f), token_mask
+    c_of_queries = c[..., -q_length:]
+    if keep_first or sink_bias is not None:
+        kept = torch.zeros(1, kv_length, dtype=torch.bool, device=k.device)
+        if keep_first:
+            kept = torch.arange(kv_length, device=k.device)[None] == 0 if real is None else first_tokens(real)
+            c = c.masked_fill(kept[:, None], 0.0)
+        if sink_bias is not None:
+            c = torch.cat([-sink_bias.float()[:, None].expand(*c.shape[:2], 1), c], dim=-1)
+            k, v, kept = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0)), F.pad(kept, (1, 0), value=True)
+            real = None if real is None else F.pad(real, (1, 0), value=True)
+            if mask is None:
+                q, c_of_queries = F.pad(q, (0, 0, 1, 0)), F.pad(c_of_queries, (1, 0))
+            else:
+                mask = F.pad(mask, (1, 0), value=True)
+        q, k = keep_from_fading(q, k, c_of_queries, kept, scale)
+    keys = fold_keys(k, c, scale)
+    if real is not None:
+        # The columns of the decay hide a padding key, so the kernel needs no (T, T) mask for it.
+        columns = torch.arange(keys.shape[-1], device=k.device) >= k.shape[-1]
+        keys = keys.masked_fill(~real[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
+    out = F.scaled_dot_product_attention(
+        fold_queries(q, c_of_queries, scale, group),
+        keys,
+        F.pad(v, (0, keys.shape[-1] - head_dim)),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=group > 1,
+    )[:, :, -q_length:, :head_dim]
+    if token_mask is not None:
+        out = out.masked_fill(~token_mask[:, None, -q_length:, None], 0.0)
+    return out
+
+
+def keep_from_fading(q, k, c, kept, scale):
+    """Append three columns to queries and keys before the fold, so that kept keys do not fade.
+
+    The decay has the resolution of the folded form; next to closed gates, its rounding exceeds their gradient.
+
+    Of such a key the fold shall add `-c_i` to the logit, which the query knows, where it adds `-c_j` of others.
+
+    Args:
+        q, k: (B, Hq, Tq, D), (B, Hkv, Tk, D).
+        c: running sum of log f at the queries, (B, Hq, Tq), fp32. At kept keys it has to be 0 in `fold_keys`, or what
+            their logits shall have less.
+        kept: (1 or B, Tk) bool.
+        scale: as in `fold_keys`.
+    """
+    parts = torch.stack(gate_parts(c / (-GATE_QUERY * scale)), dim=-1)  # (B, Hq, Tq, 3)
+    marks = (GATE_QUERY * kept.to(k.dtype))[:, None, :, None].expand(*k.shape[:3], GATE_PARTS)
+    return torch.cat([q, parts.to(q.dtype)], dim=-1), torch.cat([k, marks], dim=-1)
+
+
+def clear_padding(q, k, v, log_f, token_mask):
+    """Set q, k, v and log f to 0 at padding, where they may hold anything, NaN included. A log f of 0 does not fade.
+
+    token_mask: (B, Tk) bool, False at padding.
+    """
+    padding = ~token_mask[:, None, :, None]  # (B, 1, Tk, 1)
+    q = q.masked_fill(padding[:, :, -q.shape[2] :], 0.0)
+    return q, k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0), log_f.masked_fill(padding[..., 0], 0.0)
+
+
+def first_tokens(token_mask):
+    """Return the first real token of each row, (B, T) bool, of a mask that is True at real tokens."""
+    return token_mask & (token_mask.cumsum(-1) == 1)
+
+
+# --- mistakes --------------------------------------------------------------------------------------------------------
+
+
+def check_inputs(
+    q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None, sink_bias=None
+) -> None:
+    """Raise ValueError for arguments of `forgetting_attention` that do not fit; while compiling, check nothing.
+
+    The values of the gates are read on a CPU only: a GPU would have to wait for the answer.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if not (
+        q.ndim == k.ndim == 4
+        and k.shape == v.shape
+        and q.shape[::3] == k.shape[::3]
+        and 0 not in (*q.shape, *k.shape)
+        and q.shape[1] % k.shape[1] == 0
+        and q.shape[2] <= k.shape[2]
+        and log_f.shape == (*q.shape[:2], k.shape[2])
+    ):
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "log_f"), (q, k, v, log_f)))
+        raise ValueError(
+            f"{shapes} do not fit. q must be (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), log_f (B, Hq, Tk), a gate for each "
+            "query head and key; Hkv divides Hq, and the Tq queries are the last of the Tk keys. Pass cached keys together "
+            "with new ones."
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must share one floating dtype.")
+    if log_f.dtype != torch.float32:
+        raise ValueError(
+            f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. "
+            "Cast before the log: F.logsigmoid(gate.float())."
+        )
+    if scale is not None and not 0 < scale < float("inf"):
+        raise ValueError(f"scale is {scale}; it must be a positive number. The default is D ** -0.5.")
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        raise ValueError(f"window is {window}; it must be an integer of at least 1, the keys that a query sees.")
+    if log_pruning_tolerance is not None and not log_pruning_tolerance <= 0:
+        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
+    if sink_bias is not None and not (sink_bias.shape == q.shape[1:2] and sink_bias.is_floating_point()):
+        raise ValueError(
+            f"sink_bias is {tuple(sink_bias.shape)}, {sink_bias.dtype}; it must be (Hq,) = {tuple(q.shape[1:2])}, a floating "
+            "number for each query head."
+        )
+    batch, _, q_length, kv_length = *q.shape[:3], k.shape[2]
+    if attention_mask is not None and attention_mask.shape != (batch, kv_length):
+        raise ValueError(
+            f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, Tk) = {(batch, kv_length)} with 1 for real "
+            "tokens, cached ones included."
+        )
+    if attention_mask is not None and attention_mask.is_floating_point():
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype}; it must be boolean or integer, 1 for real tokens and 0 for padding, "
+            "because a floating mask may be one that is added to logits. Convert it: (mask == 0) if it is added, mask.bool() "
+            "if it holds 1 and 0."
+        )
+    if cu_seqlens is not None:
+        if batch != 1 or q_length != kv_length or attention_mask is not None:
+            raise ValueError(
+                "cu_seqlens describes sequences packed into one row: it needs B = 1, Tq = Tk and no attention_mask, got "
+                f"B = {batch}, Tq = {q_length}, Tk = {kv_length}."
+            )
+        borders = cu_seqlens.tolist()
+        integers = cu_seqlens.dtype != torch.bool and not cu_seqlens.is_floating_point() and cu_seqlens.ndim == 1
+        if not integers or borders != sorted(borders) or borders[:1] != [0] or borders[-1:] != [kv_length]:
+            raise ValueError(f"cu_seqlens is {borders}; it must be integers that rise from 0 to T = {kv_length}.")
+    if log_f.device.type == "cpu":
+        gates = log_f if attention_mask is None else log_f.masked_fill(~attention_mask.cpu().bool()[:, None], 0.0)
+        try:
+            valid = bool((gates <= 0).all())
+        except RuntimeError:  # under torch.func.vmap nothing can be read
+            valid = True
+        if not valid:
+            raise ValueError(
+                "log_f holds a positive or NaN value; it is the log of a gate between 0 and 1, so it must be <= 0. "
+                "Use F.logsigmoid(gate.float())."
+            )

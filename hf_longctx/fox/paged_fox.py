@@ -1,8 +1,8 @@
-"""Continuous batching: `generate_batch` and `transformers serve`, whose cache is made of pages.
+"""Continuous batching, `generate_batch` and `transformers serve`, with a paged cache.
 
-A page has no room for a running state, and requests may share it. A page therefore holds each token by itself: its key
-and value and, in the columns that folding adds, log f and the weights of the token shift. All that depends on earlier
-tokens is computed after the pages have been read.
+Requests may share a page, so a page cannot hold a state that depends on earlier tokens. It holds key and value of each
+token before the shift and, in the columns that folding adds, log f and the shift weights. The rest is computed after
+the pages have been read.
 """
 
 import copy
@@ -19,8 +19,8 @@ from .backend_fox import run_backend
 
 
 def has_pages(cache) -> bool:
-    """Return whether a cache that is not a `Cache` is that of continuous batching."""
-    # imported here because it takes as long as importing all of FoX
+    """Return whether a cache that is not a `Cache` belongs to continuous batching."""
+    # imported here because it takes as long as importing FoX
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
     return isinstance(cache, PagedAttentionCache)
@@ -31,11 +31,11 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cach
 
     Args:
         model: the `FoxModel`.
-        hidden_states: (1, T, hidden): the new tokens of all requests, one request after another.
-        attention_mask: (1, 1, T, all), additive, of all requests.
+        hidden_states: (1, T, hidden), the new tokens of all requests, concatenated.
+        attention_mask: (1, 1, T, all), additive, for all requests.
         position_ids: (1, T).
-        cache: the pages.
-        kwargs: where tokens lie in the pages, as transformers passes them to attention functions.
+        cache: the paged cache.
+        kwargs: positions of tokens in the pages, as transformers passes them to attention functions.
     """
     x, mask = hidden_states, attention_mask > MASKED  # boolean, because a decay can exceed the minimum of float16
     position_embeddings = None if model.rotary_emb is None else model.rotary_emb(x, position_ids)
@@ -46,7 +46,7 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cach
 
 
 def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) -> torch.Tensor:
-    """Return what `FoxAttention` returns for x, (1, T, hidden), with the keys of earlier tokens in pages."""
+    """Compute the output of `FoxAttention` for x, (1, T, hidden), with the keys of earlier tokens in pages."""
     q, k, v = (
         proj(x).unflatten(-1, (-1, attention.head_dim))
         for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -58,14 +58,14 @@ def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) ->
 
 
 def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
-    """Write the new tokens of all requests into their pages, and read back the tokens that attention needs.
+    """Write the new tokens of all requests into their pages, and read the tokens that attention needs.
 
     Args:
         q, k, v: projections of x, (1, T, H or Hkv, D).
-        kwargs: where tokens lie in the pages, which `cache.update` reads.
+        kwargs: positions of tokens in the pages, for `cache.update`.
 
     Returns:
-        folded queries (1, Hq, T, D'), and keys and values (1, Hkv, all, D') of all tokens of all requests.
+        Folded queries (1, Hq, T, D'), and keys and values (1, Hkv, all, D') of all tokens of all requests.
     """
     shifted = attention.k_shift_proj is not None or attention.v_shift_proj is not None
     log_f = x.new_zeros(1, k.shape[2], x.shape[1]).float() if attention.f_proj is None else attention.f_proj(x)
@@ -81,9 +81,9 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
     width = k.shape[-1]
     k, v = cache.update(k, F.pad(v, (0, width - v.shape[-1])), attention.layer_idx, kwargs)  # (1, Hkv, all, D')
 
-    borders = kwargs["cu_seq_lens_k"]  # of the requests
+    boundaries = kwargs["cu_seq_lens_k"]  # of the requests
     index = torch.arange(k.shape[2], device=k.device)
-    positions = (index - borders[torch.bucketize(index, borders, right=True) - 1])[None]  # within the request
+    positions = (index - boundaries[torch.bucketize(index, boundaries, right=True) - 1])[None]  # within the request
     c = running_sum(unfold_decay(k, attention.head_dim, attention.gates_per_key, attention.scaling), positions)
     k = k[..., : attention.head_dim]
     v, weights = v[..., : attention.head_dim + 2].tensor_split([attention.head_dim], dim=-1)
@@ -98,20 +98,20 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
 
 
 class ContinuousBatching(GenerationMixin):
-    """Continuous batching for a causal language model; a base class that comes before `GenerationMixin`."""
+    """Continuous batching for a causal language model; a mixin that precedes `GenerationMixin`."""
 
     model: Any
     device: Any
 
     @torch.no_grad()
     def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
-        """Make the manager of transformers, with pages that hold log f and shift weights too; see `through_pages`.
+        """Create the manager of transformers, whose pages also hold log f and shift weights; see `through_pages`.
 
         Raises:
-            NotImplementedError: the attention is FlashAttention, transformers is too old, or a token shift meets RoPE
-                or a sliding window.
+            NotImplementedError: the attention is FlashAttention, transformers is too old, or the model has a token
+                shift together with RoPE or a sliding window.
         """
-        # imported here because it takes as long as importing all of FoX
+        # imported here because it takes as long as importing FoX
         from transformers.generation import ContinuousBatchingConfig
         from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -119,18 +119,18 @@ class ContinuousBatching(GenerationMixin):
         shifted = config.k_shift or config.v_shift
         if shifted and (config.rope_parameters or config.sliding_window):
             raise NotImplementedError(
-                "continuous batching stores keys before the token shift, so neither rotated by RoPE nor with the key before "
-                "the sliding window: a model with k_shift or v_shift must have neither. Use `generate`."
+                "continuous batching does not support a token shift together with RoPE or a sliding window, because "
+                "pages store keys before the shift. Use `generate`."
             )
         if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa", "auto"):
             raise NotImplementedError(
-                f"continuous batching of FoX does not run with {config._attn_implementation!r}, whose kernels write "
-                "the pages themselves: model.set_attn_implementation('sdpa')."
+                f"continuous batching of FoX does not support {config._attn_implementation!r}, whose kernels write "
+                "the pages themselves. Use model.set_attn_implementation('sdpa')."
             )
         update = PagedAttentionCache.update
         if "kwargs" not in inspect.signature(update).parameters:
             raise NotImplementedError(
-                "continuous batching of FoX needs transformers>=5.23: pip install -U transformers"
+                "continuous batching of FoX requires transformers>=5.23: pip install -U transformers"
             )
         batching = copy.copy(continuous_batching_config or ContinuousBatchingConfig())
         batching.auto_switch_to_flash = False
@@ -138,11 +138,10 @@ class ContinuousBatching(GenerationMixin):
         attention = self.model.layers[0].self_attn
         page_config = copy.copy(config)
         page_config.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
-        page_config.k_shift = page_config.v_shift = False  # layers of plain attention, without a convolution
+        page_config.k_shift = page_config.v_shift = False  # pages of plain attention, without a convolution
         if config._attn_implementation == "auto":
             page_config._attn_implementation = "sdpa"  # as `paged_attention` takes it
-        # The manager reads the sizes of pages from `model.config` and takes no other configuration (transformers
-        # 5.23).
+        # The manager reads the sizes of pages from `model.config` only (transformers 5.23).
         self.config = page_config
         try:
             manager = super().init_continuous_batching(generation_config, batching, **kwargs)

@@ -43,7 +43,7 @@ from transformers.utils import logging
 from .attention_fox import fold_keys, folded_width, unfold_decay
 from .backend_fox import ROUNDING, logit_bound_of_norms
 from .modeling_fox import FoxDecoderLayer
-from .state_fox import GrowingLayer
+from .state_fox import DynamicShiftLayer
 
 
 logger = logging.get_logger(__name__)
@@ -167,7 +167,7 @@ class PrunedLayer(DynamicLayer):
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.since_pruning >= self.prune_every:
+        if self.since_pruning >= self.prune_every and not torch.compiler.is_compiling():
             before = self._decay(self.keys, self.kv_heads)  # from which c of the new keys was summed on
             self.prune()
             key_states = self._fold(key_states, self._decay(key_states, self.kv_heads) - before)
@@ -343,7 +343,7 @@ class PrunedLayer(DynamicLayer):
             self.reorder_cache(torch.arange(self.groups[0].keys.shape[0]).repeat_interleave(repeats))
 
 
-class PrunedHybridLayer(PrunedLayer, GrowingLayer):
+class PrunedHybridLayer(PrunedLayer, DynamicShiftLayer):
     """A pruned layer that also keeps the state of a token shift."""
 
 
@@ -356,6 +356,7 @@ class PrunedCache(Cache):
 
     Beam search works, and the cache can be cropped back to the last pruning. A long prompt is pruned while it is read
     if it is read in chunks, `generate(..., prefill_chunk_size=1024)`; otherwise the first generated token prunes it.
+    Under `torch.compile`, a step is one graph and prunes nothing: call `prune()` between steps.
 
     Args:
         model: the FoX that will use the cache, with or without a head. The cache keeps its sizes and bounds only.

@@ -1,11 +1,11 @@
-"""What an attention layer reads back from a cache of transformers, and what it stores there.
+"""The description of one call, and the state that an attention layer reads from a cache of transformers.
 
-A FoX carries two states from token to token, and transformers' caches have a place for both. The running sum of log f
-is part of the last cached key, into which it was folded (attention_fox.py). The last keys and values before the token
-shift are the state of a convolution, in layers that take it along wherever rows or tokens of the keys go.
+A FoX carries two states from token to token. The cumulative sum of log f is folded into the last cached key
+(attention_fox.py). The last keys and values before the token shift are the state of a convolution, in cache layers
+that reorder and crop it together with the keys.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,17 +21,68 @@ from transformers.cache_utils import (
     StaticLayer,
 )
 
-from .attention_fox import unfold_decay
-from .call_fox import Call, is_exporting
-from .fused_fox import previous_tokens
+from .attention_fox import is_exporting, unfold_decay
 
 
-# Tokens before the token shift that a growing cache keeps. All but one of them can be taken back.
-KEPT = 32
+# Tokens before the token shift in a dynamic cache. All but one of them can be cropped.
+SHIFT_TOKENS = 32
+
+
+class Call(NamedTuple):
+    """All that the layers need to know about one call, the same for every layer.
+
+    mask: the attention mask, in the form that the attention implementation takes; None for plain causal attention.
+    token_mask: (B, T) bool, False at padding. None: every token is real.
+    position_ids: (1 or B, T), positions for RoPE.
+    position_in_sequence: (B, T), where rows hold several sequences. None: each row is one sequence.
+    predecessor: (1 or B, T), the token before each one, for the token shift: an index into the last cached token, 0,
+        and the new ones; -1 for none. None: the tokens are consecutive.
+    successor: (1 or B, T), the inverse of `predecessor`: an index into the new tokens; -1 for none. None: the tokens
+        are consecutive, or those of a tree.
+    visible: (1 or B, 1, T, keys) bool, the keys that each token sees by a 4D attention mask, else None.
+    flash: boundaries of the sequences, as arguments of FlashAttention.
+    shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py if several processes share the rows; then
+        `predecessor` belongs to the part of the rows that is here, and everything else to whole rows.
+    implementation: the attention implementation; None: that of the config.
+    """
+
+    mask: Any = None
+    token_mask: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    position_in_sequence: torch.Tensor | None = None
+    predecessor: torch.Tensor | None = None
+    successor: torch.Tensor | None = None
+    visible: torch.Tensor | None = None
+    flash: dict[str, Any] = {}
+    shard: Any = None
+    implementation: str | None = None
+
+
+PLAIN_CALL = Call()  # real tokens of one sequence per row, and nothing cached
+
+
+def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: torch.Tensor | None) -> torch.Tensor:
+    """Return the predecessor of each token, 0 where it has none: (B, T, H, D).
+
+    before: (B, 1, H, D), the token before the first one; None for zeros.
+    predecessor: as in `Call`.
+    """
+    if before is None:
+        before = torch.zeros_like(x[:, :1])
+    if predecessor is None:
+        return before if x.shape[1] == 1 else torch.cat([before, x], dim=1)[:, :-1]
+    index = predecessor[..., None, None]  # (1 or B, T, 1, 1)
+    previous = torch.cat([before, x], dim=1).gather(1, index.clamp(min=0).expand_as(x))
+    return previous.masked_fill(index < 0, 0.0)
+
+
+def shift_tokens(x, share, before=None, predecessor=None):
+    """Mix each token with its predecessor, whose weight is `share`, (B, T, H)."""
+    return torch.lerp(x, previous_tokens(x, before, predecessor), share[..., None].to(x.dtype))
 
 
 class ShiftLayer(LinearAttentionLayer):
-    """What transformers' layers of attention beside a convolution lack (5.23); `attention` is theirs without one."""
+    """A hybrid cache layer, with what that of transformers 5.23 lacks; `attention` is its class without the state."""
 
     attention: Any
     conv_states: dict[int, Any]
@@ -41,8 +92,8 @@ class ShiftLayer(LinearAttentionLayer):
         return self.attention.get_max_length(self)
 
 
-class GrowingShiftLayer(ShiftLayer):
-    """The same where tokens can be appended: the state follows the keys when rows are chosen and tokens taken back."""
+class CroppableShiftLayer(ShiftLayer):
+    """A hybrid layer whose state follows the keys when rows are selected and tokens are cropped."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.attention.batch_repeat_interleave(self, repeats)
@@ -55,42 +106,42 @@ class GrowingShiftLayer(ShiftLayer):
             self.conv_states[0] = self.conv_states[0][indices]
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
-        """Append to the state, (B, channels, T), and keep its last tokens, or all while the past is recorded."""
+        """Append to the state, (B, channels, T), and retain its last tokens, or all while the past is recorded."""
         if not self.is_conv_states_initialized[0]:
             self.lazy_initialization(conv_states=conv_states, state_idx=0, conv_kernel_size=1)
-        if self.has_previous_state[0]:  # numbers of a token stay together in memory
+        if self.has_previous_state[0]:  # a token stays contiguous in memory
             conv_states = torch.cat([self.conv_states[0].mT, conv_states.mT], dim=1).mT
         if not self.record_past:
-            if is_exporting():  # one shape for all lengths; what precedes a text is 0
-                conv_states = F.pad(conv_states, (KEPT, 0))
-            conv_states = conv_states[..., -KEPT:]
+            if is_exporting():  # one shape for all lengths; a sequence is preceded by 0
+                conv_states = F.pad(conv_states, (SHIFT_TOKENS, 0))
+            conv_states = conv_states[..., -SHIFT_TOKENS:]
         self.conv_states[0] = conv_states
         self.has_previous_state[0] = True
         return self.conv_states[0]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take tokens back, given as a negative number.
+        """Remove the last tokens, whose number is given as a negative number.
 
         Raises:
-            ValueError: the token before them is no longer kept.
+            ValueError: the token before them is no longer cached.
         """
         removed, length = -int(tokens_to_remove), self.get_seq_length()
         kept = self.conv_states[0].shape[-1] if self.has_previous_state[0] else 0
         if kept <= removed < length:
             raise ValueError(
-                f"crop takes {removed} of {length} tokens back, but the token shift of this FoX is kept for the last {kept} "
-                "only. Call cache.activate_past_recording() before more tokens that may be taken back."
+                f"crop removes {removed} of {length} tokens, but the token shift of this FoX is cached for the last {kept} "
+                "only. Call cache.activate_past_recording() before adding more tokens that may be removed."
             )
         self.attention.crop(self, tokens_to_remove)
         if kept:
-            self.conv_states[0] = self.conv_states[0][..., : max(kept - removed, 0)][..., -KEPT:]
+            self.conv_states[0] = self.conv_states[0][..., : max(kept - removed, 0)][..., -SHIFT_TOKENS:]
 
 
-class GrowingLayer(GrowingShiftLayer, LinearAttentionAndFullAttentionLayer):
+class DynamicShiftLayer(CroppableShiftLayer, LinearAttentionAndFullAttentionLayer):
     attention = DynamicLayer
 
 
-class GrowingWindow(GrowingShiftLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+class DynamicShiftWindow(CroppableShiftLayer, LinearAttentionAndSlidingWindowAttentionLayer):
     attention = DynamicSlidingWindowLayer
 
 
@@ -102,11 +153,13 @@ class StaticShiftWindow(ShiftLayer, LinearAttentionAndStaticSlidingWindowAttenti
     attention = StaticLayer
 
 
-OURS = {layer.__bases__[1]: layer for layer in (GrowingLayer, GrowingWindow, StaticShiftLayer, StaticShiftWindow)}
+OURS = {
+    layer.__bases__[1]: layer for layer in (DynamicShiftLayer, DynamicShiftWindow, StaticShiftLayer, StaticShiftWindow)
+}
 
 
-def keep_token_shift(cache: Cache) -> None:
-    """Put our layers in the place of transformers' layers of attention beside a convolution."""
+def replace_shift_layers(cache: Cache) -> None:
+    """Replace transformers' hybrid layers by ours."""
     for i, layer in enumerate(cache.layers):
         if type(layer) in OURS:
             cache.layers[i] = OURS[type(layer)].__new__(OURS[type(layer)])
@@ -116,10 +169,10 @@ def keep_token_shift(cache: Cache) -> None:
 class CachedLayer:
     """One layer of a cache.
 
-    A compiled step depends on nothing that differs between layers: it reads neither `index` nor the number of layers.
+    Layers share a compiled step, because it reads neither `index` nor the number of layers.
 
     Args:
-        cache: the cache, which inputs_fox.py has accepted.
+        cache: the cache, as checked by inputs_fox.py.
         index: index of the layer.
         device: device of the new tokens.
     """
@@ -135,9 +188,9 @@ class CachedLayer:
                 self.layer.prefetch()
 
     def token_before(self, k: torch.Tensor) -> torch.Tensor | None:
-        """Return key and value of the last cached token before the token shift, (B, 1, 2 Hkv, D); None if none is.
+        """Return key and value of the last cached token before the token shift, (B, 1, 2 Hkv, D), or None.
 
-        k: the new keys, (B, T, Hkv, D), for their dtype and device.
+        k: the new keys, (B, T, Hkv, D), which determine dtype and device.
         """
         state = self.layer.conv_states[0] if self.layer.has_previous_state[0] else None  # (B, 2 Hkv D, tokens)
         if state is None or state.shape[-1] == 0:  # the cache was cropped to nothing
@@ -152,15 +205,15 @@ class CachedLayer:
         if call.token_mask is not None:  # a padded position repeats the last real one
             kv = torch.where(call.token_mask[..., None, None], kv, previous_tokens(kv, before, call.predecessor))
         if not (self.layer.record_past or is_exporting()):
-            kv = kv[:, -KEPT:]
+            kv = kv[:, -SHIFT_TOKENS:]
         self.layer.update_conv_state(kv.flatten(2).mT, conv_kernel_size=1)
 
     def decay(self, c: torch.Tensor, module) -> torch.Tensor:
-        """Return c of the last cached token, (B, H, 1), 0 if there is none; `c` (B, H, T) gives heads and device."""
+        """Return c of the last cached token, (B, H, 1), or 0; `c`, (B, H, T), determines heads and device."""
         layer = self.layer
         if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
-        if not hasattr(layer, "max_cache_len"):  # a growing cache ends with its last token
+        if not hasattr(layer, "max_cache_len"):  # a dynamic cache ends with its last token
             last = layer.keys[:, :, -1:]
         elif isinstance(length := layer.get_seq_length(), torch.Tensor):  # a free slot is 0, and so is its decay
             last = layer.keys.index_select(2, (length - 1).clamp(min=0).view(1))

@@ -8,8 +8,8 @@ import torch
 class Tile(NamedTuple):
     """Launch parameters of one kernel: query rows and keys per block, warps, depth of the software pipeline.
 
-    products: what tensor cores do besides, forward where a bound of the logits is known. 1: sums of weights;
-        2: also the decay of the keys. Each product more saves instructions; which is faster, a GPU has to tell.
+    products: work that the forward pass moves to tensor cores if a bound of the logits is known. 1: sums of weights;
+        2: also the decay of the keys. Each saves instructions; which is faster depends on the GPU.
     """
 
     BM: int
@@ -29,11 +29,11 @@ class Tiles(NamedTuple):
 
 
 OLDEST_GPU = 80  # compute capability 8.0, the first for which there are tile sizes
-DECODE_ROWS = 16  # calls of at most so many queries without gradients take the split-KV kernel
+DECODE_ROWS = 16  # maximum number of queries for the split-KV kernel, without gradients
 
-# TILES[capability, bytes per element][smallest power of two >= head size]. Chosen from compiled resources: hardly
-# a spill in the unmasked loops, 16 or more rows of the score block per warp, shared memory within the device's limit.
-# Those of 9.0 for heads of 64 and 128, but for decoding, were the fastest right ones on an H200, at 16384 tokens.
+# TILES[capability, bytes per element][smallest power of two >= head_dim]. Chosen from compiled resources: almost no
+# spills in the unmasked loops, 16 or more rows of the score block per warp, shared memory within the device's limit.
+# For 9.0, head_dim=64 and 128, except decoding, they were the fastest correct ones on an H200 at 16384 tokens.
 TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     (80, 2): {
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
@@ -59,8 +59,8 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
         128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
     },
-    # fp32 is for checking: one product is three tf32 products (`dot`) of operands split in registers, which spills. At
-    # 64, dk/dv by 8 warps, 8 keys for each, were wrong on an H200 (Triton 3.6).
+    # fp32 is for tests: one product is three tf32 products (`dot`) of operands split in registers, which spills. At
+    # head_dim=64, dk/dv with 8 warps, 8 keys each, were wrong on an H200 (Triton 3.6).
     (80, 4): {
         32: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
         64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
@@ -80,11 +80,13 @@ for rows in TILES.values():
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
     """Return the key of `TILES` for a capability such as 90, or the nearest below it; 12.x has the memory of 8.6."""
     memory = 86 if capability >= 120 else capability
-    return max([key for key in TILES if key[1] == itemsize and key[0] <= memory])  # torch 2.11 compiles no generator
+    return max(
+        [key for key in TILES if key[1] == itemsize and key[0] <= memory]
+    )  # torch 2.11 does not compile generators
 
 
 def capability_of(device: torch.device) -> int:
-    """Return 90 for compute capability 9.0; the CPU is the interpreter, 0."""
+    """Return 90 for compute capability 9.0, and 0 for a CPU, which runs the interpreter."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 
@@ -95,13 +97,13 @@ def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def prune_blocks(tiles: Tiles) -> tuple[int, int]:
-    """Return the number of queries and keys that are pruned together, outside of decoding.
+    """Return the numbers of queries and keys that are pruned together, except in decoding.
 
-    They are whole blocks of every kernel, none of which then has to mask where pruning begins.
+    They are whole blocks of every kernel, so pruning needs no masks.
     """
     return tuple(max(sizes) for sizes in zip(*(tile[:2] for tile in tiles[:3])))
 
 
 def padded(head_dim: int) -> int:
-    """Return the power of two that holds a head; dot products need 16."""
+    """Return the smallest power of two, at least 16, that holds a head."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,8 +1,8 @@
-"""Forgetting attention in Triton: launches the kernels of kernels_fox.py and gives them gradients.
+"""Launchers and gradients for the Triton kernels of kernels_fox.py.
 
-Where torch traces, the launchers are custom operators, each one node of the graph. Three functions call them, on
-checked inputs: `triton_attention` starts from log f, `attention_from_sums` from its float64 running sum, and
-`triton_decode` from a running sum that lies in parts in the keys of a cache.
+Under tracing, the launchers are custom operators. Three functions call them, with checked inputs: `triton_attention`
+starts from log f, `attention_from_sums` from its float64 cumulative sum, and `triton_decode` from the parts of the
+cumulative sum in the keys of a cache.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ from .key_ranges_fox import (
     bound_from_norms,
     bound_per_head,
     find_query_end,
-    tally_pruned,
 )
 from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, prune_blocks, tiles_for
 
 
 MAX_HEAD_DIM = 256
-MASKED_KEYS = 32  # at a time, in the blocks of keys that not all of a program's queries see
-SUM_TILE = Tile(1024, 128, 4, 1)  # of a running sum: numbers of a chunk, and chunks before it that are added at once
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MASKED_KEYS = 32  # keys processed at a time in blocks that not all queries of a program see
+SUM_TILE = Tile(1024, 128, 4, 1)  # cumulative sum: size of a chunk, and earlier chunks added at a time
 
 
 # --- launchers: each allocates its outputs and calls its kernels -----------------------------------------------------
@@ -51,23 +51,23 @@ def _on(device: torch.device):
 
 
 def processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few for the interpreter."""
+    """Return the number of multiprocessors of a GPU; 4 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def blocks_of(size: int, n: int) -> int:
-    """How many blocks of `size` hold n numbers; triton.cdiv takes the host several times as long."""
+    """Return how many blocks of `size` hold n numbers; triton.cdiv is several times as slow on the host."""
     return -(-n // size)
 
 
 def launch_options(tile: Tile) -> dict:
-    # Triton 3.10 ends the fusion of products and sums by default, which costs an instruction a logit. Inductor, which
-    # knows the other two options only, will then have to be given it by the kernels.
+    # Triton 3.10 disables the fusion of products and sums by default, which costs an instruction per logit. Inductor
+    # knows the other two options only, so the kernels will then have to set it.
     return dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
 
 
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
-    """Run a kernel, whose first argument is a tensor; or put it into the graph that AOTAutograd makes."""
+    """Run a kernel, whose first argument is a tensor, or add it to the graph of AOTAutograd."""
     if isinstance(args[0], FunctionalTensor):
         kernel = library.wrap_triton(kernel)
     elif isinstance(args[0], FakeTensor) or args[0].is_meta:
@@ -76,23 +76,23 @@ def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Batch, head and row strides of each tensor, (B, H, T, ...)."""
+    """Return batch, head and row strides of each tensor, (B, H, T, ...)."""
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
 def _unit(*tensors: Tensor) -> int:
-    """How many elements of 16 bytes all strides are multiples of, or 1."""
+    """Return the number of elements in 16 bytes if all strides are multiples of it, else 1."""
     unit = 16 // tensors[0].itemsize
     return 1 if any(s % unit for s in _strides(*tensors)) else unit
 
 
 def _readable(x: Tensor) -> Tensor:
-    """x, or a copy whose rows are contiguous and so near that 32 bits hold the offsets in a block of 128 of them."""
+    """Return x, or a copy with contiguous rows, if 32 bits cannot hold the offsets in a block of 128 rows."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 
 
 def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, int]:
-    """A per-row bound, (B or 1, H or 1, T), with the strides that broadcast it."""
+    """Return a bound of each row, (B or 1, H or 1, T), with the strides that broadcast it."""
     if bound is None:
         return None, 0, 0
     bound = bound.contiguous()
@@ -101,7 +101,7 @@ def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, in
 
 
 def _empty_output(q: Tensor) -> Tensor:
-    """(B, H, T, D) in the memory order (B, T, H, D), which projections write and read without a copy."""
+    """Allocate (B, H, T, D) in the memory order (B, T, H, D), which projections read without a copy."""
     B, H, T, D = q.shape
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -130,7 +130,7 @@ def _running_sum(log_f, query_end, dc, result):
 
 
 def split_sum(c: Tensor, block: int, scale: float | None = None):
-    """The float64 running sum, (B, H, T), as the kernels read it, with parts for a scale; see `split_sum_kernel`."""
+    """Return the float64 cumulative sum, (B, H, T), as the kernels read it; see `split_sum_kernel`."""
     B, H, T = c.shape
     sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
     parts = None if scale is None else c.new_empty(B, H, T, 16, dtype=torch.bfloat16)
@@ -144,7 +144,7 @@ def split_sum(c: Tensor, block: int, scale: float | None = None):
 
 
 def _launch_prune(gates, key_start, end, bound, Tq, blocks, gate_scale, bound_scale, tolerance):
-    """The first key that each row reads, (B, Hq, Tq) int32; `blocks`: queries and keys that are pruned together."""
+    """Return the first key that each row reads, (B, Hq, Tq) int32; `blocks`: numbers of rows and keys in a block."""
     B, Hkv, G, Tk, parts = gates.shape
     key_start, *s_start = _bound(key_start, B, Hkv * G)
     kept, rows = gates.new_empty(B, Hkv * G, Tq, dtype=torch.int32), B * Hkv * G * Tq
@@ -243,9 +243,9 @@ def launch_backward(
 
 
 def parts_of_group(programs: int, group: int, processors: int) -> int:
-    """Into how many parts of query heads each of the dk/dv pass's programs is cut, so that no processor is idle.
+    """Return into how many parts of query heads a program of the dk/dv pass is split, so that no processor is idle.
 
-    The oldest keys take twice the time of the average key, so a program and a half for each processor are enough.
+    The oldest keys take twice as long as the average key, so 1.5 programs per processor are enough.
     """
     enough = -(-3 * processors // 2)
     return next(n for n in range(1, group + 1) if group % n == 0 and (programs * n >= enough or n == group))
@@ -269,7 +269,7 @@ def launch_decode(
     G = Hq // Hkv
     tile = tiles_for(q.device, D, q.dtype).decode
     rows = blocks_of(tile.BM, G * Tq) * B * Hkv
-    # as many programs as run at once: one more would wait for all of them, and take as long again
+    # as many programs as run concurrently: one more would double the time
     n_split = min(max(1, 2 * processors(q.device) // max(1, rows)), blocks_of(tile.BN, Tk))
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
@@ -293,11 +293,11 @@ def launch_decode(
     return o
 
 
-# --- operators: what the launchers are to torch ----------------------------------------------------------------------
+# --- operators -------------------------------------------------------------------------------------------------------
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Return whether a call has to be an operator: torch traces it, or a tensor is more or less than its memory."""
+    """Return whether a call has to be an operator: torch traces it, or a tensor is not a plain view of its memory."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -314,27 +314,27 @@ def _is_plain(x: Tensor) -> bool:
 
 
 if triton is not None:
-    # Remote code may be imported beside the installed package, or twice: each copy has its own namespace of operators.
+    # Remote code may be imported in addition to the installed package: each copy has its own namespace of operators.
     _SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
-    # Inductor launches the kernels of a `triton_op` by itself; interpreted ones only Python can run.
+    # Inductor launches the kernels of a `triton_op` directly; only Python can run interpreted ones.
     _define = library.custom_op if INTERPRETED.value else library.triton_op
 
     def _operator(launcher, backward=None, save=None):
-        """Make a launcher an operator of its name, and return a function that calls it, directly unless it is traced.
+        """Register a launcher as an operator, and return a function that calls the operator only if it is traced.
 
-        An operator takes more of the host's time than its launcher: with gradients, three times as much.
+        An operator takes more host time than its launcher: with gradients, three times as much.
 
         Args:
-            backward, save: the backward pass and `setup_context`, as torch.autograd.Function has them.
+            backward, save: the backward pass and `setup_context` of a torch.autograd.Function.
         """
         name = launcher.__name__.replace("launch", "fox")
         operator = _define(f"{_SPACE}::{name}", launcher, mutates_args=())
         operator.register_fake(launcher)
-        differentiable = operator  # without a backward pass, it refuses to be differentiated
+        differentiable = operator  # without a backward pass, differentiation raises
         if backward is not None and save is not None:
             operator.register_autograd(backward, setup_context=save)
 
-            def forward(ctx, *args):  # a `setup_context` apart has its arguments bound anew in each call
+            def forward(ctx, *args):  # a separate `setup_context` binds its arguments in each call
                 output = launcher(*args)
                 save(ctx, args, output)
                 return output
@@ -379,25 +379,24 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
         return ImportError("The Triton kernels of forgetting attention need triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return NotImplementedError(
-            f"head size {head_dim}; the kernels hold heads of 1 to {MAX_HEAD_DIM} dimensions on chip. Use another backend."
+            f"head_dim must be 1 to {MAX_HEAD_DIM} for the Triton kernels, got head size {head_dim}. Use another backend."
         )
-    if dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
-        return NotImplementedError(f"q, k, v are {dtype}; the kernels are written for bfloat16, float16 and float32.")
+    if dtype not in (None, *DTYPES):
+        return NotImplementedError(f"q, k, v must be bfloat16, float16 or float32 for the kernels, got {dtype}.")
     if device is not None and device.type == "cuda":
         if torch.version.hip is not None:
             return NotImplementedError(
-                f"q is on an AMD GPU (ROCm {torch.version.hip}); the kernels have tile sizes for NVIDIA GPUs alone. Use "
-                "another backend."
+                f"the kernels do not support AMD GPUs (ROCm {torch.version.hip}). Use another backend."
             )
         if (capability := capability_of(device)) < OLDEST_GPU:
             return NotImplementedError(
-                f"q is on a GPU of compute capability {capability / 10}; the kernels need {OLDEST_GPU / 10} (Ampere) or "
-                "later. Use another backend."
+                f"the kernels need compute capability {OLDEST_GPU / 10} (Ampere) or later, got compute capability "
+                f"{capability / 10}. Use another backend."
             )
     elif device is not None and not (INTERPRETED.value and device.type == "cpu"):
         return ValueError(
-            f"q is on {device}; Triton compiles for GPUs. Move the tensors to one, choose another backend, or set "
-            "TRITON_INTERPRET=1 before the first import of triton to run the kernels slowly on CPU."
+            f"q must be on a GPU for Triton, got {device}. Move the tensors, use another backend, or set "
+            "TRITON_INTERPRET=1 before the first import of triton to run the kernels slowly on a CPU."
         )
     return None
 
@@ -408,23 +407,21 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 
 def is_decoding(*tensors: Tensor) -> bool:
-    """Return True if the split-KV kernel computes a call: up to 16 queries (the first tensor), without gradients."""
+    """Return True if the split-KV kernel computes a call: up to 16 queries, the first tensor, without gradients."""
     return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad(*tensors)
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
-    """Raise in forward-mode differentiation, where the operators below would silently give tangents of 0."""
+    """Raise in forward-mode differentiation, where the operators would silently return tangents of 0."""
     if any(unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            "The Triton kernels have no forward-mode derivative (torch.func.jvp, jacfwd). Use backend='reference' or "
-            "attn_implementation='eager', or reverse mode: torch.autograd.grad."
+            "The Triton kernels do not support forward-mode derivatives (torch.func.jvp, jacfwd). Use backend='reference' "
+            "or attn_implementation='eager', or reverse mode: torch.autograd.grad."
         )
 
 
 def sort_inputs(q, k, v, log_f, visible: VisibleKeys):
-    """q, k, v and the float64 running sum of log f in the order in which `visible` counts, its key_start and the
-    `find_query_end` of that.
-    """
+    """Return q, k, v and the cumulative sum of log f in the order of `visible`, its key_start and query_end."""
     q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
     first = visible.key_start
     query_end = None if first is None else find_query_end(first, k.shape[2])
@@ -439,16 +436,15 @@ def triton_attention(
     Args:
         q, k, v, log_f, scale, log_pruning_tolerance: as in `forgetting_attention`.
         visible: result of `find_visible_keys`. None: every query sees all keys up to its own.
-        logit_bound: upper bound of |scale * q.k|, a number or a tensor that broadcasts to (B, Hq). QK-norm gives one
-            for free. Without one, pruning takes the largest row norms of q and k, except in decoding (up to 16 queries
-            without gradients): there the norms would cost what pruning saves, and everything is computed. Heads with a
-            bound of at most 29 need no running maximum in the softmax, which is faster (bf16 and fp32). A bound that
-            does not hold makes the result wrong.
+        logit_bound: upper bound of |scale * q.k|, a number or a tensor that broadcasts to (B, Hq), as implied by
+            QK-norm. Without it, pruning takes the largest norms of q and k, except in decoding (up to 16
+            queries without gradients), where nothing is pruned, as the norms cost what pruning saves. Heads with a
+            bound of at most 29 need no running maximum in the softmax, which is faster (bf16 and fp32). A violated
+            bound makes the result wrong.
 
     Returns:
-        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens. Gradients
-        of q and k feel the rounding of the output, as in every flash attention: in 16 bits, the more the faster gates
-        forget.
+        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens. The rounding of
+        the output affects the gradients of q and k, as in every flash attention: in 16 bits, more for faster gates.
     """
     _refuse_tangents(q, k, v, log_f)
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
@@ -465,14 +461,14 @@ def triton_attention(
 
 
 def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound):
-    """Compute `triton_attention` from the float64 running sum c of log f, (B, Hq, Tk), and the keys that queries see.
+    """Compute `triton_attention` from the float64 cumulative sum c of log f, (B, Hq, Tk), and the visible keys.
 
     Args:
-        key_start, query_end: `VisibleKeys.key_start` and its `find_query_end`, or None twice.
+        key_start, query_end: `VisibleKeys.key_start` and its `find_query_end`, or both None.
 
     Returns:
-        The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows that see nothing.
-        Both have gradients.
+        The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows without visible
+        keys. Both have gradients.
     """
     _refuse_tangents(q, k, v, c)
     q, k, v = _readable(q), _readable(k), _readable(v)
@@ -484,9 +480,8 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
         if log_pruning_tolerance is not None:
             Tq, Tk, tiles = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype)
             pruned = fox_prune(c, key_start, logit_bound, Tq, *prune_blocks(tiles), log_pruning_tolerance)
-            tally_pruned(key_start, pruned, Tk, tiles.forward)
             key_start, query_end = pruned, find_query_end(pruned, Tk)
-        if q.dtype == torch.float16:  # cannot hold weights that are small beside a bound: keeps the running maximum
+        if q.dtype == torch.float16:  # cannot represent weights far below a bound: use the running maximum
             logit_bound = None
     return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)
 
@@ -494,11 +489,11 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
 def triton_decode(
     q, k, v, gates, gate_scale, key_start, end, scale, log_pruning_tolerance=None, bound=None, bound_scale=1.0
 ) -> Tensor:
-    """Compute `triton_attention` of up to 16 queries without gradients, whose keys may be the folded keys of a cache.
+    """Compute `triton_attention` for up to 16 queries without gradients; keys may be the folded keys of a cache.
 
     Args:
         q, k, v, scale, log_pruning_tolerance: as in `triton_attention`; any strides.
-        gates, gate_scale: the running sum of log f, c = gate_scale * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts),
+        gates, gate_scale: the cumulative sum of log f, c = gate_scale * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts),
             any strides; or one part in float64.
         key_start, end: as in `VisibleKeys`; end is a tensor of one element, or None for Tk.
         bound, bound_scale: |scale * q.k| <= bound_scale * bound; fp32, of a shape that expands to (B, Hq). Without it

@@ -6,7 +6,6 @@ A file is that of `HMTState.save` with an entry about the document and the model
 import hashlib
 import json
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from .state_hmt import HMTState
 
 
 STATE = "state.safetensors"  # in a repository of the Hub
-HASH = re.compile("[0-9a-f]+")
 SEGMENTS = 16  # of a call
 SAVE_EVERY = 60.0  # seconds
 
@@ -33,7 +31,6 @@ def read_text(
     path: str | Path | None = None,
     *,
     name: str = "text",
-    revision: str | None = None,
     progress: bool = False,
 ) -> HMTState:
     """Read a document from its beginning, and return the state after its last token.
@@ -45,7 +42,6 @@ def read_text(
         path: a file to save the state in, every minute, at the end and after an error. A file with a part of this
             document, read by this model, is resumed from.
         name: name of the document, for `describe`.
-        revision: the commit of the model on the Hub, for `describe`; `hf-longctx push` asks for it.
         progress: show a bar on stderr.
 
     Raises:
@@ -58,8 +54,6 @@ def read_text(
     if not ids.numel():
         raise ValueError(f"{name} is empty: the tokenizer returned no token.")
     about = {
-        "model": str(model.config.name_or_path),
-        "revision": revision,
         "text": name,
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tokens": ids.shape[1],
@@ -67,9 +61,9 @@ def read_text(
     begun, saved = None, time.monotonic()
     if path is not None and Path(path).exists():
         found = describe(path)
-        if any(found[key] != about[key] for key in ("sha256", "tokens")):
+        if any(found.get(key) != about[key] for key in ("sha256", "tokens")):
             raise ValueError(
-                f"{path} holds the memory of a different document, {found['text']}; choose another file, or remove it."
+                f"{path} holds the memory of a different document, {found.get('text')}; choose another file, or remove it."
             )
         begun = HMTState.load(path, model, model.device)
     elif path is not None and not Path(path).parent.is_dir():
@@ -105,21 +99,18 @@ def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] |
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Return what a file of `read_text` reports: model, revision; name, sha256, number of tokens of the document.
+    """Return what a file of `read_text` reports: name, sha256 and number of tokens of the document.
 
     Raises:
         ValueError: not such a file.
     """
     try:
         with safe_open(str(path), "pt") as file:
-            about = json.loads((file.metadata() or {})["about"])
-        types = {"model": str, "text": str, "sha256": str, "tokens": int, "revision": str | None}
-        sound = all(isinstance(about[name], kind) for name, kind in types.items())
-        if sound and HASH.fullmatch(about["sha256"]) and HASH.fullmatch(about["revision"] or "0"):
-            return about
-    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError):
-        pass
-    raise ValueError(f"{path} is not the memory of a document; `hf-longctx read MODEL TEXT` writes one.")
+            return dict(json.loads((file.metadata() or {})["about"]))
+    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not the memory of a document; `hf-longctx read MODEL TEXT` writes one."
+        ) from error
 
 
 def load_state(name: str | Path, model: HMTWrapper) -> HMTState:

@@ -71,7 +71,9 @@ class TaskInLmEval(ConfigurableTask):
         self.settings["context"] = given.get("max_length")
         task_of(self.task, self.settings)  # raises where an option does not fit
         if self.settings.get("protocol") == "adaptive":
-            raise ValueError("protocol must be reference in lm-eval, which asks everything at once, got adaptive.")
+            raise ValueError(
+                "protocol must be reference in lm-eval, which sends all requests in one round, got adaptive."
+            )
         names = {"task": config.get("task"), "num_fewshot": 0, "output_type": "loglikelihood"}
         super().__init__(config=names | {"metadata": {"version": 2, **self.settings}})
         self.OUTPUT_TYPE = "trial_scores"  # of which lm-eval evens out the numbers that processes get
@@ -100,7 +102,7 @@ class TaskInLmEval(ConfigurableTask):
         return ""
 
     def build_all_requests(self, **kwargs) -> None:
-        # lm-eval's cache of requests does not tell settings apart, and these are made in no time
+        # lm-eval's cache of requests ignores settings, and these take no time to make
         super().build_all_requests(**kwargs | {"cache_requests": False})
 
     def construct_requests(self, doc, ctx, *, metadata=None, **kwargs) -> list[Instance]:

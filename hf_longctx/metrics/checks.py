@@ -1,13 +1,10 @@
-"""Checks of what callers give: counts, lengths, token ids, the parts of a result."""
+"""Checks of arguments: counts, lengths, token ids."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterable
 from pathlib import Path, PureWindowsPath
-from typing import Any
 
 import numpy as np
 
@@ -27,14 +24,6 @@ def whole_number(name: str, value, least: float = -math.inf) -> int:
     if number < least:
         raise ValueError(f"{name} must be at least {least}, got {number}.")
     return number
-
-
-def numbers(name: str, values) -> list:
-    """Return the values as a list; raise ValueError if this is not a list of numbers."""
-    listed = [*values] if isinstance(values, Iterable) and not isinstance(values, str) else None
-    if listed is None or not all(hasattr(value, "__float__") for value in listed):
-        raise ValueError(f"{name} must be a list of numbers, got {values!r}.")
-    return listed
 
 
 def public_name(name: str) -> str:
@@ -84,7 +73,7 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
     """
     ids = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     if ids.size == 0:
-        raise ValueError(f"{name} is empty: there is nothing to measure on. Was the text empty?")
+        raise ValueError(f"{name} is empty. Give the ids of a text.")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
             f"{name} must be a flat sequence of token ids, got {ids if ids.ndim == 0 else f'{ids.dtype} of shape {ids.shape}'}. "
@@ -97,19 +86,3 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
             f"(0 .. {vocab_size - 1}). The text was probably encoded with the tokenizer of another model."
         )
     return ids.astype(np.int64)
-
-
-def entries(values, kind: type, key: Callable[[Any], Any] | None = None) -> tuple:
-    """Return the parts of a result as a tuple.
-
-    Raises:
-        ValueError: one is not of this kind, or two have the same `key(part)`.
-    """
-    values = tuple(values) if isinstance(values, Iterable) else (values,)
-    strangers = [value for value in values if not isinstance(value, kind)]
-    if strangers:
-        raise ValueError(f"expected a list of {kind.__name__}, got {strangers[0]!r} in it.")
-    counts = Counter(map(key, values)) if key else Counter()
-    if key and len(counts) < len(values):
-        raise ValueError(f"two of the {kind.__name__} are of {counts.most_common(1)[0][0]}; give one of each.")
-    return values

@@ -1,4 +1,4 @@
-"""The Python function of a task, made of its class."""
+"""The Python function of a task, generated from its class."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run a measurement so that its result can be written, also where an exception ended it early."""
+"""Run a measurement so that a partial result can be written after an exception."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .result import Result
 
 
 def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
-    """Call `measure`, and keep what it had measured if an exception ends it.
+    """Call `measure`, and return the partial result if an exception ends it.
 
     Returns:
         the result, None if nothing was measured, and the exception, None if there was none. The caller raises it

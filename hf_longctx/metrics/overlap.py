@@ -1,4 +1,4 @@
-"""Stretches of a text that overlap: how many of them say something of their own. This file knows no model."""
+"""Stretches of a text that overlap."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def separate(stretches: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of as many stretches as can be chosen without an overlap, in the order of their ends.
+    """Return the indices of the largest set of stretches without an overlap, in the order of their ends.
 
     Args:
         stretches: first token, and the one after the last, of each.

@@ -24,16 +24,16 @@ WRITTEN = ("scripts/results", "model_cards")  # by measurements
 
 
 class Number(NamedTuple):
-    """A number that a result comes down to: a row of a report, an entry of a model card, a metric in lm-eval.
+    """A headline number of a result: a row of a report, an entry of a model card, a metric in lm-eval.
 
     Attributes:
-        metric: what the Hub calls it, such as "perplexity"; empty if it is not for a model card.
-        name: the same in words, with its unit.
-        value: a plain number, or a verdict.
-        low: lower end of its 95 % confidence interval; None if it is not known.
+        metric: name of the metric on the Hub, such as "perplexity"; empty if the number is not for a model card.
+        name: name in words, with the unit.
+        value: number, or a verdict.
+        low: lower end of the 95 % CI; None if it is not known.
         high: upper end.
-        sample: what it was measured on, such as "10 sequences".
-        words: value and interval in words, where numbers do not say it all.
+        sample: sample size, such as "10 sequences".
+        words: value and interval in words, where numbers do not suffice.
         more_is_better: whether a larger value is better.
     """
 
@@ -65,15 +65,15 @@ class Table(NamedTuple):
 
 
 class Result:
-    """What was measured, and how.
+    """A measurement and its settings.
 
-    A subclass is a frozen dataclass with a field or property `settings`: how it was measured, in plain JSON values. It
-    sets `kind` and `title` and defines the methods of the first part.
+    A subclass is a frozen dataclass with a field or property `settings`, in plain JSON values. It sets `kind` and
+    `title` and defines the methods of the first part.
 
     Attributes:
         kind: name of the metric in JSON; registers the class for `read_result`.
         title: heading of the metric in a report.
-        version: of the JSON format; raised when the format changes.
+        version: version of the JSON format; raised when the format changes.
     """
 
     kind: ClassVar[str]
@@ -87,7 +87,7 @@ class Result:
         if "kind" in vars(cls):
             Result.kinds[cls.kind] = cls
 
-    # What a subclass tells ------------------------------------------------------------------------------------------
+    # What a subclass defines ----------------------------------------------------------------------------------------
 
     @property
     def measured(self) -> bool:
@@ -108,7 +108,7 @@ class Result:
         return None
 
     def numbers(self) -> list[Number]:
-        """Return what the result comes down to; nothing if nothing was measured."""
+        """Return the headline numbers; an empty list if nothing was measured."""
         return []
 
     def remarks(self) -> list[str]:
@@ -116,7 +116,7 @@ class Result:
         return []
 
     def table(self) -> Table:
-        """Return the numbers behind the picture."""
+        """Return the numbers behind the figure."""
         raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
@@ -133,10 +133,10 @@ class Result:
 
         Args:
             path: the file to write.
-            train_length: context length of the model's training, in tokens, marked where the picture has tokens on an
+            train_length: context length of the model's training, in tokens, marked where the figure has tokens on an
                 axis.
-            title: by default, the name of the model, or of the metric and the model.
-            options: of the metric's own picture.
+            title: title of the figure (default: the metric and the model).
+            options: options of the metric's figure.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -147,11 +147,11 @@ class Result:
     # In a notebook ------------------------------------------------------------------------------------------------
 
     def _repr_png_(self) -> bytes | None:
-        """Return the picture; None without matplotlib, or if nothing was measured."""
+        """Return the figure; None without matplotlib, or if nothing was measured."""
         if not self.measured:
             return None
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "picture.png"
+            file = Path(folder) / "figure.png"
             try:
                 self.plot(file)
             except ImportError:
@@ -159,16 +159,16 @@ class Result:
             return file.read_bytes()
 
     def _repr_html_(self) -> str:
-        """Return title, summary, picture, and the numbers folded away."""
+        """Return title, summary and figure, with the numbers folded away."""
         columns, rows = self.table() if self.measured else ((), [])
         cells = [("th", columns), *(("td", row) for row in rows)]
         table = "".join(
             f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)}</tr>" for tag, row in cells
         )
         png = self._repr_png_()
-        picture = png and f'<img width="640" alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+        figure = png and f'<img width="640" alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
         return (
-            f"<p><b>{html.escape(self.title)}</b><br>{html.escape(self.summary())}</p>{picture or ''}"
+            f"<p><b>{html.escape(self.title)}</b><br>{html.escape(self.summary())}</p>{figure or ''}"
             f"<details><summary>Numbers</summary><table>{table}</table></details>"
         )
 
@@ -176,7 +176,7 @@ class Result:
 
     @property
     def interruption(self) -> str:
-        """Return the end of a summary: what ended the measurement early; empty if nothing did."""
+        """Return the part of a summary about what ended the measurement early; empty if nothing did."""
         cause = self.settings.get("interrupted")
         return f"; interrupted: {cause}" if cause else ""
 
@@ -266,7 +266,7 @@ def rounded(value: int | float | str) -> str:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file in the error where the disk is full. The file is removed, as only a part of it is there."""
+    """Name the file in an OSError, such as a full disk, and remove the part that was written."""
     try:
         yield
     except OSError as error:
@@ -278,7 +278,7 @@ def writing(path: Path) -> Iterator[None]:
 def commit(folder: Path) -> str | None:
     """Return the commit of a git checkout, "-dirty" after it if tracked files were changed; None elsewhere.
 
-    Files that measurements write do not count: otherwise, of two in a row, the second would be "-dirty".
+    Files that measurements write do not count: otherwise the second of two measurements would be "-dirty".
     """
     if not (folder / ".git").exists():  # installed, perhaps within the repository of something else
         return None

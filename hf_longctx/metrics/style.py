@@ -1,4 +1,4 @@
-"""The style that all pictures share. It needs matplotlib but not a display: figures are drawn without pyplot.
+"""The style of all figures. It needs matplotlib but not a display: figures are drawn without pyplot.
 
 The drawing files take what they need of matplotlib from here, so that its absence is explained in one place.
 """
@@ -15,7 +15,7 @@ try:
     from matplotlib.patches import Patch  # noqa: F401
     from matplotlib.ticker import MaxNLocator, PercentFormatter  # noqa: F401
 except ImportError as error:
-    raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
+    raise ImportError("Figures need matplotlib: pip install 'hf-longctx[plot]'") from error
 
 
 INK, QUIET, GRID, WARNING = "#1f2933", "#5f6b76", "#e4e7ea", "#a3301f"
@@ -29,7 +29,7 @@ MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # what a rate of answers counts; colour, marker and dashes of its line
 RATES = {
-    "match_rate": ("answers found in the replies", COPY, "o", "-"),
+    "match_rate": ("answers found in the responses", COPY, "o", "-"),
     "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),  # shows a line below it
     "probability": ("probability of an answer's token", PROBABILITY, "^", "-"),
 }
@@ -98,7 +98,7 @@ def mark_training(axes, x: float, width: float = 1.2):
 
 
 def literal(text: str) -> str:
-    """Return a text of others as matplotlib has to get it, to which dollars mean mathematics.
+    """Escape a text for matplotlib, which reads dollars as mathematics.
 
     >>> print(literal("a$x_{$b"))
     a\\$x_{\\$b
@@ -107,10 +107,10 @@ def literal(text: str) -> str:
 
 
 def name_differences(axes, differences) -> None:
-    """Write above the axes in what results differ that are drawn together; see `report.comparison.differences`."""
+    """Write above the axes the settings in which the results differ; see `report.comparison.differences`."""
     if differences:
         axes.set_title(
-            textwrap.fill(literal("not alike: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING
+            textwrap.fill(literal("different: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING
         )
 
 

@@ -1,4 +1,4 @@
-"""What a metric is: a `Task` says what a model reads and how that is scored, a `TaskResult` what the scores mean.
+"""The two classes of a metric: a `Task` says what a model reads and how it is scored, a `TaskResult` what scores mean.
 
     @dataclass(frozen=True)
     class Repeats(Task):
@@ -30,14 +30,14 @@ import copy
 import dataclasses
 import json
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from .checks import check_token_ids, numbers, public_name, whole_number
+from .checks import check_token_ids, public_name, whole_number
 from .result import Result
 from .run.journal import content_hash
 
@@ -77,7 +77,7 @@ class Score(NamedTuple):
 class Ask(NamedTuple):
     """A question whose answer is known. The response is an `Answered`.
 
-    `reply` is how many tokens the model may generate where its likeliest tokens are not the answer; 0 for none.
+    `reply` is the number of tokens that the model may generate where its likeliest tokens are not the answer.
     """
 
     prompt: np.ndarray
@@ -97,11 +97,11 @@ Request = Predict | Score | Ask
 
 
 class Trial(NamedTuple):
-    """What is read, scored, kept in the journal and given to a process as a whole.
+    """The unit of reading, scoring, journals and processes.
 
     Attributes:
-        key: its name in the journal and in the result.
-        tokens: positions that its longest input takes, with the generated text.
+        key: name in the journal and in the result.
+        tokens: number of positions in the longest input, with the generated text.
         inputs: number of inputs, for the progress bar.
     """
 
@@ -112,11 +112,6 @@ class Trial(NamedTuple):
 
 class Missing(str):
     """The reason why a trial has no score."""
-
-    @classmethod
-    def of(cls, entry: Any) -> Any:
-        """Return the score that an entry of a journal holds, or the reason for its absence."""
-        return cls(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
 
 
 # Options -------------------------------------------------------------------------------------------------------------
@@ -134,11 +129,12 @@ def option(
     """Make a field of a task, which is also an option of its function and its command.
 
     Args:
-        default: None where `prepare` chooses by the model and the text.
-        text: the help, a noun phrase. The command line adds the default.
-        least, most: bounds of a number, or of each number of a list. A list must ascend.
-        choices: the values that it may have.
-        selects: whether it only says which trials are read, so that a journal can be resumed with another value.
+        default: default value; None where `prepare` chooses by the model and the text.
+        text: help text, a noun phrase. The command line adds the default.
+        least: lower bound of a number, or of each number of a list. A list must ascend.
+        most: upper bound.
+        choices: allowed values.
+        selects: whether the option only selects trials, so that a journal can be resumed with another value.
     """
     metadata = {"help": text, "least": least, "most": most, "choices": tuple(choices), "selects": selects}
     if isinstance(default, list):
@@ -149,7 +145,7 @@ def option(
 class Option(NamedTuple):
     """A field of a task, as the command line and the checks see it.
 
-    `kind` is the type of the value, or of each value of a list; `np.ndarray` stands for the token ids of a text.
+    `kind` is the type of the value, or of each value of a list; `np.ndarray` stands for token ids.
     """
 
     name: str
@@ -164,41 +160,45 @@ class Option(NamedTuple):
 
     def check(self, value: Any) -> Any:
         """Return the value in plain types; raise ValueError if it does not fit."""
-        if value is None and self.default is None:
-            return None
+        if (value is None and self.default is None) or self.kind is np.ndarray:
+            return value
         if not self.listed:
-            return self.check_one(value)
-        values = [self.check_one(one) for one in numbers(self.name, value)]
+            values = [value]
+        elif isinstance(value, str) or not isinstance(value, Iterable):
+            raise ValueError(f"{self.name} must be a list of numbers, got {value!r}.")
+        else:
+            values = [*value]
+        for i, one in enumerate(values):
+            if self.choices and one not in self.choices:
+                raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {one!r}.")
+            if self.kind is int:
+                one = whole_number(self.name, one)
+            elif self.kind is dict and isinstance(one, str):
+                try:
+                    one = json.loads(one)
+                except ValueError as error:
+                    raise ValueError(f"{self.name} must be a JSON object, got {one!r} ({error}).") from error
+            elif self.kind is float and not isinstance(one, bool) and hasattr(one, "__float__"):
+                one = float(one)
+            if not isinstance(one, self.kind):
+                kinds: dict[type, str] = {
+                    bool: "True or False",
+                    str: "a text",
+                    float: "a number",
+                    dict: "a JSON object",
+                }
+                raise ValueError(f"{self.name} must be {kinds[self.kind]}, got {one!r}.")
+            low, high = self.least, self.most
+            if (low is not None and not one >= low) or (high is not None and not one <= high):
+                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise ValueError(f"{self.name} must be {bounds}, got {one}.")
+            values[i] = one
         if not values or any(a >= b for a, b in pairwise(values)):
             raise ValueError(
                 f"{self.name} must be one or more numbers in strictly ascending order, got {values}. Give each once, and "
                 "the smallest first."
             )
-        return values
-
-    def check_one(self, value: Any) -> Any:
-        """Return a value, or one of a list, in plain types."""
-        if self.kind is np.ndarray:
-            return value
-        if self.choices and value not in self.choices:
-            raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}.")
-        if self.kind is int:
-            value = whole_number(self.name, value)
-        elif self.kind is dict and isinstance(value, str):
-            try:
-                value = json.loads(value)
-            except ValueError as error:
-                raise ValueError(f"{self.name} must be a JSON object, got {value!r} ({error}).") from error
-        elif self.kind is float and not isinstance(value, bool) and hasattr(value, "__float__"):
-            value = float(value)
-        if not isinstance(value, self.kind):
-            kinds: dict[type, str] = {bool: "True or False", str: "a text", float: "a number", dict: "a JSON object"}
-            raise ValueError(f"{self.name} must be {kinds[self.kind]}, got {value!r}.")
-        low, high = self.least, self.most
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ValueError(f"{self.name} must be {bounds}, got {value}.")
-        return value
+        return values if self.listed else values[0]
 
 
 def options(task: type[Task]) -> list[Option]:
@@ -219,18 +219,18 @@ def options(task: type[Task]) -> list[Option]:
 
 
 class Subject:
-    """A model, its tokenizer and a text: what a task is run on.
+    """A model, its tokenizer and a text, which a task measures.
 
     Args:
-        model: a causal language model, which runs in its own dtype, on its own device, in eval mode; or a reader, such
-            as `ServedModel`.
-        tokenizer: that of the model. Tasks that ask no questions in words need none, and then also take its name.
+        model: causal language model, which runs in its dtype, on its device, in eval mode; or a reader, such as
+            `ServedModel`.
+        tokenizer: the model's tokenizer. Tasks that ask no questions in words need none, and also take its name.
         tokens: the text, a flat sequence of ids, encoded without special tokens.
         context: longest input to measure with, in tokens. Default: the context that the model claims, else 4096.
-        bos_token_id: default: that of the tokenizer, then of the model's configuration, then `eos_token_id`.
-        eos_token_id: default: that of the tokenizer, then of the model's configuration, then `bos_token_id`.
+        bos_token_id: default: the tokenizer's, then the model's, then EOS.
+        eos_token_id: default: the tokenizer's, then the model's, then BOS.
         corpus_name: name of the text, for the settings.
-        train_length: context length of the training in tokens, for the settings.
+        train_length: context length of the training, in tokens, for the settings.
 
     Raises:
         ValueError: an argument does not fit, or there is neither a BOS nor an EOS.
@@ -295,13 +295,13 @@ class Task:
     """How something is measured. A subclass is a frozen dataclass of `option` fields, whose docstring is the help.
 
     Attributes:
-        name: of the command, and of the files of a report.
+        name: name of the command, and of the files of a report.
         result: class of the result.
-        reads_text: whether it needs a text.
-        asks: whether it asks in words, and so needs a tokenizer.
-        examples: words of the command line, a line for each example, without `hf-longctx`.
-        tasks: all tasks, by their names.
-        subject: what the task is run on. `on` sets it.
+        reads_text: whether the task needs a text.
+        asks: whether the task asks in words, and so needs a tokenizer.
+        examples: command lines without `hf-longctx`, one for each example.
+        tasks: all tasks by name.
+        subject: the model, tokenizer and text. `on` sets it.
     """
 
     name: ClassVar[str]
@@ -330,7 +330,7 @@ class Task:
         return cls(**{entry.name: arguments["seed"] for entry in options(cls) if entry.name == "seed"})
 
     def fill(self, **values: Any) -> None:
-        """Set fields or attributes, in `prepare`; the task is frozen for everybody else."""
+        """Set fields or attributes, in `prepare`; elsewhere the task is frozen."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -342,10 +342,10 @@ class Task:
         return task
 
     def prepare(self) -> None:
-        """Choose what was left open, by the subject, and raise ValueError where it does not suit the task."""
+        """Choose the open options by the subject; raise ValueError if it does not suit the task."""
 
     def trials(self, scores: dict[Key, Any]) -> list[Trial]:
-        """Return the trials that are needed, as far as `scores` tell; the run ends when all of them have a score.
+        """Return the trials that are needed given `scores`; the run ends when all of them have a score.
 
         Most tasks ignore the scores. An adaptive one returns those that it has asked for so far, and the next ones: it
         is called again after each round. The score of a trial that could not be read is a `Missing`.
@@ -353,7 +353,7 @@ class Task:
         raise NotImplementedError
 
     def requests(self, key: Key) -> list[Request]:
-        """Return what is read in a trial."""
+        """Return the requests of a trial."""
         raise NotImplementedError
 
     def score(self, key: Key, responses: list[Any]) -> Any:
@@ -361,7 +361,7 @@ class Task:
         raise NotImplementedError
 
     def summarize(self, scores: dict[Key, Any], missing: dict[Key, str]) -> tuple[dict, dict]:
-        """Return scores and reasons as a result has them: unchanged, unless a mean says the same in fewer numbers."""
+        """Return scores and reasons for the result: unchanged, unless a mean says the same in fewer numbers."""
         return scores, missing
 
     def uses_text(self) -> bool:
@@ -370,10 +370,6 @@ class Task:
 
     def facts(self) -> dict[str, Any]:
         """Return further settings that the numbers depend on."""
-        return {}
-
-    def labels(self) -> dict[str, Any]:
-        """Return further settings that change no number."""
         return {}
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -385,18 +381,19 @@ class Task:
         selected = [entry.name for entry in options(type(self)) if entry.selects and entry.name in fields]
         selecting = {name: fields.pop(name) for name in selected}
         depends = {**self.subject.settings(self.uses_text()), **fields, **self.facts()}
-        return depends, selecting | self.subject.labels | self.labels()
+        return depends, selecting | self.subject.labels
 
 
 class Counts(NamedTuple):
-    """What was right at one length, by units that are drawn independently: targets, haystacks, records.
+    """The right answers at one length, by units that are drawn independently: targets, haystacks, records.
 
     Attributes:
-        length: in the `size_unit` of the result.
-        shares: of each unit, in the order in which they were drawn, (R,) float64 from 0 to 1.
-        questions: in a unit, at most: scored tokens of a target, questions about a haystack, 1 of a record.
-        tokens: the length in tokens, of line retrieval the mean over records.
-        asked, right: questions in all units, and how many of them are answered right.
+        length: length in the `size_unit` of the result.
+        shares: share of right answers for each unit, in the order in which they were drawn, (R,) float64 from 0 to 1.
+        questions: most questions in a unit: scored tokens of a target, questions about a haystack, 1 for a record.
+        tokens: length in tokens; for line retrieval, the mean over records.
+        asked: number of questions in all units.
+        right: number of right answers.
     """
 
     length: int
@@ -409,18 +406,18 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskResult(Result):
-    """The scores of the trials of a task, and what follows from them.
+    """The scores of a task's trials, and the numbers that follow from them.
 
     A subclass sets `kind` and `title` and defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
     may raise ValueError for scores that no measurement gives. With `by_length` and `places`, models can be compared.
 
     Attributes:
-        scores: by the keys of the trials, as JSON values.
-        settings: how they were measured.
-        missing: why a trial has no score, by its key.
+        scores: scores by the keys of the trials, as JSON values.
+        settings: settings of the measurement.
+        missing: the reason why a trial has no score, by its key.
         inches: width and height of the figure.
-        size_unit: of the lengths in `by_length`.
-        verb: what a model does that has something right.
+        size_unit: unit of the lengths in `by_length`.
+        verb: what a model does if it answers right, such as "copies".
         same_texts: settings that two results must share to have read the same texts.
     """
 
@@ -442,11 +439,11 @@ class TaskResult(Result):
         return self.with_gaps(self.in_words() if self.scores else "nothing measured")
 
     def in_words(self) -> str:
-        """Return what was measured, in one line."""
+        """Return the measured numbers in one line."""
         return ", ".join(f"{number.name}: {number.interval() or number.value}" for number in self.numbers())
 
     def with_gaps(self, text: str) -> str:
-        """Return the text with what was not measured, and with what ended the run early."""
+        """Append the lengths that were not measured, and the cause of an interruption, to a text."""
         for reason in dict.fromkeys(self.missing.values()):
             keys = [key for key, why in self.missing.items() if why == reason]
             text += f"; {self.span(keys)} not measured: {reason}"
@@ -457,10 +454,10 @@ class TaskResult(Result):
         return f"{keys[0]}" if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
 
     def by_length(self, replies: bool = True, overlapping: bool = False) -> list[Counts]:
-        """Return what was right at each length, ascending.
+        """Return the right answers at each length, ascending.
 
         Args:
-            replies: count what was found in the replies, where there are some; else what is right token for token.
+            replies: count answers found in generated responses, where there are any; else those given token for token.
             overlapping: keep texts that share scored tokens with others.
 
         Raises:
@@ -469,24 +466,24 @@ class TaskResult(Result):
         raise ValueError(f"a {type(self).__name__} has no scores by length; give curves, needle or line retrieval.")
 
     def places(self) -> dict[int, list]:
-        """Return by length what tells each text from the others; an empty list for random ids."""
+        """Return by length what identifies each text; an empty list for random ids."""
         raise NotImplementedError
 
     def distinct(self, length: int, texts: int) -> list[int]:
-        """Return which of the first so many texts of a length share no scored token with another."""
+        """Return which of the first texts of a length share no scored token with another."""
         return [*range(texts)]
 
     def unlike(self, other: Any, *more: str) -> str | None:
         """Return why this and another result of the metric did not read the same texts; None if they did.
 
-        `more` names settings besides `same_texts`.
+        `more` names further settings that must be equal.
         """
         names = (*self.same_texts, *more)
         names = [name for name in names if self.settings.get(name) != other.settings.get(name)]
         return f"they differ in {', '.join(names)}" if names else None
 
     def extent(self) -> dict[str, str]:
-        """Return in words how much was measured, for comparisons with other models."""
+        """Return the number of samples in words, for comparisons with other models."""
         return {}
 
     def draw(self, figure: Any, title: str, train_length: int | None) -> None:
@@ -497,7 +494,7 @@ class TaskResult(Result):
         from . import style
 
         if not self.measured:
-            raise ValueError("the result must have something to draw; nothing was measured.")
+            raise ValueError("nothing was measured, so there is nothing to draw.")
         figure = style.figure(*self.inches)
         self.draw(figure, title or style.heading(self), train_length, **options)
         style.save(figure, path)
@@ -517,5 +514,5 @@ class TaskResult(Result):
 
 
 def as_key(key: Any) -> Key:
-    """Return a key as it was before JSON made a list of a tuple."""
+    """Turn a list, which JSON makes of a tuple, back into a key."""
     return tuple(key) if isinstance(key, list) else key

@@ -1,4 +1,4 @@
-"""Does a neural cache of what HMT remembers lower the perplexity of novels, around an untrained SmolLM2?
+"""Measure whether a neural cache of HMT lowers the perplexity of novels, around an untrained SmolLM2.
 
     python -m scripts.evidence.hmt_neural_cache
 
@@ -6,27 +6,31 @@ HMT reads a stretch of a novel with `neural_cache_weight`, and so remembers its 
 memories of as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows of as many
 positions (`window`), in windows that are one segment longer, and with all of the stretch before (`whole context`). All
 tokens of the later segments are scored. A memory can matter where a token has occurred earlier in the stretch and not
-within the longer window: these tokens are counted apart.
+within the longer window: these tokens are scored separately.
 
 Stretches are drawn from two novels, other ones for each seed. The weight, and the sharpness of the cache, were chosen
-on Moby Dick. Every stretch is kept when it is done.
+on Moby Dick. Every finished stretch is saved.
 """
 
+import functools
 import itertools
+import math
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import DynamicCache, set_seed
+from transformers import AutoTokenizer, DynamicCache, set_seed
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics.run.logits import cache_argument
 from scripts.bench import common
-from scripts.evidence.hmt_recall_tokens import BOOKS, gain_lines, tokens_of
 from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
 from scripts.evidence.parts import make_parser, measure_parts, require
 
 
+BOOKS = ("Moby Dick", "Emma")
+SCORED = ("far", "all")
 READINGS = ("window", "longer window", "whole context", "own book", "other book")  # in the order of `one_stretch`
 FORM = """
 | read | tokens of earlier segments | all tokens |
@@ -34,8 +38,21 @@ FORM = """
 """
 
 
+@functools.cache
+def tokens_of(book, backbone):
+    """Return the tokens of a book, (N,)."""
+
+    def number(file):
+        return [int(x) for x in file.stem.split("_") if x.isdigit()], file.stem
+
+    files = sorted((TEXT / "train").glob(f"{book}*.txt"), key=number)
+    text = "\n\n".join(file.read_text() for file in files)
+    tokenizer = AutoTokenizer.from_pretrained(BACKBONES[backbone])
+    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
 def stretch_of(book, number, seed, args):
-    """A stretch of a book, (segments * L' + 1,)."""
+    """Return a stretch of a book, (segments * L' + 1,)."""
     tokens, size = tokens_of(book, args.backbone), args.segments * args.segment_length
     order = torch.randperm((len(tokens) - 1) // size, generator=torch.Generator().manual_seed(0))
     start = int(order[number * 3 + seed]) * size  # seeds 0, 1 and 2 share no stretch
@@ -44,7 +61,7 @@ def stretch_of(book, number, seed, args):
 
 @torch.no_grad()
 def one_stretch(number, seed, model, args):
-    """Sums of -log p over the tokens of each scored segment, by reading, and how many there are."""
+    """Return the sums of -log p over the tokens of each scored segment, by reading, and their number."""
     length, k, segments = args.segment_length, args.sensory_tokens, []
     state, kv_cache = None, DynamicCache(config=model.backbone.config)
     texts = torch.stack([stretch_of(book, number, seed, args) for book in BOOKS]).to(args.device)
@@ -95,6 +112,29 @@ def measure(args):
         return one_stretch(number, seed, model, args)
 
     yield from measure_parts(measure_one, itertools.product(range(args.stretches), args.seeds), args)
+
+
+def gain(rows, reading, scored, reference):
+    """Return what a reading gains over another one, in nats per token: mean over tokens, and its standard error.
+
+    Segments are independent, tokens of one are not.
+    """
+    differences = np.array([x["losses"][scored][reference] - x["losses"][scored][reading] for x in rows])
+    tokens = np.array([x["tokens"][scored] for x in rows])
+    total = max(1, tokens.sum())
+    mean = differences.sum() / total
+    return mean, math.sqrt(((differences - mean * tokens) ** 2).sum()) / total
+
+
+def gain_lines(rows, readings, parts):
+    """Return what all readings gain over the first, and `own book` also in `parts`, {name: rows}."""
+    reference, *others = readings
+    lines = []
+    for reading in others:
+        for name, part in ({"": rows} | (parts if reading == "own book" else {})).items():
+            gains = {x: "{:+.3f} ± {:.3f}".format(*gain(part, reading, x, reference)) for x in SCORED}
+            lines.append({"name": reading + name} | gains)
+    return lines
 
 
 def table(result):

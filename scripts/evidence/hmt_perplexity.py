@@ -1,28 +1,32 @@
-"""Perplexity with a memory, beside that of a backbone that reads as many tokens without one.
+"""Compare the perplexity of HMT and of its backbone, which reads as many tokens without a memory.
 
-    python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
-    python -m scripts.evidence.hmt_perplexity --device cuda --text pg19  # SmolLM2-135M, in full, on books from the Hub
-    python -m scripts.evidence.hmt_perplexity --device cuda --first-steps 40 --steps 40  # as long as novels are new
+    python -m scripts.fetch_model smollm2-135m && python -m scripts.evidence.corpus collect
+    python -m scripts.evidence.hmt_perplexity --device cuda --text code --tokens 10000000 --minutes 25 --seeds 0 \
+        --methods Llama "HMT, single pass" "HMT, neural cache" "HMT, tokens read again" "Llama, long rows"
+    python -m scripts.demo_corpus demo_output/corpus && python -m scripts.evidence.hmt_perplexity  # novels
     python -m scripts.evidence.hmt_perplexity --backbone llama-demo --segment-length 64 --sensory-tokens 8 \
         --rows-at-once 8 --first-steps 100 --steps 200 --learning-rate 3e-4 \
         --text-length 1024 --texts 48                                    # on a CPU, ten minutes for a model and seed
 
-The same tokens of held-out texts are scored by all. A Llama reads them in windows: blocks of L' tokens; as many tokens
-as the single-pass mode sees at a time (a block and the k + 4 before it); blocks that overlap by half, which cost two
-positions for each token, more than the published mode and nearly as many as the causal one; and as much as its context
-holds. HMT and RMT read segments of L' tokens. HMT is also read with the memories of another text, made while it read
-that one, in the place of those of the text: what it loses by that is what the content of its memories is worth.
+All models score the same tokens of held-out documents. A Llama reads them in windows: blocks of L' tokens; as many
+tokens as the single-pass mode sees at a time (a block and the k + 4 before it); blocks that overlap by half, which
+cost two positions for each token, more than the published mode and nearly as many as the causal one; and as much as
+its context holds, which is full attention. HMT and RMT read segments of L' tokens. HMT also reads with the memories
+that it made of another document: what it loses by that is what its own memories contribute.
 
-All are trained on the same tokens, so that none wins by adaptation to the text alone: rows of two segments, then rows
-of `--segments`, as in HMT's two stages. The Llama is trained on the blocks of these rows; another one, which reads as
-much as its context holds, on whole rows. Some are read as they are, too, without training. All parameters are trained,
-on a GPU under bfloat16 autocast. With --text novels, five novels of Jane Austen and Moby Dick are trained on, and the
-texts are pieces of another novel of hers. With pg19, texts are pieces of books of its test split, one of each book
-before a second of any.
+All models are trained on the same tokens, so that adaptation to the documents favours none: sequences of two segments,
+then sequences of `--segments`, as in HMT's two stages. --tokens sets the steps of both. The Llama is trained on the
+blocks of these sequences; another one, which reads as much as its context holds, on whole sequences. Some models also
+read without training. All parameters are trained, on a GPU under bfloat16 autocast. With --text code, documents are
+sources of packages, held out by project. With novels, five novels of Jane Austen and Moby Dick are trained on, and
+another novel of hers is read.
+
+After --minutes nothing begins and trainings are saved; the same command resumes them, and the table names the models
+that were not reached. `--minutes 0` shows what is measured.
 
 A prediction counts to the first half of a segment if it is made before token j. The published mode has read that half
-by then, in training too: what it has there is no perplexity, but shows how much is given away; that of the second
-halves is one.
+by then, also in training: its number there is not a perplexity, but shows how much is given away; its number for the
+second halves is one.
 """
 
 import functools
@@ -33,10 +37,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_longctx.corpus import open_source
 from hf_longctx.hmt import HMTConfig
 from scripts.bench import common
-from scripts.evidence import hmt_training
+from scripts.evidence import corpus, hmt_training
 from scripts.evidence.hmt_reading import BINS, SEGMENTS, SWAPPED, measure_reading
 from scripts.evidence.hmt_training import (
     AS_IT_IS,
@@ -46,22 +49,22 @@ from scripts.evidence.hmt_training import (
     autocast,
     config_of,
     new_model,
-    recalls,
+    recalls_embeddings,
     second_stage,
 )
 from scripts.evidence.panels import Line, draw_panels
-from scripts.evidence.parts import make_parser, measure_parts, require, run
+from scripts.evidence.parts import DAY, make_parser, measure_parts, require, run
 
 
-LLAMAS = {  # what a Llama is trained on, and its readings
+LLAMAS = {  # name: how the trained Llama reads
     "Llama": ("blocks", "blocks and what the single-pass mode sees", "overlapping blocks"),
     "Llama, long rows": ("whole context",),
 }
 METHODS = (*LLAMAS, *HMT, *(f"{method}{AS_IT_IS}" for method in ("Llama", "HMT, single pass")))
 REFERENCE = "Llama: overlapping blocks"
-SOURCES = ("novels", "pg19")
+SOURCES = ("novels", "code")
 RESAMPLES = 10_000
-PICTURED = {  # lines of the picture, by their names there
+PLOTTED = {  # lines of the figure and their labels
     "HMT, single pass": "HMT, single pass",
     "RMT": "RMT",
     "Llama: blocks and what the single-pass mode sees": "window of as many tokens",
@@ -69,79 +72,78 @@ PICTURED = {  # lines of the picture, by their names there
     f"HMT, single pass: {SWAPPED}": "memories of another text",
 }
 FORM = """
-| model and reading | positions per token | perplexity | to overlapping blocks | to its own memories |
+| model and reading | positions per token | perplexity | change from overlapping blocks | change from its own memories |
 | {name} | {positions:.2f} | {perplexity} | {change} | {content} |
 """
 
 
-def documents(text, part):
-    """The documents of the "train" or the "held_out" part of --text, one by one."""
-    if text == "pg19":
-        return open_source(text, part)[1]
+@functools.cache
+def novels(part, backbone):
+    """Return the novels of the "train" or the "held_out" part, one after another; (N,)."""
     files = [TEXT / "held_out.txt"]
     if part == "train":
         files = [file for file in sorted((TEXT / "train").glob("*.txt")) if not file.name.startswith("Address")]
-    return (file.read_text() for file in files)
-
-
-@functools.cache
-def tokens_of(text, part, backbone, most_documents, most_tokens):
-    """The first documents of a part as tokens, up to the one that completes `most_tokens`; a list of (N,)."""
-    tokenizer, read = AutoTokenizer.from_pretrained(backbone), []
-    for document in itertools.islice(documents(text, part), most_documents):
-        read.append(torch.tensor(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]))
-        if most_tokens and sum(map(len, read)) >= most_tokens:
-            break
-    return read
+    tokenizer = AutoTokenizer.from_pretrained(backbone)
+    ids = [tokenizer(file.read_text(), add_special_tokens=False, verbose=False)["input_ids"] for file in files]
+    return torch.tensor(list(itertools.chain(*ids)))
 
 
 def training_tokens(args):
-    """All novels, one after another, or as many books of PG-19 as all steps read; (N,).
+    """Return all documents that are trained on, one after another; (N,).
 
     Raises:
-        ValueError: they are shorter than a row.
+        ValueError: they are shorter than a sequence.
     """
-    steps = 2 * args.first_steps + args.segments * args.steps
-    needed = args.rows * args.segment_length * steps if args.text == "pg19" else None
-    tokens = torch.cat(tokens_of(args.text, "train", BACKBONES[args.backbone], None, needed))
+    if args.text == "code":
+        tokens = torch.from_numpy(np.load(f"{code(args)}/train.npy").astype(np.int32))
+    else:
+        tokens = novels("train", BACKBONES[args.backbone])
     longest = args.segments * args.segment_length
     if len(tokens) < longest:
         raise ValueError(
-            f"The train part of {args.text} has {len(tokens)} tokens, and a row of {args.segments} segments {longest}. "
-            "Lower --segments, or shorten them."
+            f"The train part of {args.text} has {len(tokens)} tokens, and a sequence of {args.segments} segments has "
+            f"{longest}. Lower --segments, or shorten them."
         )
     return tokens
 
 
+def code(args):
+    """Return the folder with the packed documents of `scripts.evidence.corpus`, in the tokens of the backbone."""
+    folder = corpus.encoded_by(args.data, BACKBONES[args.backbone])
+    corpus.main(["pack", "--folder", folder, "--row-length", str(args.text_length + 1)])
+    return folder
+
+
 def held_out_texts(args):
-    """At most `args.texts` texts, of each document one before a second of any; (texts, text_length + 1).
+    """Return at most `args.texts` pieces of the held-out documents; (texts, text_length + 1).
 
     Raises:
         ValueError: there are fewer than two.
     """
-    size, pieces = args.text_length, []
-    for document in tokens_of(args.text, "held_out", BACKBONES[args.backbone], args.texts, None):
-        pieces += [(i, document[i : i + size + 1]) for i in range(0, len(document) - size, size)]
-    texts = [piece for _, piece in sorted(pieces, key=lambda piece: piece[0])][: args.texts]
+    size = args.text_length
+    if args.text == "code":
+        texts = torch.from_numpy(np.load(corpus.held_out(code(args), size + 1)).astype(np.int64))
+    else:
+        texts = novels("held_out", BACKBONES[args.backbone]).unfold(0, size + 1, size)
     if len(texts) < 2:  # the memories of one are swapped for those of another
         raise ValueError(
-            f"The held-out part of {args.text} has {len(texts)} texts of --text-length {size} tokens, and it takes two "
-            "at least. Shorten the texts."
+            f"The held-out part of {args.text} has {len(texts)} pieces of --text-length {size} tokens, and at least two "
+            "are needed. Shorten them."
         )
-    return torch.stack(texts).to(args.device)
+    return texts[: args.texts].to(args.device)
 
 
 # Training.
 
 
 def train(model, method, tokens, segments, steps, file, args, generator):
-    """Train on rows of so many segments, as `hmt_training.train` says; the losses."""
+    """Train on sequences of `segments` segments by `hmt_training.train`, and return the losses."""
     length = segments * args.segment_length
 
     def losses_of(step):
         starts = torch.randint(len(tokens) - length + 1, (args.rows,), generator=generator)
         for part in starts.split(args.rows_at_once):
-            rows = torch.stack([tokens[start : start + length] for start in part]).to(args.device)
+            rows = torch.stack([tokens[start : start + length] for start in part]).long().to(args.device)
             rows = rows.reshape(-1, args.segment_length) if method == "Llama" else rows
             kept = {"logits_to_keep": 1} if method in HMT else {}  # without all logits at once
             with autocast(args):
@@ -152,13 +154,13 @@ def train(model, method, tokens, segments, steps, file, args, generator):
 
 
 def checkpoints(method, seed, args):
-    """The files of a training, one for each stage."""
+    """Return the files of a training, one for each stage."""
     name = f"{common.result_name(args)}_{METHODS.index(method)}_{seed}"
     return [args.work / f"{name}_{stage}.pt" for stage in (1, 2)]
 
 
 def trained(method, seed, args):
-    """The model of a method, and its losses in both stages."""
+    """Return the model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = new_model(method, args)
@@ -176,7 +178,7 @@ def readings_of(method):
     name = method.removesuffix(AS_IT_IS)
     if name in LLAMAS:
         return tuple(itertools.chain(*LLAMAS.values()))
-    return (SEGMENTS, SWAPPED) if recalls(name) else (SEGMENTS,)
+    return (SEGMENTS, SWAPPED) if recalls_embeddings(name) else (SEGMENTS,)
 
 
 def one_model(method, seed, args):
@@ -189,21 +191,12 @@ def one_model(method, seed, args):
 
 
 def check(args):
-    """Raise a ValueError for options that no model can be trained or read with."""
-    unknown = sorted(set(args.methods) - set(METHODS))
-    if unknown:
-        raise ValueError(f"--methods has {unknown}: choose from {', '.join(map(repr, METHODS))}.")
-    least = {"segment_length": BINS, "sensory_tokens": 0, "segments": 2, "texts": 2}
-    least |= dict.fromkeys(("rows", "rows_at_once", "first_steps", "steps", "save_steps"), 1)
-    for name, minimum in least.items():
-        if getattr(args, name) < minimum:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, and is {getattr(args, name)}.")
+    """Raise a ValueError for lengths that do not fit each other or the context."""
     length, memories = args.segment_length, HMTConfig().memory_size
-    if length % BINS:
-        raise ValueError(f"--segment-length must be a multiple of {BINS}, and is {length}.")
-    if args.text_length % length or not 2 <= args.text_length // length <= memories:
+    if length % BINS or args.text_length % length or not 2 <= args.text_length // length <= memories:
         raise ValueError(
-            f"--text-length must be 2 to {memories} times --segment-length, {length}, and is {args.text_length}."
+            f"--segment-length must be a multiple of {BINS}, got {length}, and --text-length 2 to {memories} times as "
+            f"long, got {args.text_length}."
         )
     context = AutoConfig.from_pretrained(BACKBONES[args.backbone]).max_position_embeddings
     config_of("HMT, single pass", args).check(context)
@@ -216,19 +209,28 @@ def check(args):
 
 def measure(args):
     require(BACKBONES[args.backbone], *([TEXT] if args.text == "novels" else []))
+    if args.tokens:  # a fifth of them in the first stage
+        tokens_of_segment = args.rows * args.segment_length
+        args.first_steps = max(1, round(args.tokens / 5 / tokens_of_segment / 2))
+        args.steps = max(1, round(args.tokens * 4 / 5 / tokens_of_segment / args.segments))
     check(args)
-    keys = [  # a Llama as it is takes no seed
-        (method, args.seeds[0] if method == f"Llama{AS_IT_IS}" else seed)
-        for method, seed in itertools.product(args.methods, args.seeds)
+    yield from measure_parts(one_model, keys_of(args.methods, args.seeds), args)
+
+
+def keys_of(methods, seeds):
+    """Return the parts of the experiment: each method with each seed, but a Llama as it is takes none."""
+    return [
+        (method, seed)
+        for method, seed in itertools.product(methods, seeds)
+        if seed == seeds[0] or method != f"Llama{AS_IT_IS}"
     ]
-    yield from measure_parts(one_model, keys, args, args.so_far)
 
 
 # Showing.
 
 
 def series(rows):
-    """{name of a model and reading: {seed: entry}}, in the order of `METHODS`."""
+    """Return {name of a model and reading: {seed: entry}}, in the order of `METHODS`."""
     several = {}
     for row in sorted(rows, key=lambda row: METHODS.index(row["model"])):
         for reading, entry in row["readings"].items():
@@ -238,24 +240,24 @@ def series(rows):
 
 
 def losses_of_texts(entries, parts=(1, 2)):
-    """Mean -log p of each text over some parts of it (see `measure_reading`) and over seeds; (texts,)."""
+    """Return the mean -log p of each text over seeds and some of its parts (see `measure_reading`); (texts,)."""
     return np.mean([np.array(entry["texts"])[:, parts].mean(1) for entry in entries.values()], 0)
 
 
 def interval(values):
-    """The mean, and the bounds of its 95 % bootstrap interval (percentiles).
+    """Return the mean, and the bounds of its 95 % bootstrap interval (percentiles).
 
     >>> mean, low, high = interval(np.array([1.0, 2.0, 3.0]))
     >>> mean, low >= 1 and high <= 3
     (2.0, True)
     """
-    # NumPy promises that RandomState draws the same in every version
+    # RandomState draws the same in every version of NumPy
     drawn = np.random.RandomState(0).randint(len(values), size=(RESAMPLES, len(values)))
     return values.mean(), *np.quantile(values[drawn].mean(1), (0.025, 0.975))
 
 
 def change(entries, reference, parts=(1, 2)):
-    """Change of the perplexity to that of a reference, in per cent, with its interval; None without a common seed."""
+    """Return the change of perplexity from a reference in per cent with its interval; None without a common seed."""
     seeds = entries.keys() & (reference or {}).keys()
     if entries is reference or not seeds:
         return None
@@ -268,7 +270,7 @@ def line_of(name, several):
     entries, reference = several[name], several.get(REFERENCE)
     line = {"name": name}
     line["positions"] = next(iter(entries.values()))["positions"]
-    if not name.startswith("HMT, paper"):  # whose first halves are no perplexity
+    if not name.startswith("HMT, paper"):  # it has read the first halves before it predicts them
         line["perplexity"] = "{:.2f} ({:.2f} to {:.2f})".format(*map(math.exp, interval(losses_of_texts(entries))))
         line["change"] = change(entries, reference)
     if name.endswith(SWAPPED):
@@ -280,20 +282,29 @@ def table(result):
     s, several = result["settings"], series(result["rows"])
     lines = [line_of(name, several) for name in several if AS_IT_IS not in name]
     texts = len(next(iter(next(iter(several.values())).values()))["texts"])
-    source = "pieces of one novel" if s["text"] == "novels" else "pieces of books of PG-19"
+    source = {
+        "novels": "pieces of one novel",
+        "code": "sources of held-out projects",
+    }
+    done = {(row["model"], row["seed"]) for row in result["rows"]}
+    missing = [
+        f"{method}, seed {seed}" for method, seed in keys_of(s["methods"], s["seeds"]) if (method, seed) not in done
+    ]
     text = (
-        f"Segments of {s['segment_length']} tokens; {texts} texts of {s['text_length']} tokens, {source}. Perplexity is that "
-        "of all segments but the first, with 95 % bootstrap intervals over texts of the mean over seeds."
+        f"Segments of {s['segment_length']} tokens; {texts} texts of {s['text_length']} tokens, {source[s['text']]}. Perplexity is that "
+        "of all segments but the first, with 95 % bootstrap intervals over texts; means over seeds."
+        + f" Not reached: {'; '.join(missing)}."
+        * bool(missing)
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"
 
 
 def plot(result, path):
-    """Draw the change of the perplexity, relative to overlapping blocks, over the text and over a segment."""
+    """Draw the change of the perplexity, relative to overlapping blocks, by segment and by position in a segment."""
     several, s = series(result["rows"]), result["settings"]
     reference = several.get(REFERENCE, {})
     over_text, over_segment = [], []
-    for name, label in PICTURED.items():
+    for name, label in PLOTTED.items():
         seeds = several.get(name, {}).keys() & reference.keys()
         for lines, part in ((over_text, "by_segment"), (over_segment, "by_position")):
             if seeds:
@@ -318,14 +329,14 @@ def mean_of_seeds(entries, seeds, part):
 def main(arguments=None):
     sizes = {"segment_length": 512, "sensory_tokens": 32, "rows": 8, "rows_at_once": 4, "segments": 8}
     training = {"first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 50}
-    asked = {"text_length": 16384, "texts": 20}
-    options = {"seeds": [0, 1], "methods": list(METHODS), "device": "cpu"}
+    asked = {"text_length": 16384, "texts": 20, "tokens": 0, "minutes": DAY}
+    options = {"seeds": [0, 1, 2], "methods": list(METHODS), "device": "cpu"}
     parser = make_parser(
         __spec__.name, __doc__, "hmt_perplexity_{backbone}_{text}", **sizes, **training, **asked, **options
     )
     parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
     parser.add_argument("--text", choices=SOURCES, default="novels", help="default: %(default)s")
-    parser.add_argument("--so-far", action="store_true", help="show what is measured of it, and measure nothing more")
+    parser.add_argument("--data", default=str(corpus.FOLDER), metavar="FOLDER", help="code: of the documents")
     run(parser, measure, table, plot, arguments)
 
 

@@ -31,7 +31,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from hf_longctx.fox import PrunedCache
-from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 from hf_longctx.metrics import (
     ForgettingCurve,
     LineRetrieval,
@@ -46,6 +45,7 @@ from hf_longctx.metrics import (
 )
 from hf_longctx.metrics.report.paired import holm, interval, p_values
 from scripts.bench import common
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 from scripts.evidence import corpus
 from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, measure_parts, run
@@ -256,6 +256,7 @@ def measure(args):
 def measure_models(command, args):
     """Yield a row for each model, learning rate and seed: trained by a command and evaluated, or what is missing."""
     begin = time.monotonic()
+    args.until = begin + 60 * args.minutes
     corpus.main(["pack", "--folder", args.data, "--row-length", str(args.times * args.length)])
     keys = list(itertools.product(args.models, args.learning_rates, args.seeds))
     until = begin + 60 * args.minutes * 0.8
@@ -265,11 +266,10 @@ def measure_models(command, args):
             future.result()
             name, rate, seed = key = trained[future]
             folder = run_folder(*key, args)
-            if (folder / "model").exists() and time.monotonic() < begin + 60 * args.minutes:
-                yield from measure_parts(evaluate, [key], args)
-                continue
-            missing = "evaluation" if (folder / "model").exists() else reason(folder)
-            yield {"model": name, "learning_rate": rate, "seed": seed, "missing": missing}
+            is_trained = (folder / "model").exists()
+            missing = {"missing": "evaluation" if is_trained else reason(folder)}
+            found = list(measure_parts(evaluate, [key] if is_trained else [], args))
+            yield from found or [{"model": name, "learning_rate": rate, "seed": seed} | missing]
 
 
 def in_order(result):

@@ -1,7 +1,7 @@
 """Measure real models with the commands of hf-longctx, alongside the 14 models of the forgetting curve's paper.
 
     python -m scripts.fetch_model smollm2-135m && python -m scripts.fetch_model gemma3-270m
-    python -m scripts.evidence.real_models [--models "Gemma 3 270M" "fox-demo (5M)"]
+    python -m scripts.evidence.real_models [--models "Gemma 3 270M" "fox-demo 5M"]
     python -m scripts.evidence.real_models --models "Qwen1.5 (7B)" --device cuda
 
 Each model of real_models.toml gets a row: its forgetting curve, position loss, needle, line retrieval and RoPE bound,
@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_longctx.metrics import ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss, plot_comparison
+from hf_longctx.metrics import ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
 from scripts.bench import common
+from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import make_parser, run
 from scripts.fetch_model import MODELS
 
@@ -91,14 +92,20 @@ def read(row, name):
 
 def describe(row):
     """Return the cells of a row."""
-    cells = {name: row.get(name) for name in ("model", "claimed", "missing")}
-    cells |= {"paper_fine": row.get("fine"), "paper_coarse": row.get("coarse")}
+    names = {
+        "model": "model",
+        "claimed": "claimed",
+        "missing": "missing",
+        "fine": "paper_fine",
+        "coarse": "paper_coarse",
+    }
+    cells = {cell: row[name] for name, cell in names.items() if name in row}
     if "curve" in row:
         curve = read(row, "curve")
         cells |= {"fine": curve.fine_length, "coarse": curve.coarse_length}
         for method in ("fine", "coarse"):
             low, high = curve.interval(method)[:2]
-            cells[f"{method}_interval"] = f"at least {low}" if high is None else f"{low} to {high}"
+            cells[f"{method}_interval"] = f"{low} or more" if high is None else f"{low} to {high}"
         cells["copied"] = next((point.copy_mean for point in curve.points if point.length == LENGTH), None)
     if "loss" in row:
         cells["loss"] = [np.mean(part) for part in np.split(np.array(row["loss"]), 2)]
@@ -116,9 +123,26 @@ def table(result):
 
 
 def draw(result, path):
-    """Draw the forgetting curves that were measured."""
+    """Draw the forgetting curves that were measured, over the LM accuracy, which is a mean of all models."""
     curves = {row["model"]: read(row, "curve") for row in result["rows"] if "curve" in row}
-    plot_comparison(curves, path, title="How far small models copy")
+    lines, guesses = [], {}
+    for name, curve in curves.items():
+        shares = [[count / point.scored_tokens for count in point.copy_correct] for point in curve.points]
+        lines.append(Line(name, [point.length for point in curve.points], shares))
+        for point in curve.points:
+            guesses.setdefault(point.length, []).append(point.lm_mean)
+    lines.append(Line("copied by chance (LM accuracy)", *zip(*((n, [np.mean(x)]) for n, x in guesses.items())), True))
+    draw_panels(
+        path,
+        "Tokens that small models copy",
+        {"": lines},
+        across="length of the passage to copy, tokens",
+        up="copied correctly",
+        notes=f"lines: mean of {len(next(iter(curves.values())).points[0].copy_correct)} passages; areas: range",
+        percent=True,
+        log=("x",),
+        ticks={2**i: str(2**i) for i in range(3, 12) if 2**i <= max(guesses) * 1.1},
+    )
 
 
 def main(arguments=None):

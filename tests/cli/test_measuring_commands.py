@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from demo_model import VOCABULARY
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from hf_longctx import cli
 from hf_longctx.metrics import ForgettingCurve, LineRetrieval, LocalReader, read_result
@@ -115,20 +115,6 @@ def test_an_interrupted_curve_says_so(folder, tmp_path, capsys, monkeypatch):
     assert curve.settings["lengths"] == [8, 19, 30] and curve.settings["interrupted"] == "Ctrl-C"
     assert curve.not_measured == {19: "interrupted", 30: "interrupted"}
     assert "2 lengths from 19 to 30 not measured: interrupted" in capsys.readouterr().out
-
-
-def test_the_curve_up_to_a_position_limit_is_kept(folder, tmp_path, capsys):
-    limited = tmp_path / "gpt2"
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
-    )
-    GPT2LMHeadModel(config).save_pretrained(limited)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(limited)
-    options = "--max-length 40 --points 3 --repeats 2 --text stdlib"
-    status, curve = measure(limited, tmp_path / "curve", "curve", options)
-    assert status == 0
-    assert "length 40 not measured: beyond the model's 64 positions" in capsys.readouterr().out
-    assert [p.length for p in curve.points] == [8, 24]
 
 
 def test_a_served_model(folder, tmp_path, monkeypatch, capsys):

@@ -7,15 +7,13 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
 from processes import WORLD
-from tiny_fox import BACKENDS, logits, make, skip_without_triton, tokens
-from transformers import Trainer, TrainingArguments
+from tiny_fox import logits, make, skip_without_triton, tokens
 
 from hf_longctx.fox import FoxForCausalLM
 
 
 VARIANT = "pro with grouped heads and rope"
 RATE = 0.5
-CHECKPOINTING = "activation" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient"
 
 
 def documents():
@@ -25,30 +23,6 @@ def documents():
     for i, row in enumerate(labels):
         row[: 1 + i] = -100
     return [{"input_ids": ids, "labels": label} for ids, label in zip(rows, labels)]
-
-
-def train(folder, processes, backend):
-    """Losses and weights after two steps of four rows each, in two accumulated batches."""
-    arguments = TrainingArguments(
-        output_dir=folder / "trainer",
-        use_cpu=True,
-        per_device_train_batch_size=2 // processes,
-        gradient_accumulation_steps=2,
-        max_steps=2,
-        optim="sgd",
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        **{f"{CHECKPOINTING}_checkpointing": True},
-    )
-    model = FoxForCausalLM.from_pretrained(folder / "model", attn_implementation=backend)
-    trainer = Trainer(model=model, args=arguments, train_dataset=documents())
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return losses, {name: x.detach().clone() for name, x in model.state_dict().items()}
 
 
 def sharded_by_accelerate(folder, backend):
@@ -82,40 +56,14 @@ def sharded_step(model):
     return total, gradients, largest, logits(model.eval(), tokens(1, 12))
 
 
-# Our kernels, interpreted on a CPU, run in one of the three ways: with weights that are gathered anew for every layer.
-WAYS = {"sdpa": ["replicas", "accelerate"], "forgetting_triton": ["accelerate"]}
-
-
 def learn(folder, backend):
-    """Result of each way of the backend, by name."""
-    learners = {
-        "replicas": lambda: train(folder, WORLD, backend),
-        "accelerate": lambda: sharded_step(sharded_by_accelerate(folder, backend)),
-    }
-    return {way: learners[way]() for way in WAYS[backend]}
-
-
-@pytest.fixture(scope="module")
-def results(two_processes, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data parallel")
-    make(VARIANT).save_pretrained(folder / "model")
-    return {backend: two_processes(learn, folder, backend) for backend in BACKENDS}, folder
-
-
-def test_replicas(results):
-    learnt, folder = results
-    losses, weights = learnt["sdpa"]["replicas"]
-    expected_losses, expected_weights = train(folder, 1, "eager")
-    assert len(losses) == 2
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
-    before = make(VARIANT).state_dict()
-    assert all((x - before[name]).abs().max() > 1e-4 for name, x in expected_weights.items())
-    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+    return sharded_step(sharded_by_accelerate(folder, backend))
 
 
 @pytest.mark.parametrize("backend", ["sdpa", pytest.param("forgetting_triton", marks=skip_without_triton)])
-def test_shards(backend, results):
-    loss, gradients, largest, after = results[0][backend]["accelerate"]
+def test_shards(backend, two_processes, tmp_path):
+    make(VARIANT).save_pretrained(tmp_path / "model")
+    loss, gradients, largest, after = two_processes(learn, tmp_path, backend)
     model, rows = make(VARIANT), documents()
     expected = model(**{name: torch.stack([row[name] for row in rows]) for name in rows[0]}).loss
     expected.backward()

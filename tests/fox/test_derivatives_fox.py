@@ -6,7 +6,7 @@ import pytest
 import torch
 from budget import draw, runs_triton
 from tiny_fox import make, tokens
-from torch.func import functional_call, grad, hessian, jvp, vmap
+from torch.func import functional_call, grad, hessian, jvp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_longctx import forgetting_attention
@@ -58,18 +58,6 @@ def test_what_has_no_derivative_says_so(backend):
     *_, log_f, _ = inputs = draw(1, 1, 1, 8, 8, 16)
     with pytest.raises((NotImplementedError, RuntimeError), match=r"forward AD|forward-mode"):
         jvp(lambda x: forgetting_attention(*inputs[:3], x, backend=backend), (log_f,), (log_f,))
-
-
-@pytest.mark.parametrize("backend", FORMS)
-def test_vmap_of_the_operator(backend):
-    inputs = [torch.stack([x, y]) for x, y in zip(draw(1, 2, 1, 7, 7, 4), draw(1, 2, 1, 7, 7, 4, seed=5))]
-
-    def number(q, k, v, log_f, do):
-        return (do * forgetting_attention(q, k, v, log_f, backend=backend)).sum()
-
-    for f in (number, grad(number, argnums=3)):
-        got, want = vmap(f)(*inputs), torch.stack([f(*x) for x in zip(*inputs)])
-        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("only", ["", "f_proj"], ids=["all parameters", "gates"])

@@ -37,32 +37,38 @@ def three_heads():
 
 
 CONFIG = [
-    config("size of 0", "num_hidden_layers=0; it must be at least 1", num_hidden_layers=0),
+    config("size of 0", "num_hidden_layers must be at least 1, got 0", num_hidden_layers=0),
     config("a size as text", r"hidden_size(.|\n)*expected int, got str", hidden_size="64"),
-    config("positive pruning tolerance", "log_pruning_tolerance=0.5", log_pruning_tolerance=0.5),
-    config("hidden size and heads", "not a multiple of num_attention_heads", hidden_size=30),
-    config("heads and key heads", "not a multiple of num_key_value_heads", num_key_value_heads=3),
+    config("positive pruning tolerance", "at most 0, .* got 0.5", log_pruning_tolerance=0.5),
+    config("hidden size and heads", "must be a multiple of num_attention_heads", hidden_size=30),
+    config("heads and key heads", "must be a multiple of num_key_value_heads", num_key_value_heads=3),
     config("unknown gate", "must be one of", forget_gate="sigmoid"),
     config("unknown output gate", "must be None or one of", output_gate="tanh"),
-    config("fixed without times", "needs decay_time_min", forget_gate="fixed"),
+    config("fixed without times", "requires decay_time_min", forget_gate="fixed"),
     config("times without a gate", 'forget_gate is "none"', forget_gate="none", decay_time_min=2, decay_time_max=8),
     config("times upside down", "0 < min <= max", forget_gate="fixed", decay_time_min=8, decay_time_max=2),
     config("one time of two", "decay_time_max=None", decay_time_min=2),
     config("shared gates without gates", 'forget_gate is "none"', forget_gate="none", forget_gate_per_kv_head=True),
-    config("shared norm without a norm", "Give qk_norm=True", qk_norm_shared=True),
-    config("window of one token", "sliding_window=1; .* at least 2 tokens", sliding_window=1),
-    config("negative base of rope", "rope_theta=-1.0", rope_parameters={"rope_theta": -1.0}),
-    config("half a rope", "partial_rotary_factor=0.5.*whole", rope_parameters={**ROPE, "partial_rotary_factor": 0.5}),
+    config("shared norm without a norm", "requires qk_norm=True", qk_norm_shared=True),
+    config("window of one token", "at least 2 tokens, got 1", sliding_window=1),
+    config("negative base of rope", "positive number.*got -1.0", rope_parameters={"rope_theta": -1.0}),
+    config(
+        "half a rope",
+        "partial_rotary_factor must be 1, got 0.5.*whole",
+        rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
+    ),
     config("half a rope by name", "'partial_rotary_factor' is not a field", partial_rotary_factor=0.5),
     config("layer types", "Leave layer_types out", layer_types=["full_attention", "sliding_attention"]),
     config("newer format", "format version 99", format_version=99),
-    config("padding outside the vocabulary", "pad_token_id=61.*vocab_size=61", pad_token_id=61),
-    config("one of several last tokens", r"eos_token_id=\[2, 99\]", eos_token_id=[2, 99]),
-    config("both directions", "is_causal=False.*causal decoder", is_causal=False),
-    config("letters swapped", "'k_shfit' is not a field.*k_shift", k_shfit=True),
+    config("padding outside the vocabulary", "pad_token_id must be.* 60, got 61", pad_token_id=61),
+    config("one of several last tokens", r"eos_token_id must be.*got \[2, 99\]", eos_token_id=[2, 99]),
+    config("both directions", "is_causal must be True.*causal decoder", is_causal=False),
+    config("letters swapped", "'k_shfit' is not a field.*mean 'k_shift'", k_shfit=True),
     config("a name of nothing", "'frobnicate' is not a field", frobnicate=True),
-    refused("three heads on four key heads, set later", three_heads, "not a multiple of num_key_value_heads=4"),
-    refused("vLLM without its plugin", lambda: with_implementation("vllm"), r"leave out.*'hf-longctx\[vllm\]'"),
+    refused("three heads on four key heads, set later", three_heads, "must be a multiple of num_key_value_heads=4"),
+    refused(
+        "vLLM without its plugin", lambda: with_implementation("vllm"), r"ignore the forget gate.*'hf-longctx\[vllm\]'"
+    ),
     harmless("rope without parameters", lambda: (theta({}), theta({"rope_type": "default"}))),
 ]
 
@@ -112,7 +118,7 @@ def pruned(model):
 CALLS = [
     call("ids of one dimension", r"input_ids\[None\]", input_ids=IDS[0]),
     call(
-        "ids beyond the vocabulary", "ids from 3 to 61.*between 0 and 60", input_ids=IDS.clamp(3, 3).fill_diagonal_(61)
+        "ids beyond the vocabulary", "between 0 and 60.*ids from 3 to 61", input_ids=IDS.clamp(3, 3).fill_diagonal_(61)
     ),
     call("neither ids nor embeddings", "exactly one of", input_ids=None),
     call("mask too short", r"it must be \(2, 9\)", attention_mask=ONES[:, :7]),
@@ -125,7 +131,7 @@ CALLS = [
         attention_mask=ONES,
         cache=filled,
     ),
-    call("dense mask of other tokens", r"it must be \(2, 1, 9, 9\)", attention_mask=DENSE[:, :, :7, :7]),
+    call("dense mask of other tokens", r"must be \(2, 1, 9, 9\)", attention_mask=DENSE[:, :, :7, :7]),
     call("dense mask per head", r"the same for all heads", attention_mask=DENSE.expand(-1, 4, -1, -1)),
     call("dense mask of 1 and 0", r"is torch.float32.*mask.bool\(\)", attention_mask=DENSE.float()),
     call("dense mask of integers", r"is torch.int64.*mask.bool\(\)", attention_mask=DENSE.long()),
@@ -137,15 +143,17 @@ CALLS = [
         "go from 2 to 1 at token 7 of row 0",
         position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 1, 2]]),
     ),
-    call("positions of 0 in one row", "do not rise", position_ids=torch.tensor([range(9), [0] * 9])),
+    call("positions of 0 in one row", "do not increase", position_ids=torch.tensor([range(9), [0] * 9])),
     call("padding by positions", "begin at -1", position_ids=torch.tensor([[-1, *range(4), *range(4)]])),
     call(
         "documents into a cache",
-        "which a cache cannot tell",
+        "which a cache cannot separate",
         **PACKED,
         cache=lambda model: DynamicCache(config=model.config),
     ),
-    call("documents and padding", "and attention_mask out", **PACKED, attention_mask=torch.arange(15)[None] < 13),
+    call(
+        "documents and padding", "Omit cache and attention_mask", **PACKED, attention_mask=torch.arange(15)[None] < 13
+    ),
     call("borders for two rows", r"a batch of one .* input of \(2, 9\)", cu_seq_lens_q=torch.tensor([0, 9])),
     call(
         "borders of another row",
@@ -153,17 +161,15 @@ CALLS = [
         **PACKED,
         cu_seq_lens_q=torch.tensor([0, 5, 14]),
     ),
-    call("borders that fall", r"rise .*\[0, 9, 5, 15\]", **PACKED, cu_seq_lens_q=torch.tensor([0, 9, 5, 15])),
+    call("borders that fall", r"increase .*\[0, 9, 5, 15\]", **PACKED, cu_seq_lens_q=torch.tensor([0, 9, 5, 15])),
     call("documents of another row", r"seq_idx is \(1, 7\).*\(1, 15\)", **PACKED, seq_idx=torch.zeros(1, 7)),
-    call("labels of other tokens", r"labels is \(2, 7\)", labels=IDS[:, :7]),
-    call("shifted labels of other tokens", r"shift_labels is \(2, 7\)", shift_labels=IDS[:, :7]),
-    call("logits_to_keep as a switch", "logits_to_keep=True", logits_to_keep=True),
+    call("logits_to_keep as a switch", "got True", logits_to_keep=True),
     call("positions of NaN", "position_ids is torch.float32", position_ids=torch.full((1, 9), torch.nan)),
     call(
         "borders beside other positions", "again at token 5 of row 0", **PACKED, cu_seq_lens_q=torch.tensor([0, 7, 15])
     ),
-    call("negative logits_to_keep", "logits_to_keep=-1", logits_to_keep=-1),
-    call("both directions", "is_causal=False", is_causal=False),
+    call("negative logits_to_keep", "got -1", logits_to_keep=-1),
+    call("both directions", "is_causal must be True", is_causal=False),
     call("mask misspelt", "'attention_masks' is not an argument.*'attention_mask'", attention_masks=ONES),
     call("cache in the singular", "'past_key_value' is not an argument", past_key_value=None),
     same("an argument of another model", token_type_ids=torch.zeros_like(IDS)),
@@ -229,8 +235,8 @@ def continued(model):
 
 
 SHIFTED = [
-    refused("cache without a place for the token shift", without_place, "no place for the token shift"),
-    refused("more tokens taken back than are kept", cropped, r"takes 32 of 40 tokens back.*the last 32 only"),
+    refused("cache without a place for the token shift", without_place, "cannot store the state of the token shift"),
+    refused("more tokens taken back than are kept", cropped, r"removes 32 of 40 tokens.*the last 32 only"),
     refused("branch whose token before is gone", continued, "cached for the last one alone"),
 ]
 

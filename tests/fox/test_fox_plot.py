@@ -6,7 +6,7 @@ import torch
 from tiny_fox import make
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
-from hf_longctx.fox.plot import head_maps, plot_forget_gates, reduce_blocks, spread
+from hf_longctx.fox.plot import head_maps, plot_forget_gates, spread
 
 
 VARIANTS = ["llama", "pro with grouped heads and rope", "one gate per key head", "window"]
@@ -64,18 +64,6 @@ def test_a_long_text_is_reduced_block_by_block(monkeypatch):
             else:
                 torch.testing.assert_close(reduced.forget[i, j], whole.forget[rows, columns].nanmean())
                 torch.testing.assert_close(reduced.attention[i, j], whole.attention[rows, columns].nan_to_num(0).max())
-
-
-def test_blocks_need_not_fit():
-    x, visible = torch.arange(12.0).view(3, 4), torch.ones(3, 4, dtype=torch.bool)
-    assert torch.equal(reduce_blocks(x, visible, 3, largest=True), torch.tensor([[10.0, 11.0]]))
-    assert torch.equal(reduce_blocks(x, visible, 3, largest=False), torch.tensor([[5.0, 7.0]]))
-
-
-def test_the_model_is_left_as_it_was():
-    model = make("llama").train()
-    head_maps(model, tokens(5))
-    assert model.training and model.model.training
 
 
 IDS = torch.arange(40)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import transformers
-from tiny_fox import VARIANTS, check_logits, logits, make, make_from, tokens, with_and_without_window
-from transformers import CompileConfig, DynamicCache, StaticCache
+from tiny_fox import VARIANTS, both_blocks, check_logits, logits, make, make_from, tokens, with_and_without_window
+from transformers import CompileConfig, StaticCache
 
 
 SETTINGS = dict(max_new_tokens=9, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
@@ -18,20 +18,26 @@ def assert_same(got, want):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("variant", ["pro with grouped heads and rope", "pro with a window"])
-def test_a_static_cache_is_compiled_once_and_whole(variant):
-    """One graph for all tokens and both calls; with a sliding window a second one, once the window is full."""
+@pytest.fixture
+def compiler():
+    """A backend of `torch.compile` that keeps its graphs."""
     torch._dynamo.reset()
-    graphs = []
 
     def backend(graph, inputs):
-        graphs.append(graph)
+        backend.graphs.append(graph)
         return graph.forward
 
-    config = VARIANTS[variant]()
-    config.num_hidden_layers = 1
-    model, ids = make_from(config), tokens(2, 9)
-    options = CompileConfig(backend=backend, fullgraph=True, mode=None)
+    backend.graphs = []
+    return backend
+
+
+@pytest.mark.parametrize(
+    "variant, implementation", [("pro with grouped heads and rope", "auto"), ("pro with a window", "sdpa")]
+)
+def test_a_static_cache_is_compiled_once_and_whole(variant, implementation, compiler):
+    """One graph for all tokens and both calls; with a sliding window a second one, once the window is full."""
+    model, ids = make(variant, implementation), tokens(2, 9)
+    options = CompileConfig(backend=compiler, fullgraph=True, mode=None)
     options._compile_all_devices = True  # `generate` leaves models on a CPU as they are
     for mask in (torch.ones_like(PADDED), PADDED):
         want = model.generate(ids, attention_mask=mask, use_cache=False, **SETTINGS)
@@ -39,8 +45,25 @@ def test_a_static_cache_is_compiled_once_and_whole(variant):
             ids, attention_mask=mask, cache_implementation="static", compile_config=options, **SETTINGS
         )
         assert_same(got, want)
-        assert len(graphs) == (2 if "window" in variant else 1)
+        assert len(compiler.graphs) == (2 if "window" in variant else 1)
         assert got.cache.get_max_length() > 0  # transformers' layers with a convolution answer -1
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "auto"])
+@both_blocks
+def test_layers_that_are_compiled_one_by_one_share_a_graph(variant, implementation, compiler):
+    """So a model of many layers stays within Dynamo's limit of recompilations, wherever a graph breaks."""
+    config = VARIANTS[variant]()
+    config.num_hidden_layers = 3
+    model, ids = make_from(config), tokens(2, 12)
+    model.set_attn_implementation(implementation)
+    cache, want = StaticCache(config=config, max_cache_len=16), logits(model, ids)
+    logits(model, ids[:, :9], cache=cache)
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend=compiler, fullgraph=True)
+    for t in range(9, 12):
+        check_logits(logits(model, ids[:, t : t + 1], cache=cache), want[:, t : t + 1])
+    assert len(compiler.graphs) == 1
 
 
 DRAFTS = [("pro with a window", 0.0), ("pro with a window", 0.02), ("pro with grouped heads and rope", 0.5)]
@@ -59,19 +82,6 @@ def test_a_draft_model_changes_nothing(variant, distance):
             parameter.add_(distance * torch.randn_like(parameter))
     want = model.generate(ids, use_cache=False, **SETTINGS)
     assert_same(model.generate(ids, assistant_model=draft, **SETTINGS), want)
-
-
-@pytest.mark.parametrize("static", [False, True], ids=["growing cache", "static cache"])
-@with_and_without_window
-def test_a_cache_in_a_file_can_be_continued(variant, static, tmp_path):
-    model, ids = make(variant), tokens()
-    cache = StaticCache(config=model.config, max_cache_len=32) if static else DynamicCache(config=model.config)
-    logits(model, ids[:, :10], cache=cache)
-    torch.save(cache, tmp_path / "cache.pt")
-    read = torch.load(tmp_path / "cache.pt", weights_only=False)
-    for again in (read, cache):  # and the one in memory is as it was
-        got = logits(model, ids[:, 10:], cache=again)
-        check_logits(got, logits(model, ids, use_cache=False)[:, 10:])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="caches are offloaded from a GPU")

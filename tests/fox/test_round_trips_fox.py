@@ -1,15 +1,12 @@
 """What goes out through another library comes back the same: remote code, PEFT, pipelines, torch.export, lm-eval."""
 
 import json
-import warnings
 
 import pytest
 import torch
 import transformers
 from commands import run
 from tiny_fox import TINY, VARIANTS, both_blocks, check_logits, logits, make, make_from, tokens
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from hf_longctx.fox import FoxConfig
 from scripts.client_checks.exporting import difference_of_generation
@@ -17,7 +14,6 @@ from scripts.client_checks.exporting import difference_of_generation
 
 asks_for_an_old_name = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft does
 ONE_LAYER = FoxConfig.pro(**TINY | dict(num_hidden_layers=1), num_key_value_heads=2)  # to be traced, layer by layer
-WORDS = ["<pad>", "<bos>", "<eos>", *(f"w{i}" for i in range(58))]
 HEADS = {
     "AutoModelForSequenceClassification": "score.weight",
     "AutoModelForTokenClassification": "score.weight",
@@ -55,18 +51,6 @@ for name, folder, again in json.loads(sys.argv[1]):
     assert transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "fox"
 print(json.dumps(outputs))
 """
-
-
-@pytest.fixture
-def tokenizer():
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<pad>"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = dict(pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
-    return PreTrainedTokenizerFast(tokenizer_object=words, **special)
-
-
-def words(ids):
-    return " ".join(WORDS[i] for i in ids)
 
 
 def test_remote_code_without_the_package_and_without_triton(tmp_path):
@@ -119,22 +103,6 @@ def test_a_language_model_becomes_a_head(name, tmp_path):
         assert torch.equal(again(tokens())[0], head.eval()(tokens())[0])
 
 
-@both_blocks
-def test_a_text_generation_pipeline(variant, tokenizer, tmp_path):
-    model = make(variant)
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    pipe = transformers.pipeline("text-generation", model=str(tmp_path), device="cpu")
-    settings = dict(max_new_tokens=6, do_sample=False, eos_token_id=None)
-    prompts = [words(row) for row in (range(3, 12), range(20, 25))]
-    for batch_size in (1, 2):  # in a batch, the shorter one is padded on the left
-        pipe.tokenizer.padding_side = "left"
-        answers = pipe(prompts, batch_size=batch_size, return_tensors=True, **settings)
-        for prompt, [answer] in zip(prompts, answers):
-            ids = tokenizer(prompt, return_tensors="pt").input_ids
-            assert answer["generated_token_ids"][-6:] == model.generate(ids, **settings)[0, -6:].tolist()
-
-
 def test_torch_export():
     """As transformers exports: not strict, without a cache, the length of the text left open."""
     model = make_from(ONE_LAYER)
@@ -180,23 +148,6 @@ def test_torch_export_refuses_a_static_cache(variant):
     exportable = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=32)
     with pytest.raises(Exception, match=r"FoX cannot be exported with a static cache.*DynamicCache"):
         exportable.export(input_ids=tokens(1, 1), cache_position=torch.tensor([0]), strict=False)
-
-
-@both_blocks
-def test_the_meta_device_gives_shapes(variant):
-    model = make(variant).to("meta")
-    assert model(tokens(2, 9).to("meta")).logits.shape == (2, 9, 61)
-
-
-def test_linear_layers_can_be_quantized_dynamically():
-    """The layers that take their place have a method `weight`, not a tensor."""
-    model = make("pro")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
-    error = (logits(quantized, tokens()) - logits(model, tokens())).norm()
-    assert 0 < error < 0.2 * logits(model, tokens()).norm()
-    check_kept({name for name, _ in quantized.named_parameters()})
 
 
 def check_kept(names):

@@ -9,8 +9,6 @@ from tiny_fox import (
     TINY,
     both_blocks,
     check_logits,
-    every_variant,
-    filled,
     logits,
     make,
     make_from,
@@ -98,24 +96,6 @@ def test_random_models_decode_as_they_read(seed, dtype):
             assert (got - want)[mask.bool()].norm() < 0.03 * want[mask.bool()].norm()
         else:
             check_logits(got[mask.bool()].float(), want[mask.bool()].float())
-
-
-@every_variant
-def test_autocast_keeps_its_cache(variant):
-    """Its keys are in half precision and the weights are not, which is no mistake."""
-    model = make(variant)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        continued = filled(model, IDS)
-        assert logits(model, IDS, cache=continued).isfinite().all()
-
-
-@with_and_without_window
-def test_a_static_cache_can_be_reset(variant):
-    model, ids = make(variant), tokens(2, 9)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    before = logits(model, ids, cache=cache)
-    cache.reset()
-    torch.testing.assert_close(logits(model, ids, cache=cache), before)
 
 
 def test_a_quantized_cache_is_refused():

@@ -56,16 +56,6 @@ def test_a_tree_grows_from_a_cache(variant, static):
     check_logits(torch.cat(parts, dim=1), alone(model))
 
 
-def test_a_tree_grows_token_by_token():
-    """Without a token shift, a token may follow any token in the cache."""
-    model, (mask, positions) = make("one gate per key head"), tree_mask()
-    cache, parts = DynamicCache(config=model.config), []
-    for i in range(13):
-        options = dict(attention_mask=mask[:, :, i : i + 1, : i + 1], position_ids=positions[:, i : i + 1])
-        parts.append(logits(model, TREE[:, i : i + 1], cache=cache, **options))
-    check_logits(torch.cat(parts, dim=1), alone(model))
-
-
 @both_blocks
 def test_documents_and_padding_in_one_mask(variant):
     """Row 0: two documents; row 1: padding on the left and between tokens."""

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, backend_fox, triton_fox
 from hf_longctx.fox.attention_fox import folded_width
 from hf_longctx.fox.backend_fox import logit_bound_of_norms
-from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,44 +193,6 @@ def test_flash_attention_4_gets_a_width_whose_gradients_are_right(monkeypatch):
             got = eager(ids, use_cache=False).logits.detach()
         assert widths.pop() == {width}
         check(got, logits(make("llama", "eager"), ids, use_cache=False))
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("head_dim", [16, 128])
-@pytest.mark.parametrize("name", backend_fox.OWN_WIDTH)
-def test_values_keep_their_own_width_where_a_backend_takes_it(name, head_dim, monkeypatch):
-    """Without a cache, in prefill and in decoding; cuDNN gets keys of a width that it has."""
-    seen = []
-
-    def spy(module, query, key, value, *args, **kwargs):
-        seen.append((query.shape[-1], key.shape[-1], value.shape[-1]))
-        return function(module, query, key, value, *args, **kwargs)
-
-    if name == "flex_attention":
-        function = ALL_ATTENTION_FUNCTIONS[name]
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, spy)
-    else:
-        place = "eager_attention_forward" if name == "eager" else "sdpa_attention_forward"
-        function = getattr(backend_fox, place)
-        monkeypatch.setattr(backend_fox, place, spy)
-    config = FoxConfig(**TINY, head_dim=head_dim, num_key_value_heads=2)
-    ids, results = draw(1, 20), {}
-    for implementation in (name, "sdpa"):
-        model = make_from(config).to(DEVICE)
-        model.set_attn_implementation(implementation)
-        stance = "force_eager" if DEVICE == "cpu" else "default"  # to compile flex_attention for a CPU takes 20 s
-        with torch.no_grad(), torch.compiler.set_stance(stance):
-            prefill = model(ids)
-            step = model(ids[:, :1], cache=prefill.cache).logits
-        results[implementation] = [prefill.logits, step]
-        if name != "flex_attention" or DEVICE == "cuda":  # it has no backward pass on a CPU
-            results[implementation] += loss_and_gradients(model, ids)[1].values()
-        if implementation == name:
-            folded = folded_width(head_dim, 2, torch.device(DEVICE))
-            wide = 192 if name == "sdpa_cudnn" and head_dim == 128 else folded
-            assert set(seen) == {(wide, wide, head_dim), (folded, folded, head_dim)} and seen
-    for got, want in zip(*results.values()):
-        check(got, want)
 
 
 def test_a_gradient_through_the_cache():
@@ -452,17 +414,3 @@ def test_masks_of_four_dimensions_need_gates():
     check_logits(logits(model, ids, attention_mask=mask), logits(model, ids))
     with pytest.raises(NotImplementedError, match="mask of your own"):
         make("no gate")(ids, attention_mask=mask)
-
-
-def test_large_heads_are_refused_when_the_model_is_made():
-    config = FoxConfig(**TINY | dict(hidden_size=32, num_attention_heads=1, head_dim=320))
-    with pytest.raises(NotImplementedError, match="head size 320"):
-        FoxForCausalLM._from_config(config, attn_implementation="forgetting_triton")
-
-
-def test_without_triton_the_request_names_the_reason(monkeypatch):
-    monkeypatch.setattr(triton_fox, "triton", None)
-    model = make("llama", "sdpa")
-    with pytest.raises(ImportError, match=r"need triton: pip install"):
-        model.set_attn_implementation("forgetting_triton")
-    assert model.config._attn_implementation == "sdpa"

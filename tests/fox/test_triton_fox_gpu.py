@@ -17,8 +17,8 @@ from budget import check_budget, draw, error, padding, run, run_exact, run_plain
 from test_triton_fox import check_output, check_same_bits, largest_logit
 
 from hf_longctx import forgetting_attention
-from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 from hf_longctx.fox.triton_fox import triton_attention
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
 BF16 = torch.bfloat16

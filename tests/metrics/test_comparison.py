@@ -1,4 +1,4 @@
-"""Several curves in one picture and in one table."""
+"""Results of several models in one figure and in one table."""
 
 from pathlib import Path
 
@@ -9,14 +9,7 @@ from examples import answers
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, PositionLoss, comparison_table
-from hf_longctx.metrics.report.comparison import (
-    comparable,
-    compare,
-    differences,
-    mark_place,
-    named,
-    plot_comparison,
-)
+from hf_longctx.metrics.report.comparison import compare, differences, mark_place, named, plot_comparison
 from hf_longctx.metrics.tasks.lines import LinesPoint
 
 
@@ -55,6 +48,13 @@ def test_bars_are_as_long_as_was_measured(axes):
     assert ends == pytest.approx({0: 5120, 1: 5120, 2: 640})
 
 
+def test_a_bar_is_white_where_nothing_is_significant(axes):
+    """Also where the mean passes by chance at single lengths."""
+    points = [CurvePoint(n, [n // 2, 0], [0, 0]) for n in (80, 640, 1200)]
+    _, below = axes({"a": ForgettingCurve.of_points(points)})
+    assert {patch.get_facecolor() for patch in below.patches} == {(1, 1, 1, 1)}
+
+
 @pytest.mark.parametrize(
     "lengths, scale", [((80, 640, 5120), "log"), ((80, 640, 1200), "linear")], ids=["geometric grid", "linear grid"]
 )
@@ -86,7 +86,7 @@ def test_words_of_the_picture(words):
             "fades | early",
             "black mark: where both readings fill the training context",
         ),
-        "not alike: data (random, order); longest lengths (5120, 640)",
+        "different: data (random, order); longest lengths (5120, 640)",
     ):
         assert expected in picture
 
@@ -102,8 +102,10 @@ def test_names_hold_no_mathematics(words):
 
 def test_table():
     rows = [line.split(" | ") for line in comparison_table(CURVES, {"long": 1283}).splitlines()]
+    sized = comparison_table({"one": CURVES["long"].with_settings(bytes_per_token=4.21), "two": CURVES["nothing"]})
+    assert [line.split(" | ")[-1] for line in sized.splitlines()[2:]] == ["4.21 |", "- |"]
     assert len(rows[0]) == 8 and rows[0][2:6] == [
-        *("fine, 95 % sure", "coarse, 95 % sure", "paper's fine, coarse", "effective (85 % copied)"),
+        *("fine, 95 % CI", "coarse, 95 % CI", "paper's fine, coarse", "effective (85 % copied)"),
     ]
     assert rows[2] == [
         "| long",
@@ -116,12 +118,6 @@ def test_table():
     ]
     assert rows[3][:6] == [r"| fades \| early", "order", "80 to 640", "640 to 5,120", "80, 640", "80; 80 to below 640"]
     assert rows[4][1:6] == ["-", "below 80", "below 80", "0, 0", "0; below 80"]
-
-
-def test_the_size_of_tokens_stands_beside_lengths():
-    sizes = {"one": CURVES["long"].with_settings(bytes_per_token=4.21), "two": CURVES["nothing"]}
-    rows = [line.split(" | ") for line in comparison_table(sizes).splitlines()]
-    assert [row[-1] for row in (rows[0], rows[2], rows[3])] == ["bytes per token |", "4.21 |", "- |"]
 
 
 SETTINGS = dict(data_type="order", corpus="PG-19", tokenizer="hub/one", protocol="reference", corpus_sha256="ab" * 32)
@@ -147,14 +143,14 @@ def test_settings_that_are_not_alike_are_named(tmp_path, change, words):
     accuracies = [(1, 0)] * 3
     curves = {"one": curve(*accuracies, **SETTINGS), "two": curve(*accuracies, **SETTINGS | change)}
     assert differences(curves) == words
-    assert compare(curves, tmp_path / "x.md").count("Not alike: ") == len(words)
+    assert compare(curves, tmp_path / "x.md").count("Different: ") == len(words)
 
 
 def test_losses_of_several_lengths_are_named(tmp_path, words):
     losses = {"one": PositionLoss.of_mean([1.0] * 3, 2), "two": PositionLoss.of_mean([1.0] * 4, 2)}
-    assert "not alike: context lengths (3, 4)" in words(compare, losses)
+    assert "different: context lengths (3, 4)" in words(compare, losses)
     text = compare(losses, tmp_path / "losses.md")
-    assert "Not alike: context lengths (3, 4)." in text and "| two | 1.000 | 1.000 | 2.72 | 4 | 2 |" in text
+    assert "Different: context lengths (3, 4)." in text and "| two | 1.000 | 1.000 | 2.72 | 4 | 2 |" in text
 
 
 def test_each_model_is_tested_against_the_first(tmp_path):
@@ -203,9 +199,9 @@ def test_retrieval_is_compared_too(tmp_path, words):
     results = {"a": lines([(4, [True] * 7), (64, [False] * 7)]), "b": lines([(64, [True] * 7)])}
     text = compare(results, tmp_path / "x.md")
     assert "| model | 4 lines | 64 lines |" in text and "| b | - | 100.0% |" in text
-    assert "b answers more than a at 1 of 1 lengths, 64 lines: sure." in text
+    assert "b answers more than a at 1 of 1 lengths, 64 lines, significant." in text
     assert "length of the prompt (lines)" in words(compare, results)
-    with pytest.raises(ValueError, match="nothing was measured: b"):
+    with pytest.raises(ValueError, match="results must hold measurements, got nothing from b"):
         compare(results | {"b": LineRetrieval.of_parts([])}, tmp_path / "x.md")
 
 
@@ -230,6 +226,4 @@ def test_curves_are_named_by_model_then_file():
     assert list(named(files)) == ["fox (x)", "fox (x)'", "llama"]
     folders = [(Path("a.json"), curve("m/llama")), (Path("b.json"), curve("someone/fox"))]
     assert list(named(folders)) == ["llama", "fox"]
-    measured = [ForgettingCurve.of_points(CURVES["long"].points, {"model": model}) for model in ("a/fox", "b/fox")]
-    assert list(comparable(measured)) == ["fox (a/fox)", "fox (b/fox)"]
     assert list(named([(Path("results/my_fox.json"), curve(None))])) == ["my_fox"]

@@ -8,8 +8,6 @@ from hf_longctx.metrics.curve.intervals import (
     length_interval,
     mean_margin,
     p_values,
-    rejected,
-    repeats_needed,
 )
 from hf_longctx.metrics.curve.intervals import (
     test_result as t_test,
@@ -123,59 +121,10 @@ def test_a_length_that_fails_ends_what_is_sure_below():
     points = [CurvePoint(n, [int(n // 2 * share)] * 10, [0] * 10) for n, share in accuracies.items()]
     curve = ForgettingCurve.of_points(points)
     assert curve.interval("fine").low == 100
-    assert curve.first_failures() == {"fine": 200, "coarse": 800}
     assert "word for word up to 100 tokens [100 to 800]. Measured" in curve.summary()
 
 
-# Simulations: what the interval is good for. That it covers the truth: tests/scripts/test_curve_coverage.py ----------
-
 GRID = np.linspace(100, 1600, 16).astype(int)
-SCORED = GRID // 2
-SHAPES = {
-    "no memory": np.full(16, 0.3),
-    "sharp": np.where(GRID <= 963, 0.998, 0.3),
-    "gradual": 0.3 + 0.69 / (1 + np.exp((GRID - 500) / 80)),
-}
-
-
-def simulate(accuracy, spread, repeats, curves, seed=0):
-    """Counts of right tokens, (curves, lengths, repeats): binomial, or beta-binomial with the correlation `spread`."""
-    rng, size = np.random.default_rng(seed), (curves, 16, repeats)
-    p = np.broadcast_to(accuracy[:, None], size)
-    if spread:
-        p = rng.beta(p * (1 / spread - 1), (1 - p) * (1 / spread - 1))
-    return rng.binomial(SCORED[:, None], p)
-
-
-def intervals_of(shape, method, spread, repeats, curves=200):
-    """Indices of the ends, (curves,) each, and how many lengths truly pass."""
-    copy = simulate(SHAPES[shape], spread, repeats, curves)
-    lm = simulate(SHAPES["no memory"], spread, repeats, curves, seed=1)
-    values = [margins(copy[:, i], lm[:, i], n, method) for i, n in enumerate(SCORED)]
-    low = rejected(p_values(values, SCORED, 1, method), 0.025)
-    high = 16 - rejected(p_values(values, SCORED, -1, method)[..., ::-1], 0.025)
-    return low, high, int((SHAPES[shape] >= 0.31).sum())
-
-
-@pytest.mark.parametrize(
-    "shape, repeats, least, closed",
-    [("no memory", 10, 0, 0.9), ("sharp", 30, 9, 0.9), ("gradual", 10, 6, 0.6)],
-)
-def test_windows_find_the_end_of_a_coarse_memory(shape, repeats, least, closed):
-    """Single lengths, each with its share of the risk, close a quarter of the first and of the third."""
-    low, high, _ = intervals_of(shape, "coarse", 0, repeats)
-    assert np.median(low) >= least
-    assert (high < 16).mean() >= closed
-
-
-@pytest.mark.parametrize("spread, repeats", [(0, 3), (0.03, 10)])
-def test_the_repeats_that_are_asked_for_suffice(spread, repeats):
-    copy, lm = (simulate(SHAPES["no memory"], spread, repeats, 20, seed) for seed in (0, 1))
-    values = [margins(copy[:, i], lm[:, i], n, "coarse") for i, n in enumerate(SCORED)]
-    needed = np.median([repeats_needed([v[c] for v in values], SCORED, [0.005] * 5, "coarse") for c in range(20)])
-    assert repeats < needed < 200
-    closed = {n: (intervals_of("no memory", "coarse", spread, n, 50)[1] < 16).mean() for n in (repeats, int(needed))}
-    assert closed[int(needed)] >= 0.6 > closed[repeats]
 
 
 def test_an_open_end_says_how_many_repeats_would_close_it():

@@ -201,13 +201,6 @@ def test_runs_in_eval_mode_and_restores_training_also_after_a_failure():
     assert not torch.is_inference_mode_enabled()
 
 
-def test_tokens_of_any_kind():
-    model, options = tiny_llama(), {"lengths": [8, 9], "repeats": 2}
-    expected = forgetting_curve(model, CORPUS, irrelevant_text=CORPUS[:20], **options)
-    irrelevant = CORPUS[:20].astype(np.uint16)
-    assert forgetting_curve(model, torch.tensor(CORPUS), irrelevant_text=irrelevant, **options) == expected
-
-
 def test_the_size_of_a_token_is_in_the_settings():
     tokenizer = SimpleNamespace(name_or_path="tiny", decode=lambda ids, **_: "é" * len(ids) + "ab")
     options = dict(lengths=[8], repeats=1)

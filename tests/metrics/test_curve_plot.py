@@ -65,10 +65,3 @@ def test_colours_stand_for_what_is_sure(curve, stretches):
 def test_areas_of_a_logarithmic_axis_meet_at_the_ratio():
     assert areas(curve(8, lengths=(100, 400, 1600)), 50, 2000, log=True) == [(50, 2000, "amnesia")]
     assert areas(curve(400, lengths=(100, 400, 1600)), 50, 2000, log=True)[0] == (50, 800, "fine")
-
-
-def test_the_first_failure_has_a_ring(words):
-    assert "first failure: 200 (fine), 600 (coarse)" in words(curve(400, dip=200).plot)
-    assert "first failure" not in words(
-        ForgettingCurve.of_points([CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]).plot
-    )

@@ -151,8 +151,8 @@ def test_one_lucky_token_is_no_coarse_memory():
 
 def test_the_results_of_the_model_cards_are_read():
     cards = Path(__file__).resolve().parents[2] / "model_cards"
-    files = [*cards.glob("evidence/curves/*.json"), *cards.glob("*/forgetting_curve.json")]
-    assert len(files) >= 6
+    files = list(cards.glob("*/forgetting_curve.json"))
+    assert len(files) >= 2
     for file in files:
         curve, document = ForgettingCurve.from_json(file.read_text()), json.loads(file.read_text())
         assert json.loads(curve.to_json())["numbers"] == document["numbers"]

@@ -3,7 +3,6 @@
 import gzip
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -15,7 +14,6 @@ from hf_longctx.corpus import load_text
 from hf_longctx.metrics import (
     CurvePoint,
     ForgettingCurve,
-    LocalReader,
     Run,
     forgetting_curve,
     line_retrieval,
@@ -80,15 +78,10 @@ def measured():
 
 WRONG_KIND = [
     refused("repeats: True", lambda: curve(repeats=True), "repeats must be a whole number, got True"),
-    refused("seed: a letter", lambda: curve(seed="a"), "seed must be a whole number, got 'a'"),
     refused("train_length: negative", lambda: curve(train_length=-4), "train_length must be at least 1, got -4"),
-    refused("train_length: a word", lambda: loss(train_length="many"), "train_length must be a whole number"),
-    refused("starts: a word", lambda: loss(starts="abc"), "starts must be a list of numbers, got 'abc'"),
     refused("journal: a number", lambda: curve(run=Run(journal=3)), "os.PathLike object"),
     refused("depths: a word", lambda: needle(depths="abc"), "depths must be a list of numbers, got 'abc'"),
-    refused("depths: NaN", lambda: needle(depths=[float("nan")]), "depths must be at least 0, got nan"),
     refused("replies: a word", lambda: needle(replies="no"), "replies must be True or False, got 'no'"),
-    refused("chat_template: a word", lambda: asked(chat_template="x"), "chat_template must be True or False"),
     *(
         refused(
             f"tokenizer of {name}: {type(tokenizer).__name__}",
@@ -98,7 +91,6 @@ WRONG_KIND = [
         for name, call, tokenizer in (("needle", needle, None), ("lines", asked, "x"))
     ),
     *(refused(f"lines: {lines!r}", partial(asked, lines=lines), "lines must be a ") for lines in (5, ["a"], [2.5])),
-    refused("picture: None", lambda: measured().plot(None), "os.PathLike object"),
     refused(
         "report: train_length", lambda: measure_all(tiny_llama(), None, [1], "", train_length="x"), "train_length"
     ),
@@ -124,34 +116,25 @@ def test_activations_quantized_for_all_tokens_are_named():
 
 
 CURVE = [
-    refused("lengths: a number", lambda: curve(lengths=5), "lengths must be a list of numbers, got 5"),
-    refused("lengths: True", lambda: curve(lengths=[True]), "lengths must be a whole number, got True"),
     refused("lengths: fractions", lambda: curve(lengths=[8.5]), "lengths must be a whole number, got 8.5"),
     refused("lengths: none", lambda: curve(lengths=[]), "one or more numbers in strictly"),
-    refused("lengths: zero", lambda: curve(lengths=[0, 8]), "lengths must be at least 1, got 0"),
     refused("lengths: falling", lambda: curve(lengths=[9, 8]), "strictly ascending order"),
     refused("lengths: beyond the text", lambda: curve(lengths=[67]), "longest possible length is 66"),
     refused(
         "grid: one length", lambda: linear_lengths(100, 1), r"a grid of 1 lengths .*lengths=\[4, 6\], or --lengths"
     ),
     refused("grid: too short", lambda: log_lengths(8, 4), "max_length > 8"),
-    refused("repeats: none", lambda: curve(repeats=0), "repeats must be at least 1, got 0"),
     refused("protocol: misspelt", lambda: curve(protocol="nestd"), "protocol must be one of .*'nestd'"),
-    refused("data_type: misspelt", lambda: curve(data_type="rand"), "data_type must be one of .*'rand'"),
     refused(
         "confidence: per cent",
         lambda: curve(confidence=95, protocol="adaptive"),
         "confidence must be from 0.01 to 0.9999, got 95",
     ),
     refused("BOS: beyond the vocabulary", lambda: curve(bos_token_id=32), "bos_token_id is 32"),
-    refused("BOS: a string", lambda: curve(bos_token_id="<s>"), "bos_token_id is '<s>'"),
-    refused("EOS: negative", lambda: curve(eos_token_id=-1), "eos_token_id is -1"),
     refused("tokens: none", lambda: curve([]), "tokens is empty"),
     refused("tokens: a text", lambda: curve("text"), "flat sequence of token ids, got text"),
-    refused("tokens: fractions", lambda: curve([5.5] * 200), "flat sequence of token ids, got float64"),
     refused("tokens: None", lambda: curve(None), "tokens must be the ids of a text, got None"),
     refused("tokens: a batch", lambda: curve(CORPUS.reshape(2, 100)), r"flat sequence .* of shape \(2, 100\)"),
-    refused("tokens: negative", lambda: curve([5] * 99 + [-1]), r"tokens\[99\] is -1"),
     refused("tokens: of another tokenizer", lambda: curve([5] * 99 + [32]), r"tokens\[99\] is 32"),
     refused(
         "irrelevant: of another tokenizer", lambda: curve(irrelevant_text=[40] * 9), r"irrelevant_text\[0\] is 40"
@@ -165,18 +148,10 @@ CURVE = [
         r"id_range must lie within .*got \(10, 32\)",
     ),
     refused(
-        "id_range: falling",
-        lambda: random_curve(id_range=(20, 11)),
-        "id_range must be one or more numbers in strictly ascending",
-    ),
-    refused("id_range: special ids only", lambda: random_curve(id_range=(1, 2)), "no choice"),
-    refused("id_range: one id", lambda: random_curve(id_range=(5,)), "id_range must be two ids"),
-    refused(
         "irrelevant: of random data",
         lambda: random_curve(irrelevant_text=CORPUS),
         "data_type=random and irrelevant_text exclude",
     ),
-    harmless("lengths: of NumPy", lambda: (counts(lengths=np.array([8], dtype=np.uint16)), counts())),
     harmless("tokens: a list", lambda: (counts(), counts(tokens=CORPUS.tolist()))),
     harmless(
         "tokens: of random data",
@@ -185,18 +160,13 @@ CURVE = [
 ]
 
 LOSS = [
-    refused("loss: no text", lambda: loss(None), "tokens must be the ids of a text, got None"),
-    refused("loss: no context", lambda: loss(context_length=0), "context_length must be at least 1, got 0"),
     refused(
         "loss: too long",
         lambda: loss(context_length=201),
         "context_length must be at most 200, the tokens of the text, got 201",
     ),
-    refused("loss: no sequence", lambda: loss(sequences=0), "sequences must be at least 1, got 0"),
     refused("loss: beyond the text", lambda: loss(starts=[193]), "must lie between 0 and 192"),
-    refused("loss: no starts", lambda: loss(starts=[]), "starts must be one or more numbers"),
     refused("loss: starts and sequences", lambda: loss(starts=[1], sequences=2), "sequences or starts, and not both"),
-    refused("loss: BOS beyond the vocabulary", lambda: loss(bos_token_id=32), "bos_token_id is 32"),
 ]
 
 
@@ -216,16 +186,10 @@ T5 = dict(vocab_size=32, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
 MODELS = [
     refused("model: a name", lambda: curve(model="gpt2"), "model is 'gpt2'; give a causal language model"),
     refused("model: a configuration", lambda: curve(model=NeverRun.config), "model is of .*LlamaConfig"),
-    refused("model: a class", lambda: curve(model=LocalReader), "model is of <class 'type"),
     refused("model: no head", lambda: curve(model=tiny_llama().model), "no logits. Load it with its head"),
     refused("model: encoder-decoder", another_kind("t5", **T5), "encoder-decoder models have no such curve"),
     refused(
         "model: an encoder", lambda: curve(model=bert(), bos_token_id=1), "BertLMHeadModel is not causal.*is_decoder"
-    ),
-    refused(
-        "model: an encoder's loss",
-        lambda: position_loss(bert(), CORPUS, context_length=8, bos_token_id=1),
-        "BertLMHeadModel is not causal",
     ),
     refused("run: no memory", lambda: Run(tokens_per_pass=0), "tokens_per_pass must be at least 1, got 0"),
     refused("journal: below a file", lambda: curve(run=Run(f"{__file__}/x")), "bad_input.py"),
@@ -240,17 +204,10 @@ def module(name, **options):
     return compute
 
 
-NAMES = ("forgetting_curve", "position_loss", "rope_base_check")
+CURVE_MODULE = partial(module, "forgetting_curve")
 EVALUATE = [
-    *[refused(f"{name}: nothing", module(name), r"nothing to do: give model=\.\.\.") for name in NAMES],
-    refused(
-        "evaluate: as perplexity", module(NAMES[0], model_id="x", data=["x"]), "no argument data, model_id; .* model, "
-    ),
-    refused("evaluate: a number", module(NAMES[1], model=3, corpus=[3]), "model is of <class 'int'>"),
-    refused("evaluate: no text", module(NAMES[0], model="gpt2"), "needs a text: corpus="),
-    refused("evaluate: text, no model", module(NAMES[0], corpus="x"), "corpus came without a model"),
-    refused("evaluate: both", module(NAMES[0], model="gpt2", predictions=[[[1], [1]]], references=[[1]]), "not both"),
-    refused("evaluate: no head_dim", module(NAMES[2], predictions=[1e4], references=[64]), "need head_dim"),
+    refused("evaluate: nothing", CURVE_MODULE(), "either model=.* got neither"),
+    refused("evaluate: both", CURVE_MODULE(model="gpt2", predictions=[[[1], [1]]], references=[[1]]), "got both"),
     refused("evaluate: an unknown module", lambda: module_path("perplexity"), "no evaluate module 'perplexity'"),
 ]
 
@@ -276,15 +233,19 @@ def text_file(name, content):
 
 TEXTS = [
     refused(
-        "text: no such column", text_file("a.jsonl", b'{"content": "x", "n": 1}\n'), r"\['content', 'n'\]; .*rename"
+        "text: no such column", text_file("a.jsonl", b'{"content": "x", "n": 1}\n'), r"\['content', 'n'\]\. Rename"
     ),
-    refused("text: numbers", text_file("a.jsonl", b'{"text": 3}\n'), 'the column "text" of .*a.jsonl holds int'),
+    refused(
+        "text: numbers",
+        text_file("a.jsonl", b'{"text": 3}\n'),
+        'The column "text" of .*a.jsonl must hold text, got int',
+    ),
     refused("text: half a line", text_file("a.jsonl", b'{"text": "x"}\n{"text":\n'), "cannot be read as json: "),
-    refused("text: no rows", text_file("a.jsonl", b""), "a.jsonl holds no text"),
+    refused("text: no rows", text_file("a.jsonl", b""), "a.jsonl does not contain text"),
     refused("text: no Parquet", text_file("a.parquet", b"PAR1"), "a.parquet cannot be read as parquet: "),
     refused("text: binary", text_file("a.txt", b"ab\0cd"), "a.txt is a binary file"),
-    refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is not a whole gzip file"),
-    refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is not a whole gzip file"),
+    refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is not a complete gzip file"),
+    refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is not a complete gzip file"),
 ]
 
 

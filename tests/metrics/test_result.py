@@ -79,7 +79,7 @@ def test_what_a_report_says_of_a_rope_base():
     assert report.numbers() == [Number("", "at 512 tokens", "holds", sample="B_m < 0 at 0 of 512 distances")]
     assert report.remarks()[-1] == report.caveat
     assert report.settings["claimed_context"] == 512
-    assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == 511
+    assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == "up to m = 511"
 
 
 def test_what_is_not_measured_has_no_number():

@@ -40,7 +40,12 @@ REPLIED = LineRetrieval.of_parts([LinesPoint(answers(True, reply="12"), 10, [600
         (
             REPLIED,
             {"train_length": 64},
-            ["Line retrieval of someone/tiny", "answers found in the replies", "answers given token for token", "600"],
+            [
+                "Line retrieval of someone/tiny",
+                "answers found in the responses",
+                "answers given token for token",
+                "600",
+            ],
         ),
     ],
     ids=["needle", "lines"],
@@ -48,7 +53,7 @@ REPLIED = LineRetrieval.of_parts([LinesPoint(answers(True, reply="12"), 10, [600
 def test_words_of_the_picture(words, result, options, texts):
     picture = words(result.plot, **options)
     assert [text for text in texts if text not in picture] == []
-    assert ("found in the replies" in picture) is (result is REPLIED)
+    assert ("found in the responses" in picture) is (result is REPLIED)
 
 
 @pytest.mark.parametrize("questions, alpha", [(1, 0.4), (4, 0.4), (5, 1)])

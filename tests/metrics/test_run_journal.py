@@ -65,12 +65,11 @@ def test_journal_of_another_run(tmp_path):
 @pytest.mark.parametrize(
     "content, message",
     [
-        ("a precious text", "is no journal"),
-        ("a precious text\n", "is no journal: line 1"),
-        ("[]\n", "is no journal: line 1"),
-        ('{"format": 1}\n', "is no journal: line 1"),
-        ('{"format": 2, "settings": {}}\n', "has format 2, and this version of hf-longctx reads up to 1"),
-        ('{"format": 1, "settings": {}}\n{"key": 1, "re\n{"key": 2, "result": 3}\n', "is a damaged journal: line 2"),
+        ("a precious text", "is not a journal"),
+        ("a precious text\n", "is not a journal, or is damaged"),
+        ('{"format": 1}\n', "is not a journal, or is damaged .*settings"),
+        ('{"format": 2, "settings": {}}\n', "must have format 1, got 2"),
+        ('{"format": 1, "settings": {}}\n{"key": 1, "re\n{"key": 2, "result": 3}\n', "is damaged"),
     ],
 )
 def test_other_files_are_left_alone(tmp_path, content, message):
@@ -85,7 +84,7 @@ def test_other_files_are_left_alone(tmp_path, content, message):
     "key, result, message",
     [
         ("new", float("nan"), "JSON"),
-        ("new", np.int64(3), "JSON values only"),
+        ("new", np.int64(3), "not JSON serializable"),
         (("a", 1), 0, "in the journal already"),
     ],
 )
@@ -94,6 +93,6 @@ def test_bad_entries_change_nothing(tmp_path, key, result, message):
     with Journal(path, {}) as journal:
         journal.append(["a", 1], 0)
         before = path.read_bytes()
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((ValueError, TypeError), match=message):
             journal.append(key, result)
         assert (path.read_bytes(), journal.done) == (before, {("a", 1): 0})

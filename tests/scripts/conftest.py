@@ -33,13 +33,11 @@ def smollm2(load, monkeypatch, tmp_path):
     AutoTokenizer.from_pretrained(DEMO).save_pretrained(tmp_path / "model")
     (tmp_path / "text" / "train").mkdir(parents=True)
     (tmp_path / "text" / "train" / "a.txt").write_text(stdlib_text("train")[:2000])
-    for book in load("hmt_recall_tokens").BOOKS:
+    for book in load("hmt_neural_cache").BOOKS:
         (tmp_path / "text" / "train" / f"{book}.txt").write_text(stdlib_text("held_out")[:6000])
     (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
     monkeypatch.setitem(load("hmt_training").BACKBONES, "smollm2", tmp_path / "model")
-    for name in ("rope_smollm2", "rope_moments", "llama_to_fox"):
-        monkeypatch.setattr(load(name), "SMOLLM2", tmp_path / "model")
-    for name in ("facts", "perplexity", "recall_tokens", "neural_cache", "wrapping"):
+    monkeypatch.setattr(load("llama_to_fox"), "SMOLLM2", tmp_path / "model")
+    for name in ("facts", "perplexity", "neural_cache", "wrapping"):
         monkeypatch.setattr(load(f"hmt_{name}"), "TEXT", tmp_path / "text")
-    for name in ("rope_smollm2", "llama_to_fox"):
-        monkeypatch.setattr(load(name), "TEXT", tmp_path / "text")
+    monkeypatch.setattr(load("llama_to_fox"), "TEXT", tmp_path / "text")

@@ -11,10 +11,6 @@ from hf_longctx.cli import main
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 TINY = {  # rows of the result, and options
-    "extrapolation": (4, "--train-length 16 --read-length 32 --steps 2 --seeds 0 1"),
-    "rope_base": (2, "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 10000 --seeds 0"),
-    "rope_moments": (2, "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 --tokens 64"),
-    "rope_smollm2": (7, "--lines 2 --needles 256 --repeats 1 --haystacks 1"),
     "llama_to_fox": (13, "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2"),
     "hmt_facts": (
         10,
@@ -22,16 +18,12 @@ TINY = {  # rows of the result, and options
         "--most-asked 4 --rounds 2 --seeds 0",
     ),
     "hmt_wrapping": (5, "--lengths 16 --sensory-tokens 4 --segments 3 --texts 2 --reply-segment 64 --new-tokens 4"),
-    "hmt_recall_tokens": (
-        4,
-        "--segment-length 32 --sensory-tokens 4 --earliest 6 --segments 1 --seeds 0 2",
-    ),
     "hmt_neural_cache": (
         2,
         "--segment-length 16 --sensory-tokens 4 --segments 5 --earliest 2 --seeds 0 2",
     ),
     "hmt_perplexity": (
-        8,
+        10,
         "--segment-length 16 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --segments 2 --text-length 64 "
         "--texts 4 --seeds 0",
     ),
@@ -65,7 +57,7 @@ def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, mo
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == result["rows"]
 
 
-@pytest.mark.parametrize("name, missing", [("hmt_facts", "model"), ("rope_smollm2", "text")])
+@pytest.mark.parametrize("name, missing", [("hmt_facts", "model"), ("llama_to_fox", "text")])
 def test_a_missing_model_or_text_is_an_error_that_says_how_to_make_it(name, missing, load, smollm2, tmp_path):
     module = load(name)
     (tmp_path / missing).rename(tmp_path / "moved")

@@ -1,6 +1,7 @@
 """scripts/evidence/hmt_perplexity: what is trained on, what is scored, and what the memories are swapped for."""
 
 import argparse
+import math
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 T, L, K = 64, 16, 4  # tokens of a text, of a segment, and read again
 SIZES = dict(segment_length=L, sensory_tokens=K, text_length=T, texts=4, rows=2, rows_at_once=2, text="novels")
-SETTINGS = SIZES | dict(segments=2, first_steps=1, steps=2, learning_rate=1e-3, save_steps=1, backbone="smollm2")
+SETTINGS = SIZES | dict(
+    segments=2, first_steps=1, steps=2, learning_rate=1e-3, save_steps=1, backbone="smollm2", until=math.inf
+)
 
 
 @pytest.fixture
 def module(load, smollm2):
-    load("hmt_perplexity").tokens_of.cache_clear()
+    load("hmt_perplexity").novels.cache_clear()
     return load("hmt_perplexity")
 
 
@@ -128,7 +131,7 @@ def inputs_of(method, module, args, monkeypatch):
 
 def test_all_train_on_the_same_tokens(module, args, monkeypatch):
     args.rows, args.segments = 4, 3
-    methods = "Llama", "Llama, long rows", "HMT, single pass", "RMT"
+    methods = "Llama", "Llama, long rows", "HMT, single pass", "RMT", "HMT, neural cache", "HMT, tokens read again"
     calls = {method: inputs_of(method, module, args, monkeypatch) for method in methods}
     tokens = [torch.cat([x.flatten() for x in rows]) for rows in calls.values()]
     assert all(torch.equal(x, tokens[0]) for x in tokens)
@@ -136,6 +139,22 @@ def test_all_train_on_the_same_tokens(module, args, monkeypatch):
     assert lengths.pop("Llama") == 6 * [L]  # in two calls for each of three steps
     assert all(x == [2 * L] * 2 + [3 * L] * 4 for x in lengths.values())
     assert {x.shape[0] for x in calls["Llama"]} == {4, 6}
+
+
+def test_a_training_that_ran_out_of_time_resumes(module, load, args):
+    args.first_steps, args.save_steps, args.until, stops = 2, 9, -math.inf, 0
+    while True:  # a step each
+        try:
+            stopped = module.trained("HMT, single pass", 0, args)
+            break
+        except load("parts").OutOfTime:
+            stops += 1
+    args.until, args.work = math.inf, args.work / "other"
+    args.work.mkdir()
+    at_once = module.trained("HMT, single pass", 0, args)
+    assert stops == 2 and stopped[1] == at_once[1]
+    for name, weight in at_once[0].state_dict().items():
+        assert not isinstance(weight, torch.Tensor) or torch.equal(weight, stopped[0].state_dict()[name]), name
 
 
 # Showing.

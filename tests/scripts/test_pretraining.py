@@ -140,6 +140,22 @@ def test_bases_are_trained_and_compared(pretraining, load, tmp_path, capsys):
         assert json.loads(config.read_text())["rope_parameters"]["rope_theta"] == base
 
 
+@pytest.mark.usefixtures("corpus", "undrawn", "smollm2")
+def test_a_memory_is_trained_on_code(load, tmp_path, capsys):
+    module, folders = load("hmt_perplexity"), f"--work {tmp_path}/work --output {tmp_path}/x.json"
+    sizes = "--segment-length 16 --sensory-tokens 4 --rows 2 --segments 2 --text-length 64 --texts 4 --tokens 320"
+    options = f"{folders} {sizes} --picture {tmp_path}/x.png --seeds 0 --text code --data {tmp_path}/code"
+    methods = ["--methods", "HMT, neural cache", "Llama"]
+    module.main([*options.split(), *methods, "--minutes", "0"])
+    assert "Nothing was measured" in capsys.readouterr().out
+    module.main([*options.split(), *methods])
+    result = json.loads((tmp_path / "x.json").read_text())
+    assert [[len(losses) for losses in row["losses"]] for row in result["rows"]] == [[1, 4], [1, 4]]
+    assert "sources of held-out projects" in capsys.readouterr().out
+    result["settings"]["seeds"] = [0, 1]
+    assert "Not reached: HMT, neural cache, seed 1; Llama, seed 1." in module.table(result)
+
+
 def test_a_model_without_other_fields_is_its_preset(pretraining, tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(pretraining.subprocess, "Popen", lambda command, **_: asked.append(command) or pytest.fail())

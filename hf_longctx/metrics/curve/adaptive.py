@@ -33,8 +33,8 @@ def locate(
         lengths: the grid, ascending.
         measure: `measure(length, first, stop)` measures the repeats from first to stop - 1 and returns the point with
             all repeats up to there.
-        repeats: the most of a point.
-        confidence: with which the two neighbours on the grid shall be told apart from the threshold.
+        repeats: most repeats of a point.
+        confidence: confidence at which the two neighbours on the grid are to differ from the threshold.
 
     Returns:
         The measured points, ascending.

@@ -17,13 +17,12 @@ That memory reaches n may be shown by all targets from n upwards, that it ends b
 each test takes windows of 1, 2, 4, 8 ... lengths from n on, and the window that says most, after Bonferroni's
 correction for their number. A long tail in which copying is as good as guessing, 1 % below the threshold, is seen in
 this way, even if no length shows it alone. Targets are the unit of the tests, not tokens, as the tokens of one target
-are alike. Targets that share scored tokens are one text in part, and errors with it: a test takes as many targets of
-its window as share none.
+are correlated. Targets that share scored tokens share errors too: a test takes the largest set of targets of its
+window that share none.
 
-The adaptive protocol measures until single lengths are sure, and leaves few lengths to stand in a window. The
+The adaptive protocol measures until single lengths are significant, and leaves few lengths to stand in a window. The
 interval of its curves takes single lengths only, in any order, with Bonferroni's correction for their number and for
-the looks at each of them: whoever tests after 3, 5, 7 and 10 repeats, and stops when a test rejects, has four chances
-to err.
+the looks at each of them: a test after 3, 5, 7 and 10 repeats, which stops when it rejects, has four chances to err.
 
 `scripts/evidence/curve_coverage.py` counts how often simulated curves miss the truth. This file knows plain sequences
 of counts only.
@@ -45,7 +44,7 @@ POWER = 0.8  # chance that the repeats of `repeats_needed` suffice
 MOST = 1000  # repeats that it names
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
 SEPARATE = 0.75  # share of repeats without an overlap below which a longer text says more than further repeats
-ENOUGH, ALONE = 6, 0.64  # so many texts suffice for a sign test of one length, by its share of the risk of 2.5 %
+ENOUGH, ALONE = 6, 0.64  # texts for a sign test of one length, at its share of the risk of 2.5 %
 
 
 # by length, where the scored tokens of each repeat stand in the corpus: the first, and the one after the last
@@ -57,8 +56,8 @@ class Mean(NamedTuple):
 
     Attributes:
         value: over all scored tokens, (...,) float64.
-        error: its standard error, robust against unequal spread, and at least one token in all: three repeats of four
-            tokens, all right, do not show an accuracy above 99 %.
+        error: its standard error, robust against unequal spread, and at least one token in total: three repeats of
+            four tokens, all right, do not show an accuracy above 99 %.
         samples: how many targets.
     """
 
@@ -106,7 +105,7 @@ def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int
 
 
 def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: str) -> int:
-    """1 if a length passes for sure, -1 if it fails for sure, 0 if either may be: one-sided tests at this level.
+    """Return 1 if a length passes significantly, -1 if it fails significantly, else 0: one-sided tests at this level.
 
     Args:
         margins: of the repeats, (R,).
@@ -183,8 +182,8 @@ class LengthInterval(NamedTuple):
     """Where a fine or coarse length lies: at `low` or above it, and below `high`, in tokens.
 
     Attributes:
-        low: the largest tested length that memory reaches for sure; 0 if none.
-        high: the smallest tested length that memory does not reach for sure; None if none.
+        low: the largest tested length that memory reaches significantly; 0 if none.
+        high: the smallest tested length that memory does not reach, significantly; None if none.
         repeats_needed: about how many repeats would show more where `high` is missing; None where memory reaches the
             longest length, or where `MOST` repeats would not do.
         longest: whether `low` is the longest tested length.
@@ -211,11 +210,11 @@ class LengthInterval(NamedTuple):
 
     @property
     def sure(self) -> bool:
-        """Return whether anything is sure."""
+        """Return whether either end is significant."""
         return self.low > 0 or self.high is not None
 
     def in_words(self) -> str:
-        """Return what is sure, in the words of pictures and tables.
+        """Return the interval in the words of figures and tables.
 
         >>> LengthInterval(1400, 2048).in_words(), LengthInterval(0, 64).in_words()
         ('1,400 to 2,048', 'below 64')
@@ -291,7 +290,7 @@ def length_interval(
 
 
 def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int:
-    """Return how many tests the adaptive protocol makes of so many lengths, which have up to so many repeats.
+    """Return the number of tests that the adaptive protocol makes, given the lengths and the most repeats of one.
 
     A look at too few texts for any sign test to reject is without risk, and not counted.
 
@@ -316,8 +315,8 @@ def repeats_needed(
     that of guessing is; shares of texts half a standard error smaller.
 
     The number closes about 80 % of simulated curves, but 54 % to 63 % where the truth is within one error of the
-    threshold: the margin at hand then errs by its own size, and curves whose margin is too large by luck are told too
-    few repeats. A margin that is smaller still would close these, and name many times too many for all others.
+    threshold: the margin at hand then errs by its own size, and curves whose margin is too large by luck get too low a
+    number. A margin that is smaller still would close these, and name many times too many for all others.
 
     Args:
         margins, scored: as for `p_values`.
@@ -342,9 +341,9 @@ def repeats_needed(
 
 
 def suffices(margins, scored, direction: int, factors: np.ndarray, level: float, method: str) -> np.ndarray:
-    """Return whether so many times the targets of a window show a side of the threshold with probability `POWER`.
+    """Return which multiples of the targets in a window show a side of the threshold with probability `POWER`.
 
-    Where the targets at hand show the other side, none suffice.
+    Where the measured targets show the other side, none do.
     """
     if method == "fine":
         passing, samples = sum((m > 0).sum() for m in margins), sum(map(len, margins))

@@ -101,7 +101,7 @@ class CurvePoint:
 
     @property
     def texts(self) -> list[int]:
-        """Indices of the repeats that count as texts of their own: as many as share no scored token with another."""
+        """Indices of the repeats that count as separate texts: the largest set without a shared scored token."""
         return [*range(self.repeats)] if self.places is None else sorted(separate(self.places))
 
     @property

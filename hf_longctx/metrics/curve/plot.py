@@ -1,4 +1,4 @@
-"""The picture of a forgetting curve."""
+"""The figure of a forgetting curve."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
 
     Lines are means over repeats, ribbons one population standard deviation to each side, triangles the worst repeat.
     Green are the lengths whose typical text is copied above 99 %, blue those that are copied better than guessed, as
-    far as memory reaches significantly; red are those that it does not reach. A ring is the first length that fails
-    after others have passed. The upper axis counts what the model reads, 2n + 3 tokens at length n, and a line marks
-    where they are as many as `train_length`. See `Result.plot`.
+    far as memory reaches significantly; red are those that it does not reach. The upper axis counts what the model
+    reads, 2n + 3 tokens at length n, and a line marks where that is `train_length`. See `Result.plot`.
     """
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
@@ -31,7 +30,6 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     axes.plot(lengths, [p.copy_worst for p in curve.points], **worst, label="copy accuracy of the worst repeat")
     draw_accuracy(axes, lengths, [(p.lm_mean, p.lm_std) for p in curve.points], style.LM, "s", "LM accuracy")
     axes.axhline(0.99, color=style.INK, linewidth=0.8, linestyle=":", zorder=2, label="99 %: copied word for word")
-    mark_failures(axes, curve)
     said = f"{curve.copies_in_words()}; {curve.exact_in_words()} (95 % CI in brackets)."
     notes = [f"mean and standard deviation of {curve.repeats_in_words}"]
     notes += [form.format(curve.settings[name]) for name, form in SMALL_PRINT.items() if name in curve.settings]
@@ -70,7 +68,7 @@ def logarithmic(lengths) -> bool:
 
 
 def mark_input(axes, train_length: int, right: float) -> bool:
-    """Mark the length whose input is as long as the training context; False if it lies outside of the picture."""
+    """Mark the length whose input is as long as the training context; False if it lies outside of the figure."""
     length = (train_length - 3) / 2
     if length > right:
         return False
@@ -79,19 +77,6 @@ def mark_input(axes, train_length: int, right: float) -> bool:
     left_of_line = dict(xytext=(-3, 0), textcoords="offset points", rotation=90, ha="right", va="center")
     axes.annotate(words, (length, 0.62), **left_of_line, fontsize=9, color=style.INK)
     return True
-
-
-def mark_failures(axes, curve) -> None:
-    """A ring around the first length that fails as fine after others passed; as coarse too, if any memory is sure."""
-    failures = curve.first_failures()
-    if not curve.interval("coarse").low:
-        failures.pop("coarse", None)  # what had passed was luck
-    if failures:
-        accuracy = {p.length: p.copy_mean for p in curve.points}
-        ring = dict(marker="o", markersize=11, markerfacecolor="none", markeredgecolor=style.INK, linestyle="none")
-        words = ", ".join(f"{length:,} ({method})" for method, length in failures.items())
-        lengths = list(failures.values())
-        axes.plot(lengths, [accuracy[n] for n in lengths], **ring, zorder=5, label=f"first failure: {words}")
 
 
 def area_of(point, intervals) -> str:
@@ -107,13 +92,13 @@ def area_of(point, intervals) -> str:
 def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, float, str]]:
     """Stretches of an axis from `left` to `right` around the measured lengths: start, end, and what they show.
 
-    A border is in the middle of two lengths, by their ratio on a logarithmic axis.
+    A boundary is in the middle of two lengths, by their ratio on a logarithmic axis.
     """
     intervals = {method: curve.interval(method) for method in METHODS}
     lengths = [p.length for p in curve.points]
     middles = [(a * b) ** 0.5 if log else (a + b) / 2 for a, b in pairwise(lengths)]
-    borders = [left, *middles, right]
-    stretches = [(*ends, area_of(point, intervals)) for ends, point in zip(pairwise(borders), curve.points)]
+    edges = [left, *middles, right]
+    stretches = [(*ends, area_of(point, intervals)) for ends, point in zip(pairwise(edges), curve.points)]
     groups = [list(group) for _, group in groupby(stretches, key=lambda stretch: stretch[2])]
     return [(group[0][0], group[-1][1], group[0][2]) for group in groups]
 

@@ -1,4 +1,4 @@
-"""What a model is asked in a retrieval task, in whose words, and as which turn of a conversation."""
+"""The words of retrieval tasks, the chat template around them, and the options that these tasks share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Wording(NamedTuple):
     Attributes:
         needle: what is hidden.
         question: what follows the haystack.
-        begin: how the answer begins, as a part of the prompt: after "Answer:", or in a chat where the reply begins.
+        begin: how the answer begins, as a part of the prompt: after "Answer:", or in a chat where the response begins.
         answer: what the model is to say next.
     """
 
@@ -45,7 +45,7 @@ class Wording(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """What a chat template puts before and after the words of a user, up to where the reply begins."""
+    """What a chat template puts before and after the words of a user, up to where the response begins."""
 
     head: str
     tail: str
@@ -59,7 +59,8 @@ def wording(
     Args:
         mode: "standard", or "easy" with the question in the needle.
         needle: the sentence to hide; in the easy mode there is none, as question and answer are hidden.
-        question, answer: in any language; nothing is added to them but a space between them if the question has one.
+        question: the question, in any language.
+        answer: the answer. A space is put before it if the question has spaces.
 
     Raises:
         ValueError: question or answer is missing, or the needle does not hold the answer.
@@ -79,9 +80,7 @@ def wording(
     if needle is None:
         needle = question + answer
     if not holds_text(needle, answer):
-        raise ValueError(
-            f"the needle {needle!r} does not hold the answer {answer.strip()!r}, so nobody could find it."
-        )
+        raise ValueError(f"the needle {needle!r} does not hold the answer {answer.strip()!r}, so it cannot be found.")
     return Wording(f"\n{needle.strip()}\n", f"\n{question}", "", answer)
 
 
@@ -97,7 +96,7 @@ def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
     words = "HAYSTACK"
     if getattr(tokenizer, "chat_template", None) is None:
         name = getattr(tokenizer, "name_or_path", "")
-        raise ValueError(f"the tokenizer {name} has no chat template: measure the model as it is, without a chat.")
+        raise ValueError(f"the tokenizer {name} has no chat template: measure without --chat-template.")
     turn = [{"role": "user", "content": words}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False, **(kwargs or {}))
     if text.count(words) != 1:
@@ -116,12 +115,12 @@ class RetrievalTask(Task):
 
     asks = True
 
-    chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    chat_template: bool = option(False, "ask as the user of a chat, with the tokenizer's chat template")
     chat_template_kwargs: dict | None = option(
-        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
+        None, "variables of the chat template in JSON, such as '{\"enable_thinking\": false}'"
     )
     seed: int = option(0, "random seed of the prompts")
-    replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
+    replies: bool = option(True, "generate a response where the likeliest tokens are not the answer")
 
     def prepare(self):
         subject = self.subject
@@ -144,5 +143,5 @@ class RetrievalTask(Task):
         return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN))
 
     def trial(self, key: Any, tokens: int, questions: int) -> Trial:
-        """Return the trial of prompts that take so many tokens with their answers."""
+        """Return the trial of prompts whose longest has this number of tokens with its answer."""
         return Trial(key, tokens + self.replies * REPLY_MARGIN, questions)

@@ -1,1 +1,1 @@
-"""Running a model, here or served: predictions, scores, replies, in parts that a journal keeps."""
+"""Running a model, local or served: predictions, scores and responses, in trials that a journal keeps."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from .model import first_parameter, text_config
 
 # Tokens and logits per pass: small where memory is what they cost, large where a device waits for work
 TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
-LOGITS_PER_PASS = {"cpu": 2**24, "accelerator": 2**26}
+LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
 
@@ -65,7 +66,8 @@ class Engine:
         self.device = input_device(model)
         kind = "cpu" if self.device.type == "cpu" else "accelerator"
         self.tokens_per_pass, self.logits_per_pass = tokens_per_pass or TOKENS_PER_PASS[kind], LOGITS_PER_PASS[kind]
-        self._accepted = accepted_options(model)
+        accepted = accepted_options(model)
+        self._logits = partial(last_logits, model, accepted=accepted)
         scalings = [getattr(module, "rope_type", None) for module in model.modules()]  # of rotary embeddings
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
@@ -73,11 +75,12 @@ class Engine:
         self._rescales = any("dynamic" in name for name in rope_types)
         trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
-        logits = self._logits(trial, None, trial.shape[1])
-        check_causal(model, trial, logits, lambda ids: self._logits(ids, None, ids.shape[1]))
+        logits = self._logits(trial, trial.shape[1])
+        self.vocab_size = logits.shape[-1]
+        check_causal(model, trial, logits, lambda ids: self._logits(ids, ids.shape[1]))
         # "dynamic" and "longrope" change all frequencies at some length, so that cached keys no longer fit
         fixed = not self._rescales and "longrope" not in rope_types
-        takes_cache = "use_cache" in self._accepted and not self._accepted.isdisjoint(CACHES)
+        takes_cache = "use_cache" in accepted and not accepted.isdisjoint(CACHES)
         self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
 
     def with_less_memory(self, work: Callable[..., T], *args: Any) -> T:
@@ -100,18 +103,19 @@ class Engine:
         """Return greedy next-token predictions, (R, len(positions)) int64, for inputs (R, T); see `reader.Reader`."""
         if not self.reuses_prefixes:
             return np.stack([argmax(torch.cat([*self.logits(row, positions)])) for row in inputs])
-        best, alone = np.empty((len(inputs), len(positions)), dtype=np.int64), []
+        best = np.empty((len(inputs), len(positions)), dtype=np.int64)
         batch, rows = max(1, self.tokens_per_pass // inputs.shape[1]), inputs[:, : positions.stop]
-        for group in equal_rows(rows[:, :prefix]):
-            if len(group) == 1:
-                alone += group
-                continue
+        groups = equal_rows(rows[:, :prefix])
+        alone = [row for group in groups if len(group) == 1 for row in group]
+        shared = [group for group in groups if len(group) > 1]
+        for group in shared + [alone] * bool(alone):
+            length = 0 if group is alone else prefix
             cache = DynamicCache(config=self.config)
-            [*self.read(rows[group[:1], :prefix], cache, 0)]
-            for some in batches(group, batch):
-                best[some] = predictions(self.read_after(cache, rows[some, prefix:], len(positions)))
-        for some in batches(alone, batch):
-            best[some] = predictions(self.read(rows[some], DynamicCache(config=self.config), len(positions)))
+            [*self.read(rows[group[:1], :length], cache, 0)]
+            for start in range(0, len(group), batch):
+                some = group[start : start + batch]
+                parts = self.read_after(cache, rows[some, length:], len(positions))
+                best[some] = np.concatenate([*map(argmax, parts)], axis=1)
         return best
 
     def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
@@ -121,13 +125,13 @@ class Engine:
             yield from (part[0] for part in self.read(ids[None, : positions.stop], cache, len(positions)))
             return
         self.forget_lengths()
-        logits = self._logits(ids[None], None, len(ids) - positions.start)[0, : len(positions)]
+        logits = self._logits(ids[None], len(ids) - positions.start)[0, : len(positions)]
         yield from logits.split(max(1, self.logits_per_pass // self.vocab_size))
 
     def forget_lengths(self) -> None:
         """Undo the scaling of a dynamic RoPE for an earlier, longer input."""
         if self._rescales:
-            self._logits(self._first_id, None, 1)
+            self._logits(self._first_id, 1)
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int) -> Iterator[torch.Tensor]:
         """Read ids (B, t) on from a cache of B sequences, which grows, in passes of at most `tokens_per_pass` tokens.
@@ -141,7 +145,7 @@ class Engine:
         while start < length:
             first = max(start, unscored)
             stop = min(start + step, length, first + rows)
-            logits = self._logits(ids[:, start:stop], cache, max(stop - first, 1))
+            logits = self._logits(ids[:, start:stop], max(stop - first, 1), cache=cache)
             if stop > first:
                 yield logits
             start = stop
@@ -153,16 +157,10 @@ class Engine:
             cache.crop(-ids.shape[1])
             return
         branch = copy.deepcopy(cache)  # layers of other types forget or overwrite their input
-        if len(ids) > 1:
+        if len(ids) > 1 and cache.get_seq_length():
             first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
             branch.reorder_cache(first)
         yield from self.read(ids, branch, scored)
-
-    def _logits(self, ids, cache, keep):
-        """Return logits at the last positions, (B, keep, V)."""
-        logits = last_logits(self.model, ids, keep, self._accepted, cache)
-        self.vocab_size = logits.shape[-1]
-        return logits
 
     def _continues_exactly(self, ids, logits):
         """Check that reading in parts, with the end read again, gives the logits of one pass but for rounding."""
@@ -174,11 +172,11 @@ class Engine:
             return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
         cache = DynamicCache(config=self.config)
-        parts = [self._logits(ids[:, :a], cache, a)]
+        parts = [self._logits(ids[:, :a], a, cache=cache)]
         if cache.get_seq_length() != a or not getattr(cache, "is_croppable", True):
             return False
         [*self.read_after(cache, ids[:, a:], 1)]
-        parts += [self._logits(ids[:, i:j], cache, j - i) for i, j in ((a, b), (b, ids.shape[1]))]
+        parts += [self._logits(ids[:, i:j], j - i, cache=cache) for i, j in ((a, b), (b, ids.shape[1]))]
         error = (torch.cat(parts, 1).float() - logits.float()).norm()
         # Rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
         exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
@@ -190,8 +188,8 @@ def check_causal(
 ) -> None:
     """Read a trial again with other ids in its second half: the logits of the first half must stay.
 
-    The border has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
-    NaN pass: whoever counts them says where they are.
+    The boundary has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
+    NaN pass: the runner reports where they are.
 
     Args:
         ids: the trial, (1, T) int64, T >= 3.
@@ -202,11 +200,11 @@ def check_causal(
     """
     if logits.shape[1] < ids.shape[1]:  # a model that returns the last logits only, or not those asked for
         return
-    border = ids.shape[1] // 2 | 1
+    boundary = ids.shape[1] // 2 | 1
     distinct = np.unique(ids) if (ids != ids[0, 0]).any() else np.unique([ids[0, 0], 0, 1])
     others = distinct[(np.searchsorted(distinct, ids) + 1) % len(distinct)]
-    changed = read(np.concatenate([ids[:, :border], others[:, border:]], axis=1))
-    before, after = (x[:, :border].float() for x in (logits, changed))
+    changed = read(np.concatenate([ids[:, :boundary], others[:, boundary:]], axis=1))
+    before, after = (x[:, :boundary].float() for x in (logits, changed))
     dtypes = {
         p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1
     }  # no quantized ones
@@ -226,16 +224,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
-
-
-def predictions(parts: Iterator[torch.Tensor]) -> np.ndarray:
-    """Return the likeliest ids of logits that come in parts, (B, n, V) each; (B, P) int64."""
-    return np.concatenate([*map(argmax, parts)], axis=1)
-
-
-def batches(rows: list[int], size: int) -> list[list[int]]:
-    """Split a list."""
-    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def equal_rows(rows: np.ndarray) -> list[list[int]]:

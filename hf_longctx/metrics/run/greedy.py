@@ -1,14 +1,14 @@
 """Exact counts of a served model from greedy completions alone, where it reports no log-probabilities of a prompt.
 
-What a causal model expects at a position depends on the tokens before it only. So the response to `ids[:p]` at
-temperature 0 is right at p, p + 1, ... as long as it repeats the true tokens, and the next request continues behind
-its first wrong token, with the true token there. That takes errors + 1 requests for each part of the text, and parts
-are asked at the same time, as all of the text is known.
+The prediction of a causal model at a position depends only on the tokens before it. So the response to `ids[:p]` at
+temperature 0 is right at p, p + 1, ... as long as it repeats the true tokens, and the next request continues after its
+first wrong token, with the true token there. That takes errors + 1 requests for each part of the text. Parts are
+requested in parallel, as all of the text is known.
 
-A server that responds in text is asked for one token at a time: the text of several may be that of other tokens.
+A server that responds in text gets a request for each token: several tokens may have the text of others.
 
-It cannot be done with a chat API, whose response does not begin after given tokens; and it gives no losses and no
-log-probabilities.
+A chat API cannot be measured, as its response does not begin after given tokens. Losses and log-probabilities are not
+available.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty"
 
 
 class Form(NamedTuple):
-    """How a server is asked: whether ids can be sent, whether they are returned, and which options that takes."""
+    """The form of a request: whether ids can be sent, whether they are returned, and which options that takes."""
 
     sends_ids: bool
     returns_ids: bool
@@ -55,11 +55,11 @@ class GreedyCompletions:
 
     Args:
         server: a `served.ServedModel`, which sends the requests.
-        tokenizer: that of the model; a server that takes and returns ids needs none.
+        tokenizer: the model's tokenizer; a server that takes and returns ids needs none.
         journal: path of a file that gets a line for every response, from which a killed run resumes; or None.
 
     Raises:
-        ValueError: the server completes nothing that can be compared, or the journal is of another model.
+        ValueError: the server does not complete prompts, or the journal is of another model.
     """
 
     def __init__(self, server: Any, tokenizer: Any = None, journal: Any = None):
@@ -111,13 +111,13 @@ class GreedyCompletions:
                 if parts > 1:  # the server then has read each row, and may have cached what the parts share
                     list(pool.map(lambda row: self.read(row, stop - 1, stop), rows))
                 read = list(pool.map(lambda job: self.read(*job), jobs))
-            finally:  # at Ctrl-C the other parts would be read to their ends
+            finally:  # at Ctrl-C, stop the other parts
                 self.halted = True
         verdicts = np.array([*chain(*read)]).reshape(len(rows), -1)
         unsure = int((verdicts == "unsure").sum())
         if unsure:
             raise UnsupportedInput(
-                f"the responses do not tell the predicted tokens at {unsure} of {verdicts.size} positions, as they have no ids"
+                f"the responses do not show the predicted tokens at {unsure} of {verdicts.size} positions, as they have no ids"
             )
         return np.where(verdicts == "right", rows[:, first:stop], ANOTHER)[inverse.reshape(-1)]
 

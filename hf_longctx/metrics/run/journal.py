@@ -1,4 +1,4 @@
-"""A measurement that survives being killed: every finished part is one line of a file as soon as it is finished.
+"""A journal: every finished part of a measurement is a line of a file, from which a killed run resumes.
 
     with Journal("curve.jsonl", settings) as journal:
         for length in lengths:
@@ -43,26 +43,25 @@ class Journal(AbstractContextManager):
 
     Raises:
         OtherRun: the file holds a run with other settings; the message names what differs.
-        ValueError: the file is no journal, or is damaged before its last line. It is left as it was.
+        ValueError: the file is not a journal, or is damaged before its last line. It is left as it was.
     """
 
     def __init__(self, path: str | os.PathLike | None, settings: dict[str, Any]):
         self.path = None if path is None else Path(path)
-        self.settings = json.loads(_line(settings))
+        self.settings = json.loads(json.dumps(settings))
         self.done: dict[Any, Any] = {}
         self._file: Any = None
-        if path is None:
+        if self.path is None:
             return
-        header = _line({"format": FORMAT, "settings": self.settings})
-        file = Path(path)
-        content = file.read_bytes() if file.exists() else b""
+        header = json.dumps({"format": FORMAT, "settings": self.settings}).encode() + b"\n"
+        content = self.path.read_bytes() if self.path.exists() else b""
         whole = content[: content.rfind(b"\n") + 1]
         if whole:
-            self.done = self._check(whole.splitlines())
+            self.done = self._read(whole.splitlines())
         elif not header.startswith(content):
-            raise ValueError(f"{self.path} is no journal: give another path, or move that file away.")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(file, "ab", buffering=0)  # noqa: SIM115 - closed by close(), which has nothing to write
+            raise ValueError(f"{self.path} is not a journal. Give another path, or move that file away.")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close(), which has nothing to write
         self._file.truncate(len(whole))
         if not whole:
             self._write(header)
@@ -75,10 +74,11 @@ class Journal(AbstractContextManager):
             result: JSON values. Numbers must be finite.
 
         Raises:
-            ValueError: the key is there already, or key or result are not such values.
+            ValueError: the key is there already, or a number is not finite.
+            TypeError: key or result are not such values.
             OSError: the part cannot be written, as when the disk is full; `done` has the part all the same.
         """
-        line = _line({"key": key, "result": result})
+        line = json.dumps({"key": key, "result": result}, allow_nan=False).encode() + b"\n"
         entry = json.loads(line)
         key = entry["key"]
         key = tuple(key) if isinstance(key, list) else key
@@ -103,28 +103,19 @@ class Journal(AbstractContextManager):
         except OSError as error:
             raise OSError(error.errno, f"the journal cannot be written: {error.strerror}", str(self.path)) from error
 
-    def _check(self, lines):
-        """The results in the lines of a file, whose first one must be our header."""
-        entries = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                entries.append(json.loads(line))
-                complete = {"format", "settings"} if number == 1 else {"key", "result"}
-                if not complete <= entries[-1].keys():
-                    raise ValueError(f"no {sorted(complete)}")
-            except (ValueError, AttributeError) as error:
-                what = "is no journal" if number == 1 else "is a damaged journal"
-                raise ValueError(
-                    f"{self.path} {what}: line {number} cannot be read ({error}). Give another path, or move that file "
-                    "away."
-                ) from None
-        header, *parts = entries
-        if header["format"] > FORMAT:
+    def _read(self, lines):
+        """Return the results in the lines of a file, whose first one must be our header."""
+        try:
+            header, *parts = map(json.loads, lines)
+            written, version = header["settings"], header["format"]
+            done = {tuple(p["key"]) if isinstance(p["key"], list) else p["key"]: p["result"] for p in parts}
+        except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{self.path} has format {header['format']}, and this version of hf-longctx reads up to {FORMAT}. "
-                "Upgrade: pip install -U hf-longctx"
-            )
-        written, missing = header["settings"], "nothing"
+                f"{self.path} is not a journal, or is damaged ({error!r}). Give another path, or move that file away."
+            ) from None
+        if version != FORMAT:
+            raise ValueError(f"{self.path} must have format {FORMAT}, got {version}. Give another path.")
+        missing = "nothing"
         differing = [
             f"{name} is {written.get(name, missing)!r} there and {self.settings.get(name, missing)!r} here"
             for name in sorted({*written, *self.settings})
@@ -133,10 +124,9 @@ class Journal(AbstractContextManager):
         if differing:
             raise OtherRun(
                 f"{self.path} is a journal from another run: {'; '.join(differing)}. To resume it, use its settings; "
-                "to measure anew, give another path."
+                "to start over, give another path."
             )
-        keys = [tuple(part["key"]) if isinstance(part["key"], list) else part["key"] for part in parts]
-        return {key: part["result"] for key, part in zip(keys, parts)}
+        return done
 
 
 def content_hash(ids) -> str:
@@ -146,10 +136,3 @@ def content_hash(ids) -> str:
     True
     """
     return hashlib.sha256(np.ascontiguousarray(ids, dtype="<i8").tobytes()).hexdigest()
-
-
-def _line(entry) -> bytes:
-    try:
-        return json.dumps(entry, allow_nan=False).encode() + b"\n"
-    except TypeError as error:
-        raise ValueError(f"a journal holds JSON values only: {error}.") from None

@@ -1,4 +1,4 @@
-"""Facts about a model before it runs: configuration, identity, vocabulary, positions."""
+"""Properties of a model before it runs: configuration, identity, vocabulary, positions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 
-# Entries of a configuration that say where a model came from and how it runs, not what it computes: the settings of a
-# result have dtype and attention.
+# Entries of a configuration about the origin of a model and its implementation, not about the function that it
+# computes: the settings of a result have dtype and attention.
 VOLATILE = {"_name_or_path", "backbone_name_or_path", "transformers_version", "architectures", "auto_map"}
 VOLATILE |= {"dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "use_cache"}
 
@@ -103,7 +103,7 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def load_language_model(name: str, **options: Any) -> nn.Module:
-    """Load with `AutoModelForCausalLM`, which by itself lists a hundred classes where a model is of another kind.
+    """Load with `AutoModelForCausalLM`, with a short error where a model has no causal head.
 
     A model on the Hub is loaded from one commit, which its `config._commit_hash` names afterwards.
 

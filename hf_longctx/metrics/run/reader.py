@@ -47,7 +47,7 @@ class Reader:
         raise NotImplementedError
 
     def identity(self) -> dict[str, str]:
-        """Return what tells the model from another of the same name, for the settings of results and journals."""
+        """Return what identifies the model besides its name, for the settings of results and journals."""
         return {}
 
     def configured_id(self, name: str) -> int | None:
@@ -105,7 +105,7 @@ class Reader:
 
 
 def reader_for(model: nn.Module | Reader) -> Reader:
-    """Return a reader as it is, and a torch model in a `LocalReader`.
+    """Return a reader unchanged, and a torch model in a `LocalReader`.
 
     Raises:
         TypeError: it is neither.
@@ -207,13 +207,13 @@ class LocalReader(Reader):
             num_beams=1,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
-            pad_token_id=0 if pad is None else pad,  # of one row, nothing is padded
+            pad_token_id=0 if pad is None else pad,  # one row has no padding
         )
         return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
 
 
 class UnloadedModel(Reader):
-    """What a configuration says of a model, by which options are checked before weights are loaded. It reads nothing.
+    """The configuration of a model, to check options before weights are loaded. It reads nothing.
 
     Args:
         config: of the language model.
@@ -242,10 +242,10 @@ def configured_id(name: str, *configs: Any) -> int | None:
 
 
 def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:
-    """Return BOS and EOS as the caller names them, or else as the model is configured, each in place of the other.
+    """Return BOS and EOS: the caller's, else the model's, else the other of the two.
 
     Raises:
-        ValueError: there is neither, or one is no id of the vocabulary.
+        ValueError: there is neither, or one is not in the vocabulary.
     """
     bos = reader.configured_id("bos_token_id") if bos is None else bos
     eos = reader.configured_id("eos_token_id") if eos is None else eos

@@ -1,4 +1,4 @@
-"""Run a task on a subject: journal, several processes, progress, and what is left after an interruption."""
+"""Run a task on a subject: journal, several processes, progress bar, partial results after an interruption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .model import size_and_hardware
 from .reader import Reader
 
 
-BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # counts cost, not trials: long inputs are slow
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # counts costs, not trials, as long inputs are slow
 OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -36,10 +36,10 @@ class Run:
     also KeyboardInterrupt, has an attribute `result`: what was measured until then, or None.
 
     Attributes:
-        journal: path of a file that gets a line for every finished trial. Given again after a crash, the run resumes
-            there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no file.
+        journal: path of a file that gets a line for every finished trial. After a crash, a run with the same path
+            resumes there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no file.
         tokens_per_pass: memory budget: most tokens in a forward pass, see `engine.Engine`.
-        progress: show a progress bar, in work to do: long inputs count for more than their tokens.
+        progress: show a progress bar by cost: long inputs count for more than their tokens.
 
     Raises:
         ValueError: tokens_per_pass is below 1.
@@ -60,46 +60,67 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     Raises:
         ValueError: an option does not fit, which is raised before the model runs; or nothing could be measured, the
             journal is of another run, or a logit is NaN.
-        BaseException: whatever ends the run early, with an attribute `result`: what was measured until then.
+        BaseException: the error that ends the run early, with an attribute `result`: the partial result, or None.
     """
     run, reader = run or Run(), subject.reader
-    rank, subject.processes = distributed.rank_and_world_size(reader)
+    rank, processes = distributed.rank_and_world_size(reader)
+    subject.processes = processes
     task = task.on(subject)
     depends_on, labels = task.settings()
-    longest = max(task.trials({}), key=lambda trial: trial.tokens)
-    check_claim(reader, longest.tokens)
+    longest = max(trial.tokens for trial in task.trials({}))
+    if reader.position_limit is None and reader.claimed_context is not None and longest > reader.claimed_context:
+        warnings.warn(
+            f"the longest input needs {longest} positions, more than the {reader.claimed_context} (max_position_embeddings) "
+            "that the model claims to support. It is measured all the same.",
+            stacklevel=3,
+        )
+    path, settings = run.journal, {"metric": task.result.kind, **depends_on}
+    if processes > 1:
+        settings |= {"process": rank, "processes": processes}
+    if path is not None:
+        path, settings = f"{path}.{rank}" if rank else path, settings | reader.identity()
     options: dict[str, Any] = dict(total=0, smoothing=0, disable=not run.progress or rank > 0)
-    with open_journal(task, depends_on, run, rank) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
+    with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
-    outcome = result_of(task, journal.done, depends_on | labels | facts(reader, run), failure)
-    if failure is None and not outcome.measured:
-        failure = not_measured(outcome)
+    outcome = result_of(task, scores_of(journal), depends_on | labels | facts(reader, run), failure)
+    if failure is None and not outcome.scores:  # a mistake, if only the positions do not reach
+        reasons = [*dict.fromkeys(outcome.missing.values())]
+        kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
+        failure = kind(f"nothing could be measured: {'; '.join(reasons)}.")
     if failure is None:
         return outcome
-    failure.result = outcome if outcome.measured or outcome.missing else None  # ty: ignore[missing-attribute]
-    told = outcome.summary() if outcome.measured else "nothing had been measured"
-    failure.add_note(f"What had been measured is in this error's .result: {told}")
+    failure.result = outcome if outcome.scores or outcome.missing else None  # ty: ignore[missing-attribute]
+    said = outcome.summary() if outcome.scores else "nothing had been measured"
+    failure.add_note(f"What had been measured is in this error's .result: {said}")
     raise failure
 
 
 def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> BaseException | None:
     """Measure all trials that the task asks for, and return what ended the run early, or None.
 
-    Afterwards `journal.done` has what all processes have measured.
+    Each score is in the journal as soon as it is known. In the end `journal.done` has what all processes measured.
     """
-    subject, failure = task.subject, None
+    reader, processes, failure = task.subject.reader, task.subject.processes, None
     typical = first_ids(task.requests(min(task.trials({}), key=lambda trial: trial.tokens).key)[0])
-    typical = typical[: subject.reader.position_limit]
     try:
-        journal.done, _ = distributed.exchange(journal.done, None, subject.processes)
-        with subject.reader.reading(typical, run.tokens_per_pass):
-            while trials := unread(task, journal.done):
-                place = (rank + len(journal.done) // subject.processes) % subject.processes  # in turn, round by round
+        if processes > 1:
+            journal.done, _ = distributed.exchange(journal.done, None)
+        with reader.reading(typical[: reader.position_limit], run.tokens_per_pass):
+            while trials := [trial for trial in task.trials(scores_of(journal)) if trial.key not in journal.done]:
+                place = (rank + len(journal.done) // processes) % processes  # in turn, round by round
+                costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
+                mine = share(costs, place, processes) if processes > 1 else costs.keys()
+                bar.total += sum(costs[key] for key in mine)
                 try:
-                    measure(task, share(trials, subject.reader, place, subject.processes), journal, bar)
+                    for trial in trials:
+                        if trial.key in mine:
+                            bar.set_postfix_str(f"{trial.tokens:,} tokens")
+                            journal.append(trial.key, measure_one(task, trial))
+                            bar.update(costs[trial.key])
                 except Exception as error:
                     failure = error
-                journal.done, failure = distributed.exchange(journal.done, failure, subject.processes)
+                if processes > 1:
+                    journal.done, failure = distributed.exchange(journal.done, failure)
                 if failure is not None:
                     return failure
     except BaseException as error:
@@ -107,25 +128,21 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
     return failure
 
 
-def open_journal(task: Task, depends_on: dict[str, Any], run: Run, rank: int) -> Journal:
-    """Open the journal of this process."""
-    reader, settings = task.subject.reader, {"metric": task.result.kind, **depends_on}
-    if task.subject.processes > 1:
-        settings |= {"process": rank, "processes": task.subject.processes}
-    if run.journal is None:
-        return Journal(None, settings)
-    return Journal(f"{run.journal}.{rank}" if rank else run.journal, settings | reader.identity())
+def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
+    """Return the trials of this process: the costliest are dealt out first, to the process with the least to do."""
+    loads, owner = [0.0] * processes, {}
+    for key in sorted(costs, key=lambda key: -costs[key]):
+        owner[key] = loads.index(min(loads))
+        loads[owner[key]] += costs[key]
+    return [key for key in costs if owner[key] == rank]
 
 
-def check_claim(reader: Reader, tokens: int) -> None:
-    """Warn if the longest input is longer than the context that the model claims."""
-    claimed = reader.claimed_context
-    if reader.position_limit is None and claimed is not None and tokens > claimed:
-        warnings.warn(
-            f"the longest input needs {tokens} positions, more than the {claimed} (max_position_embeddings) that the model "
-            "claims to support. It is measured all the same.",
-            stacklevel=4,
-        )
+def scores_of(journal: Journal) -> dict[Key, Any]:
+    """Return the scores by key, or the reason where there is none."""
+    return {
+        key: Missing(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
+        for key, entry in journal.done.items()
+    }
 
 
 def facts(reader: Reader, run: Run) -> dict[str, Any]:
@@ -137,49 +154,19 @@ def facts(reader: Reader, run: Run) -> dict[str, Any]:
     return how | size_and_hardware(getattr(reader, "model", None), reader.device)
 
 
-def unread(task: Task, entries: dict[Key, Any]) -> list[Trial]:
-    """Return the trials that the task asks for and that have no score."""
-    scores = {key: Missing.of(entry) for key, entry in entries.items()}
-    return [trial for trial in task.trials(scores) if trial.key not in scores]
-
-
 def result_of(
-    task: Task, entries: dict[Key, Any], settings: dict[str, Any], failure: BaseException | None = None
+    task: Task, scores: dict[Key, Any], settings: dict[str, Any], failure: BaseException | None
 ) -> TaskResult:
     """Make the result of the trials that the task asks for; a journal may have others too."""
-    scores = {key: Missing.of(entry) for key, entry in entries.items()}
     trials = [trial.key for trial in task.trials(scores)]
     measured = {key: scores[key] for key in trials if key in scores and not isinstance(scores[key], Missing)}
     missing = {key: str(scores[key]) for key in trials if isinstance(scores.get(key), Missing)}
     if failure is not None:
         missing |= dict.fromkeys([key for key in trials if key not in scores], "interrupted")
-        settings = settings | {"interrupted": describe(failure)}
+        cause = "Ctrl-C" if isinstance(failure, KeyboardInterrupt) else str(failure) or type(failure).__name__
+        settings = settings | {"interrupted": cause.splitlines()[0][:200]}
     measured, missing = task.summarize(measured, missing)
     return task.result(measured, settings, missing)
-
-
-def not_measured(outcome: TaskResult) -> Exception:
-    """Return the error of a run that measured nothing: a mistake, if only the positions do not reach."""
-    reasons = [*dict.fromkeys(outcome.missing.values())]
-    kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
-    return kind(f"nothing could be measured: {'; '.join(reasons)}.")
-
-
-def describe(failure: BaseException) -> str:
-    """Describe what ended a run, in one line."""
-    if isinstance(failure, KeyboardInterrupt):
-        return "Ctrl-C"
-    return (str(failure) or type(failure).__name__).splitlines()[0][:200]
-
-
-def measure(task: Task, trials: list[Trial], journal: Journal, bar: tqdm) -> None:
-    """Read and score trials, and write each score into the journal as soon as it is known."""
-    costs = {trial.key: trial.inputs * task.subject.reader.cost(trial.tokens) for trial in trials}
-    bar.total = (bar.total or 0) + sum(costs.values())
-    for trial in trials:
-        bar.set_postfix_str(f"{trial.tokens:,} tokens")
-        journal.append(trial.key, measure_one(task, trial))
-        bar.update(costs[trial.key])
 
 
 def measure_one(task: Task, trial: Trial) -> Any:
@@ -235,12 +222,3 @@ def first_ids(request: Request) -> np.ndarray:
     if isinstance(request, Predict):
         return request.rows[0]
     return request.ids[:-1] if isinstance(request, Score) else request.prompt
-
-
-def share(trials: list[Trial], reader: Reader, rank: int, processes: int) -> list[Trial]:
-    """Return the trials of this process: the costliest are dealt out first, to the process with the least to do."""
-    loads, owner = [0.0] * processes, {}
-    for trial in sorted(trials, key=lambda trial: -trial.inputs * reader.cost(trial.tokens)):
-        owner[trial.key] = loads.index(min(loads))
-        loads[owner[trial.key]] += trial.inputs * reader.cost(trial.tokens)
-    return [trial for trial in trials if owner[trial.key] == rank]

@@ -1,10 +1,10 @@
-"""A model behind an OpenAI-compatible completions endpoint, as a source of predictions.
+"""A model behind an OpenAI-compatible completions endpoint.
 
 vLLM's `prompt_logprobs` report, for each token of a prompt, a dictionary of token ids with log-probability and rank,
 among them the likeliest token. Of another server only a forgetting curve can be measured, by greedy completions.
 
-What a model expects in place of a token does not depend on that token. Prompts that differ in one token show whether
-that holds for what a server reports, or whether its lists are one position late.
+The prediction in place of a token does not depend on that token. Prompts that differ in one token show whether this
+holds for the log-probabilities of a server, or whether its lists are one position late.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
@@ -30,10 +30,10 @@ from .greedy import GreedyCompletions
 from .prompts import Entry, PromptReader, check_entries
 
 
-PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # worth another try
+PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # the same request may succeed later
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
 REQUEST = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-ROUNDING = 0.02  # nats by which rounding may change a log-probability from one request to the next
+ROUNDING = 0.02  # largest difference of a log-probability between requests by rounding, in nats
 
 
 class ServedModel(PromptReader):
@@ -41,16 +41,16 @@ class ServedModel(PromptReader):
 
     Args:
         base_url: up to and including the version, such as "http://localhost:8000/v1".
-        model: its name there; may be left out if the server lists one model only.
-        tokenizer: that of the model, for greedy completions of servers that take or return no ids.
+        model: name of the model there; optional if the server lists one model only.
+        tokenizer: the model's tokenizer, for greedy completions of servers that take or return no ids.
         journal: path of a file for the responses of greedy completions, from which a killed run resumes.
-        vocab_size: size of its vocabulary, which no server reports. Needed for random data without id_range.
-        api_key: sent as bearer token, but not to where a server redirects. None: no key is sent.
-        concurrency: requests in flight. A server batches them.
-        timeout: of one request, in seconds. Long prompts take long: no answer comes before they have been read.
-        retries: how often a request is sent again after a broken connection, a timeout or a passing refusal (429,
-            5xx), each time with a RuntimeWarning.
-        backoff: seconds before the first of them, doubled for each further one.
+        vocab_size: size of the vocabulary, which servers do not report. Needed for random data without id_range.
+        api_key: bearer token, which is not sent to where a server redirects. None: no key is sent.
+        concurrency: number of requests in flight. A server batches them.
+        timeout: timeout of a request in seconds. A response begins when the whole prompt has been read.
+        retries: most retries of a request after a broken connection, a timeout or a temporary error (429, 5xx), each
+            with a RuntimeWarning.
+        backoff: seconds before the first retry, doubled for each further one.
 
     Attributes:
         position_limit: longest prompt in tokens, None if the server does not say.
@@ -58,9 +58,9 @@ class ServedModel(PromptReader):
 
     Raises:
         ConnectionError: the server cannot be reached.
-        ValueError: there is no such model, or the endpoint neither gives
-            log-probabilities of a prompt nor completes one.
-        RuntimeError: the server refuses; the message is the server's.
+        ValueError: there is no such model, or the endpoint neither gives log-probabilities of a prompt nor completes
+            one.
+        RuntimeError: the server answers with an error, whose message is in this one.
     """
 
     def __init__(
@@ -133,13 +133,13 @@ class ServedModel(PromptReader):
 
     def complete(self, body: dict[str, Any], **options: Any) -> dict[str, Any]:
         """Return the response to a request for completions, which has a choice."""
-        reply = self._send("/completions", body, **options)
-        if not (isinstance(reply, dict) and isinstance(reply.get("choices"), list) and reply["choices"]):
-            raise RuntimeError(f"{self.base_url}/completions answered without choices: {str(reply)[:200]}")
-        return reply
+        response = self._send("/completions", body, **options)
+        if not (isinstance(response, dict) and isinstance(response.get("choices"), list) and response["choices"]):
+            raise RuntimeError(f"{self.base_url}/completions answered without choices: {str(response)[:200]}")
+        return response
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any = None) -> str:
-        """Return the greedy reply; the server's tokenizer makes the text."""
+        """Return the greedy response; the server's tokenizer makes the text."""
         body = {"model": self.model, "prompt": prompt.tolist(), "max_tokens": tokens, "temperature": 0}
         return self.complete(body)["choices"][0]["text"]
 
@@ -148,7 +148,7 @@ class ServedModel(PromptReader):
         try:
             entries = self._send("/models")["data"]
         except (RuntimeError, LookupError, TypeError) as error:  # few servers lack the list, but nothing depends on it
-            if isinstance(error, RuntimeError) and (model is None or isinstance(error, Denied)):
+            if model is None and isinstance(error, RuntimeError):
                 raise
             entries = []
         names = [entry.get("id") for entry in entries]
@@ -170,10 +170,10 @@ class ServedModel(PromptReader):
             raise ValueError("they are those of other tokens, as if one position late.")
 
     def _send(self, path, body=None, retries=None):
-        """Return the JSON of a reply, tried again as long as that may help.
+        """Return the JSON of a response; retry as long as that may help.
 
-        Not by `huggingface_hub.utils.http_backoff`: its client refuses every address under HF_HUB_OFFLINE, where a
-        server on this machine can still be measured, and is closed for all threads when one of them cannot connect.
+        We do not use `huggingface_hub.utils.http_backoff`: its client rejects every address under HF_HUB_OFFLINE,
+        where a server on this machine can still be measured, and is closed for all threads when one cannot connect.
         """
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -185,14 +185,14 @@ class ServedModel(PromptReader):
             if self._key:
                 request.add_unredirected_header("Authorization", f"Bearer {self._key}")
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    return json.loads(reply.read())
+                with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                    return json.loads(response.read())
             except urllib.error.HTTPError as error:
                 message = read_message(error)
-                kind = Denied if error.code in (401, 403) else RuntimeError
-                kind = UnsupportedInput if TOO_LONG.search(message) else kind
-                failure = kind(f"{url} answered {error.code}: {message}{self._advice(kind)}")
-                if error.code not in PASSING or isinstance(failure, UnsupportedInput):
+                kind = UnsupportedInput if TOO_LONG.search(message) else RuntimeError
+                advice = ". The key is named by --api-key-env, or api_key=..." if error.code in (401, 403) else ""
+                failure = kind(f"{url} answered {error.code}: {message}{advice}")
+                if error.code not in PASSING or kind is UnsupportedInput:
                     raise failure from None
                 retry_after = error.headers.get("Retry-After", "")
                 wait = float(retry_after) if retry_after.isdigit() else wait
@@ -206,19 +206,6 @@ class ServedModel(PromptReader):
                 )
                 time.sleep(wait)
         raise failure
-
-    def _advice(self, kind):
-        if kind is not Denied:
-            return ""
-        if self._key:
-            return ". This is the answer to the key that was given: look whether it is the right one."
-        return (
-            ". No key was sent; name the environment variable that holds it: --api-key-env NAME, or give api_key=..."
-        )
-
-
-class Denied(RuntimeError):
-    """The server does not accept the key, or asks for one."""
 
 
 def read_message(error: urllib.error.HTTPError) -> str:

@@ -1,7 +1,7 @@
-"""Line retrieval: many lines with a name and a number each, and a question for the number of one of them.
+"""Line retrieval: many lines with a name and a number each, and a question about the number of one of them.
 
-As in the line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, so that
-models without instruction tuning know what to do.
+The line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, for models
+without instruction tuning.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ line_retrieval = function(Lines)
 
 
 def record_prompt(record: Record, frame: Frame | None) -> str:
-    """Return record and question, up to where the answer begins; in a chat, it begins in the reply."""
+    """Return record and question, up to where the answer begins; in a chat, the response begins with it."""
     if frame is None:
         return record.text + record.question
     question, _, begin = record.question.rpartition("\nAnswer: ")
@@ -214,7 +214,7 @@ def record_prompt(record: Record, frame: Frame | None) -> str:
 
 
 def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return 5, 10, 20 ... lines, as far as they are sure to fit into the context; 5 in any case."""
+    """Return 5, 10, 20 ... lines, as far as they fit into the context; at least 5."""
     counts = [5]
     while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
         counts.append(2 * counts[-1])
@@ -222,7 +222,7 @@ def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[in
 
 
 def record_tokens(lines: int, encode: Callable[[str], Sequence[int]]) -> float:
-    """Return tokens that are sure to suffice for a record of so many lines, its question and the reply."""
+    """Return an upper bound of the tokens in a record of this many lines, its question and the response."""
     return 1.1 * len(encode(draw_record(lines, seed=0, repeat=0).text)) + 200
 
 
@@ -232,7 +232,7 @@ def draw_rates(figure: Any, result: LineRetrieval, title: str) -> None:
 
     axes = figure.add_subplot()
     scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced: lines double, as a rule
-    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # beside each other where they are equal
+    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # next to each other where they are equal
         label, colour, marker, dashes = style.RATES[score]
         rates = np.array([getattr(point, score) for point in result.points])
         bars: dict[str, Any] = dict(capsize=3, elinewidth=1)

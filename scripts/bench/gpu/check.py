@@ -1,4 +1,4 @@
-"""Check and time every attention implementation of a FoX on one machine.
+"""Check and time every attention implementation of a FoX on this machine.
 
     python -m scripts.bench.gpu.check
 
@@ -31,13 +31,13 @@ from transformers.modeling_flash_attention_utils import lazy_import_flash_attent
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available, is_flash_attn_4_available
 
 from hf_longctx.fox import FoxConfig
-from hf_longctx.fox.backend_fox import NAME, SDPA, attend, with_implementation
+from hf_longctx.fox.backend_fox import NAME, attend, with_implementation
 from hf_longctx.fox.inputs_fox import read_call
-from hf_longctx.fox.key_ranges_fox import count_pruned_blocks
 from hf_longctx.fox.modeling_fox import FoxAttention
 from hf_longctx.fox.state_fox import CachedLayer
 from scripts.bench import common
 from scripts.bench.gpu import budget, peers, step
+from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
 FLASH = {
@@ -45,7 +45,7 @@ FLASH = {
     "flash_attention_3": is_flash_attn_3_available,
     "flash_attention_4": is_flash_attn_4_available,
 }
-CANDIDATES = [NAME, "sdpa", *SDPA, *FLASH]
+CANDIDATES = [NAME, "sdpa", *FLASH]
 ALL_KEYS = f"{NAME}, all keys"  # without pruning
 WORK = ("training", "prefill", "decoding")
 PROVED = ((2, 2, 129), (1, 1, 301))  # batch, key heads and tokens that are compared with the definition
@@ -116,7 +116,7 @@ def draw(config: FoxConfig, work: str, rows: int, length: int, device: str, head
 
 
 def slow_gates(log_f: torch.Tensor) -> torch.Tensor:
-    """Return gates as of a trained model: half-lives of 2 tokens to the whole length, evenly on a log scale."""
+    """Return gates like those of a trained model: half-lives from 2 tokens to the whole length, log-spaced."""
     _, gates, length = log_f.shape
     half_lives = 2 * (length / 2) ** torch.linspace(0, 1, gates, device=log_f.device)
     return (-math.log(2) / half_lives)[:, None].expand_as(log_f).contiguous()
@@ -145,12 +145,12 @@ class Layer:
 
     def attend(self, q, k, v, log_f, cache):
         call = read_call(self.config, q.new_zeros(q.shape[0], q.shape[2], 1), None, None, cache)
-        past = None if cache is None else CachedLayer(self.module, cache, q.device)
+        past = None if cache is None else CachedLayer(cache, 0, q.device)
         o, _ = attend(self.module, q, k, v, log_f, call, past)
         return o[..., : self.config.head_dim].transpose(1, 2)
 
     def __call__(self, q, k, v, log_f):
-        if self.work == "decoding":  # the last token, or the next one
+        if self.work == "decoding":  # append the last token
             return self.attend(q, *(x[:, :, -1:] for x in (k, v, log_f)), self.cache)
         return self.attend(q, k, v, log_f, DynamicCache(config=self.config) if self.work == "prefill" else None)
 
@@ -168,7 +168,7 @@ def installed() -> list[str]:
 
 
 def prove(name: str, D: int, work: str, device: str) -> dict:
-    """Return whether an implementation is right: for each result, the worst share of what rounding may do to it."""
+    """Return whether an implementation is right, and for each result the largest share of its error budget."""
     config = make_config(D, 4 * D, work)
     shares = {}
     for batch, heads, length in PROVED:
@@ -178,7 +178,7 @@ def prove(name: str, D: int, work: str, device: str) -> dict:
         layer = Layer(name, config, work, inputs)
         fast = budget.run(layer, *inputs) if work == "training" else (layer(*inputs[:4]),)
         limits = {"resolution": 2 * math.exp(config.log_pruning_tolerance)}
-        if name != NAME:  # logits hold c_j in place of c_i - c_j; gradients of keys are rounded, then summed up
+        if name != NAME:  # logits hold c_j instead of c_i - c_j; gradients of keys are rounded, then summed
             limits["resolution"] = budget.EPS * inputs[3].sum(-1).abs().max().item()
             limits["dlog_f"] = budget.FOLDED_DLOG_F[inputs[0].dtype]
         for result, (error, _, allowed) in budget.find_errors(fast, plain, exact, inputs, **limits).items():
@@ -188,7 +188,7 @@ def prove(name: str, D: int, work: str, device: str) -> dict:
     verdict = (
         f"right ({shares[worst]:.0%} of the budget)"
         if is_right
-        else f"WRONG: {worst} is off by {shares[worst]:.3g} times its budget"
+        else f"WRONG: {worst} exceeds its budget {shares[worst]:.3g} times"
     )
     return {"right": is_right, "shares": shares, "verdict": verdict}
 
@@ -251,7 +251,7 @@ def time_pruning(share: float, D: int, rows: int, length: int, device: str) -> d
 
 
 def time_decoding(name: str, D: int, length: int, device: str) -> dict:
-    """Return the time of one token while a cache grows by a token a step, after as many steps that are not timed."""
+    """Return the time of a token while a cache grows by a token in each step, after as many untimed steps."""
     config, steps = make_config(D, SIZES[device]["width"], "decoding"), SIZES[device]["steps"]
     inputs = draw(config, "decoding", 1, length, device)
     inputs[3] = slow_gates(inputs[3])
@@ -313,14 +313,14 @@ def measure(args):
             row |= measure_row(**fields, device=args.device)
         except ImportError:
             continue
-        except Exception as error:  # no kernel for this GPU, dtype or width, or no memory is left
+        except Exception as error:  # no kernel for this GPU, dtype or width, or out of memory
             row["error"] = row["verdict"] = f"cannot run: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
         yield row
 
 
 def table(result):
     rows = result["rows"]
-    text = ["A dry run in Triton's interpreter, whose times mean nothing."] * (result["settings"]["device"] == "cpu")
+    text = ["A dry run in Triton's interpreter: its times mean nothing."] * (result["settings"]["device"] == "cpu")
     for section, template in TABLES.items():
         if found := [row for row in rows if row["section"] == section]:
             text.append(f"**{TITLES[section]}**\n\n{common.markdown(found, template)}")

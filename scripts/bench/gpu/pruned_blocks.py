@@ -1,0 +1,54 @@
+"""How many blocks of keys adaptive computation pruning leaves out."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+
+from hf_longctx.fox import triton_fox
+
+
+@dataclass
+class PrunedBlocks:
+    """Blocks of the forward tile, summed over heads, rows and calls.
+
+    Attributes:
+        total: blocks that causality, padding, packing and window leave.
+        pruned: how many of them were not computed.
+    """
+
+    total: int | torch.Tensor = 0
+    pruned: int | torch.Tensor = 0
+
+    def add(self, c, key_start, kept, tile):
+        """Add a call: `kept` is what `fox_prune` returns of c and key_start."""
+        Tk = c.shape[-1]
+        stops = torch.arange(Tk - kept.shape[-1], Tk, tile.BM, device=c.device).add(tile.BM).clamp(max=Tk)
+        begin = kept[..., :: tile.BM]
+        before = torch.zeros_like(begin) if key_start is None else key_start[..., :: tile.BM].expand_as(begin)
+        blocks, left = (((stops - first).clamp(min=0) + tile.BN - 1) // tile.BN for first in (before, begin))
+        self.total = self.total + blocks.sum()
+        self.pruned = self.pruned + (blocks - left).sum()
+
+
+@contextlib.contextmanager
+def count_pruned_blocks():
+    """Count the blocks of all calls inside, except compiled ones: `with count_pruned_blocks() as blocks: model(x)`."""
+    blocks, prune, tiles_for = PrunedBlocks(), triton_fox.fox_prune, triton_fox.tiles_for
+    tiles = []
+
+    def remember(*args):
+        tiles[:] = [tiles_for(*args)]
+        return tiles[0]
+
+    def count(c, key_start, *args):
+        kept = prune(c, key_start, *args)
+        blocks.add(c, key_start, kept, tiles[0].forward)
+        return kept
+
+    triton_fox.fox_prune, triton_fox.tiles_for = count, remember
+    try:
+        yield blocks
+    finally:
+        triton_fox.fox_prune, triton_fox.tiles_for = prune, tiles_for
+    blocks.total, blocks.pruned = int(blocks.total), int(blocks.pruned)
