@@ -2,7 +2,7 @@
 
 Each process has one of N equal parts of every row; embeddings, projections, MLPs and the loss need no more. Attention
 needs all keys: there the processes exchange parts for heads (all-to-all), so that each has whole rows of H / N heads.
-Gates travel with their heads, so their running sum, packed documents and windows are those of a single process. The
+Gates travel with their heads, so their cumulative sum, packed documents and windows are those of a single process. The
 token shift needs the last token of the part before.
 
 Gradients need nothing of their own: Trainer divides the sum over a process' own labels by the count of all labels, and
