@@ -1,7 +1,6 @@
 """Long-context research in the Hugging Face ecosystem.
 
-`import hf_longctx` makes our models known to transformers' Auto classes; everything else is imported when it is first
-used.
+`import hf_longctx` makes our models known to transformers' Auto classes. Everything else is imported at first use.
 """
 
 import importlib
@@ -15,17 +14,6 @@ if TYPE_CHECKING:
     from .hmt import HMTConfig, HMTState, HMTWrapper
 
 __version__ = "0.1.0"
-
-_EXPORTS = {
-    "FoxConfig": "hf_longctx.fox",
-    "FoxForCausalLM": "hf_longctx.fox",
-    "FoxModel": "hf_longctx.fox",
-    "HMTConfig": "hf_longctx.hmt",
-    "HMTState": "hf_longctx.hmt",
-    "HMTWrapper": "hf_longctx.hmt",
-    "forgetting_attention": "hf_longctx.fox",
-    "forgetting_attention_ref": "hf_longctx.fox",
-}
 
 __all__ = [
     "FoxConfig",
@@ -41,8 +29,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(_EXPORTS[name]), name)
+    if name in __all__:
+        return getattr(importlib.import_module(f".{'hmt' if name.startswith('HMT') else 'fox'}", __name__), name)
     raise AttributeError(f"module 'hf_longctx' has no attribute {name!r}")
 
 

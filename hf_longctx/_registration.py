@@ -1,7 +1,7 @@
-"""Make our models known to transformers' Auto classes by name; their modules are imported when they are first used.
+"""Make our models known to transformers' Auto classes by name, and import their modules at first use.
 
-The mappings of the Auto classes hold names of classes, and modules to find them in. `register` of the Auto classes
-takes classes, whose import takes seconds: here, a module that is not imported yet stands in for a package of models.
+The mappings of the Auto classes hold names of classes, and the modules that define them. `register` of the Auto
+classes takes classes, whose import takes seconds. So we enter the names, with a module that is imported at first use.
 """
 
 import importlib
@@ -18,15 +18,15 @@ HEADS = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION": "FoxForSequenceClassification",
     "MODEL_FOR_TOKEN_CLASSIFICATION": "FoxForTokenClassification",
 }
-# By model type, and so by package: the configuration, and the models by the names of transformers' mappings.
+# Config and models, by model type, which is also the package. Models are keyed by the names of transformers' mappings.
 MODELS = {"fox": ("FoxConfig", HEADS), "hmt": ("HMTConfig", {"MODEL_FOR_CAUSAL_LM": "HMTWrapper"})}
 
 
 class LazyModule(types.ModuleType):
-    """A module of ours that is imported when one of its names is asked for."""
+    """A module of ours that is imported when one of its names is read."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # what Python asks of every module
+        if name.startswith("__"):  # Python reads these of every module
             raise AttributeError(name)
         return getattr(importlib.import_module(self.__name__), name)
 

@@ -1,8 +1,8 @@
-"""Make an HMT folder of a checkpoint file of the official HMT code, or of RMT's, whose names it keeps.
+"""Convert a checkpoint file of the official HMT or RMT code to an HMT folder.
 
     python -m scripts.convert_hmt weights_700.pth hmt --base facebook/opt-350m --segment-length 990 --sensory-tokens 32
 
-The file is model_weights_*.pth, such as those of OswaldHe123/hmt_pretrained. The folder appears when it is complete.
+The file is a model_weights_*.pth, such as those of OswaldHe123/hmt_pretrained. The folder appears when it is complete.
 """
 
 import argparse
@@ -23,15 +23,15 @@ from hf_longctx.hmt import HMTWrapper, from_official
 from hf_longctx.hmt.convert import BACKBONE, OFFICIAL_NAMES
 
 
-MEMORY_SIZE = 100  # of the official code, which has it from the command line and in no file
-LORA_ALPHA = 32  # of every training of the official code, whatever the rank
+MEMORY_SIZE = 100  # default of the official command line; no file has it
+LORA_ALPHA = 32  # alpha in all training runs of the official code, for any rank
 LORA = re.compile(r"(.*)\.lora_(embedding_)?([AB])\.\w+(?:\.weight)?")
 OF_ARMT = re.compile(r"\.W_m[qkvb]\.")
-OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # in files of old versions of transformers
+OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old versions of transformers saved them
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Convert a file."""
+    """Convert a file to a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="FILE", help="file of weights")
     parser.add_argument("destination", metavar="DST", help="folder to make")
@@ -43,10 +43,10 @@ def main(argv: list[str] | None = None) -> None:
         type=int,
         required=True,
         metavar="TOKENS",
-        help="new tokens of a segment: the official segment_length (1024, 512 or 256), less 2, less num_sensory",
+        help="new tokens per segment: the official segment_length (1024, 512 or 256) - 2 - num_sensory",
     )
     parser.add_argument(
-        "--sensory-tokens", type=int, required=True, metavar="TOKENS", help="official num_sensory, 32; 0 for RMT"
+        "--sensory-tokens", type=int, required=True, metavar="TOKENS", help="official num_sensory: 32, or 0 for RMT"
     )
     parser.add_argument(
         "--memory-size", type=int, default=MEMORY_SIZE, metavar="N", help="official mem_recall_context (default: 100)"
@@ -57,13 +57,13 @@ def main(argv: list[str] | None = None) -> None:
         load_official(source, base, **args).eval().save_pretrained(folder)
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(base)
-            has_tokenizer = bool(tokenizer("word", add_special_tokens=False)["input_ids"])  # not made of config.json
+            has_tokenizer = bool(tokenizer("word", add_special_tokens=False)["input_ids"])  # not an empty one
         except (OSError, ValueError):
             has_tokenizer = False
         if has_tokenizer:
             tokenizer.save_pretrained(folder)
         else:
-            print(f"{base} has no tokenizer, and so the folder has none.")
+            print(f"{base} does not have a tokenizer, so the folder does not have one either.")
 
 
 def load_official(
@@ -74,31 +74,33 @@ def load_official(
     sensory_tokens: int,
     memory_size: int | None = MEMORY_SIZE,
 ) -> HMTWrapper:
-    """Load a checkpoint of the official HMT code (`model_weights_*.pth`), or of RMT's, around its backbone.
+    """Load a checkpoint of the official HMT or RMT code (`model_weights_*.pth`) around its backbone.
 
-    A file without `mem` and `cross_attn` is that of a memory without recall: RMT, or stage 1 of HMT. Products of LoRA
-    are added to their layers. No code in the file is run (`torch.load(weights_only=True)`).
+    A file without `mem` and `cross_attn` holds a memory without recall: RMT, or stage 1 of HMT. LoRA products are
+    added to their layers. Code in the file is not run (`torch.load(weights_only=True)`).
 
-    Where the width and h are 4096 or more, the official code has divided scores by h since February 2025, and by
-    sqrt(h) before and in `generate`, as here. For a file of the newer code, multiply `memory.wq` by h ** -0.5.
+    If the width and h are at least 4096, the official code has divided scores by h since February 2025. Before, and in
+    `generate`, it divided by sqrt(h), as we do. For a file of the newer code, multiply `memory.wq` by h ** -0.5.
 
     Args:
         path: the file; .safetensors is read too.
-        base: folder or Hub name of the model that was wrapped, for its configuration. Its weights are read where the
-            file has none.
+        base: folder or Hub name of the wrapped model, for its configuration. Its weights are read if the file does not
+            have weights of a backbone.
         segment_length: *new* tokens per segment: the official segment_length - 2 m - num_sensory.
-        sensory_tokens: the official num_sensory; 0 of RMT.
+        sensory_tokens: the official num_sensory; 0 for RMT.
         memory_size: the official mem_recall_context.
 
     Raises:
-        ValueError: the file is damaged, holds other things than tensors, or those of another model than `base`.
-        OSError: a file, or the base, is not there.
+        ValueError: the file is damaged, holds more than tensors, or the weights of another model than `base`.
+        OSError: the file or the base does not exist.
     """
     weights = read_state_dict(path)
     memory = {name: x for name, x in weights.items() if not name.startswith(BACKBONE)}
     backbone = {name.removeprefix(BACKBONE): x for name, x in weights.items() if name.startswith(BACKBONE)}
     if any(OF_ARMT.search(name) for name in weights):
-        raise ValueError(f"{path} is a checkpoint of ARMT, whose layers have a memory each; no HMT has these.")
+        raise ValueError(
+            f"{path} is a checkpoint of ARMT, whose layers have a memory each. HMT does not support them."
+        )
     if backbone:
         model = build_backbone(path, base, merge_lora(backbone))
     else:
@@ -116,11 +118,11 @@ def load_official(
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """Read a state dict, without the prefix of DDP and what a trainer saves around it; see `load_official`."""
+    """Read a state dict, without the prefix of DDP and the entries that a trainer adds; see `load_official`."""
     if Path(path).is_dir():
         raise ValueError(
-            f"{path} is a folder; give its file of weights, such as model_weights_700.pth. A folder of DeepSpeed becomes one "
-            "by its zero_to_fp32.py."
+            f"FILE must be a file of weights such as model_weights_700.pth, got the folder {path}. To make one from a "
+            "folder of DeepSpeed, run its zero_to_fp32.py."
         )
     try:
         if Path(path).suffix == ".safetensors":
@@ -130,22 +132,20 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise
     except Exception as error:  # PyTorch reads some bytes as a pickle that makes it raise anything
-        reason = (str(error) or "nothing in it").splitlines()[0]
-        raise ValueError(
-            f"{path} is damaged, or holds other things than tensors; it is not read ({reason})."
-        ) from error
+        reason = (str(error) or "it is empty").splitlines()[0]
+        raise ValueError(f"{path} is damaged or holds more than tensors, so it is not loaded ({reason}).") from error
     content = content.get("model_state_dict", content) if isinstance(content, Mapping) else {}
     weights = {str(name).removeprefix("module."): x for name, x in content.items() if isinstance(x, Tensor)}
     if "memory_cell.memory" not in weights:
         raise ValueError(
-            f"{path} has no memory_cell.memory; it must be the state dict of a RecurrentWrapper of HMT or RMT, with "
-            f"{', '.join(OFFICIAL_NAMES)} and {BACKBONE}*."
+            f"{path} must be the state dict of a RecurrentWrapper of HMT or RMT, with {', '.join(OFFICIAL_NAMES)} and "
+            f"{BACKBONE}*, but it does not have memory_cell.memory."
         )
     return weights
 
 
 def merge_lora(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under the names that they have without PEFT, W + alpha / r B A in the place of W."""
+    """Return the weights under their names without PEFT, with W + alpha / r B A in place of W."""
     weights = {name.removeprefix("base_model.model."): x for name, x in weights.items()}
     factors: dict[str, dict[str, Tensor]] = {}
     for name, x in weights.items():
@@ -157,7 +157,7 @@ def merge_lora(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     merged = {name.replace(".base_layer.", "."): x for name, x in weights.items() if not LORA.fullmatch(name)}
     for layer, pair in factors.items():
         if pair.keys() != {"A", "B"} or f"{layer}.weight" not in merged:
-            raise ValueError(f"the LoRA of {layer} is incomplete; it has A, B and the weight that they change.")
+            raise ValueError(f"The LoRA of {layer} must have A, B and the weight that they change.")
         old = merged[f"{layer}.weight"]
         product = pair["B"].float() @ pair["A"].float()
         merged[f"{layer}.weight"] = (old + LORA_ALPHA / len(pair["A"]) * product).to(old.dtype)
@@ -165,7 +165,7 @@ def merge_lora(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_backbone(path: str | Path, base: str | Path, weights: dict[str, Tensor]):
-    """Build the model of the configuration of `base` with these weights; ValueError where they do not fit."""
+    """Build the model with the configuration of `base` and these weights; raise ValueError if they do not fit."""
     config = AutoConfig.from_pretrained(base)
     if config.tie_word_embeddings and not same(weights, "embed_tokens.weight", "lm_head.weight"):
         config.tie_word_embeddings = False  # LoRA has changed one of them
@@ -178,13 +178,13 @@ def build_backbone(path: str | Path, base: str | Path, weights: dict[str, Tensor
     if wrong:
         words = "; ".join(f"{kind.replace('_', ' ')}: {', '.join(names[:3])}" for kind, names in wrong.items())
         raise ValueError(
-            f"{path} does not hold the weights of {base} ({words}); name the model that it was trained around."
+            f"{path} does not hold the weights of {base} ({words}). --base must be the model that it was trained around."
         )
     return model
 
 
 def same(weights, *ends):
-    """Return whether the tensors whose names end so are equal, or one is absent."""
+    """Return whether the tensors with these endings of their names are equal, or one is absent."""
     tensors = [x for end in ends for name, x in weights.items() if name.endswith(end)]
     return len(tensors) < len(ends) or torch.equal(*tensors)
 

@@ -1,9 +1,9 @@
-"""Write rows in which passages occur twice: a model learns to remember from them.
+"""Write sequences in which passages occur twice, from which a model learns to remember.
 
-Plain text rarely rewards remembering; a repeated passage rewards it at every token. Passages have every length (one
-favoured length would teach a fixed offset instead of copying). A model soon memorises a small corpus, and repetitions
-of memorised text teach nothing: many passages are therefore corrupted text, shuffled snippets or random tokens, which
-only a model that has read them in the same row can predict.
+Plain text rarely rewards remembering; a repeated passage rewards it at every token. Passages have all lengths, because
+a preferred length would teach a fixed offset instead of copying. A model soon memorizes a small corpus, and
+repetitions of memorized text teach nothing. Therefore many passages are corrupted text, shuffled snippets or random
+tokens, which only a model that has read them in the same sequence can predict.
 """
 
 import random
@@ -18,20 +18,20 @@ from hf_longctx.training.data import FLAGS, TokenDataset
 
 # Kinds of passages and their probabilities.
 PASSAGES = {"text": 0.5, "corrupted text": 0.2, "snippets": 0.15, "random tokens": 0.15}
-CORRUPTION = 0.2  # share of the tokens of corrupted text that are replaced by random ones
+CORRUPTION = 0.2  # share of the tokens in corrupted text that are replaced by random ones
 SHORTEST = 8  # tokens of a passage
 
 
 class CopyDataset(torch.utils.data.Dataset):
-    """Rows of text, some of which are replaced by passages that come twice: [bos] S [bos] S, with S of any length.
+    """Sequences of text, some of which are replaced by repeated passages: [bos] S [bos] S, with S of any length.
 
-    Row i depends on `seed` and i alone, so a resumed training sees the rows that an uninterrupted one sees.
+    Sequence i depends only on `seed` and i, so a resumed training sees the sequences of an uninterrupted one.
 
     Args:
-        rows: of text.
-        share: of the rows that are replaced, from 0 to 1.
+        rows: sequences of text.
+        share: share of the sequences that are replaced, from 0 to 1.
         tokenizer: its BOS begins a passage.
-        seed: of the passages.
+        seed: random seed of the passages.
     """
 
     def __init__(self, rows: TokenDataset, share: float, tokenizer, seed: int):
@@ -52,7 +52,7 @@ class CopyDataset(torch.utils.data.Dataset):
             (kind,) = rng.choices(list(PASSAGES), PASSAGES.values())
             passage = self.passage(rng, kind, rng.randint(SHORTEST, room // 2 - 1))
             ids += [self.bos_token_id, *passage] * 2
-            # nothing predicts where a passage ends, nor what is not text before its repetition
+            # neither the end of a passage nor what is not text can be predicted before the repetition
             labels += [-100, *(passage if kind == "text" else [-100] * len(passage)), -100, *passage]
         text = self.text(rng, room)
         ids, labels = [*ids, self.bos_token_id, *text], [*labels, -100, *text]
@@ -75,7 +75,7 @@ class CopyDataset(torch.utils.data.Dataset):
 
 
 def write(rows: CopyDataset, path: Path) -> None:
-    """Write rows to a token file, .npy, and beside it the flags that say where documents begin and what is scored."""
+    """Write sequences to a token file, .npy, and to another one the flags: where documents begin, what is scored."""
     tokens, flags = [], []
     for row in (rows[i] for i in range(len(rows))):
         tokens.append(row["input_ids"].numpy())

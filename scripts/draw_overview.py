@@ -12,8 +12,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from hf_longctx.metrics import style
 
 
-GATES = [0.97, 0.95, 0.9, 0.97, 0.15, 0.95, 0.97, 0.9, 0.95, 0.2, 0.97, 0.95]  # one for each token
-SEGMENTS, RECALLED = 4, {2: (0,), 3: (0, 2)}  # segment: the memories that it recalls
+GATES = [0.97, 0.95, 0.9, 0.97, 0.15, 0.95, 0.97, 0.9, 0.95, 0.2, 0.97, 0.95]  # one per token
+SEGMENTS, RECALLED = 4, {2: (0,), 3: (0, 2)}  # the memories that a segment recalls
 
 
 def draw_fox(axes):
@@ -31,7 +31,7 @@ def draw_fox(axes):
 
 
 def draw_hmt(axes):
-    """Draw segments that are read one after another, and the memories that they write and recall."""
+    """Draw segments that are read in turn, and the memories that they write and recall."""
     axes.set(xlim=(-0.2, 2.2 * SEGMENTS), ylim=(-0.4, 3.4), xticks=[], yticks=[])
     axes.set_title("HMT: a segment recalls earlier segments", loc="left", fontsize=10)
     axes.spines[:].set_visible(False)

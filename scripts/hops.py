@@ -1,9 +1,9 @@
-"""Count the functions of the package that run in five walks, and how often the file changes along calls and returns.
+"""Count the functions of the package that run in six walks, and how often calls and returns change the file.
 
     python -m scripts.hops
 
-Tiny models take each walk twice, and the second time is counted. Lambdas and comprehensions are not. The counts are a
-report for whoever changes the structure: no test bounds them.
+Each walk runs twice with tiny models, and the second run is counted, without lambdas and comprehensions. The counts
+are a report for changes of the structure; no test bounds them.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ SIZES = dict(vocab_size=90, hidden_size=32, intermediate_size=64, num_hidden_lay
 
 
 class FirstStep(Exception):
-    """A training has reached its first optimizer step."""
+    """Raised at the first optimizer step of a training."""
 
 
 def count(walk: Callable[[], object]) -> tuple[int, int]:
-    """Return how many functions of the package ran in `walk()`, and how many calls and returns changed the file."""
+    """Return the number of functions of the package that run in `walk()`, and of calls and returns to another file."""
     functions, files, moves = set(), [], 0
 
     def profile(frame, event, _):
@@ -61,7 +61,7 @@ def count(walk: Callable[[], object]) -> tuple[int, int]:
 
 
 def walks(folder: Path) -> dict[str, Callable[[], object]]:
-    """Return the walks by name; they write into a folder."""
+    """Return the walks by name; they write to a folder."""
     torch.manual_seed(0)
     llama, fox = LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), FoxForCausalLM(FoxConfig(**SIZES)).eval()
     hmt = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=24, sensory_tokens=4)).eval()

@@ -1,11 +1,11 @@
-"""The whole way to the Hub and back, on this machine: push, load without hf_longctx, load again offline.
+"""Push to a local Hub, load without hf_longctx, and load again offline.
 
     python scripts/hub_roundtrip.py
 
-A Hub of one's own (tests/hub/server) runs on 127.0.0.1. The demo FoX, the demo HMT and what it remembers of a text, an
-HMT around the FoX, a LoRA adapter and the metrics are pushed. A second environment, without this package, loads them
-by HTTP, generates, compares the logits and scores predictions; then it does so again offline. The exit status is 0 if
-all logits are the same, and the server saw no unknown endpoint, no defect of its own, and no token at the blob host.
+A test Hub (tests/hub/server) runs on 127.0.0.1. The demo FoX, the demo HMT and its memory of a document, an HMT around
+the FoX, a LoRA adapter and the metrics are pushed. A second environment, without this package, loads them by HTTP,
+generates, compares the logits and scores predictions, and then does the same offline. The exit status is 0 if all
+logits are equal, and the server saw no unknown endpoint, no error of its own, and no token at the blob host.
 """
 
 import os
@@ -36,13 +36,13 @@ demo, hmt_demo, prompt = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(demo)
 ids = tokenizer(prompt * 20, return_tensors="pt").input_ids
 fox = AutoModelForCausalLM.from_pretrained(demo, dtype=torch.float32)  # PEFT and transformers round adapters differently
-fox.config.name_or_path = "alice/fox"  # and not a folder on this machine
+fox.config.name_or_path = "alice/fox"  # instead of a folder on this machine
 hmt = HMTWrapper.from_backbone(fox, HMTConfig(segment_length=32, sensory_tokens=8))
 hmt.save_pretrained("fox-in-hmt")
 tokenizer.save_pretrained("fox-in-hmt")
 with torch.no_grad():
     logits = {"ids": ids, "fox": fox.eval()(ids).logits}
-    # products round by how weights lie in memory, and in a file they lie otherwise
+    # products round differently for another layout of the weights, such as that of a file
     for name, folder in (("hmt", hmt_demo), ("fox-in-hmt", "fox-in-hmt")):
         hmt = HMTWrapper.from_pretrained(folder, dtype=torch.float32)
         logits[name] = hmt(ids % hmt.config.vocab_size).logits
@@ -84,7 +84,7 @@ sys.exit(not same)
 
 
 def bare_python(folder):
-    """An interpreter in `folder` with the libraries of this one, and without hf_longctx."""
+    """Create an interpreter in `folder` with the libraries of this one but without hf_longctx, and return its path."""
     venv.create(folder, symlinks=True)
     packages = next(folder.glob("lib/python*/site-packages"))
     libraries = [path for path in sys.path if path.endswith("site-packages")]
@@ -120,7 +120,7 @@ def main():
 
         print(f"A Hub at {hub.url}, its blobs at {hub.blob_url}")
         step(
-            "make an HMT around the demo FoX, and an adapter",
+            "create an HMT around the demo FoX, and an adapter",
             *(sys.executable, "-c", SAVE, DEMO, HMT_DEMO, PROMPT),
             **with_package,
         )
@@ -134,7 +134,8 @@ def main():
         ours = (sys.executable, "-m", "hf_longctx")
         command = ("read", "alice/hmt", "facts.txt", "--output", "state.safetensors")
         step("hf-longctx read", *ours, *command, **with_package)
-        step("hf-longctx push a memory", *ours, "push", "state.safetensors", "alice/memory", **with_package)
+        upload = "from huggingface_hub.cli.hf import main; main()"
+        step("hf upload", sys.executable, "-c", upload, "upload", "alice/memory", "state.safetensors")
         command = ("read", "alice/hmt", "alice/memory@main", QUESTION, "--max-new-tokens", "1")
         step("hf-longctx read the memory", *ours, *command, **with_package)
         python = bare_python(Path(temporary, "python"))
@@ -142,8 +143,8 @@ def main():
         offline = {"HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}
         step("load, generate and score without hf_longctx", python, "-c", LOAD, *arguments)
         step("the same, offline", python, "-c", LOAD, *arguments, **offline)
-        print(f"\n{len(hub.log)} requests in all, {len(hub.problems())} problems", *hub.problems(), sep="\n")
-        return bool(hub.problems())
+        print(f"\n{len(hub.log)} requests, {len(hub.problems)} problems", *hub.problems, sep="\n")
+        return bool(hub.problems)
 
 
 if __name__ == "__main__":

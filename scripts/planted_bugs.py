@@ -1,11 +1,11 @@
-"""Do the tests notice? Plants bugs, one at a time, in a copy of the repository and runs the tests that should fail.
+"""Plant bugs, one at a time, in a copy of the repository, and run the tests that should fail.
 
-    python scripts/planted_bugs.py                           # all bugs of planted_bugs.toml, into the JSON
-    python scripts/planted_bugs.py --check                   # only: does every bug still find its place? Seconds
+    python scripts/planted_bugs.py                           # all bugs of planted_bugs.toml
+    python scripts/planted_bugs.py --check                   # only check that the code of each bug is still there
     python scripts/planted_bugs.py --only fold-sign journal-flush
 
-`planted_bugs.toml` says what a bug replaces, and which tests run first. If these miss it, all tests of their files
-run. In the end the tests that failed run once more on the unchanged copy, where they must pass.
+`planted_bugs.toml` says what a bug replaces, and which tests run first. If these do not notice it, all tests of their
+files run. Finally the tests that failed run once more on the unchanged copy, where they must pass.
 """
 
 import argparse
@@ -48,18 +48,18 @@ def find_place(bug: dict) -> dict:
     """Return a bug with the `path` of its file, the `selection` of tests for pytest, and their `files`.
 
     Raises:
-        ValueError: the code to replace is not in exactly one place, or its tests are not there.
+        ValueError: the code to replace is not in exactly one place, or its tests do not exist.
     """
     places = [path for path in ROOT.glob(bug["file"]) for _ in range(path.read_text().count(bug["old"]))]
     selection = expand_tests(bug["tests"])
     files = [part for part in selection if part.startswith("tests/")]
     if len(places) != 1 or not files:
-        raise ValueError(f"{bug['name']}: {bug['file']} has it {len(places)} times, {len(files)} test files")
+        raise ValueError(f"{bug['name']}: {bug['file']} has the code {len(places)} times, {len(files)} test files")
     return {**bug, "path": places[0].relative_to(ROOT), "selection": selection, "files": files}
 
 
 def expand_tests(tests: str) -> list[str]:
-    """Return arguments for pytest: globs of test files become the files that there are, options stay."""
+    """Return arguments for pytest: globs of test files are expanded, options stay."""
     arguments = []
     for part in shlex.split(tests):
         is_glob = part.startswith("tests/")
@@ -68,13 +68,13 @@ def expand_tests(tests: str) -> list[str]:
 
 
 def import_libraries() -> None:
-    """Import once what takes longer than most tests; the process of each test run is a fork that has it."""
+    """Import once what takes longer than most tests; each test run is a fork of this process."""
     import torch
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # as tests/interpreter.py, before transformers imports it
     for name in LIBRARIES:
-        with contextlib.suppress(ImportError):  # an extra that is not installed
+        with contextlib.suppress(ImportError):  # the extra is not installed
             importlib.import_module(name)
 
 
@@ -101,7 +101,7 @@ def run_tests(tree: Path, selection: list[str], *options: str) -> tuple[int, lis
 
 
 def copy_tree(folder: Path) -> Path:
-    """Copy the repository into a folder of its own, with the golden data beside it, where the tests look for it."""
+    """Copy the repository into a folder, with the golden data next to it, where the tests look for them."""
     copy = shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
     if (ROOT.parent / "shared").is_dir():
         (folder / "shared").symlink_to(ROOT.parent / "shared")
@@ -127,7 +127,7 @@ def plant(bug: dict) -> dict:
             if status == 1 and failed:
                 entry |= {"test": failed[0], "tier": tier}
                 break
-            if status not in (0, NO_TESTS):  # an import that fails, say: no test has judged the bug
+            if status not in (0, NO_TESTS):  # for example an import failed: no test has judged the bug
                 entry["trouble"] = output[-2000:]
                 break
     finally:
@@ -136,7 +136,7 @@ def plant(bug: dict) -> dict:
 
 
 def confirm(tree: Path, entries: list[dict]) -> None:
-    """Take back the verdict of tests that fail without the bug, too."""
+    """Withdraw the verdict of tests that fail without the bug, too."""
     tests = sorted({entry["test"] for entry in entries if entry["test"]})
     _, failed, output = run_tests(tree, tests) if tests else (0, [], "")
     if tests and not failed and " passed" not in output:
@@ -152,7 +152,7 @@ def commit() -> str:
 
 
 def write_results(output: Path, entries: list[dict], names: list[str]) -> dict:
-    """Put the entries in the place of older ones of the same bugs, and return what the JSON says."""
+    """Replace older entries of the same bugs, and return the content of the JSON."""
     older = json.loads(output.read_text())["bugs"] if output.exists() else []
     bugs = {entry["name"]: entry for entry in [*older, *entries]}
     bugs = [bugs[name] for name in names if name in bugs]
@@ -169,32 +169,32 @@ def write_results(output: Path, entries: list[dict], names: list[str]) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="plant these bugs only")
-    parser.add_argument("--jobs", type=int, default=2, help="copies that are tested at once (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="names of bugs to plant (default: all)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of copies tested in parallel (default: 2)")
     parser.add_argument("--output", type=Path, default=ROOT / "scripts" / "results" / "planted_bugs.json")
-    parser.add_argument("--check", action="store_true", help="plant nothing, only look for the places")
+    parser.add_argument("--check", action="store_true", help="only check that the code of each bug is still there")
     args = parser.parse_args()
 
     bugs = {bug["name"]: bug for bug in tomllib.loads(BUGS.read_text())["bug"]}
     if unknown := set(args.only or ()) - bugs.keys():
-        raise SystemExit(f"--only names no bugs: {', '.join(sorted(unknown))}")
+        raise SystemExit(f"--only must name bugs of planted_bugs.toml, got {', '.join(sorted(unknown))}")
     chosen, problems = [], []
     for name in args.only or bugs:
         try:
             chosen.append(find_place(bugs[name]))
         except ValueError as problem:
             problems.append(str(problem))
-    print(f"{len(chosen)} bugs have a place")
+    print(f"The code of {len(chosen)} bugs is there.")
     if problems:
-        raise SystemExit("These have none:\n  " + "\n  ".join(problems))
+        raise SystemExit("The code of these is not:\n  " + "\n  ".join(problems))
     if args.check:
         return
 
     planted_in, entries = commit(), []
     with tempfile.TemporaryDirectory() as temporary:
         os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        os.environ["HF_HOME"] = temporary  # what a bug leaves in a cache goes with it
-        sys.dont_write_bytecode = True  # a bug and its removal within a second would share their bytecode
+        os.environ["HF_HOME"] = temporary  # so that the cache of a run with a bug is deleted
+        sys.dont_write_bytecode = True  # a bug and its removal within a second would share the bytecode
         import_libraries()
         fork = multiprocessing.get_context("fork")
         copies = fork.SimpleQueue()

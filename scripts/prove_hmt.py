@@ -1,26 +1,26 @@
-"""Does HMT remember? A recall task over segments, on one CPU core.
+"""Show that HMT remembers: accuracy on a recall task over segments, on one CPU core.
 
-    python -m scripts.prove_hmt --small     # 5 of the runs, 10 minutes of one core
+    python -m scripts.prove_hmt --small     # 4 of the runs, 10 minutes of one core
     python -m scripts.prove_hmt [--seeds 0 1 2]
 
-A tiny Llama learns `RecallTask` (facts, one to a segment, then questions about them) from scratch in two stages, as
-in the paper: without recall on one fact and one question, until it answers 95 % of them, then with recall on two or
-four facts and two questions. It is then asked on texts of 2 to 64 facts, with keys of which it saw few together.
-Beside HMT in its modes stand a sliding attention window of as many positions as HMT sees at a time, and full attention
-over the whole text and RMT (one and four memory tokens, no recall), which train on two facts until they answer 95 % of
-the questions. Every "until" has a budget of four rounds of steps. The single-pass mode also recalls after a quarter of
-each segment, in place of the half, which is its default.
+A tiny Llama learns `RecallTask` (facts, one per segment, then questions about them) from scratch in two stages, as in
+the paper: without recall on one fact and one question, until it answers 95 % of them, then with recall on two or four
+facts and two questions. It is evaluated on sequences of 2 to 64 facts. The baselines are a sliding attention window of
+as many positions as HMT sees at a time, and full attention and RMT (one and four memory tokens, no recall), which
+train on two facts until they answer 95 % of the questions. Each "until" has a budget of four rounds of steps. The
+single-pass mode is also trained with a recall after a quarter of each segment, instead of the default half.
 
-Three things make the task harder: less filler that repeats the key of a segment (`topic`), segments of noise between
-facts and questions, and more facts. On the *leak* task the answer comes before the question: accuracy above one of W
-there means that the model has read ahead.
+Three settings make the task harder: less filler that repeats the key of a segment (`topic`), segments of noise between
+facts and questions, and more facts. On the *leak* task the answer comes before the question: a model that is right
+more often than once in the number of facts has read ahead.
 
-Each trained HMT is asked again under control: with the recall forced to the segment of the fact ("oracle recall": what
-is missed then was read badly, and not searched badly), with the memories of another text ("shuffled memories": what is
-right then does not come from memories), and one mode also with room for four memories, without and with pages.
+Each trained HMT is evaluated again with controls: with the recall forced to the segment of the fact ("oracle recall":
+remaining errors are due to writing and reading, not to the search), and with the memories of another sequence
+("shuffled memories": right answers do not come from memories). One mode is also evaluated with four memories, without
+and with pages.
 
-The result is scripts/results/hmt_recall.json, and a picture; of --small both are in demo_output/prove_hmt. Each run
-adds a row, and runs that have a row are not repeated: the same command goes on after an interruption, and other seeds
+The result is scripts/results/hmt_recall.json and a figure; those of --small are in demo_output/prove_hmt. Each run
+adds a row, and runs that have a row are not repeated: the same command resumes after an interruption, and other seeds
 add to the same file.
 """
 
@@ -48,7 +48,7 @@ from scripts.evidence.parts import PICTURES
 from scripts.recall_task import RecallTask
 
 
-METHODS = {  # arguments of HMTConfig in stage 2, in the order of the runs
+METHODS = {  # fields of HMTConfig in stage 2, in the order of the runs
     "HMT, single pass": {"recall_mode": "single_pass"},
     "HMT, single pass, no recurrence": {"recall_mode": "single_pass", "recurrence": False},
     "window": None,
@@ -59,24 +59,24 @@ METHODS = {  # arguments of HMTConfig in stage 2, in the order of the runs
     "HMT, single pass, j = L'/4": {"recall_mode": "single_pass", "sum_fraction": 0.25},
 }
 SMALL = common.ROOT / "demo_output" / "prove_hmt"  # where --small writes
-LEFT_OUT = ("RMT, 4 tokens", "full attention", "HMT, paper", "HMT, single pass, j = L'/4")  # of --small
+LEFT_OUT = ("RMT, 4 tokens", "full attention", "HMT, paper", "HMT, single pass, j = L'/4")  # by --small
 UNTIL_SOLVED = ("RMT", "RMT, 4 tokens", "full attention")
-SMALL_MEMORY = {  # changes to the trained single-pass mode
+SMALL_MEMORY = {  # fields that are changed in the trained single-pass mode
     "4 memories": {"memory_size": 4},
     "4 memories and pages": {"memory_size": 4, "recalled_pages": 4, "page_size": 1},
 }
 FACTS = (2, 4, 8, 16, 32, 64)
-READS = 2  # questions per text from stage 2 on
+READS = 2  # questions per sequence from stage 2 on
 SOLVED = 0.95  # accuracy
 ANSWER_AT = {"recall": 13, "leak": 2}
-CONDITIONS = {  # (task, topic, noise segments) to a title, the most telling one first
+CONDITIONS = {  # (task, topic, noise segments): title; the most informative one first
     ("recall", 0.6, 0): "The answer after the question",
     ("leak", 0.6, 0): "The answer before the question",
     ("recall", 0.6, 3): "Three segments of noise before the questions",
     ("recall", 0.2, 0): "Keys are a fifth of the filler",
     ("recall", 0.2, 3): "Keys are a fifth of the filler, and three segments of noise",
 }
-PICTURED = {  # lines of the picture, by their names there
+PLOTTED = {  # lines of the figure: labels
     "HMT, single pass": "HMT, single pass",
     "HMT, paper": "HMT as published",
     "RMT": "RMT",
@@ -84,7 +84,7 @@ PICTURED = {  # lines of the picture, by their names there
     "full attention": "full attention",
     "HMT, single pass: shuffled memories": "memories of another text",
 }
-HEADINGS = ("after the question", "before the question", "noise", "rare keys", "rare keys and noise")  # of the table
+HEADINGS = ("after the question", "before the question", "noise", "rare keys", "rare keys and noise")
 
 
 class Run(NamedTuple):
@@ -101,7 +101,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sizes and steps, on which all results depend."""
+    """Sizes and steps of all runs."""
 
     hidden_size: int = 64
     layers: int = 2
@@ -110,19 +110,19 @@ class Recipe:
     sensory_tokens: int = 2
     stage_1_steps: int = 200
     stage_2_steps: int = 700
-    stage_2_writes: tuple[int, ...] = (2, 4)  # in turns
-    rounds: int = 4  # of the steps of a stage, at most, where it is trained until its task is solved
+    stage_2_writes: tuple[int, ...] = (2, 4)  # numbers of facts, in turn
+    rounds: int = 4  # times that the steps of a stage are repeated at most until its task is solved
     batch: int = 32
     learning_rate: float = 2e-3
     texts: int = 128
 
 
 def list_runs(seeds, small):
-    """All runs, the most telling ones first."""
+    """Return all runs, the most informative ones first."""
     if small:
         return [Run("recall", 0.6, 0, seeds[0], method) for method in METHODS if method not in LEFT_OUT]
     runs = [Run(*x, seed, method) for x, seed, method in itertools.product(CONDITIONS, seeds, METHODS)]
-    # what trains for the longest says least about tasks that are harder than one which it did not learn
+    # methods that train longest come last: they do not learn the easiest task, so harder ones say little about them
     return sorted(runs, key=lambda run: run.method in UNTIL_SOLVED and (run.topic, run.noise_segments) != (0.6, 0))
 
 
@@ -130,7 +130,7 @@ def list_runs(seeds, small):
 
 
 def new_model(run, task, recipe):
-    """The untrained model of stage 1."""
+    """Return the untrained model of stage 1."""
     sizes = dict(
         vocab_size=task.vocab_size,
         hidden_size=recipe.hidden_size,
@@ -153,7 +153,7 @@ def new_model(run, task, recipe):
 def train(model, task, writes, reads, steps, recipe, generator):
     """Train on the answers, with each number of facts in `writes` in turn.
 
-    AdamW, 50 steps of warm-up, then linear decay of the learning rate to a tenth; gradients are clipped at 1.
+    AdamW with 50 steps of warm-up, then linear decay of the learning rate to a tenth; gradients are clipped at 1.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -171,7 +171,7 @@ def train(model, task, writes, reads, steps, recipe, generator):
 
 
 def trained(run, recipe):
-    """The model after both stages, and the steps of each."""
+    """Return the model after both stages, and the steps of each stage."""
     torch.manual_seed(run.seed)
     generator = torch.Generator().manual_seed(run.seed)
     task = run.recall_task(recipe)
@@ -190,7 +190,7 @@ def trained(run, recipe):
 
 
 def train_rounds(model, task, writes, reads, steps, until_solved, run, recipe, generator):
-    """Train for one round of `steps`, or as many as solve the fewest facts of `writes`; returns the steps."""
+    """Train for one round of `steps`, or until the smallest number of facts is solved; return the steps."""
     done = 0
     for _ in range(recipe.rounds):
         train(model, task, writes, reads, steps, recipe, generator)
@@ -200,15 +200,15 @@ def train_rounds(model, task, writes, reads, steps, until_solved, run, recipe, g
     return done
 
 
-# Asking.
+# Evaluating.
 
 
 @torch.no_grad()
 def ask(model, task, writes, run, recipe, control=None, reads=READS):
-    """Share of answers that are the arg-max over the vocabulary, and of recalls whose largest weight is at the fact.
+    """Return the share of right answers (arg-max over the vocabulary), and of recalls with most weight at the fact.
 
     Args:
-        control: of `CONTROLS`. The second share is None where there is no recall, or a control.
+        control: one of `CONTROLS`. The second share is None without recall, or with a control.
     """
     generator = torch.Generator().manual_seed(1000 + run.seed)
     texts = task.sample(writes, reads, recipe.texts, generator)
@@ -230,7 +230,7 @@ def ask(model, task, writes, run, recipe, control=None, reads=READS):
 
 
 def oracle_recall(recall, query, bank, valid, facts, first_question):
-    """Every question recalls the memory of its fact."""
+    """Make every question recall the memory of its fact."""
     question = bank.shape[1] - first_question
     if question < 0:
         return recall(query, bank, valid)
@@ -239,7 +239,7 @@ def oracle_recall(recall, query, bank, valid, facts, first_question):
 
 
 def shuffled_memories(recall, query, bank, valid, facts, first_question):
-    """Every text recalls from the memories of another one."""
+    """Make every sequence recall from the memories of another one."""
     return recall(query, bank.roll(1, 0), valid)
 
 
@@ -248,21 +248,21 @@ CONTROLS = {"oracle recall": oracle_recall, "shuffled memories": shuffled_memori
 
 @contextmanager
 def changed_recall(model, control, facts, first_question):
-    """Put a control in the place of `HMTMemory.recall`, for one call from the start of a text."""
+    """Replace `HMTMemory.recall` by a control, for one call from the start of a sequence."""
     recall = model.memory.recall
     model.memory.recall = lambda query, bank, valid: control(recall, query, bank, valid, facts, first_question)
     try:
         yield
     finally:
-        del model.memory.recall  # that of the class is left
+        del model.memory.recall  # that of the class remains
 
 
 def measure(run, recipe):
-    """Train and ask one model; a row of the result."""
+    """Train and evaluate one model; return its row of the result."""
     begin = time.process_time()
     model, (first_steps, steps) = trained(run, recipe)
     row = run._asdict() | {
-        "commit": commit(common.ROOT),  # rows of older ones stay
+        "commit": commit(common.ROOT),  # rows of older commits stay
         "first_steps": first_steps,
         "steps": steps,
         "training_cpu_seconds": round(time.process_time() - begin, 1),
@@ -291,7 +291,7 @@ def measure(run, recipe):
 
 
 def prove(result, output, runs, recipe):
-    """Add a row for each run that `output` lacks, and save after each.
+    """Add a row for each run that `output` lacks, and save after each one.
 
     Raises:
         ValueError: `output` holds runs of another recipe.
@@ -303,7 +303,7 @@ def prove(result, output, runs, recipe):
     if output.exists():
         before = json.loads(output.read_text())
         if before["settings"] != result["settings"]:
-            raise ValueError(f"{output} holds runs of another recipe: {before['settings']}. Give another --output.")
+            raise ValueError(f"{output} holds runs of another recipe, {before['settings']}. Choose another --output.")
         result["rows"] = before["rows"]
     done = {run_of(row) for row in result["rows"]}
     for run in runs:
@@ -319,7 +319,7 @@ def run_of(row):
 
 
 def series(rows):
-    """(method or control) to the shares of each number of facts, over seeds: {name: {facts: [share]}}."""
+    """Return {method or control: {number of facts: [share for each seed]}}."""
     shares = {}
     for row in sorted(rows, key=lambda row: list(METHODS).index(row["method"])):
         several = {
@@ -336,8 +336,8 @@ def table(result):
     s = result["settings"]
     most = FACTS[-1]
     text = (
-        f"{s['layers']} layers of width {s['hidden_size']}. Share of right answers among {most} facts, mean over seeds; one of "
-        "16 values is right by chance. The columns are the panels of the picture."
+        f"{s['layers']} layers of width {s['hidden_size']}. Share of right answers among {most} facts, mean over seeds; "
+        "chance is 1 in 16. The columns are the panels of the figure."
     )
     lines = {}
     for condition, heading in zip(CONDITIONS, HEADINGS):
@@ -356,21 +356,21 @@ def table(result):
 
 
 def draw(result, path):
-    """Draw accuracy over the number of facts, a panel for each condition."""
+    """Plot accuracy over the number of facts, with a panel for each condition."""
     panels = {}
     for condition, heading in CONDITIONS.items():
         shares = series([row for row in result["rows"] if run_of(row)[:3] == condition])
         if shares:
             panels[heading] = [
                 Line(label, list(shares[name]), list(shares[name].values()), control=":" in name)
-                for name, label in PICTURED.items()
+                for name, label in PLOTTED.items()
                 if name in shares
             ]
     draw_panels(
         path,
-        "HMT finds a fact among many; what it is compared with guesses",
+        "HMT finds a fact among many; the baselines guess",
         panels,
-        across="facts in the text",
+        across="facts in the sequence",
         up="right answers",
         notes="areas: range over seeds",
         percent=True,
@@ -381,8 +381,10 @@ def draw(result, path):
 
 def main(arguments=None):
     parser = common.make_parser("scripts.prove_hmt", __doc__, "hmt_recall", seeds=[0, 1, 2])
-    parser.add_argument("--small", action="store_true", help="the first seed of a few models, on the first task only")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="default: model_cards/evidence/hmt_recall.png")
+    parser.add_argument("--small", action="store_true", help="run a few models with one seed, on the first task")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="figure (default: model_cards/evidence/hmt_recall.png)"
+    )
     args = parser.parse_args(arguments)
     if args.small:
         SMALL.mkdir(parents=True, exist_ok=True)

@@ -1,16 +1,16 @@
-"""A small task that needs memory: facts, one per segment, and later questions about the facts.
+"""A small task that requires memory: facts, one per segment, and later questions about the facts.
 
     write   [W key value  filler ...]
     noise   [filler ...]
     read    [R key  filler ...  A value  filler ...]
 
-Most filler tokens of a segment repeat its key, as a text on a topic repeats its words, so the summary of a few tokens
-shows the topic. The keys of a text differ. Questions draw keys with replacement, because without it a model could
-answer by elimination. A model without memory is right about one question in `writes` at best.
+Most filler tokens of a segment repeat its key, as a document on a topic repeats its words, so that a summary of a few
+tokens shows the topic. The keys of a sequence differ. Questions draw keys with replacement; otherwise a model could
+answer by elimination. A model without memory is right about at most one question in `writes`.
 
-`answer_at`, the position of the answer in a question, decides what is measured. Position 13 (of 16) is outside the
-first half, which the published recall reads before it predicts it. Position 2 comes before the key of its segment, as
-`[R A value key ...]`: a causal model cannot know the question yet, and a model that answers has read ahead.
+`answer_at`, the position of the answer in a question, determines what is measured. Position 13 (of 16) is outside of
+the first half, which the published recall reads before it predicts it. Position 2 comes before the key of its segment,
+as `[R A value key ...]`: a causal model cannot know the question yet, and a model that answers has read ahead.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,11 @@ class RecallTask:
 
     Args:
         segment_length: tokens per fact or question.
-        keys, values: the numbers of different keys and values. `keys` bounds the facts of a text.
-        noise: the number of different tokens without a meaning.
+        keys: number of different keys, which bounds the facts of a sequence.
+        values: number of different values.
+        noise: number of different tokens without a meaning.
         topic: share of the filler that repeats the segment's key; the rest is noise.
-        noise_segments: segments of noise alone between the facts and the questions.
+        noise_segments: segments of noise between the facts and the questions.
         answer_at: position of the answer in a question, 2 or from 3 to segment_length - 1. At 2 the key follows it.
     """
 
@@ -48,17 +49,17 @@ class RecallTask:
         return FIRST_KEY + self.keys + self.values + self.noise
 
     def sample(self, writes, reads, rows, generator):
-        """Random texts of `writes` facts, noise segments, and then `reads` questions.
+        """Return random sequences of `writes` facts, noise segments, and `reads` questions.
 
         Args:
-            writes: facts per text, 1 to `keys`.
-            reads: questions per text.
-            rows: texts.
+            writes: facts per sequence, 1 to `keys`.
+            reads: questions per sequence.
+            rows: number of sequences.
             generator: `torch.Generator`.
 
         Returns:
             ids (rows, (writes + noise_segments + reads) * segment_length), long; labels of the same shape, -100 except
-            for the answers; question_facts (rows, reads), long, the fact that each question is about.
+            for the answers; question_facts (rows, reads), long, the fact of each question.
         """
 
         def draw(low, count, *shape):

@@ -28,7 +28,7 @@ def find(pattern: str, file: Path) -> re.Match:
     """Return the first line of a file that matches."""
     match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
     if match is None:
-        raise ValueError(f"{file} has no line that matches {pattern}.")
+        raise ValueError(f"{file} must have a line that matches {pattern}.")
     return match
 
 

@@ -1,9 +1,9 @@
-"""Print what only the modeling code of transformers says about RoPE, for hf_longctx/metrics/rope/config.py.
+"""Print facts about RoPE that only the modeling code of transformers has, for hf_longctx/metrics/rope/config.py.
 
     python -m scripts.rope_types
 
 Follows the names that a model class uses, from class to class and function to function, through the syntax trees of
-the modeling files. Nothing is imported from them, and no model is built.
+the modeling files, without importing them or building a model.
 """
 
 import ast
@@ -25,7 +25,7 @@ MAPPINGS = (*CAUSAL, modeling_auto.MODEL_MAPPING_NAMES)
 
 
 def language_models() -> list[str]:
-    """Return the model types that are language models themselves, not composed of others, and have a model class."""
+    """Return the model types that are language models, not composed of others, and have a model class."""
     shipped = [
         name for name in sorted(CONFIG_MAPPING_NAMES) if CONFIG_MAPPING[name].__module__.startswith("transformers.")
     ]
@@ -42,7 +42,7 @@ def is_language_model(model_type: str) -> bool:
 
 
 def classes(model_type: str) -> list[tuple[Path, str]]:
-    """Return the file and name of each class that is built for a model type, or that takes its config."""
+    """Return the file and name of each class that is built for a model type or takes its config."""
     found = [mapping[model_type] for mapping in MAPPINGS if model_type in mapping]
     names = [name for entry in found for name in ([entry] if isinstance(entry, str) else entry)]
     modules = {name: transformers._class_to_module.get(name) for name in names}
@@ -58,7 +58,7 @@ def classes(model_type: str) -> list[tuple[Path, str]]:
 
 @cache
 def definitions(path: Path) -> dict[str, ast.AST]:
-    """Return classes, functions, constants and imports of other modeling files at the top of a file, by name."""
+    """Return classes, functions, constants and imports from other modeling files at the top of a file, by name."""
     found: dict[str, ast.AST] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -89,7 +89,7 @@ def reachable(model_type: str) -> list[ast.AST]:
 
 
 def walk(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and all below it, except decorators: those only name a function that a kernel could replace."""
+    """Yield a node and all nodes below it, except decorators, which only name a function that a kernel may replace."""
     yield node
     for field, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
@@ -112,7 +112,7 @@ def rotates(model_type: str) -> bool:
 
 
 def rotates_on_sliding_layers_only(model_type: str) -> bool:
-    """Return whether every rotation, or handing over of its angles, depends on the layer having a window."""
+    """Return whether each rotation, or each passing of its angles, depends on the layer having a window."""
     conditions = [
         ast.unparse(part.test)
         for node in reachable(model_type)

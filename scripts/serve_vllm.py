@@ -1,8 +1,8 @@
-"""A FoX behind vLLM's server, beside the same FoX in transformers: replies, log-probabilities, forgetting curve.
+"""Compare a FoX behind vLLM's server with transformers: responses, log-probabilities, forgetting curve.
 
     scripts/serve_vllm [--model FOLDER] [--dtype float32]
 
-Every row compares what comes through the endpoint, by the openai client or the curve's reader, with the model here.
+Each row compares the endpoint, read by the openai client or by the forgetting curve, with the local model.
 """
 
 import os
@@ -19,33 +19,33 @@ from scripts.client_checks.measuring import served_curves
 
 
 TABLE = """
-| through the endpoint | compared with transformers | equal | of | largest difference |
+| request | compared | equal | of | largest difference |
 | {name} | {unit} | {equal} | {of} | {largest_difference:.1e} |
 """
 CHAT = [{"role": "user", "content": "How do I sort a list?"}]
 
 
 def read_prompts(tokens, count):
-    """Stretches of a text, of unequal lengths."""
+    """Return passages of a document, of unequal lengths."""
     return [tokens[start : start + 20 + 37 * i].tolist() for i, start in enumerate(range(0, 1000 * count, 1000))]
 
 
 @torch.no_grad()
 def continue_greedily(model, ids, tokens):
-    """The tokens that `generate` writes."""
+    """Return the tokens that `generate` appends."""
     out = model.generate(
         torch.tensor([ids]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     return out[0, len(ids) :]
 
 
-def compare_replies(client, name, model, tokenizer, prompts, tokens):
-    """Greedy replies to all prompts at once, as ids of their text, and the log-probabilities of their tokens."""
-    replies = [None] * len(prompts)
+def compare_responses(client, name, model, tokenizer, prompts, tokens):
+    """Compare concurrent greedy responses to all prompts, and the log-probabilities of their tokens."""
+    responses = [None] * len(prompts)
 
     def ask(i):
         options = dict(max_tokens=tokens, temperature=0, logprobs=1, extra_body={"ignore_eos": True})
-        replies[i] = client.completions.create(model=name, prompt=prompts[i], **options).choices[0]
+        responses[i] = client.completions.create(model=name, prompt=prompts[i], **options).choices[0]
 
     threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
     for thread in threads:
@@ -53,35 +53,35 @@ def compare_replies(client, name, model, tokenizer, prompts, tokens):
     for thread in threads:
         thread.join()
     equal, differences = 0, []
-    for prompt, reply in zip(prompts, replies):
+    for prompt, response in zip(prompts, responses):
         ids = continue_greedily(model, prompt, tokens)
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *ids.tolist()]])).logits[0, len(prompt) - 1 : -1]
         log_probs = logits.log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist()
-        same = reply.text == tokenizer.decode(ids, skip_special_tokens=True)
+        same = response.text == tokenizer.decode(ids, skip_special_tokens=True)
         equal += same
         if same:
-            differences += [abs(a - b) for a, b in zip(reply.logprobs.token_logprobs, log_probs)]
+            differences += [abs(a - b) for a, b in zip(response.logprobs.token_logprobs, log_probs)]
     return {"equal": equal, "of": len(prompts), "largest_difference": max(differences, default=None)}
 
 
 def compare_chat(client, name, model, tokenizer, tokens):
-    """A chat, as a whole and as a stream."""
+    """Compare the response in a chat, as a whole and streamed."""
     options = dict(model=name, messages=CHAT, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True})
     whole = client.chat.completions.create(**options).choices[0].message.content
     stream = client.chat.completions.create(**options, stream=True)
-    pieces = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices)
     prompt = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
     expected = tokenizer.decode(continue_greedily(model, prompt, tokens), skip_special_tokens=True)
-    return {"equal": (whole == expected) + (pieces == expected), "of": 2}
+    return {"equal": (whole == expected) + (streamed == expected), "of": 2}
 
 
 def compare_curve(address, model, tokenizer, args):
-    """Counts of the forgetting curve: those that the server gives, and those of the model here."""
+    """Yield comparisons of the forgetting curves of the server and of the local model."""
     for data_type, theirs, ours in served_curves(address, model, tokenizer, args.lengths, args.repeats):
         yield {
             "name": f"forgetting curve, {'English' if data_type == 'order' else 'random tokens'}",
-            "unit": "counts of a length",
+            "unit": "counts at a length",
             "equal": sum(point in theirs.points for point in ours.points),
             "of": len(ours.points),
             "lengths": args.lengths,
@@ -96,7 +96,7 @@ def measure(args):
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default half of the machine's
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without RoPE, a FoX reads any length
-    # what `vllm serve FOLDER` runs; of vLLM's build for CPUs, this command looks for a package of another name
+    # the module of `vllm serve`; in vLLM's build for CPUs, that command looks for a package of another name
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--port", "{port}"]
     command += ["--dtype", args.dtype, "--served-model-name", "fox", "--max-model-len", str(args.max_model_len)]
     with served([*command, "--enforce-eager", "--uvicorn-log-level", "error"]) as address:
@@ -104,10 +104,10 @@ def measure(args):
 
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none")
         prompts = read_prompts(tokens, args.prompts)
-        of_replies = {"name": "completions, all at once", "unit": "replies"}
-        yield of_replies | compare_replies(client, "fox", model, tokenizer, prompts, args.tokens)
+        of_responses = {"name": "concurrent completions", "unit": "responses"}
+        yield of_responses | compare_responses(client, "fox", model, tokenizer, prompts, args.tokens)
         if tokenizer.chat_template:
-            of_chats = {"name": "chat, whole and streamed", "unit": "replies"}
+            of_chats = {"name": "chat, whole and streamed", "unit": "responses"}
             yield of_chats | compare_chat(client, "fox", model, tokenizer, args.tokens)
         yield from compare_curve(address, model, tokenizer, args)
 

@@ -9,7 +9,7 @@
     pubmedqa-short  the same with the answer yes, no or maybe
 
 PubMedQA is the .json of its authors, or a dataset whose part `pqa_artificial` is read, as in the paper. The official
-code reads a part of it only, because it multiplies the index of a group twice, and has no short answers.
+code reads only a part of it, because it multiplies the index of a group twice, and it does not use short answers.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def questions(rows: Iterator[dict[str, Any]], answers: str, size: int) -> Iterat
         size: M of the paper.
 
     Raises:
-        ValueError: a row has no such answer.
+        ValueError: a row does not have such an answer.
     """
     field = {"long": "LONG_ANSWER", "short": "final_decision"}[answers]
     while len(group := list(islice(rows, size))) == size:
@@ -78,7 +78,7 @@ def questions(rows: Iterator[dict[str, Any]], answers: str, size: int) -> Iterat
         for row in group:
             if not row.get(field):
                 raise ValueError(
-                    f"PubMedQA has no {answers} answer to {row['QUESTION']!r}; its unlabeled part has long ones only."
+                    f"PubMedQA does not have a {answers} answer to {row['QUESTION']!r}. Its unlabeled part has long ones."
                 )
             yield f"{abstracts} {row['QUESTION']} {row[field]}"
 

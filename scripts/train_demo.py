@@ -1,12 +1,11 @@
-"""Regenerate model_cards/fox-demo and model_cards/llama-demo: a FoX (Pro) and a Llama of its size, for scripts/demo.
+"""Train and measure model_cards/fox-demo and model_cards/llama-demo: a FoX (Pro), and a Llama of its size.
 
     python -m scripts.train_demo [--work FOLDER | --measure-only]
 
-Collects the text (`scripts.demo_corpus`), trains a tokenizer, and trains both models in three stages by commands that
-are printed and kept in `training.txt` of each card (`training.yaml`: all settings of the last stage). After an
-interruption, the same command goes on. The models are saved in bfloat16, with their logs, a sample of what they write,
-their losses by position and their forgetting curves on a novel that was held out. --measure-only makes these anew of
-the models that are there.
+Collects the corpus (`scripts.demo_corpus`), trains a tokenizer, and trains both models in three stages. The commands
+are printed and saved in `training.txt` of each card; `training.yaml` has all settings of the last stage. After an
+interruption, the same command resumes. The models are saved in bfloat16, with their logs, a generated sample, their
+losses by position and their forgetting curves on a held-out novel. --measure-only measures the saved models again.
 """
 
 import argparse
@@ -36,31 +35,41 @@ CARDS = ROOT / "model_cards"
 HELD_OUT = CARDS / "held_out.txt.gz"
 VOCABULARY = 4096
 MODELS = {"fox-demo": "fox-pro-5m", "llama-demo": "llama-5m"}
-STAGES = (  # the text is learned first; copying without mistakes takes more and more repetitions
+STAGES = (  # language is learned first; copying without mistakes takes a growing share of repetitions
     "train --model {preset} --learning_rate 3e-3 --data copies-0.4.npy --max_steps 1024 --warmup_steps 64",
     "finetune --model {before}/model --use_peft false --weight_decay 0.1 --data copies-0.7.npy --max_steps 512 "
     "--learning_rate 1e-3",
     "finetune --model {before}/model --use_peft false --weight_decay 0.1 --data copies-0.9.npy --max_steps 384 "
     "--learning_rate 1e-3 --seed 1",
 )
-COPIES = {0.4: 0, 0.7: 0, 0.9: 1}  # share of rows with passages that come twice, and the seed of these
+COPIES = {0.4: 0, 0.7: 0, 0.9: 1}  # share of sequences with repeated passages, and their seed
 ROW = 512  # tokens
 SIZES = f"--max_length {ROW} --per_device_train_batch_size 4 --gradient_accumulation_steps 1 --bf16"
 TEXTS = "--eval_data corpus/held_out.txt --eval_steps 128 --tokenizer tokenizer"
 LAUNCHER = "torchrun --nproc-per-node 2 -m hf_longctx"
-LOGGED = 8  # of so many steps, one is kept in the log of the card
+LOGGED = 8  # steps between entries in the log of the card
 FIELDS = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
-SAMPLING = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}  # greedy, a model this small repeats itself
+SAMPLING = {
+    "do_sample": True,
+    "temperature": 0.8,
+    "top_p": 0.9,
+}  # with greedy decoding, such a small model repeats itself
 LENGTHS, REPEATS = range(64, 1025, 64), 20
 PROMPT = "She looked at him, and"
-GATES = 512  # tokens in the picture of the gates
+GATES = 512  # tokens in the heat map of the gates
 TITLE = "A FoX and a Llama of equal size and training"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=ROOT / "demo_output" / "training", metavar="FOLDER")
-    parser.add_argument("--measure-only", action="store_true")
+    parser.add_argument(
+        "--work",
+        type=Path,
+        default=ROOT / "demo_output" / "training",
+        metavar="FOLDER",
+        help="folder of the runs (default: demo_output/training)",
+    )
+    parser.add_argument("--measure-only", action="store_true", help="train nothing")
     args = parser.parse_args()
     if not args.measure_only:
         train_all(args.work)
@@ -87,7 +96,7 @@ def train_all(work):
 
 
 def write_copies(work):
-    """Write the token files of all stages: rows of the text, and rows in which passages come twice."""
+    """Write the token files of all stages: sequences of text, and sequences with repeated passages."""
     tokenizer, tokens = AutoTokenizer.from_pretrained(work / "tokenizer"), work / "tokens.npy"
     if not tokens.exists():
         pack(str(work / "corpus" / "train"), tokenizer, tokens)
@@ -98,7 +107,7 @@ def write_copies(work):
 
 
 def train(name, preset, work):
-    """Train one model; returns {folder of a stage, below `work`: its command}."""
+    """Train one model; return {folder of a stage: its command}."""
     commands, before = {}, None
     for number, stage in enumerate(STAGES, start=1):
         output = f"{name}/stage-{number}"
@@ -115,14 +124,14 @@ def train(name, preset, work):
 
 
 def publish(stages, card):
-    """Save model, settings and log of a training, {folder: command}, in the folder of the card."""
+    """Save the model, the settings and the log of a training, {folder: command}, in the folder of its card."""
     trained = list(stages)[-1] / "model"
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
-    model.config.use_cache = True  # Trainer switched it off
+    model.config.use_cache = True  # Trainer disabled it
     model.generation_config.update(**SAMPLING)
     model.save_pretrained(card)
     AutoTokenizer.from_pretrained(trained).save_pretrained(card)
-    for code in card.glob("*.py"):  # in this repository, the package is the code of the model
+    for code in card.glob("*.py"):  # in this repository, the code of the model is the package
         code.unlink()
     config = json.loads((card / "config.json").read_text())
     config.pop("auto_map", None)
@@ -139,7 +148,7 @@ def publish(stages, card):
 
 
 def measure(card):
-    """Save a sample, losses and forgetting curve of the model in the folder of a card."""
+    """Save a sample, the losses and the forgetting curve of the model in the folder of its card."""
     sample.write(card, str(card.relative_to(ROOT)), PROMPT, max_new_tokens=60)
     model = AutoModelForCausalLM.from_pretrained(card, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(card)

@@ -1,10 +1,10 @@
-"""Put a memory around a model in two stages: `hf-longctx finetune --recipe hmt`, called twice.
+"""Train a memory around a model in two stages, each of which is `hf-longctx finetune --recipe hmt`.
 
     python -m scripts.train_hmt MODEL --data books --output_dir run [--segment_length 512] [--segments 15] [options]
 
-The first stage reads two segments at a time and does not recall; the second one recalls, and reads as many as
-`--segments` (arXiv 2405.06067, section 4: 200 and 500 steps). Other options go to both. To be launched by python,
-torchrun, or accelerate launch; the same command resumes after an interruption.
+The first stage reads sequences of two segments without recall; the second stage recalls, and reads sequences of
+`--segments` (arXiv 2405.06067, section 4: 200 and 500 steps). Other options apply to both. Launch it by python,
+torchrun or accelerate launch; after an interruption, the same command resumes.
 """
 
 import argparse
@@ -16,18 +16,20 @@ from hf_longctx.cli import main
 
 
 def saved_length(model: str) -> int:
-    """Return the segment length of an HMT, and 512 for another model."""
-    with suppress(OSError, ValueError):  # which the command reports
+    """Return the segment length of an HMT, or 512 for another model."""
+    with suppress(OSError, ValueError):  # the command reports them
         return getattr(AutoConfig.from_pretrained(model), "segment_length", 512)
     return 512
 
 
 def stages():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL")
-    parser.add_argument("--output_dir", required=True, metavar="FOLDER")
-    parser.add_argument("--segment_length", type=int, metavar="TOKENS", help="default: that of an HMT, else 512")
-    parser.add_argument("--segments", type=int, default=15, help="of a row of the second stage (default: 15)")
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of the backbone, or of an HMT")
+    parser.add_argument("--output_dir", required=True, metavar="FOLDER", help="folder of both runs")
+    parser.add_argument(
+        "--segment_length", type=int, metavar="TOKENS", help="segment length (default: that of an HMT, or else 512)"
+    )
+    parser.add_argument("--segments", type=int, default=15, help="segments per sequence in stage 2 (default: 15)")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the memory")
     args, others = parser.parse_known_args()
     length = args.segment_length or saved_length(args.model)

@@ -1,11 +1,12 @@
-"""Regenerate model_cards/hmt-demo: a small HMT that remembers facts, as words that can be read and written.
+"""Train and measure model_cards/hmt-demo: a small HMT that remembers facts in words.
 
     python -m scripts.train_hmt_demo
 
-Trains the single-pass mode of `scripts.prove_hmt` by that script's recipe, in two minutes of one core. The tokens of
-`RecallTask` get words, so that a text reads "remember Ada red Ada the Ada of ...", and the answer can be generated.
-The HMT is asked on new texts, also with its recall forced to the right segment, and with the memories of another text.
-Beside it stands what the proof found of a Llama with a window of the size that HMT sees at a time, trained alike.
+Trains the single-pass mode of `scripts.prove_hmt` with that script's recipe, in two minutes of one core. The tokens of
+`RecallTask` become words, so that a sequence reads "remember Ada red Ada the Ada of ...", and the answer can be
+generated. The HMT is evaluated on new sequences, also with its recall forced to the right segment, and with the
+memories of another sequence. The baseline is the Llama of `scripts.prove_hmt` with a sliding window as long as the
+input of an HMT's segment, trained identically.
 """
 
 import json
@@ -26,7 +27,7 @@ from scripts.prove_hmt import CONTROLS, FACTS, READS, Recipe, Run, ask, run_of, 
 CARD = common.ROOT / "model_cards" / "hmt-demo"
 RECIPE = replace(Recipe(), texts=64)
 RUN = Run("recall", 0.6, 0, 0, "HMT, single pass")
-SPECIAL = ["<pad>", "remember", "recall", "answer"]  # the tokens of RecallTask that are no key, value or noise
+SPECIAL = ["<pad>", "remember", "recall", "answer"]  # tokens of RecallTask other than keys, values and noise
 NOISE = [
     "the", "of", "and", "a", "to", "in", "is", "it", "that", "was", "for", "on", "as", "with", "his", "they", "at", "be",
     "this", "from", "or", "had", "by", "but", "some", "what", "there", "we",
@@ -44,20 +45,22 @@ TITLES = {
 
 
 def words(task):
-    """The word of each token of a `RecallTask`."""
+    """Return the word of each token of a `RecallTask`."""
     return [*SPECIAL, *NAMES[: task.keys], *COLOURS[: task.values], *NOISE[: task.noise]]
 
 
 def save(model, task, folder: Path):
-    """The model and its tokenizer."""
+    """Save the model and its tokenizer."""
     vocabulary = {word: i for i, word in enumerate(words(task))}
-    assert len(vocabulary) == task.vocab_size, "a word occurs twice, or there are too few"
+    assert len(vocabulary) == task.vocab_size, "a word occurs twice, or words are missing"
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    model.generation_config.update(bos_token_id=None, eos_token_id=None, pad_token_id=0)  # Llama's are words here
+    model.generation_config.update(
+        bos_token_id=None, eos_token_id=None, pad_token_id=0
+    )  # the ids of Llama's BOS and EOS are words here
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0]).save_pretrained(folder)
-    for code in folder.glob("*.py"):  # in this repository, the package is the code of the model
+    for code in folder.glob("*.py"):  # in this repository, the code of the model is the package
         code.unlink()
     config = json.loads((folder / "config.json").read_text())
     config.pop("auto_map", None)
@@ -65,7 +68,7 @@ def save(model, task, folder: Path):
 
 
 def accuracy(model, task, control=None):
-    """A row: shares of right answers by the number of facts."""
+    """Return a row: the share of right answers for each number of facts."""
     shares = {f"{n} facts": ask(model, task, n, RUN, RECIPE, CONTROLS.get(control))[0] for n in FACTS}
     return {"model": TITLES[control]} | shares
 

@@ -1,11 +1,12 @@
-# Sourced by scripts/serve_vllm and scripts/clients: makes .venv-vllm once, with vLLM and this package, and sets `vllm_python`.
+# Sourced by scripts/serve_vllm and scripts/clients: creates .venv-vllm once, with vLLM and this package, and sets
+# `vllm_python`.
 #
-# It is an environment of its own, because vLLM needs an older transformers than the tests. Where no NVIDIA GPU is found it
-# takes vLLM's build for CPUs; PYTHON_WITH_VLLM names the interpreter of an environment that has vLLM already.
+# vLLM needs an older transformers than the tests, and so an environment of its own. Without an NVIDIA GPU it gets vLLM's
+# build for CPUs; PYTHON_WITH_VLLM names the interpreter of an environment that has vLLM already.
 
 vllm_python=${PYTHON_WITH_VLLM:-.venv-vllm/bin/python}
 if [ -z "${PYTHON_WITH_VLLM:-}" ]; then
-    # Whatever this depends on: when it changes, the environment is made anew.
+    # When any of these files changes, the environment is created again.
     vllm_depends_on=$(cat pyproject.toml scripts/vllm_environment.sh | cksum)
     if [ "$(cat .venv-vllm/installed 2>/dev/null)" != "$vllm_depends_on" ]; then
         echo "Installing vLLM into .venv-vllm (once) ..."

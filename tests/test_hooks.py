@@ -29,7 +29,12 @@ FASTER = "tests interpret kernels faster"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
-    ("_issue_warnings_after_load", TRAINER, "self._issue_warnings_after_load(", "tied weights are not called missing"),
+    (
+        "_keys_to_ignore_on_save",
+        TRAINER,
+        "== set(self.model._keys_to_ignore_on_save)",
+        "tied weights are not called missing",
+    ),
     (
         "prediction_step",
         TRAINER,
@@ -37,7 +42,7 @@ HOOKS = [
         "losses of parts of a row",
     ),
     ("on_save", TRAINER, "self.callback_handler.on_save(self.args", "a complete checkpoint is marked"),
-    ("create_scheduler", TRAINER, "self.create_scheduler(", "the learning rate falls in steps"),
+    ("lr_scheduler", TRAINER, "if self.lr_scheduler is None:", "the learning rate falls in steps"),
     ("gather_function", TRAINER, "self.gather_function(losses", "losses of parts of a row are added"),
     ("_loss_function", MODEL, "self._loss_function = value", "the loss in pieces"),
     ("unset_hf_deepspeed_config", "transformers.integrations.deepspeed", "def unset_hf_deepspeed_config", "ZeRO-3"),

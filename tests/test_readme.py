@@ -93,8 +93,8 @@ def test_demo(tmp_path):
     text.write_text("".join(f"In line {i} the {i * i % 97} foxes of {i % 13} villages met. " for i in range(30)))
     done = run(["python", ROOT / "scripts" / "demo.py", text, "--max-length", "24", "--output", tmp_path / "out"])
     assert done.returncode == 0, done.stderr
-    pictures = re.findall(r"^Picture of .+: +(.+)$", done.stdout, re.MULTILINE)
-    assert len(pictures) == 2 and all(Path(path).is_file() for path in pictures)
+    figures = re.findall(r"^Forget.+: +(/.+)$", done.stdout, re.MULTILINE)
+    assert len(figures) == 2 and all(Path(path).is_file() for path in figures)
     assert all(f"| {name} | order |" in done.stdout for name in ("FoX", "Llama")) and "Not alike" not in done.stdout
     assert "decay times of 40 heads: " in done.stdout
 

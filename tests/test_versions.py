@@ -36,7 +36,7 @@ def test_an_untested_version_warns_once(version, count, monkeypatch):
     for warning in warnings:
         assert f"was tested with transformers 5.15 to 5.24, not with {version}" in warning
         assert "`pip install -U hf-longctx`" in warning and "'transformers<5.25'" in warning
-        assert "`hf-longctx push --code-only FOLDER REPO`" in warning
+        assert "`hf-longctx push FOLDER REPO`" in warning
 
 
 @pytest.mark.parametrize("module", COPIES, ids=NAMES)

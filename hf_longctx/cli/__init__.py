@@ -1,13 +1,12 @@
 """The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
 
-The commands of tasks, such as `curve`, are made of their classes by `task_command`. Any other command has a module
-with `add_arguments(parser)` and `run(args)`; those of `TRAINING`, whose settings are transformers', have `run(words)`
-and their own parser. It imports what is slow to import inside `run`.
+`task_command` makes the commands of tasks, such as `curve`, from their classes. Every other command has a module with
+`add_arguments(parser)` and `run(args)`; the commands in `TRAINING`, whose settings are transformers', have
+`run(words)` and a parser of their own. Slow imports happen inside `run`.
 
-Exit codes: 0; 2 where the call has to be changed (an unknown option, a file that is not there, settings that do not
-fit); 1 where it failed although it is right (a full disk, no memory, no network, a training whose numbers overflow);
-128 + the number of the signal that stopped it: 130 for Ctrl-C, 143 for SIGTERM, 141 where nobody reads the
-output. An error is one line on stderr.
+Exit codes: 0 for success; 2 if the call is wrong (an unknown option, a missing file, incompatible settings); 1 if a
+correct call failed (a full disk, no memory, no network, a training run that overflows); 128 + N if signal N stopped
+it: 130 for Ctrl-C, 143 for SIGTERM, 141 if nothing reads the output. An error is one line on stderr.
 """
 
 import argparse
@@ -37,7 +36,7 @@ COMMANDS |= {name: importlib.import_module(f".{name.replace('-', '_')}", __name_
 
 
 def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the argument parser of all commands, where only some need their arguments: those that are called."""
+    """Return the argument parser of all commands, with the arguments of those in `with_arguments` only."""
     top = argparse.ArgumentParser(
         prog="hf-longctx", description="Long-context research in the Hugging Face ecosystem."
     )
@@ -63,15 +62,13 @@ def main(argv: list[str] | None = None) -> int:
         if words and words[0] in TRAINING:
             COMMANDS[words[0]].run(words[1:])
         else:
-            if words[:1] != [
-                "lm-eval"
-            ]:  # whose words are those of another program; the others are spelled as in transformers
+            if words[:1] != ["lm-eval"]:  # another program's arguments; in ours, transformers' underscores work too
                 words = [re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words]
             args = parser(words).parse_args(words)
             args.run(args)
         print(end="", flush=True)
-    except BrokenPipeError:  # whoever read the output, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python complains at exit
         return 141
     except shared.EXPECTED as error:
         print("hf-longctx: error:", *str(error).split(), file=sys.stderr)
@@ -79,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # tokenizers raise no other; as where a vocabulary without an unknown token meets a word that it lacks
+        # tokenizers raises it, for example for an unknown word if the vocabulary has no unknown token
         print(f"hf-longctx: error: the tokenizer of this model cannot encode the text ({error}).", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

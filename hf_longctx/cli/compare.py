@@ -1,8 +1,8 @@
-"""Draw saved results of several models into one picture, and print their numbers side by side.
+"""Draw saved results of several models into one figure, and print their numbers side by side.
 
-The files are what one of `curve`, `loss`, `needle` or `lines` wrote. Each model is tested against the first, length by
-length, on the texts that both were measured on. The effective length has an interval, under three rules; that of any
-other benchmark too, by a table of its counts, whose first line is length,correct,total or model,length,correct,total.
+The files must come from one of `curve`, `loss`, `needle` or `lines`. Each model is tested against the first, length by
+length, on the texts that both have read. The effective length has an interval, under three rules. With --counts, it is
+computed for any other benchmark from a table that begins with length,correct,total or model,length,correct,total.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
@@ -17,16 +17,16 @@ from . import measuring
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE.json", help="in the order of the picture")
-    parser.add_argument("--counts", metavar="FILE.csv", help="counts of right answers by length, instead of results")
+    parser.add_argument("files", nargs="*", metavar="FILE.json", help="results, in the order of the figure")
+    parser.add_argument("--counts", metavar="FILE.csv", help="numbers of right answers by length, instead of results")
     parser.add_argument(
         "--output",
         default="comparison.png",
         metavar="PATH",
-        help="PNG, SVG or PDF; .md for the table (default: %(default)s)",
+        help="PNG, SVG or PDF for a figure, or .md for the table (default: %(default)s)",
     )
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="one for each file (default: the models' names)")
-    parser.add_argument("--title", help="heading of the picture")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="a name for each file (default: the models' names)")
+    parser.add_argument("--title", help="title of the figure")
 
 
 def run(args: argparse.Namespace) -> None:

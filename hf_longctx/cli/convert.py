@@ -1,8 +1,8 @@
-"""Convert a checkpoint to FoX, or a FoX back.
+"""Convert a checkpoint to FoX, or a FoX to another format.
 
-official: the FoX of its authors. fla: flash-linear-attention. llama: a Llama, Mistral, Qwen2 or Qwen3, which gets open
-forget gates and can then be fine-tuned. Weights pass through memory one tensor at a time. DST appears when it is
-complete.
+official: a checkpoint of FoX's authors. fla: one of flash-linear-attention. llama: a Llama, Mistral, Qwen2 or Qwen3,
+which gets open forget gates and can then be fine-tuned. Weights pass through memory one tensor at a time. DST appears
+when it is complete.
 
 Examples:
   hf-longctx convert official_checkpoint fox --from official
@@ -15,29 +15,33 @@ from argparse import ArgumentParser, Namespace
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder with config.json and safetensors files")
-    parser.add_argument("destination", metavar="DST", help="folder to make")
+    parser.add_argument("destination", metavar="DST", help="new folder")
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
         "--from",
         dest="source_format",
         default="fox",
         choices=("official", "fla", "llama"),
-        help="make a FoX of this",
+        help="format of SRC; DST is a FoX",
     )
     direction.add_argument(
-        "--to", dest="destination_format", default="fox", choices=("official", "fla"), help="make this of a FoX"
+        "--to",
+        dest="destination_format",
+        default="fox",
+        choices=("official", "fla"),
+        help="format of DST; SRC is a FoX",
     )
     parser.add_argument(
         "--decay-time",
         type=float,
         metavar="TOKENS",
-        help="llama: how soon the new gates forget by a factor e (default: 1e5 contexts, hardly ever)",
+        help="tokens after which a new gate has decayed by a factor e, for --from llama (default: 1e5 contexts)",
     )
 
 
 def run(args: Namespace) -> None:
     if args.decay_time is not None and args.source_format != "llama":
-        raise ValueError("--decay-time is for --from llama; other checkpoints have gates of their own.")
+        raise ValueError("--decay-time is for --from llama; other checkpoints already have gates.")
     from ..fox import convert_folder
 
     convert_folder(args.source, args.destination, args.source_format, args.destination_format, args.decay_time)

@@ -1,4 +1,4 @@
-"""Print the versions, the GPU and the attention implementation of this environment, for a bug report.
+"""Print versions, GPU and attention implementation of this environment, for a bug report.
 
 Examples:
   hf-longctx env
@@ -46,7 +46,7 @@ def run(args: Namespace) -> None:
             f"{properties.total_memory / 2**30:.0f} GiB"
         )
     else:
-        rows["GPU"] = "none that torch sees"
+        rows["GPU"] = "none available to torch"
     for tokens in (1, 2048, 16384):
         x = torch.empty(1, tokens, 1, device="cuda" if has_gpu else "cpu", dtype=dtype)
         rows[f"attention of a FoX ('auto'), {tokens:,} tokens"] = choose_implementation(FoxConfig(), x)

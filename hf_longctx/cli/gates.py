@@ -1,7 +1,7 @@
-"""Draw what the heads of a FoX forget, and where they look: the forget gate matrix and the attention map of each.
+"""Draw the forget-gate heat map and the attention map of FoX heads.
 
-Writes one picture, like Figure 3 of the paper (Lin et al. 2025). Without --layers and --heads it shows four heads,
-from the one that forgets fastest to the slowest.
+Writes one figure, like Figure 3 of the paper (Lin et al. 2025). Without --layers and --heads it shows four heads, from
+the fastest to the slowest decay.
 
 Examples:
   hf-longctx gates model_cards/fox-demo --tokens 128 --output gates.svg
@@ -16,14 +16,16 @@ from . import measuring, shared
 
 def add_arguments(parser: ArgumentParser) -> None:
     shared.add_model(parser)
-    group = parser.add_argument_group("picture")
+    group = parser.add_argument_group("figure")
     measuring.add_text(group)
     group.add_argument(
-        "--tokens", type=int, default=768, metavar="N", help="read this much of the text (default: %(default)s)"
+        "--tokens", type=int, default=768, metavar="N", help="number of tokens to read (default: %(default)s)"
     )
-    group.add_argument("--layers", type=int, nargs="+", metavar="LAYER", help="from 0 (default: all, or see above)")
-    group.add_argument("--heads", type=int, nargs="+", metavar="HEAD", help="from 0 (default: all, or see above)")
-    group.add_argument("--output", default="gates.png", metavar="PATH", help="PNG, SVG or PDF (default: %(default)s)")
+    group.add_argument("--layers", type=int, nargs="+", metavar="LAYER", help="layers to draw, counted from 0")
+    group.add_argument("--heads", type=int, nargs="+", metavar="HEAD", help="heads to draw, counted from 0")
+    group.add_argument(
+        "--output", default="gates.png", metavar="PATH", help="PNG, SVG or PDF file (default: %(default)s)"
+    )
 
 
 def run(args: Namespace) -> None:
@@ -37,5 +39,5 @@ def run(args: Namespace) -> None:
     times = sorted(head_map.decay_time for head_map in maps)
     print(
         f"decay times of {len(times)} heads: {times[0]:,.1f} to {times[-1]:,.0f} tokens, median {median(times):,.0f}\n"
-        f"wrote {output}, of {len(tokens)} tokens"
+        f"wrote {output} for {len(tokens)} tokens"
     )

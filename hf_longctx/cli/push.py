@@ -1,108 +1,74 @@
-"""Push a model, an adapter, a saved memory or a metric to the Hub, in one commit.
+"""Push a model, an adapter or a metric to the Hub, in one commit.
 
-DIR gives configuration, weights (safetensors), tokenizer, card, pictures and results; the code is the package's own,
-so that the model loads where hf-longctx is not installed. Pickles, the state of a training, hidden files, links out of
-DIR, and what looks like a token or a path of one machine are refused. A README.md of your own is pushed as it is;
-without one, the card is written from the files: configuration, weights, results of `hf-longctx curve`, `loss` and so
-on, benchmarks, training.yaml and training_log.jsonl. Your words for it come from card_notes.md, whose sections become
-parts of the sections of the same name. --write-card writes it into DIR. The token is that of `hf auth login`, or of
-the variable HF_TOKEN.
+The files are config, weights (safetensors), tokenizer, card, figures and results of DIR. The code is the package's
+own, so that the model loads without hf-longctx. Pickles, the state of a training run, hidden files, links out of DIR,
+tokens and paths of one machine are refused. A hand-written README.md is pushed unchanged. Without one, the card is
+generated from the files, and your text comes from card_notes.md, whose sections become parts of the sections of the
+same name. --write-card writes the card into DIR. The token is the one of `hf auth login`, or of the variable HF_TOKEN.
 
-With --code-only, a push only updates the code in a repository, for a newer transformers; weights and card stay.
-
-Instead of DIR, a file is that of `hf-longctx read`, whose card names model, commit and text. The name of a metric
-(forgetting_curve, rope_base_check) stands for a Space, which scores predictions where hf-longctx is not installed.
-`evaluate.load` runs its code without a question, so give others the commit: revision="...".
+The name of a metric (forgetting_curve, rope_base_check) stands for a Space, which scores predictions where hf-longctx
+is not installed. `evaluate.load` runs its code without a question, so give others the commit: revision="...".
 
 Examples:
   hf-longctx push model alice/fox --dry-run
   hf-longctx push model alice/fox --tag v1 --write-card
   hf-longctx push model alice/fox --private --verify
   hf-longctx push model alice/fox --tag v1
-  hf-longctx push model alice/fox --code-only
-  hf-longctx push state.safetensors alice/a-novel --tag v1
   hf-longctx push forgetting_curve alice/forgetting_curve --dry-run
 """
 
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
 
-def add_arguments(parser):
-    parser.add_argument(
-        "folder", metavar="DIR", help="folder of a saved model or adapter, file of a memory, or name of a metric"
-    )
-    parser.add_argument(
-        "repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, which is created if it does not exist"
-    )
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or name of a metric")
+    parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub; it is created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create a private repository")
     parser.add_argument(
-        "--revision", metavar="BRANCH", help="branch, which is created if it does not exist (default: main)"
+        "--revision", metavar="BRANCH", help="branch; it is created if it does not exist (default: main)"
     )
-    parser.add_argument("--tag", help="name for the commit, which the card's loading lines then pin")
+    parser.add_argument("--tag", help="name for the commit, which the card's loading lines pin")
     parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument(
-        "--dry-run", action="store_true", help="say what would be pushed and removed, and send nothing"
+        "--dry-run", action="store_true", help="list the files to push and to remove, and send nothing"
     )
     parser.add_argument(
         "--write-card",
         action="store_true",
-        help="write the card into DIR, say what it lacks, and send nothing; a README.md of your own stays",
-    )
-    parser.add_argument(
-        "--code-only",
-        action="store_true",
-        help="replace only the code, its auto_map and its hashes; DIR is the model in REPO",
+        help="write the card into DIR unless it is hand-written, list what it lacks, and send nothing",
     )
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="load the commit back in a process without hf-longctx, its code and that of its base included, and compare "
+        help="load the commit back in a process without hf-longctx, running its code and its base model's code, and compare "
         "files and logits",
     )
 
 
-def run(args):
-    from pathlib import Path
-
-    from ..hub import (
-        build_bundle,
-        build_space,
-        build_state,
-        check_destination,
-        code_only,
-        loading_lines,
-        pin_base,
-        verify_push,
-        with_card,
-    )
+def run(args: Namespace) -> None:
+    from ..hub import build_bundle, build_space, check_destination, loading_lines, pin_base, verify_push, with_card
     from ..metrics.evaluate_modules import NAMES
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
-    is_metric = args.folder in NAMES and not Path(args.folder).exists()
-    if is_metric or Path(args.folder).is_file():
-        if args.verify or args.write_card or args.code_only:
-            raise ValueError("--verify, --write-card and --code-only must be left out; they are for models.")
-        if not is_metric:
-            commit, says = (
-                send(build_state(args.folder, args.repo, args.tag), args),
-                "hf-longctx read MODEL {}@{} QUESTION",
-            )
-        elif args.repo.endswith(f"/{args.folder}"):
-            commit, says = send(build_space(args.folder), args, "space"), 'evaluate.load("{}", revision="{}")'
-        else:
+    if args.folder in NAMES and not Path(args.folder).exists():
+        if args.verify or args.write_card:
+            raise ValueError("--verify and --write-card are for models; omit them for a metric.")
+        if not args.repo.endswith(f"/{args.folder}"):
             raise ValueError(
                 f"evaluate.load finds {args.folder} in a repository of that name only; push to "
                 f"{args.repo.partition('/')[0]}/{args.folder}."
             )
+        commit = send(build_space(args.folder), args, "space")
         if commit is not None:
-            print(says.format(args.repo, commit.oid))
+            print(f'evaluate.load("{args.repo}", revision="{commit.oid}")')
         return
     given = build_bundle(args.folder)
     if args.write_card:
         write_card(args.folder, given, with_card(given, args.repo, args.tag))
         return
-    if args.code_only:
-        bundle = code_only(given, args.repo, args.revision)
-    else:
-        bundle = with_card(given if args.dry_run else pin_base(given), args.repo, args.tag)
+    bundle = with_card(given if args.dry_run else pin_base(given), args.repo, args.tag)
     commit = send(bundle, args)
     if commit is None:
         return
@@ -112,15 +78,13 @@ def run(args):
         print(verify_push(args.folder, contents, args.repo, commit.oid, bundle.auto_class))
 
 
-def write_card(folder, given, bundle):
-    """Write the card of a model, unless a person wrote it, and report what it lacks."""
-    from pathlib import Path
-
+def write_card(folder: str, given: Any, bundle: Any) -> None:
+    """Write the card of a model unless it is hand-written, and report what it lacks."""
     from ..hub import check, missing_fields
 
     path = Path(folder, "README.md")
     if bundle is given:
-        print(f"{path} was written by hand and stays; move its text to card_notes.md, and remove it, for a new card")
+        print(f"{path} is hand-written and stays; for a generated card, move its text to card_notes.md and remove it")
     else:
         path.write_text(bundle.text("README.md"), encoding="utf-8")
         print(f"wrote {path}")
@@ -129,8 +93,8 @@ def write_card(folder, given, bundle):
     check(bundle)
 
 
-def send(bundle, args, repo_type="model"):
-    """List the files that come and go, push, and print where they are; return the commit, or None after a dry run."""
+def send(bundle: Any, args: Namespace, repo_type: str = "model") -> Any:
+    """List the files to push and to remove, push, print the address, and return the commit; None for a dry run."""
     from ..hub import check, missing_fields, push, removed_files
 
     for path, content in sorted(bundle.files.items()):
@@ -144,8 +108,8 @@ def send(bundle, args, repo_type="model"):
     except ConnectionError as error:
         if not args.dry_run:
             raise
-        print(f"unknown which old files a push removes: {error}")
-    for line in () if bundle.code_only else missing_fields(bundle):
+        print(f"cannot list the old files that a push removes: {error}")
+    for line in missing_fields(bundle):
         print(f"missing: {line}")
     if args.dry_run:
         check(bundle)

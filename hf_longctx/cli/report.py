@@ -1,4 +1,4 @@
-"""Measure all there is to measure of a model, and put it on one page.
+"""Measure a model by all metrics, and put the results on one page.
 
 Forgetting curve, per-token loss, needle in a haystack, line retrieval and RoPE bound; the page says why one is missing
 if this model cannot be measured by it. Writes into FOLDER: report.html, which needs no other file, and the results as
@@ -33,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     measuring.add_repeats(group, "of the curve")
     measuring.add_train_length(group)
-    group.add_argument("--output", default="report", metavar="FOLDER", help="default: %(default)s")
+    group.add_argument(
+        "--output",
+        default="report",
+        metavar="FOLDER",
+        help="folder of the page and the results (default: %(default)s)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:

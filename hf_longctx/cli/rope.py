@@ -1,7 +1,7 @@
 """Does a model's RoPE base support the context that it claims? (arXiv 2405.14591)
 
-Reads the configuration only. A screening number: many good models violate the bound at their claimed length. The
-picture shows B_m over the distance m, where it first is negative, and how far the claimed context needs it.
+Reads the configuration only. The bound is a screening number: many good models violate it at the context that they
+claim. The figure shows B_m over the distance m, where it is first negative, and how far the claimed context needs it.
 
 Examples:
   hf-longctx rope meta-llama/Llama-3.1-8B
@@ -14,12 +14,17 @@ from . import measuring, shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model, or of its config.json")
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model, or path of a config.json")
     parser.add_argument(
-        "--context-length", type=int, metavar="TOKENS", help="default: the context that the model claims"
+        "--context-length",
+        type=int,
+        metavar="TOKENS",
+        help="context to check (default: the context that the model claims)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--output", metavar="PATH", help="draw the bound into a PNG, SVG or PDF (default: no picture)")
+    parser.add_argument(
+        "--output", metavar="PATH", help="PNG, SVG or PDF for a figure of the bound (default: no figure)"
+    )
     shared.add_remote_code(parser)
 
 

@@ -1,14 +1,11 @@
-"""Serve a model over an OpenAI-compatible API: `transformers serve`, with FoX and HMT known to it.
+"""Serve a model over an OpenAI-compatible API: `transformers serve`, which also knows FoX and HMT.
 
-All options are those of `transformers serve`, and follow MODEL; `hf-longctx serve MODEL --help` lists them. It needs
-fastapi, uvicorn and openai: pip install 'hf-longctx[serve]'.
+The options are those of `transformers serve`, and follow MODEL; `hf-longctx serve MODEL --help` lists them. Serving
+needs fastapi, uvicorn and openai: pip install 'hf-longctx[serve]'.
 
-Other programs of other projects know FoX where they run `import hf_longctx`, or where they load a folder that
-`save_pretrained` has written with `trust_remote_code=True`.
-
-Limits of transformers' server: it answers values that it cannot use, such as a negative temperature, with status 500;
-with --continuous-batching, `stop` has no effect, and neither has a negative max_tokens. An HMT reads each conversation
-from its beginning, and has no continuous batching. vLLM serves a FoX without these limits: see
+Limits of transformers' server: it answers invalid values, such as a negative temperature, with status 500; with
+--continuous-batching, `stop` and a negative max_tokens have no effect. An HMT reads each conversation from its
+beginning, and does not support continuous batching. vLLM serves a FoX without these limits: see
 hf_longctx/vllm/README.md.
 
 Examples:
@@ -43,7 +40,7 @@ def run(args: Namespace) -> None:
     from ..fox import FoxForCausalLM
     from ..hmt import HMTWrapper
 
-    library: Any = transformers  # where the server looks for a model's class, and not among the Auto classes
+    library: Any = transformers  # the server looks for a model's class here, and not among the Auto classes
     library.FoxForCausalLM, library.HMTWrapper = FoxForCausalLM, HMTWrapper
 
     class Server(Serve):
@@ -53,13 +50,13 @@ def run(args: Namespace) -> None:
         def __init__(self, *args: Any, **options: Any) -> None:
             try:
                 super().__init__(*args, **options)
-            finally:  # or the thread of continuous batching would keep the process alive after Ctrl-C
-                with suppress(AttributeError):  # kill_server also looks for a thread of the server, which has none
+            finally:  # otherwise the thread of continuous batching keeps the process alive after Ctrl-C
+                with suppress(AttributeError):  # kill_server then looks for a thread that a blocking server lacks
                     self.kill_server()
 
     app = typer.Typer(add_completion=False)
     app.command()(Server)
     try:
         app([args.model, *args.options], prog_name="hf-longctx serve")
-    except AttributeError as error:  # no such class in transformers
+    except AttributeError as error:  # transformers does not have the class
         raise ValueError(f"transformers' server cannot load {args.model}: {error}.") from error

@@ -47,7 +47,6 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
 from .checks_hmt import check_call, first_position, same_state
-from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
@@ -249,7 +248,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     # ------------------------------------------------------------------------------------------------ one forward
 
-    @accept_both_names
     @can_return_tuple
     def forward(
         self,
@@ -263,6 +261,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         output_recall: bool = False,
         num_items_in_batch: Tensor | int | None = None,
         cache: HMTState | None = None,
+        past_key_values: HMTState | None = None,
         **kwargs,
     ) -> HMTOutput:
         """Read tokens, from the start of a sequence or from where `state` stopped.
@@ -284,7 +283,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
-            cache: another name of `state`, as in transformers; also accepted as `past_key_values`.
+            cache: another name of `state`, as in transformers.
+            past_key_values: its name before transformers 5.24.
 
         Returns:
             `HMTOutput`.
@@ -293,6 +293,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: empty or badly shaped input, padding that cannot be handled exactly, a state of another model,
                 an argument that is not used.
         """
+        cache = same_state(cache, past_key_values)
         if cache is not None:
             state = same_state(state, cache)
             if attention_mask is not None and input_ids is not None:  # transformers' mask is that of the whole text

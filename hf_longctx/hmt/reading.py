@@ -8,7 +8,6 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,6 @@ STATE = "state.safetensors"  # in a repository of the Hub
 HASH = re.compile("[0-9a-f]+")
 SEGMENTS = 16  # of a call
 SAVE_EVERY = 60.0  # seconds
-
-
-def reading(model: HMTWrapper, ids: torch.Tensor, state: HMTState | None = None) -> Iterator[HMTState]:
-    """Read tokens, (1, T), long, from where `state` stopped, and yield the state after each few segments.
-
-    The logits, and so the memory that a call takes, are those of one token.
-    """
-    length = model.config.segment_length
-    begin = 0 if state is None else -state.position % length  # a piece ends where a segment does
-    for piece in filter(lambda piece: piece.shape[1], (ids[:, :begin], *ids[:, begin:].split(SEGMENTS * length, 1))):
-        with torch.no_grad():
-            state = model(piece.to(model.device), state=state, use_cache=True, logits_to_keep=1).state
-        assert state is not None
-        yield state
 
 
 def read_text(
@@ -88,11 +73,15 @@ def read_text(
         begun = HMTState.load(path, model, model.device)
     elif path is not None and not Path(path).parent.is_dir():
         raise FileNotFoundError(f"There is no folder {Path(path).parent} to save a state in.")
-    done = 0 if begun is None else begun.position
-    state = begun
+    state, done, length = begun, 0 if begun is None else begun.position, model.config.segment_length
+    begin = done + -done % length  # a call ends where a segment does
+    pieces = [ids[:, done:begin], *ids[:, begin:].split(SEGMENTS * length, 1)]
     with tqdm(desc=name, total=ids.shape[1], initial=done, unit=" tokens", disable=not progress) as bar:
         try:
-            for state in reading(model, ids[:, done:], begun):
+            for piece in (x.to(model.device) for x in pieces if x.shape[1]):
+                with torch.no_grad():
+                    state = model(piece, state=state, use_cache=True, logits_to_keep=1).state
+                assert state is not None
                 bar.update(state.position - bar.n)
                 if path is not None and time.monotonic() > saved + SAVE_EVERY:
                     save(state, model, Path(path), about)

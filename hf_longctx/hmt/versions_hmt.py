@@ -15,8 +15,8 @@ IS_TESTED = tuple(map(int, transformers.__version__.split(".")[:2])) <= TESTED[1
 REPAIR = (
     f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}: "
     "`pip install -U hf-longctx` and load without trust_remote_code, or pin "
-    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}' (owners of a repository update its code with "
-    "`hf-longctx push --code-only FOLDER REPO`)."
+    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}' (owners of a repository update its code: `hf download REPO "
+    "--local-dir FOLDER`, then `hf-longctx push FOLDER REPO`)."
 )
 
 require_version(f"transformers>={OLDEST}", "HMT is tested from there on: pip install -U transformers")

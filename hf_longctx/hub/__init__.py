@@ -1,11 +1,10 @@
-"""Pushing models and metrics to the Hub: known files, with the code that they need."""
+"""Push models and metrics to the Hub: known files, with the code that they need."""
 
 from .bundle import Bundle, build_bundle
 from .card import loading_lines, with_card
 from .lint import check, missing_fields
 from .metric_space import build_space
-from .push import check_destination, code_only, pin_base, push, removed_files
-from .state_file import build_state
+from .push import check_destination, pin_base, push, removed_files
 from .verify import verify_push
 
 
@@ -13,10 +12,8 @@ __all__ = [
     "Bundle",
     "build_bundle",
     "build_space",
-    "build_state",
     "check",
     "check_destination",
-    "code_only",
     "loading_lines",
     "missing_fields",
     "pin_base",

@@ -1,8 +1,8 @@
-"""The card of a model, README.md: written by the jinja template model_card.md from the files beside it.
+"""The card of a model, README.md, which the jinja template model_card.md writes from the files of its folder.
 
-A generated card begins with a comment that names the command, and is written anew at every push. A README.md without
-that comment is a person's, and stays as it is. What people have to say in a generated card stands in card_notes.md,
-whose sections become parts of the sections of the same name.
+A generated card begins with a comment that names the command, and every push writes it again. A README.md without that
+comment is hand-written and never changed. Hand-written parts of a generated card come from card_notes.md, whose
+sections become parts of the sections of the same name.
 """
 
 import json
@@ -20,21 +20,13 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 
 CARD = "README.md"
 SOURCE = ""  # the address of the repository, which a release sets: see CONTRIBUTING.md
-# what a card calls the settings of `hf-longctx train` and `finetune`
+# Names in the card of the settings of `hf-longctx train` and `finetune`.
 NAMES = {"max_length": "sequence_length", "max_steps": "steps", "lr_scheduler_type": "schedule", "lora_r": "lora_rank"}
 TEMPLATE = Path(__file__).with_name("model_card.md")
 GENERATED = re.compile(r"<!-- written by: hf-longctx push DIR(?: ([\w./-]+))?(?: --tag ([\w./-]+))? --write-card[;\n]")
-UPSTREAM = "[More Information Needed]"  # in the templates of huggingface_hub, which PEFT and transformers write
-HEAD = re.compile(r"---[\r\n]+(.*?)[\r\n]+---", re.DOTALL)
+UPSTREAM = "[More Information Needed]"  # in the templates that PEFT and transformers write
 SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|wpe|embed_in|embed_out|lm_head)\.weight$")
-OPENING = (
-    yaml.BlockMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.FlowSequenceStartToken,
-)
-CLOSING = (yaml.BlockEndToken, yaml.FlowMappingEndToken, yaml.FlowSequenceEndToken)
 PIPELINES = {
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
@@ -45,14 +37,14 @@ PIPELINES = {
 
 
 def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -> Bundle:
-    """Return the bundle of a model with its card: a person's as it is, or a generated one, written anew.
+    """Return the bundle of a model with its card: a hand-written card as it is, or a newly generated one.
 
-    A generated card also takes the place of the templates that PEFT and transformers leave beside weights. Licence,
-    language and tags of a generated card are kept.
+    A generated card also replaces the templates that PEFT and transformers save alongside weights. It keeps license,
+    language, tags and datasets of the card that it replaces.
 
     Args:
-        repo: NAMESPACE/NAME that the loading lines name. Default: the one of the card that is there.
-        tag: revision that they pin, if `repo` is given.
+        repo: NAMESPACE/NAME in the loading lines (default: the one in the present card).
+        tag: revision that the loading lines pin, if `repo` is given.
 
     Raises:
         ValueError: the head of the card is not YAML, or a file that the card is written from is damaged.
@@ -63,22 +55,16 @@ def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -
         return bundle
     if repo is None and generated:
         repo, tag = generated.groups()
-    data = read_card(text).data
-    try:
-        text = render(bundle, data, repo, tag)
-    except Exception as error:  # of a type that no code of ours writes there
-        raise ValueError(
-            f"a value in config.json or in a result cannot be shown ({type(error).__name__}: {error})."
-        ) from error
-    return with_contents(bundle, {CARD: text.encode()})
+    return with_contents(bundle, {CARD: render(bundle, read_card(text).data, repo, tag).encode()})
 
 
 def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
     """Return the generated card.
 
     Args:
-        data: the metadata that it keeps, a `ModelCardData`; what follows from the files is added.
-        repo, tag: repository and revision that the loading lines name.
+        data: `ModelCardData` of the present card, to which the metadata that the files imply are added.
+        repo: repository in the loading lines.
+        tag: revision in the loading lines.
     """
     name = (repo or "a model").rpartition("/")[2]
     data["library_name"] = "peft" if bundle.is_adapter else "transformers"
@@ -98,10 +84,10 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
     card = ModelCard.from_template(
         data,
         str(TEMPLATE),
-        # what the files say
+        # from the files
         bundle=bundle,
         config=bundle.config,
-        model=bundle.config.get("backbone_config") or bundle.config,  # the part with layers
+        model=bundle.config.get("backbone_config") or bundle.config,  # the one with layers
         parameters=sum(bundle.tensors.values()),
         embeddings=sum(size for tensor, size in bundle.tensors.items() if EMBEDDINGS.search(tensor)),
         kinds=[result.kind for result in bundle.results.values()],
@@ -109,14 +95,14 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
         training=read_settings(bundle),
         training_files=[file for file in TRAINING if file in bundle.files],
         last_losses=last_losses(bundle),
-        package_code=bool(code) and code <= PACKAGE_CODE.keys(),
-        # what people say
+        package_code=bool(code) and all(bundle.files[path] == PACKAGE_CODE.get(path) for path in code),
+        # hand-written
         name=name,
         repo=repo,
         tag=tag,
         introduction=introduction.strip(),
         notes={title.strip(): text.strip() for title, text in zip(sections[::2], sections[1::2])},
-        # how it is shown
+        # formatting
         show=show,
         source=SOURCE,
     )
@@ -124,47 +110,21 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
 
 
 def model_index(bundle: Bundle) -> list[EvalResult]:
-    """Return the entries of the model-index: numbers of results, and `evaluations` that a benchmark's JSON has.
-
-    Raises:
-        ValueError: an evaluation is not a number with the names of its metric and dataset.
-    """
-    entries = eval_results(list(bundle.results.values()))
-    for file, document in bundle.documents.items():
-        for entry in document.get("evaluations", ()):
-            try:
-                entries.append(EvalResult(**entry))
-                assert isinstance(entry["metric_value"], int | float)
-            except (TypeError, AssertionError) as error:
-                raise ValueError(f"{file} has an evaluation that is none, {str(entry)[:80]} ({error}).") from error
-    return entries
+    """Return the entries of the model-index: numbers of the results, and `evaluations` of the benchmarks."""
+    evaluations = [entry for document in bundle.documents.values() for entry in document.get("evaluations", ())]
+    return eval_results(list(bundle.results.values())) + [EvalResult(**entry) for entry in evaluations]
 
 
 def read_card(text: str) -> ModelCard:
-    """Return a card that was parsed.
+    """Parse a card.
 
     Raises:
         ValueError: its head is not YAML, or has a model-index that the Hub does not read.
     """
-    text = re.sub(r"[\r\n]{3,}", "\n\n", text)  # on many, the pattern of huggingface_hub takes hours
-    head = HEAD.match(text)
     try:
-        read_yaml(head[1] if head else "")
         return ModelCard(text if text.startswith("---") else f"---\n\n---\n{text}")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"the head of {CARD} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def read_yaml(text: str) -> Any:
-    """Return what a YAML text holds; `yaml.YAMLError` for aliases and deep nesting, which can take gigabytes."""
-    depth = 0
-    for token in yaml.scan(text):
-        if isinstance(token, yaml.AliasToken):
-            raise yaml.YAMLError("aliases are not read; write the value where it is meant")
-        depth += isinstance(token, OPENING) - isinstance(token, CLOSING)
-        if depth > 30:
-            raise yaml.YAMLError("lists within lists are read to a depth of 30")
-    return yaml.safe_load(text)
 
 
 def read_settings(bundle: Bundle) -> dict:
@@ -174,16 +134,17 @@ def read_settings(bundle: Bundle) -> dict:
         ValueError: the file does not hold settings.
     """
     try:
-        settings = read_yaml(bundle.text("training.yaml")) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(f"training.yaml is damaged ({' '.join(str(error).split())}).") from error
-    if not isinstance(settings, dict):
-        raise ValueError("training.yaml does not hold settings; it must have lines such as `steps: 1000`.")
-    return {NAMES.get(name, name): value for name, value in settings.items()}
+        settings = yaml.safe_load(bundle.text("training.yaml")) or {}
+        return {NAMES.get(name, name): value for name, value in settings.items()}
+    except (yaml.YAMLError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"training.yaml must have lines such as `steps: 1000`; it cannot be read ({reason})."
+        ) from error
 
 
 def last_losses(bundle: Bundle) -> dict[str, dict]:
-    """Return the last row with each loss in training_log.jsonl, of the last of several trainings.
+    """Return the last row with each loss in training_log.jsonl; of several training runs, those of the last one.
 
     Raises:
         ValueError: a line does not hold an object.
@@ -197,14 +158,14 @@ def last_losses(bundle: Bundle) -> dict[str, dict]:
             raise ValueError(
                 f'training_log.jsonl has {line[:40]!r}; its lines must be such as {{"step": 1}}.'
             ) from error
-        if any(step < row["step"] for row in last.values()):  # another training, which counts its steps anew
+        if any(step < row["step"] for row in last.values()):  # another run, which counts its steps from 0
             last = {}
         last |= {name: row for name in ("loss", "eval_loss") if "step" in row and name in row}
     return last
 
 
 def loading_lines(bundle: Bundle, repo: str, revision: str | None) -> str:
-    """Return the Python that loads what was pushed: this revision and no other, its code included."""
+    """Return the Python code that loads this revision and no other, the repository's code included."""
     options = f', revision="{revision}"' if revision else ""
     options += ", trust_remote_code=True" if bundle.has_code else ""
     library, name = "peft" if bundle.is_adapter else "transformers", bundle.auto_class
@@ -212,7 +173,7 @@ def loading_lines(bundle: Bundle, repo: str, revision: str | None) -> str:
 
 
 def show(value: object) -> str:
-    """Return a value as Markdown: figures rounded or with thousands apart, texts escaped."""
+    """Return a value as Markdown: floats rounded, integers with thousands separators, strings escaped."""
     if type(value) is int:
         return f"{value:,}"
     if isinstance(value, list | tuple):

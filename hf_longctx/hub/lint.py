@@ -1,37 +1,37 @@
-"""Checks of a bundle before it is pushed, beyond those of the Hub: secrets, paths of a machine, and the card.
+"""Checks of a bundle before it is pushed: secrets, paths of one machine, and the card's metadata.
 
-The Hub validates the YAML of a card. That a licence exists, that a link leads somewhere, and that the model-index is
-that of the results, is checked here. Secrets and paths are found by what they look like; others stay unnoticed.
+The Hub refuses some of these too, but only after the repository was created. Secrets and paths are found by what they
+look like; others stay unnoticed.
 """
 
-import ast
+import json
 import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import yaml
-from huggingface_hub import EvalResult, ModelCardData, get_token, parse_eval_result_entries
+from huggingface_hub import EvalResult, ModelCardData, get_token
 from huggingface_hub.dataclasses import type_validator
+from huggingface_hub.utils import validate_repo_id
 
-from .bundle import EVALUATIONS, NOTES, Bundle
-from .card import CARD, UPSTREAM, model_index, read_card, read_settings, read_yaml
+from .bundle import NOTES, Bundle
+from .card import CARD, UPSTREAM, model_index, read_card, read_settings
 
 
-# As the Hub lists them when it refuses another one.
+# The licenses that the Hub lists when it refuses another one.
 LICENSES = Path(__file__).with_name("licenses.txt").read_text().split()
-# The Hub's tasks of text.
+# The Hub's text tasks.
 TASKS = [
     "feature-extraction", "fill-mask", "multiple-choice", "question-answering", "sentence-similarity", "summarization",
     "table-question-answering", "text-classification", "text-generation", "text-ranking", "text2text-generation",
     "token-classification", "translation", "zero-shot-classification",
 ]  # fmt: skip
 LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z0-9]{2,8})*|multilingual|code")
-# Files without text, and vocabularies and code, which may hold any path.
+# Files without text; and vocabularies, chat templates and code, which may hold any path.
 BINARY = (".png", ".model")
-ANY_PATH = re.compile(r"(.*/)?((tokeniz|vocab|added_tokens|special_tokens_map|chat_template|merges)[^/]*|[^/]*\.py)")
-# What tokens and keys look like. Each part begins at a fixed text, so that no file takes long.
+ANY_PATH = re.compile(r"(tokenizer\.|vocab|added_tokens|special_tokens_map|chat_template|merges).*|.*\.py")
+# Patterns of tokens and keys.
 SECRET = re.compile(
     r"""(?<![A-Za-z0-9])(?:
     hf_[A-Za-z0-9]{30,} | gh[pousr]_[A-Za-z0-9]{30,} | github_pat_\w{40,} | glpat-[\w-]{20,}
@@ -46,21 +46,20 @@ SECRET = re.compile(
 )
 MACHINE = re.compile(
     r"""(?<![\w.:/~\\-])(?:
-    /(?:home|Users|root|mnt|scratch|work|workspace|data|tmp|gpfs|lustre|nfs|content|kaggle|var|opt|srv|media)/
+    /(?:home|Users|Volumes|root|mnt|media|[gp]?scratch|work|workspace|data|projects?|storage|shared?|private|tmp
+    |gpfs|lustre|nfs|fsx|raid|export|content|kaggle|dbfs|var|opt|srv)\d*/
     | ~/(?!\.) | [A-Z]:[\\/]+(?=\w) | \\{2,4}[\w.-]+\\{1,2}(?=\w) | file://
     )[^\s"'`)<>,]+""",
     re.VERBOSE,
 )
-PYTHON = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-COMMENT = re.compile(r"<!--.*?(-->|\Z)", re.DOTALL)  # without an end, to the end: in no time that is quadratic
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 LINK = re.compile(r"""\]\(\s*<?([^)\s>]+)|\b(?:src|href)=["']([^"']+)["']""")
 TODO = re.compile(r"<!-- (Write\b(?:(?!<!--|-->).)*) -->", re.DOTALL)
-LOADERS = ("from_pretrained", "load", "load_dataset", "pipeline", "get_kernel", "snapshot_download", "hf_hub_download")
 
 
 def check(bundle: Bundle) -> None:
-    """Raise ValueError with all that must not be pushed: tokens, paths of a machine, false statements of the card."""
+    """Raise ValueError with everything that must not be published: tokens, paths of one machine, a wrong card."""
     errors, secret = [], get_token()
     for path, content in sorted(bundle.files.items()):
         if path.endswith(BINARY):
@@ -72,16 +71,10 @@ def check(bundle: Bundle) -> None:
             text = bundle.text(path, errors="replace")
         if SECRET.search(text) or (secret and secret in text):
             errors.append(f"{path} holds a token or key; remove it, and revoke it if it was ever published")
+        if path == "tokenizer_config.json":  # its template may hold any path too
+            text = json.dumps({**json.loads(text), "chat_template": None})
         if not ANY_PATH.fullmatch(path) and (where := MACHINE.search(text)):
             errors.append(f"{path} names {where[0]}, a path of one machine; write a name that others can use")
-        if path.startswith(f"{EVALUATIONS}/"):
-            text = bundle.text(path)  # which has to be UTF-8
-            try:
-                if not parse_eval_result_entries(read_yaml(text)):
-                    errors.append(f"{path} is empty")
-            except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
-                reason = f"{type(error).__name__}: {error}"
-                errors.append(f"{path} is not a list of results as the Hub reads them ({reason})")
     if CARD in bundle.files:
         errors += [f"{CARD}: {error}" for error in card_errors(bundle, bundle.text(CARD))]
     if errors:
@@ -89,7 +82,7 @@ def check(bundle: Bundle) -> None:
 
 
 def missing_fields(bundle: Bundle) -> list[str]:
-    """Return what a good card has and this one lacks, in sentences."""
+    """List what a good card has and this one lacks, a sentence each."""
     if CARD not in bundle.files:
         return [f"there is no {CARD}"]
     text = bundle.text(CARD)
@@ -100,7 +93,7 @@ def missing_fields(bundle: Bundle) -> list[str]:
     if UPSTREAM in text:
         missing.append(f"it still says {UPSTREAM}")
     settings = read_settings(bundle)
-    described = "\n## Training" in f"\n{bundle.text(NOTES)}"  # data that are not on the Hub are told in words
+    described = "\n## Training" in f"\n{bundle.text(NOTES)}"  # in words, for data that are not on the Hub
     for field, name in (
         ("base_model", settings.get("model")),
         ("datasets", None if described else settings.get("data")),
@@ -110,21 +103,16 @@ def missing_fields(bundle: Bundle) -> list[str]:
     for file, document in bundle.documents.items():
         saved = document.get("saved")
         if str((saved if isinstance(saved, dict) else document).get("commit")).endswith("-dirty"):
-            missing.append(f"{file} was measured by code with changes after its commit; measure it again without")
+            missing.append(f"{file} was measured by code with uncommitted changes; measure it again without them")
     if not data.get("eval_results") and model_index(bundle):
         missing.append("its head lacks `model-index`, and there are results")
     if bundle.base is not None and not bundle.base[1]:
         missing.append(f"the base {bundle.base[0]} is at no fixed commit")
-    for call, name in loading_calls(text):
-        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
-        pin = keywords.get("revision", keywords.get("version"))
-        if pin is None or (isinstance(pin, ast.Constant) and pin.value in (None, "main")):
-            missing.append(f"it loads {name} without a revision, in {ast.unparse(call)}")
     return [f"{CARD}: {line}" for line in missing]
 
 
 def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
-    """Yield what is false in a card: licence, task, base model, model-index, links, and Python that does not parse."""
+    """Yield what is wrong in a card: metadata, license, task, base model, model-index and links."""
     data = read_card(text).data
     yield from schema_errors(data)
     names = data.get("license") or []
@@ -135,6 +123,12 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
             yield "license is other, and license_name does not say which"
     if bundle.config and data.get("pipeline_tag") not in (None, *TASKS):
         yield f"pipeline_tag {data['pipeline_tag']!r} is not a task of a model of text, such as text-generation"
+    for field in ("base_model", "datasets"):
+        for name in [data.get(field)] if isinstance(data.get(field), str) else data.get(field) or ():
+            try:
+                validate_repo_id(name)
+            except ValueError:
+                yield f"`{field}` names {name!r}, which is not a name on the Hub"
     if bundle.base is not None and data.get("base_model") not in (None, bundle.base[0], [bundle.base[0]]):
         yield f"base_model is {data['base_model']}, and the configuration names {bundle.base[0]}"
     figures = {(entry.dataset_name, entry.metric_name): entry.metric_value for entry in model_index(bundle)}
@@ -146,15 +140,10 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
         target = (match[1] or match[2]).partition("#")[0].partition("?")[0]
         if target and not re.match(r"[a-z]+:", target) and posixpath.normpath(target) not in bundle.files:
             yield f"it links to {target}, which is not among the files that are pushed"
-    for block in PYTHON.findall(text):
-        try:
-            ast.parse(block)
-        except SyntaxError as error:
-            yield f"its Python does not parse: {error.msg} in {(error.text or '').strip()!r}"
 
 
 def schema_errors(data: Any) -> Iterator[str]:
-    """Yield what in the head of a card has another type than the Hub documents, by the annotations of its client."""
+    """Yield the metadata of another type than the annotations of huggingface_hub document."""
     results = [("model-index", EvalResult, entry) for entry in data.eval_results or ()]
     for place, kind, values in [("its head", ModelCardData.__init__, data), *results]:
         for name, hint in get_type_hints(kind).items():
@@ -168,18 +157,3 @@ def schema_errors(data: Any) -> Iterator[str]:
     for language in languages:
         if isinstance(language, str) and not LANGUAGE.fullmatch(language):
             yield f"language {language!r} must be an ISO 639 code such as en, or multilingual or code"
-
-
-def loading_calls(text: str) -> Iterator[tuple[ast.Call, str]]:
-    """Yield (call, repository) for every call in the Python of a card that loads something from the Hub by name."""
-    for block in PYTHON.findall(text):
-        try:
-            calls = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]
-        except SyntaxError:  # one of the errors
-            continue
-        for call in calls:
-            name = getattr(call.func, "attr", getattr(call.func, "id", None))
-            strings = [x.value for x in call.args if isinstance(x, ast.Constant) and isinstance(x.value, str)]
-            repos = [x for x in strings if re.fullmatch(r"[\w.-]+/[\w.-]+", x)]
-            if name in LOADERS and repos:
-                yield call, repos[0]

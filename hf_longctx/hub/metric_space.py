@@ -1,12 +1,11 @@
 """A metric as a Space of the Hub: `evaluate.load("NAMESPACE/NAME")` scores where hf_longctx is not installed.
 
 evaluate fetches the script of a Space, and the files that the script itself imports with `from .x import ...`, all
-from one folder. So the modules that scoring needs are copied beside the script under flat names, `curve/result.py` as
-`longctx_curve_result.py`, and the script imports a name from each. What runs a model is imported inside functions,
-from hf_longctx, where that is installed.
+from one folder. So the modules that scoring needs are copied next to the script under flat names, such as
+`longctx_curve_lengths.py` for `curve/lengths.py`, and the script imports a name from each. Code that runs a model is
+imported inside functions, from hf_longctx if that is installed.
 """
 
-import ast
 import re
 from pathlib import Path
 
@@ -16,13 +15,9 @@ from .bundle import Bundle, with_contents
 
 REQUIREMENTS = Path(__file__).with_name("space_requirements.txt")
 METRICS = Path(module_path("forgetting_curve")).parents[1]
-# Modules that scoring needs, beside those that they import when they are imported themselves.
-ROOTS = {
-    "forgetting_curve": ["evaluate_modules"],
-    "rope_base_check": ["evaluate_modules", "rope.base"],
-}
 RELATIVE = re.compile(r"^( *)from (\.+)([\w.]*) import ", re.MULTILINE)
 OF_PACKAGE = re.compile(r"^from hf_longctx\.metrics import evaluate_modules.*$", re.MULTILINE)
+DEFINITION = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)
 
 
 def build_space(name: str) -> Bundle:
@@ -32,56 +27,45 @@ def build_space(name: str) -> Bundle:
         ValueError: a metric of that name does not exist.
     """
     folder = Path(module_path(name))
-    modules = closure(ROOTS[name])
+    sources = scoring_modules(["evaluate_modules", *(["rope.base"] if name == "rope_base_check" else [])])
     files: dict[str, Path | bytes] = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")}
-    files["requirements.txt"] = REQUIREMENTS.read_bytes()
-    files |= {f"{flat(module)}.py": flattened(module, modules).encode() for module in modules}
-    lines = [f"from .{flat(module)} import {public_name(module)}" for module in modules]
-    lines.append(f"from . import {flat('evaluate_modules')} as evaluate_modules")
-    script = OF_PACKAGE.sub("\n".join(lines), (folder / f"{name}.py").read_text())
+    files["requirements.txt"] = REQUIREMENTS
+    files |= {f"{flat(module)}.py": flattened(module, sources).encode() for module in sources}
+    imports = [f"from .{flat(module)} import {DEFINITION.findall(source)[0]}" for module, source in sources.items()]
+    imports.append(f"from . import {flat('evaluate_modules')} as evaluate_modules")
+    script = OF_PACKAGE.sub("\n".join(imports), (folder / f"{name}.py").read_text())
     files[f"{name}.py"] = script.encode()
-    return with_contents(Bundle(files, (), {}))
-
-
-def source(module):
-    return METRICS.joinpath(*module.split(".")).with_suffix(".py").read_text()
+    return with_contents(Bundle(files))
 
 
 def absolute(module, dots, name):
-    """Return the module that `from DOTSname import ...` means in `module`, both below hf_longctx.metrics."""
-    parents = module.split(".")[: -len(dots)]
-    return ".".join([*parents, *filter(None, [name])])
+    """Resolve `from DOTSname import ...` in a module to a module, both relative to hf_longctx.metrics."""
+    return ".".join([*module.split(".")[: -len(dots)], *filter(None, [name])])
 
 
-def closure(roots):
-    """Return the roots and all that they import when they are imported, by name."""
-    modules, stack = set(), list(roots)
+def scoring_modules(roots):
+    """Return the source of the roots, and of everything that they import when they are imported, by name."""
+    sources, stack = {}, list(roots)
     while stack:
         module = stack.pop()
-        if module not in modules:
-            modules.add(module)
-            imports = RELATIVE.findall(source(module))
+        if module not in sources:
+            sources[module] = METRICS.joinpath(*module.split(".")).with_suffix(".py").read_text()
+            imports = RELATIVE.findall(sources[module])
             stack += [absolute(module, dots, name) for indent, dots, name in imports if not indent]
-    return sorted(modules)
+    return dict(sorted(sources.items()))
 
 
 def flat(module):
-    """Return its name as a file of the Space; evaluate has a package called evaluate_modules."""
+    """Return the name of a module in the Space. The prefix avoids evaluate's own package evaluate_modules."""
     return f"longctx_{module.replace('.', '_')}"
 
 
-def flattened(module, modules):
-    """Return its source, which imports flat files, and from hf_longctx the modules that are not copied."""
+def flattened(module, sources):
+    """Return the source of a module, which imports flat files, and from hf_longctx the modules that are not copied."""
 
     def replace(match):
         target = absolute(module, match[2], match[3])
-        place = f".{flat(target)}" if target in modules else f"hf_longctx.metrics{'.' * bool(target)}{target}"
+        place = f".{flat(target)}" if target in sources else f"hf_longctx.metrics{'.' * bool(target)}{target}"
         return f"{match[1]}from {place} import "
 
-    return RELATIVE.sub(replace, source(module))
-
-
-def public_name(module):
-    """Return the first function or class that it defines."""
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    return next(node.name for node in ast.parse(source(module)).body if isinstance(node, kinds))
+    return RELATIVE.sub(replace, sources[module])

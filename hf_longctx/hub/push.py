@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from huggingface_hub import (
     CommitInfo,
@@ -14,7 +14,6 @@ from huggingface_hub import (
     HfApi,
     constants,
     get_token,
-    hf_hub_download,
 )
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -27,51 +26,43 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id
 
 from .. import __version__
-from ..hmt.reading import STATE
-from .bundle import CONTENTS, Bundle, with_contents
+from .bundle import Bundle, with_contents
 from .lint import check
 
 
-CODE = re.compile(r"\w+_(fox|hmt)\.py")
-# Files that are removed from the repository of a model where the bundle lacks them; by a push of code only, the code.
-REPLACED = re.compile(rf"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|{CODE.pattern}")
-# A file that only such a repository holds; of two, transformers would load one, or the card would be of the other.
-KINDS = {"an adapter": "adapter_config.json", "a model": "config.json", "the memory of a text": STATE}
-# Of branches and tags; what looks like a commit, or like the Hub's own references, would be taken for it.
+HUB_TIMEOUT_S = 10.0
+# Files that are removed from a model's repository if the bundle lacks them.
+REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|\w+_(fox|hmt)\.py")
+# Branches and tags. The Hub would take a name that looks like a commit, or like its own references, for one.
 REFERENCE = re.compile(r"(?!refs/|HEAD$|[0-9a-f]{40}$)[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*")
 
 
 @contextmanager
 def named_errors(left: str = "") -> Iterator[None]:
-    """Turn errors on the way to the Hub into built-in ones that say what to do.
+    """Turn errors of the Hub and of the connection into built-in ones that say what to do.
 
     Args:
-        left: what the Hub keeps if this step fails, in a sentence; the message ends with it.
+        left: a sentence that says what the Hub keeps if this step fails; the message ends with it.
 
     Raises:
-        PermissionError: the token is not known, or may not do this.
-        ConnectionError: the Hub cannot be reached, HF_HUB_OFFLINE is set, or something else answers in its place.
-        HfHubHTTPError: the Hub refuses.
+        PermissionError: the token is unknown, or may not do this.
+        ConnectionError: the Hub cannot be reached, or HF_HUB_OFFLINE is set.
+        HfHubHTTPError: the Hub refuses the request.
     """
     left = f" {left}" if left else ""
     try:
         yield
     except OfflineModeIsEnabled as error:
         raise ConnectionError(f"HF_HUB_OFFLINE is set, and this needs the Hub; unset it.{left}") from error
-    except UnicodeEncodeError as error:
-        raise PermissionError(f"The token has characters that no token has; see `hf auth whoami`.{left}") from error
     except HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in (401, 403):
+        if error.response.status_code in (401, 403):
             raise PermissionError(
                 f"The token is unknown or may not do this; see `hf auth whoami`. {error}{left}"
             ) from error
-        error.append_to_message(" The branch has changed meanwhile; push again." * (status == 412) + left)
+        error.append_to_message(left)
         raise
     except HTTPError as error:  # of the connection
         raise ConnectionError(f"{constants.ENDPOINT} cannot be reached ({error}).{left}") from error
-    except (json.JSONDecodeError, KeyError) as error:  # of huggingface_hub, which reads the answer
-        raise ConnectionError(f"{constants.ENDPOINT} does not answer as the Hub does ({error!r}).{left}") from error
 
 
 def check_destination(repo: str, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
@@ -86,13 +77,13 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
     for name in (revision, tag):
         if name is not None and not REFERENCE.fullmatch(name):
             raise ValueError(
-                f"{name!r} is not a name of a branch or tag; take letters, digits, and . - _ / between them, and not what looks "
-                "like a commit."
+                f"{name!r} is not a name of a branch or tag; use letters and digits with . - _ / between them, but not a commit "
+                "hash."
             )
     if tag is not None and tag in (revision, "main"):
         raise ValueError(f"the tag {tag} would have the name of a branch, which moves; give another name, such as v1.")
     if tag is not None and create_pr:
-        raise ValueError(f"a pull request cannot be tagged; leave the tag {tag} out, and tag it when it is merged.")
+        raise ValueError(f"a pull request cannot be tagged; omit the tag {tag}, and set it after the merge.")
 
 
 @named_errors()
@@ -103,23 +94,26 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
     and code of older versions of this package.
 
     Raises:
-        ValueError: it holds another kind of thing, such as a model, which an adapter would hide. Others:
+        ValueError: the repository holds a model and the bundle an adapter, which would hide it, or vice versa. Others:
             `named_errors`.
     """
     try:
-        present = set(HfApi().list_repo_files(repo, repo_type=repo_type, revision=revision))
+        # list_repo_files would retry for 20 seconds without a network
+        info: Any = HfApi().repo_info(repo, repo_type=repo_type, revision=revision, timeout=HUB_TIMEOUT_S)
+        present = {file.rfilename for file in info.siblings or ()}
     except RevisionNotFoundError:  # a new branch begins with the files of main
         return removed_files(bundle, repo, repo_type=repo_type)
     except RepositoryNotFoundError:
         return []
-    for kind, file in KINDS.items() if repo_type == "model" else ():
+    if repo_type != "model":
+        return []
+    kinds = {"a model": "config.json", "an adapter": "adapter_config.json"}
+    for kind, file in kinds.items():
         if file in present and file not in bundle.files:
-            own = next(kind for kind, file in KINDS.items() if file in bundle.files)
             raise ValueError(
-                f"{repo} holds {kind}; beside each other, one would hide the other. Push {own} to another name."
+                f"{repo} holds {kind}, and in one repository an adapter hides a model; push to another name."
             )
-    old = present - bundle.files.keys() if repo_type == "model" else set()
-    return sorted(path for path in old if (CODE if bundle.code_only else REPLACED).fullmatch(path))
+    return sorted(path for path in present - bundle.files.keys() if REPLACED.fullmatch(path))
 
 
 def push(
@@ -132,25 +126,24 @@ def push(
     create_pr: bool = False,
     tag: str | None = None,
 ) -> CommitInfo:
-    """Push a bundle in one commit; where nothing has changed, no commit is made.
+    """Push a bundle in one commit; if nothing has changed, there is no commit.
 
-    The repository and the branch are created if they do not exist. `removed_files` are removed in the same commit.
-
-    The token is that of `hf auth login` or of the environment variable HF_TOKEN.
+    The repository and the branch are created if they do not exist. `removed_files` are removed in the same commit. The
+    token is the one of `hf auth login` or of the environment variable HF_TOKEN.
 
     Args:
         repo: NAMESPACE/NAME.
-        repo_type: "model", or "space" for a Space of gradio.
+        repo_type: "model", or "space" for a Gradio Space.
         private: create a private repository.
-        revision: a branch. Default: main.
+        revision: a branch (default: main).
         create_pr: open a pull request instead of changing the branch.
-        tag: a name for the commit, which no tag or branch has yet.
+        tag: a new name for the commit.
 
     Raises:
-        ValueError: the bundle must not be pushed (`lint.check`), a token is missing, a name does not hold
-            (`check_destination`), the repository is public although `private`, a tag or branch has the name already,
-            or the files do not fit (`removed_files`).
-        HfHubHTTPError: the Hub refuses; among other reasons, because the branch has changed meanwhile. Others:
+        ValueError: the bundle must not be published (`lint.check`), a token is missing, a name is not allowed
+            (`check_destination`), the repository is public although `private` is set, a tag or branch has the name
+            already, or the repository holds another kind of model (`removed_files`).
+        HfHubHTTPError: the Hub refuses the request, for example because the branch has changed meanwhile. Others:
             `named_errors`.
     """
     check(bundle)
@@ -170,7 +163,7 @@ def push(
             refs = api.list_repo_refs(repo, repo_type=repo_type)
             tags, branches = ({ref.name for ref in names} for names in (refs.tags, refs.branches))
             if tag in tags | branches:
-                raise ValueError(f"{repo} has a tag or branch {tag}, on which others rely; give another name.")
+                raise ValueError(f"{repo} already has a tag or branch {tag}; give another name.")
             if revision in tags:
                 raise ValueError(f"{repo} has a tag {revision}, which a branch would hide; give another name.")
         if revision is not None:
@@ -195,39 +188,12 @@ def push(
 
 
 @named_errors()
-def code_only(bundle: Bundle, repo: str, revision: str | None = None) -> Bundle:
-    """Return the code of a bundle, with the configuration and the hashes that a repository has, brought up to date.
-
-    Raises:
-        ValueError: the bundle has no code, or the repository holds another type of model. Others: `named_errors`.
-    """
-    code = {path: content for path, content in bundle.files.items() if path.endswith(".py")}
-    if not code:
-        raise ValueError("the folder needs no code of this package; push it without --code-only.")
-    text = Path(hf_hub_download(repo, "config.json", revision=revision)).read_text()
-    config, auto_map = json.loads(text), json.loads(bundle.text("config.json"))["auto_map"]
-    if config.get("model_type") != bundle.config["model_type"]:
-        raise ValueError(
-            f"{repo} holds a model of type {config.get('model_type')!r}, and the folder one of type "
-            f"{bundle.config['model_type']!r}. Give the folder of the model that was pushed there."
-        )
-    if config.get("auto_map") != auto_map:
-        text = json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n"
-    hashes = {}
-    if HfApi().file_exists(repo, CONTENTS, revision=revision):
-        hashes = json.loads(Path(hf_hub_download(repo, CONTENTS, revision=revision)).read_text())["sha256"]
-    kept = {path: digest for path, digest in hashes.items() if not CODE.fullmatch(path)}
-    contents = {CONTENTS: json.dumps({"sha256": kept}).encode()}
-    return with_contents(replace(bundle, files=contents, code_only=True), {**code, "config.json": text.encode()})
-
-
-@named_errors()
 def pin_base(bundle: Bundle) -> Bundle:
-    """Return the bundle with the commit that the base of an adapter, or the backbone of an HMT, has on the Hub now.
+    """Pin the base model of an adapter, or the backbone of an HMT, to the commit that it has on the Hub now.
 
     Raises:
-        ValueError: the Hub has no such repository or revision.
-        PermissionError: it is gated, and the token may not read it. Others: `named_errors`.
+        ValueError: the Hub does not have the repository or revision.
+        PermissionError: the repository is gated, and the token may not read it. Others: `named_errors`.
     """
     if bundle.base is None:
         return bundle

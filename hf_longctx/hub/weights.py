@@ -1,77 +1,56 @@
-"""Checks of weights: transformers loads what is incomplete or NaN all the same, and draws at random what is absent."""
+"""Checks of weights: transformers loads incomplete or NaN weights as well, and initializes missing ones at random."""
 
-import re
 from pathlib import Path
 
-import torch
 import transformers
+from transformers.utils import is_accelerate_available
 
-from ..fox.checkpoint_files import Checkpoint, open_safetensors, read_json
-
-
-LAYERS = re.compile(r"n(um)?_(\w+_)?layers?")  # fields of configurations; each layer takes a module to compare
+from ..fox.checkpoint_files import Checkpoint, open_safetensors
 
 
 def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class: str) -> None:
-    """Compare names and shapes of tensors with the index, and with the class, if transformers or this package has it.
+    """Let transformers load the model, if this process has its class, and check that it gets every tensor.
+
+    With accelerate, the model is loaded to the meta device, which takes no memory.
 
     Args:
-        config: what config.json holds.
-        auto_class: the name of the class of transformers that loads the model.
+        config: content of config.json.
+        auto_class: name of the class of transformers that loads the model.
 
     Raises:
-        ValueError: a tensor is absent, has another shape, or holds NaN; transformers cannot read the configuration.
+        ValueError: a tensor is missing, has another shape, or holds NaN; transformers cannot load the model.
     """
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for name, number in part.items():
-            if LAYERS.fullmatch(name) and isinstance(number, int) and number > max(1024, len(checkpoint.shapes)):
-                raise ValueError(f"{folder / 'config.json'} has {name} {number}, and the files hold no such model.")
-    shapes, tied = shapes_of_class(folder, config, auto_class)
-    absent = shapes.keys() - checkpoint.shapes.keys()
-    absent -= {name for pair in tied.items() if not absent.issuperset(pair) for name in pair}
-    # other names beside absent ones may be those of a layout that transformers converts
-    if config.get("model_type") != "fox" and not checkpoint.shapes.keys() <= shapes.keys():
-        absent = set()
-    index = folder / transformers.utils.SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        absent |= read_json(index)["weight_map"].keys() - checkpoint.shapes.keys()
-    if absent:
-        raise ValueError(f"no file of {folder} has {min(absent)}, which the model needs; save the model again.")
-    for name, shape in checkpoint.shapes.items():
-        if shapes.get(name, shape) != shape:
-            raise ValueError(
-                f"{checkpoint.files[name]} has {name} of shape {shape}, and config.json asks for {shapes[name]}; save the "
-                "model again."
-            )
     for file in sorted(set(checkpoint.files.values())):
         check_safetensors(file)
-
-
-def shapes_of_class(folder, config, auto_class):
-    """Return {name: shape} of the tensors of a model, and the names of those that are tied; empty if not known."""
-    if config.get("model_type") not in transformers.CONFIG_MAPPING or "quantization_config" in config:
-        return {}, {}
-    auto = getattr(transformers, auto_class, None)
+    loader = getattr(transformers, auto_class, None)
+    is_known = loader is not None and config.get("model_type") in transformers.CONFIG_MAPPING
+    needs_more = "quantization_config" in config or not config.get("backbone_in_checkpoint", True)
+    if not is_known or needs_more:
+        return
     try:
-        known = transformers.CONFIG_MAPPING[config["model_type"]].from_dict({**config, "auto_map": {}})
-        if auto is None or type(known) not in auto._model_mapping:
-            return {}, {}
-        with torch.device("meta"):
-            model = auto.from_config(known)
-    except Exception as error:  # whatever a value of the configuration breaks
+        _, info = loader.from_pretrained(
+            str(folder),
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            device_map="meta" if is_accelerate_available() else None,
+        )
+    except Exception as error:  # a wrong value in config.json can raise anything
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"transformers cannot build the model of {folder / 'config.json'} ({reason}).") from error
-    pointer = not config.get("backbone_in_checkpoint", True)
-    tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    tensors = {name: shape for name, shape in tensors.items() if name not in (model._keys_to_ignore_on_save or ())}
-    return {k: v for k, v in tensors.items() if not pointer or k.startswith("memory.")}, model.all_tied_weights_keys
+        raise ValueError(f"transformers cannot load the model of {folder} ({reason}).") from error
+    if info["missing_keys"]:
+        name = min(info["missing_keys"])
+        raise ValueError(f"no file of {folder} has {name}, which the model needs; save the model again.")
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise ValueError(
+            f"{name} of {folder} has the shape {tuple(found)}, and config.json needs {tuple(expected)}; save the model again."
+        )
 
 
 def check_safetensors(path: Path) -> dict[str, int]:
-    """Return the numbers in each tensor of a file.
+    """Return the number of elements of each tensor in a file.
 
     Raises:
-        ValueError: there is no such file, it is damaged, or it holds NaN.
+        ValueError: the file does not exist, is damaged, or holds NaN.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} lacks {path.name}; save the model or adapter with save_pretrained.")
@@ -81,7 +60,7 @@ def check_safetensors(path: Path) -> dict[str, int]:
             tensor = tensors.get_tensor(name)
             if tensor.is_floating_point() and tensor.float().isnan().any():
                 raise ValueError(
-                    f"{path} has NaN in {name}: a training that diverged, or a damaged file. Push sound weights."
+                    f"{path} has NaN in {name}: training diverged, or the file is damaged. Push sound weights."
                 )
             sizes[name] = tensor.numel()
     return sizes

@@ -1,11 +1,11 @@
-"""Modules for the evaluate library: `evaluate.load("forgetting_curve")` after `register()`.
+"""Register metrics with the evaluate library: `evaluate.load("forgetting_curve")` works after `register()`.
 
-A module is a folder `modules/NAME/NAME.py` with its card, as the Hub keeps it in a Space. evaluate takes one from
-three places: a path (`module_path`), a Space, or its own cache. A bare name means a Space of evaluate's organisation,
-and where there is none evaluate looks into its cache; so `register` writes one line there, which imports the module.
-The line needs no renewal when this package is upgraded.
+A module is a folder `modules/NAME/NAME.py` with its card, as in a Space of the Hub. evaluate loads it from a path
+(`module_path`), a Space, or its own cache. A bare name means a Space of evaluate's organisation. If there is none,
+evaluate looks into its cache, so `register` writes a file there that imports the module. The file stays valid when
+this package is upgraded.
 
-The modules share this file: `compute` measures a model, or scores predictions that were made elsewhere.
+This file has what the modules call: `compute` measures a model, or scores predictions that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tasks.curve import ForgettingCurve
 
 MODULES = Path(__file__).with_name("modules")
 NAMES = ("forgetting_curve", "rope_base_check")
-# Keywords of from_pretrained that say which files of a repository are read, by whom, and whether its code may run.
+# Keywords of from_pretrained that configuration and tokenizer need as well.
 SOURCE = ("revision", "code_revision", "token", "trust_remote_code", "cache_dir", "local_files_only", "subfolder")
 
 
@@ -46,12 +46,12 @@ def module_path(name: str) -> str:
 def register() -> list[Path]:
     """Let `evaluate.load` find our modules by their bare names, in this and all later processes of this user.
 
-    Writes one file for each into evaluate's cache of modules (`HF_MODULES_CACHE`). Calling it again changes nothing.
-    Where the Hub is behind a firewall that answers nothing, evaluate itself waits minutes before it looks into its
-    cache: set HF_EVALUATE_OFFLINE=1 there, or load by `module_path`.
+    Writes a file for each into evaluate's cache of modules (`HF_MODULES_CACHE`). Calling it again changes nothing.
+    Behind a firewall that drops requests to the Hub, evaluate waits minutes before it looks into its cache: set
+    HF_EVALUATE_OFFLINE=1, or load by `module_path`.
 
     Returns:
-        the files.
+        paths of the files.
 
     Raises:
         ImportError: evaluate is not installed.
@@ -69,7 +69,7 @@ def register() -> list[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{name}.{os.getpid()}.partial")
         partial.write_text(line)
-        partial.replace(file)  # at once, as another process may be loading it; and anew, as evaluate takes the newest
+        partial.replace(file)  # atomic for other processes; rewritten because evaluate takes the newest
         written.append(file)
     return written
 
@@ -134,15 +134,15 @@ def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
 def score_predictions(
     predictions: Sequence[Sequence[Sequence[int]]], references: Sequence[Sequence[int]]
 ) -> ForgettingCurve:
-    """Count greedy predictions that were made elsewhere into a curve, by the protocol of `curve`.
+    """Make a curve of greedy predictions that were made elsewhere by the protocol of `curve`.
 
     Args:
-        predictions: per target S of n tokens a pair [copy, lm]: the ids predicted for the n tokens of the last S in
-            `[bos] S [bos] S [eos]` and in `[bos] I [bos] S [eos]`, by teacher forcing. The second half counts.
-        references: per target its ids, S. Targets of one length are the repeats of a point.
+        predictions: a pair [copy, lm] for each target S of n tokens: the ids predicted for the n tokens of the last S
+            in `[bos] S [bos] S [eos]` and in `[bos] I [bos] S [eos]`, by teacher forcing. The second half counts.
+        references: the ids of each target S. Targets of one length are the repeats of a point.
 
     Raises:
-        ValueError: the lists are empty, or some row has another form.
+        ValueError: the lists are empty, or a row has another form.
 
     >>> score_predictions([[[9, 5, 6, 7], [9, 5, 0, 7]]], [[4, 5, 6, 7]]).points[0].copy_mean
     1.0
@@ -213,9 +213,11 @@ def measure_curve(
 
 
 def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
-    """Return a curve in plain JSON types: summary, what is sure, the paper's lengths, and what `from_json` reads."""
+    """Return a curve in plain JSON types: summary, intervals, the paper's lengths, and what `from_json` reads."""
     fine, coarse = curve.fine_length, curve.coarse_length
-    sure = {f"{method}_{end}": getattr(curve.interval(method), end) for method in METHODS for end in ("low", "high")}
+    intervals = {
+        f"{method}_{end}": getattr(curve.interval(method), end) for method in METHODS for end in ("low", "high")
+    }
     names = ("length", "scored_tokens", "copy_correct", "lm_correct", "begin_locs")
     names += ("copied", "copy_worst", "copy_mean", "copy_std", "lm_mean", "lm_std", "p_value")
     lengths = {
@@ -224,7 +226,7 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
     }
     return {
         "summary": curve.summary(),
-        **sure,
+        **intervals,
         "intervals_95": {method: curve.interval(method)._asdict() for method in METHODS},
         "fine_length": int(fine),
         "fine_open_ended": fine.open_ended,
@@ -240,10 +242,9 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
 
 
 def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Check a model, its configuration, or the name of either by `rope_report`, in plain JSON types.
+    """Check a model, a configuration, or the name of either by `rope_report`, in plain JSON types.
 
-    `holds` is None where the bound is inconclusive, and for a model without RoPE, which may be measured by other
-    modules in the same call; a note says so then.
+    `holds` is None if the bound is inconclusive, and for a model without RoPE, with a note on the reason.
     """
     from .rope.config import NoRopeError
     from .rope.measure import rope_report
@@ -260,23 +261,24 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
 
     Args:
         bases: RoPE bases (rope_theta).
-        context_lengths: as many contexts, in tokens.
-        head_dim: dimensions of a query or key head, all of them rotating.
+        context_lengths: a context for each base, in tokens.
+        head_dim: dimensions of a query or key head, all of which rotate.
 
     Returns:
-        plain JSON types: `holds`, the share of pairs that do, and per pair `verdicts`, `context_bounds` (how far the
-        base reaches; None if it never ends), `minimum_bases` (the smallest base for the context, above which others
-        may fail) and `settled_bases` (above which none does, as far as 16 times the minimum; None if some does there).
+        plain JSON types: `holds`, the share of pairs that hold, and for each pair `verdicts`, `context_bounds` (the
+        distance that the base reaches; None if there is no end), `minimum_bases` (the smallest base for the context,
+        above which some bases fail) and `settled_bases` (above which none fails up to 16 times the minimum; None if
+        some does).
 
     Raises:
-        ValueError: a number is out of its range, or the lists differ in length.
+        ValueError: a number is out of range, or the lists differ in length.
     """
     from .rope.base import rope_base_bound
     from .rope.bounds import rope_context_bound
 
     if len(bases) != len(context_lengths) or not len(bases):
         raise ValueError(
-            f"got {len(bases)} bases for {len(context_lengths)} contexts; need as many, and at least one."
+            f"got {len(bases)} bases for {len(context_lengths)} contexts; give one context for each base, and at least one."
         )
     context_lengths = [whole_number("a context", n, 2) for n in context_lengths]
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]

@@ -26,25 +26,15 @@ WRITTEN = ("scripts/results", "model_cards")  # by measurements
 class Number(NamedTuple):
     """A headline number of a result: a row of a report, an entry of a model card, a metric in lm-eval.
 
-        Attributes:
-    <<<<<<< HEAD
-            metric: name of the metric on the Hub, such as "perplexity"; empty if the number is not for a model card.
-            name: name in words, with the unit.
-            value: number, or a verdict.
-            low: lower end of the 95 % CI; None if it is not known.
-            high: upper end.
-            sample: sample size, such as "10 sequences".
-            words: value and interval in words, where numbers do not suffice.
-    =======
-            metric: what the Hub calls it, such as "perplexity"; empty if it is not for a model card.
-            name: the same in words, with its unit.
-            value: a plain number, or a verdict.
-            low: lower end of its 95 % confidence interval; None if it is not known.
-            high: upper end.
-            sample: what it was measured on, such as "10 sequences".
-            words: value and interval in words, where numbers do not say it all.
-    >>>>>>> main
-            more_is_better: whether a larger value is better.
+    Attributes:
+        metric: name of the metric on the Hub, such as "perplexity"; empty if the number is not for a model card.
+        name: name in words, with the unit.
+        value: number, or a verdict.
+        low: lower end of the 95 % CI; None if it is not known.
+        high: upper end.
+        sample: sample size, such as "10 sequences".
+        words: value and interval in words, where numbers do not suffice.
+        more_is_better: whether a larger value is better.
     """
 
     metric: str

@@ -1,16 +1,15 @@
-"""Documents as sequences of tokens: packed once into a file, or packed as they are read.
+"""Documents as sequences of tokens: packed once into a file, or packed while they are read.
 
-A document ends with the tokenizer's EOS, so a file of tokens alone holds the boundaries of its documents, also a file
-that somebody else has made (`.npy`, one or two dimensions of integers). No label crosses a boundary, and positions
-start again at each.
+A document ends with the tokenizer's EOS, so any file of token ids (`.npy`, one or two dimensions of integers) contains
+its document boundaries. No label crosses a boundary, and positions restart at each.
 """
 
 import hashlib
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,91 +17,93 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..corpus import open_conversations, open_source
+from ..corpus import open_source
 from .conversations import FIRST, SCORED, encode_conversations
 
 
-FLAGS = ".flags.npy"  # in the place of .npy: the name of the flags of conversations beside their tokens
+FLAGS = ".flags.npy"  # suffix of the file of flags next to a token file
 SECONDS_BETWEEN_LINES = 10
-DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel
+DOCUMENTS_AT_ONCE = 256  # fast tokenizers encode a batch in parallel
 
 
 class TokenDataset(torch.utils.data.Dataset):
-    """Rows of `length` tokens from a file of tokens; what is left at the end is not used.
+    """Sequences of `length` tokens from a token file, without an incomplete last one and those without a scored label.
 
     Args:
-        path: `.npy` file of integers, read through a memory map. A file of flags beside it, `FLAGS`, says where its
+        path: `.npy` file of integers, which is memory-mapped. A file of flags next to it (suffix `FLAGS`) marks where
             documents begin and which labels are scored.
-        length: tokens of a row, T.
-        eos_token_id: ends a document. None: the file holds one document.
-        vocab_size: tokens are below it.
+        length: T, tokens per sequence.
+        eos_token_id: token that ends a document. None: the file is one document.
+        vocab_size: upper bound of the token ids.
 
-    A row is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_row`.
+    An item is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`.
 
     Raises:
-        ValueError: the file holds no integers, less than one sequence, or a token beyond the vocabulary.
+        ValueError: the file does not hold integers, is shorter than a sequence, or has a token beyond the vocabulary.
     """
 
     def __init__(self, path: str | Path, length: int, eos_token_id: int | None, vocab_size: int):
         try:
             tokens = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is not a whole file of numpy ({error}); write one by np.save.") from error
+            raise ValueError(f"{path} is not a complete .npy file ({error}); write it by np.save.") from error
         if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
             raise ValueError(
-                f"{path} holds {tokens.dtype} of {tokens.ndim} dimensions; a file of tokens holds integers, such as "
-                "uint16, in one dimension or two."
+                f"{path} must hold integers, such as uint16, in one or two dimensions, got {tokens.dtype} in "
+                f"{tokens.ndim} dimensions."
             )
         self.path, self.tokens = Path(path), tokens.reshape(-1)
         self.length, self.eos_token_id = length, eos_token_id
         flags = self.path.with_suffix(FLAGS)
         self.flags = np.load(flags, mmap_mode="r") if flags.exists() else None
-        if not len(self):
+        if self.tokens.size < length:
             raise ValueError(
-                f"{path} holds {self.tokens.size} tokens; one sequence needs {length}. Give more text, or lower "
+                f"{path} holds {self.tokens.size} tokens; one sequence needs {length}. Give more data, or lower "
                 "--max_length."
             )
+        self.begins = np.arange(0, self.tokens.size - length + 1, length)
+        if self.flags is not None:
+            rows = self.flags[: len(self.begins) * length].reshape(-1, length)
+            self.begins = self.begins[(rows[:, 1:] & SCORED).any(1)]
         lowest, highest = int(self.tokens.min()), int(self.tokens.max())
         if lowest < 0 or highest >= vocab_size:
             raise ValueError(
-                f"{path} holds tokens from {lowest} to {highest}; the tokenizer has {vocab_size}. Name the tokenizer "
-                "that made the file."
+                f"{path} holds token ids from {lowest} to {highest}, and the tokenizer has {vocab_size} tokens. Give the "
+                "tokenizer that encoded the file."
             )
 
     def __len__(self):
-        return self.tokens.size // self.length
+        return len(self.begins)
 
     def __getitem__(self, row):
-        place = slice(row * self.length, (row + 1) * self.length)
-        return make_row(self.tokens[place], self.eos_token_id, None if self.flags is None else self.flags[place])
+        return self.read(slice(self.begins[row], self.begins[row] + self.length))
+
+    def read(self, place: slice) -> dict[str, torch.Tensor]:
+        """Return a slice of the tokens as one sequence."""
+        ids = self.tokens[place]
+        flags = flags_by_eos(ids, self.eos_token_id) if self.flags is None else self.flags[place]
+        return make_sequence(ids, flags, is_one_document=self.eos_token_id is None)
 
 
 class DocumentDataset(TokenDataset):
-    """Chunks of at most `length` tokens of one document each, padded on the right; arguments as of `TokenDataset`.
+    """Chunks of single documents of at most `length` tokens, padded on the right; the arguments are `TokenDataset`'s.
 
-    A row is {"input_ids", "attention_mask", "labels"}, each (T,), int64.
+    An item is {"input_ids", "attention_mask", "labels"}, each (T,), int64.
     """
 
     def __init__(self, *args):
         super().__init__(*args)
-        tokens, length = self.tokens, self.length
-        if self.flags is not None:
-            starts = np.flatnonzero(self.flags & FIRST)
-        else:
-            starts = np.concatenate([[0], np.flatnonzero(tokens[:-1] == self.eos_token_id) + 1])
-        ends = np.append(starts[1:], len(tokens))
-        chunks = [(i, min(i + length, end)) for start, end in zip(starts, ends) for i in range(start, end, length)]
-        self.chunks = np.array(chunks)
+        flags = flags_by_eos(self.tokens, self.eos_token_id) if self.flags is None else self.flags
+        bounds, step = [*np.flatnonzero(flags & FIRST), len(self.tokens)], self.length
+        chunks = [(i, min(i + step, end)) for begin, end in pairwise(bounds) for i in range(begin, end, step)]
+        self.chunks = [(begin, end) for begin, end in chunks if (flags[begin + 1 : end] & SCORED).any()]
 
     def __len__(self):
-        return len(self.chunks) if hasattr(self, "chunks") else super().__len__()
+        return len(self.chunks)
 
     def __getitem__(self, row):
-        place = slice(*self.chunks[row])
-        ids = torch.from_numpy(self.tokens[place].astype(np.int64))
-        labels = ids
-        if self.flags is not None:
-            labels = ids.masked_fill(torch.from_numpy(self.flags[place] & SCORED == 0), -100)
+        chunk = self.read(slice(*self.chunks[row]))
+        ids, labels = chunk["input_ids"], chunk["labels"]
         padding = (0, self.length - len(ids))
         return {
             "input_ids": F.pad(ids, padding),
@@ -112,137 +113,158 @@ class DocumentDataset(TokenDataset):
 
 
 class StreamedTokenDataset(torch.utils.data.IterableDataset):
-    """The same rows without a file: documents are read, encoded and packed again and again, in their order.
+    """The same sequences without files: documents are read, encoded and packed in their order, without an end.
 
     A resumed run replays the stream up to its step.
+
+    Args:
+        documents: functions that open a source each, as `encode` does.
+        shares: shares of the sources, which sum to 1.
+        length, eos_token_id: as for `TokenDataset`.
     """
 
-    def __init__(self, source: str, tokenizer, length: int, eos_token_id: int | None, column: str | None = None):
-        self.source, self.tokenizer, self.length, self.eos_token_id = source, tokenizer, length, eos_token_id
-        self.column = column
-        if column is None and open_conversations(source) is not None:
-            raise ValueError(
-                f"{source} must hold text to be streamed, got conversations. Leave --streaming out: they are then packed."
-            )
-        open_source(source, "train", column)  # raises if it cannot be read
+    def __init__(self, documents: Sequence[Callable], shares: Sequence[float], length: int, eos_token_id: int | None):
+        self.documents, self.shares = documents, shares
+        self.length, self.is_one_document = length, eos_token_id is None
 
     def __iter__(self):
-        rest = np.zeros(0, np.int64)
+        return interleave([self.read(open_documents) for open_documents in self.documents], self.shares)
+
+    def read(self, open_documents: Callable) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield the sequences of one source, which is read again and again."""
+        ids, flags = np.zeros(0, np.int64), np.zeros(0, np.uint8)
         while True:
-            for ids in encode(self.source, self.tokenizer, column=self.column):
-                rest = np.concatenate([rest, ids])
-                whole = len(rest) // self.length * self.length
-                for row in rest[:whole].reshape(-1, self.length):
-                    yield make_row(row, self.eos_token_id)
-                rest = rest[whole:]
+            for document, its_flags in open_documents():
+                ids, flags = np.concatenate([ids, document]), np.concatenate([flags, its_flags])
+                whole = len(ids) // self.length * self.length
+                for begin in range(0, whole, self.length):
+                    place = slice(begin, begin + self.length)
+                    if (flags[place][1:] & SCORED).any():
+                        yield make_sequence(ids[place], flags[place], self.is_one_document)
+                ids, flags = ids[whole:], flags[whole:]
 
 
-def make_row(tokens: np.ndarray, eos_token_id: int | None, flags: np.ndarray | None = None) -> dict[str, torch.Tensor]:
-    """Make one row for a causal language model.
+def interleave(streams: Sequence[Iterator], shares: Sequence[float]) -> Iterator:
+    """Yield from several streams, always from the one that is furthest behind its share."""
+    counts = np.zeros(len(streams))
+    while True:
+        number = int(((counts + 1) / shares).argmin())
+        counts[number] += 1
+        yield next(streams[number])
+
+
+def flags_by_eos(ids: np.ndarray, eos_token_id: int | None) -> np.ndarray:
+    """Return flags of token ids, (T,), uint8: all labels are scored, and a document begins after each EOS."""
+    flags = np.full(len(ids), SCORED, np.uint8)
+    flags[0] |= FIRST
+    flags[1:][ids[:-1] == eos_token_id] |= FIRST
+    return flags
+
+
+def make_sequence(ids: np.ndarray, flags: np.ndarray, is_one_document: bool = False) -> dict[str, torch.Tensor]:
+    """Make one sequence for a causal language model.
 
     Args:
-        tokens: (T,), any integer dtype.
-        eos_token_id: ends a document; None: the row is one document.
-        flags: of conversations, (T,), uint8: where one begins, and which labels are scored. None: all labels are.
+        ids: (T,), any integer dtype.
+        flags: (T,), uint8: `FIRST` where a document begins, `SCORED` where the label is scored.
+        is_one_document: do not restart the positions within the sequence.
 
     Returns:
-        input_ids; position_ids, which start at 0 in every document and in every row; labels, equal to input_ids, but
-        -100 at the first token of a document, which nothing before it predicts. Each (T,), int64.
+        input_ids; position_ids, which restart at 0 in every document; labels, which are the input_ids, and -100 where
+        they are not scored, such as at the first token of a document. Each (T,), int64.
     """
-    ids = torch.from_numpy(tokens.astype(np.int64))
-    index = torch.arange(len(ids))
-    first = torch.zeros(len(ids), dtype=torch.bool)
+    tokens, index = torch.from_numpy(ids.astype(np.int64)), torch.arange(len(ids))
+    first = torch.from_numpy((flags & FIRST > 0) & (not is_one_document))
     first[0] = True
-    if eos_token_id is not None and flags is not None:
-        first[1:] = torch.from_numpy(flags[1:] & FIRST > 0)  # turns may end with an EOS
-    elif eos_token_id is not None:
-        first[1:] = ids[:-1] == eos_token_id
-    unscored = first if flags is None else first | torch.from_numpy(flags & SCORED == 0)
+    unscored = first | torch.from_numpy(flags & SCORED == 0)
     positions = index - torch.where(first, index, 0).cummax(0).values
-    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(unscored, -100)}
+    return {"input_ids": tokens, "position_ids": positions, "labels": tokens.masked_fill(unscored, -100)}
 
 
-def encode(source: str, tokenizer, part="train", column: str | None = None) -> Iterator[np.ndarray]:
-    """Encode documents, several at a time: a BOS if the tokenizer has one of its own, the text, and an EOS.
+def encode(
+    source: str, tokenizer, part: str = "train", column: str | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Open a source and yield its documents as token ids, (T,), int64, and flags, (T,), uint8; see `make_sequence`.
+
+    A text begins with the BOS, if the tokenizer has one that differs from its EOS, and ends with the EOS.
 
     Args:
-        source: as for `hf_longctx.corpus.load_text`.
-        tokenizer: of transformers, with an EOS.
-        part: of a source that has several, "train" or "held_out".
-        column: of a table, with the text. Default: "text".
+        source: as for `hf_longctx.corpus.load_text`, or a table of conversations.
+        tokenizer: tokenizer of transformers with an EOS.
+        part: "train" or "held_out", for a source that has both.
+        column: column of a table with the text. Default: its conversations, else "text".
 
     Raises:
-        ValueError: the tokenizer has no EOS.
+        ValueError: the source cannot be read, or the tokenizer does not have an EOS.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "the tokenizer has no EOS, which ends a document in a row. Give it one: tokenizer.eos_token = '</s>'."
+            "The tokenizer does not have an EOS token, which ends a document. Set one: tokenizer.eos_token = '</s>'."
         )
+    documents = open_source(source, part, column, conversations=True)[1]
+    groups = groupby(documents, key=lambda document: isinstance(document, dict))
+    return (
+        encoded
+        for are_conversations, group in groups
+        for encoded in (encode_conversations if are_conversations else encode_texts)(group, tokenizer)
+    )
+
+
+def encode_texts(texts: Iterator[str], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Encode texts in batches."""
     # GPT-2's BOS is its EOS, and would be a document of one token
     before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
-    documents = open_source(source, part, column)[1]
-    while texts := list(islice(documents, DOCUMENTS_AT_ONCE)):
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        yield np.concatenate([[*before, *ids, tokenizer.eos_token_id] for ids in encoded]).astype(np.int64)
+    while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
+        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
+            ids = np.array([*before, *ids, tokenizer.eos_token_id])
+            yield ids, flags_by_eos(ids, None)
 
 
-def pack(source: str, tokenizer, path: Path, part="train", column: str | None = None) -> None:
-    """Encode all documents of a source into a file of tokens, `path`, which appears when it is complete.
+def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | None = None) -> None:
+    """Encode all documents of a source into a token file and a file of flags next to it (suffix `FLAGS`).
 
-    Conversations, which are read unless a column is named, have a file of flags in the same folder, `FLAGS`.
-
-    Progress is printed on stderr every few seconds.
+    Both appear when they are complete. Progress is printed on stderr every few seconds.
 
     Args:
         source, tokenizer, part, column: as for `encode`.
         path: `.npy` file to write.
+
+    Raises:
+        ValueError: as for `encode`, or no conversation has a scored token.
     """
-    rows = open_conversations(source, part) if column is None else None
-    if rows is None:
-        pieces: Iterator = encode(source, tokenizer, part, column)
-    else:
-        pieces = encode_conversations(rows, tokenizer)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(FLAGS).unlink(missing_ok=True)
-    dtype = np.dtype(np.uint16 if len(tokenizer) <= 2**16 else np.uint32)
-    count, documents, printed = 0, 0, time.monotonic()
-    with GrowingArray(path, dtype) as tokens, GrowingArray(path.with_suffix(FLAGS), np.dtype(np.uint8)) as flags:
-        for piece in pieces:
-            ids, flag = piece if isinstance(piece, tuple) else (piece, None)
+    dtype, documents, printed = np.uint16 if len(tokenizer) <= 2**16 else np.uint32, 0, time.monotonic()
+    with GrowingArray(path, dtype) as tokens, GrowingArray(path.with_suffix(FLAGS), np.uint8) as flags:
+        for documents, (ids, its_flags) in enumerate(encode(source, tokenizer, part, column), 1):
             tokens.append(ids)
-            count += len(ids)
-            if flag is None:
-                documents += int((ids == tokenizer.eos_token_id).sum())
-            else:
-                flags.append(flag)
-                documents += 1
+            flags.append(its_flags)
             if time.monotonic() > printed + SECONDS_BETWEEN_LINES:
                 printed = time.monotonic()
-                print(f"packing {source}: {documents} documents, {count} tokens", file=sys.stderr)
-    if count == 0:
-        raise ValueError(f"{source} holds no conversation in which an assistant answers.")
-    print(f"packed {source}: {documents} documents, {count} tokens", file=sys.stderr)
+                print(f"packing {source}: {documents} documents, {tokens.count} tokens", file=sys.stderr)
+    if not documents:
+        raise ValueError(f"{source} does not hold a conversation in which an assistant answers.")
+    print(f"packed {source}: {documents} documents, {tokens.count} tokens", file=sys.stderr)
 
 
 class GrowingArray:
-    """A .npy file of one dimension that is written piece by piece, and appears when it is complete and not empty."""
+    """A one-dimensional .npy file that is written incrementally, and appears when it is complete and not empty."""
 
-    def __init__(self, path: Path, dtype: np.dtype):
+    def __init__(self, path: Path, dtype: type[np.unsignedinteger]):
         self.path, self.dtype, self.count = path, dtype, 0
 
     def __enter__(self):
         self.file = open(self.path.with_suffix(".unfinished"), "wb")
-        _write_header(self.file, self.dtype, 0)
+        self.write_header()
         return self
 
     def append(self, values: np.ndarray) -> None:
-        self.file.write(values.astype(self.dtype).data)  # numpy's `tofile` does not say that the disk is full
+        self.file.write(values.astype(self.dtype).data)  # numpy's `tofile` does not report a full disk
         self.count += len(values)
 
     def __exit__(self, kind, *error):
         with self.file as file:
             file.seek(0)
-            _write_header(file, self.dtype, self.count)  # numpy leaves room for the number of tokens to grow
+            self.write_header()
             file.flush()
             os.fsync(file.fileno())
         if kind is None and self.count:
@@ -250,11 +272,10 @@ class GrowingArray:
         else:
             os.unlink(file.name)
 
-
-def _write_header(file, dtype, count):
-    np.lib.format.write_array_header_1_0(
-        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": (count,)}
-    )
+    def write_header(self) -> None:
+        """Write the header; numpy leaves room in it for a larger count."""
+        header = np.lib.format.header_data_from_array_1_0(np.empty(0, self.dtype)) | {"shape": (self.count,)}
+        np.lib.format.write_array_header_1_0(self.file, header)
 
 
 def digest(path: Path) -> str:
@@ -264,7 +285,7 @@ def digest(path: Path) -> str:
 
 
 def source_digest(source: str) -> str:
-    """Return the hash of the files of a local source, in their order; of a dataset, its name."""
+    """Return the hash of the files of a local source, or the name of a dataset."""
     path = Path(source)
     if not path.exists():
         return source
@@ -272,26 +293,21 @@ def source_digest(source: str) -> str:
     return hashlib.sha256("".join(map(digest, files)).encode()).hexdigest()
 
 
-def stack(rows: list[dict[str, torch.Tensor]], without: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """Collate rows to a batch whose entries are (B, T), without the entries that the model does not take."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in without}
-
-
 def collate(
     rows: list[dict[str, torch.Tensor]],
     without: Collection[str] = (),
     options: Mapping[str, Any] | None = None,
-    add: Callable[[torch.Tensor], dict[str, Any]] | None = None,
+    flat: bool = False,
 ) -> dict[str, Any]:
-    """Collate rows to the arguments of a model.
+    """Collate sequences into model inputs, (B, T).
 
     Args:
         without: entries that the model does not take.
         options: other arguments of the model.
-        add: makes more arguments of the position ids.
+        flat: concatenate the sequences, (1, B * T); FlashAttention then separates documents by their positions.
     """
-    batch = stack(rows, without)
-    return batch | (add(batch["position_ids"]) if add and "position_ids" in batch else {}) | dict(options or {})
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in without}
+    return {name: x.view(1, -1) if flat else x for name, x in batch.items()} | dict(options or {})
 
 
 __all__ = [
@@ -302,8 +318,8 @@ __all__ = [
     "collate",
     "digest",
     "encode",
-    "make_row",
+    "interleave",
+    "make_sequence",
     "pack",
     "source_digest",
-    "stack",
 ]

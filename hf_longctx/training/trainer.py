@@ -1,4 +1,4 @@
-"""transformers' Trainer for runs that are stopped, killed and resumed from their last checkpoint."""
+"""transformers' Trainer, and callbacks for runs that are stopped, killed and resumed from their last checkpoint."""
 
 import math
 import re
@@ -18,49 +18,37 @@ SECONDS_BETWEEN_LINES = 10
 
 
 class LongContextTrainer(Trainer):
-    """Trainer with the `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, which resumes after the last step.
-
-    It does not call tied weights missing.
-    """
+    """Trainer that knows `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, and resumes after the last step."""
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
-        optimizer = super().create_optimizer(model)
+        optimizer, every = super().create_optimizer(model), getattr(self.args, "lr_decay_every", None)
         if is_new and ratio != 1.0:
             trained: Any = self.model if model is None else model
-            gates = [p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad]
+            gates = dict.fromkeys(p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad)
             if not gates:
                 raise ValueError(
                     "--gate_lr_ratio needs forget gates that are trained. Leave it out; for LoRA on a FoX, train them by "
                     "--lora_modules_to_save f_proj."
                 )
-            identities = {id(gate) for gate in gates}
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) not in identities]
+                group["params"] = [p for p in group["params"] if p not in gates]
             rate = ratio * self.args.learning_rate
-            optimizer.add_param_group({"params": gates, "lr": rate, "weight_decay": 0.0})
+            optimizer.add_param_group({"params": list(gates), "lr": rate, "weight_decay": 0.0})
+        if is_new and every is not None:
+            self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # in place of Trainer's
         return optimizer
-
-    def create_scheduler(self, num_training_steps, optimizer: Any = None):
-        every = getattr(self.args, "lr_decay_every", None)
-        if self.lr_scheduler is None and every is not None:
-            optimizer = optimizer or self.optimizer
-            self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # ty: ignore[invalid-argument-type] - made
-        return super().create_scheduler(num_training_steps, optimizer)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        tied = getattr(self.model, "all_tied_weights_keys", {})  # absent from the file, and equal to what is there
-        missing = [name for name in load_result.missing_keys if name not in tied]
-        super()._issue_warnings_after_load(load_result._replace(missing_keys=missing))
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)
-        self.control.should_training_stop = True  # resumed after the last step, where Trainer would take one more
+        self.control.should_training_stop = (
+            True  # the run resumes after its last step, and Trainer would take one more
+        )
 
 
 class StopAtNaN(TrainerCallback):
-    """Ends a run at a loss or gradient that is not finite, before the step can be saved."""
+    """End a run when the loss or the gradient is not finite, before the step can be saved."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         for name in ("loss", "grad_norm"):
@@ -68,22 +56,22 @@ class StopAtNaN(TrainerCallback):
             if not math.isfinite(value):
                 raise FloatingPointError(
                     f"`{name}` is {value} at step {state.global_step}; earlier checkpoints are sound. Lower "
-                    "--learning_rate, or look at the data of this step."
+                    "--learning_rate, or inspect the data of this step."
                 )
 
 
 class StopAtSignal(TrainerCallback):
-    """Saves a checkpoint and ends a run after the step in which SIGTERM or Ctrl-C came; a second Ctrl-C ends it now.
+    """Save a checkpoint and end a run after the step in which SIGTERM or Ctrl-C arrives; a second Ctrl-C interrupts.
 
-    Another SIGTERM changes nothing: a scheduler may signal all processes, and torchrun passes the signal on to workers
-    that have it already. Call `restore` after the training, however it ends.
+    Another SIGTERM changes nothing: a scheduler may signal all processes, and torchrun forwards the signal to workers
+    that already have it. Call `restore` after the training, however it ends.
 
     Attributes:
-        signal: number of the signal that came, or 0; the highest if processes received several.
+        signal: number of the signal, or 0; the highest one if processes received several.
     """
 
     def __init__(self):
-        self.signal, self.before = 0, {}  # handlers before the training, by number
+        self.signal, self.before = 0, {}  # the handlers before the training, by number
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -105,25 +93,11 @@ class StopAtSignal(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-class FirstStep(TrainerCallback):
-    """Announces that the first step compiles, and prints how long it took."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.begin = time.monotonic() if state.is_world_process_zero else None
-        if self.begin is not None:
-            print("the first step compiles the decoder layers; --torch_compile false leaves that out", file=sys.stderr)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.begin is not None:
-            print(f"the first step took {time.monotonic() - self.begin:.1f} s", file=sys.stderr)
-        self.begin = None
-
-
 class Progress(TrainerCallback):
-    """Prints losses, speed and remaining time every few seconds, each evaluation, and the last step.
+    """Print loss, speed and remaining time every few seconds, and each evaluation and the last step.
 
     Args:
-        tokens: of an optimizer step.
+        tokens: number of tokens per optimizer step.
     """
 
     def __init__(self, tokens: int):
@@ -138,7 +112,7 @@ class Progress(TrainerCallback):
             return
         if "eval_loss" in logs:
             print(f"{text}  eval_loss {logs['eval_loss']:.4f}", file=sys.stderr)
-            self.last = (now, step)  # the speed is that of training
+            self.last = (now, step)  # the speed excludes evaluations
         is_due = step == state.max_steps or now > self.printed + SECONDS_BETWEEN_LINES
         if "loss" in logs and is_due:
             begin, first = self.last
@@ -151,4 +125,4 @@ class Progress(TrainerCallback):
             )
 
 
-__all__ = ["FirstStep", "LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]
+__all__ = ["LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]

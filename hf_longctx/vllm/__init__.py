@@ -1,34 +1,44 @@
-"""FoX for vLLM, as a plugin that vLLM finds by its entry point `vllm.general_plugins`; see README.md."""
+"""FoX for vLLM: a plugin that vLLM finds by its entry point `vllm.general_plugins`; see README.md."""
 
 import logging
 
-from .compat import READ, TESTED, check_release
 
-
+TESTED, READ = "0.32", "0.33"  # it has not run with READ
 logger = logging.getLogger("vllm.hf_longctx")  # shown as vLLM's own
+
+
+def release() -> str:
+    """Return the release of vLLM, such as 0.32."""
+    from vllm import __version__
+
+    return ".".join(__version__.split(".")[:2])
 
 
 def register() -> None:
     """Make FoX known to vLLM, which calls this in each of its processes, perhaps more than once.
 
-    vLLM does so for whatever model it serves, and an error would end it, so what keeps a FoX from being served is a
-    warning. The model itself is imported only where a FoX is served.
+    vLLM does so whichever model it serves, and an error would end it, so it becomes a warning. The model itself is
+    imported only if a FoX is served.
     """
     try:
         _register()
     except Exception as error:
         logger.warning(
-            "hf-longctx cannot serve a FoX here: it needs vLLM %s or %s with all that it takes from there, and its own "
-            "dependencies, but found: %s. Other models are not concerned.",
+            "hf-longctx cannot serve a FoX here: it needs vLLM %s or %s and its own dependencies, but found: %s. Other models "
+            "are not affected.",
             *(TESTED, READ, error),
         )
 
 
 def _register():
-    check_release()
+    if release() not in (TESTED, READ):
+        raise ImportError(f"this is vLLM {release()}")
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
+
     from ..fox.configuration_fox import FoxConfig
     from .checks import FoxChecks, not_by_transformers
-    from .compat import MODEL_ARCH_CONFIG_CONVERTORS, MODELS_CONFIG_MAP, ModelRegistry
     from .widths import FoxSizes
 
     known = ModelRegistry.get_supported_archs()

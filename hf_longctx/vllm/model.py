@@ -1,9 +1,10 @@
-"""The Llama of vLLM with forgetting attention in the place of its own."""
+"""vLLM's Llama with forgetting attention instead of its own."""
 
 import torch
+from vllm.compilation.decorators import support_torch_compile
+from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
 
 from .attention import FoxAttention
-from .compat import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel, support_torch_compile
 
 
 class FoxDecoderLayer(LlamaDecoderLayer):

@@ -1,7 +1,7 @@
-"""The common parts of all benchmarks: one timer, one description of the machine, one Markdown table, one JSON file.
+"""What all benchmarks share: a timer, a description of the machine, a Markdown table and a JSON file.
 
-A benchmark is a module with `measure(args)`, which yields rows of figures, and `table(result)`, which makes Markdown
-of the JSON. `run` parses the options, writes the JSON after every row, so that an interrupted run loses nothing, and
+A benchmark is a module with `measure(args)`, which yields rows of figures, and `table(result)`, which renders the JSON
+as Markdown. `run` parses the options, writes the JSON after every row, so that an interrupted run loses nothing, and
 prints the table.
 """
 
@@ -40,7 +40,7 @@ NO_SETTINGS = ("name", "output", "table", "work", "data", "picture", "until")  #
 def timed(function, *args, device="cpu", scratch=None, clock=time.perf_counter):
     """Return the seconds of one call, and its result.
 
-    On a GPU the time lies between two events, and `scratch` is overwritten before the first of them: this empties the
+    On a GPU the time lies between two events, and `scratch` is overwritten before the first one: this flushes the
     GPU's cache, and keeps the GPU busy while the call is launched.
     """
     if device != "cuda":
@@ -60,8 +60,8 @@ def timed(function, *args, device="cpu", scratch=None, clock=time.perf_counter):
 def alternate(contenders, rounds, until=math.inf):
     """Return {name: seconds in every round}, from {name: a function that returns the seconds of one run}.
 
-    Contenders take turns, so that whatever else the machine does slows down all of them. A first round warms up and is
-    left out. From the fourth on, no round begins after `until` (on the clock of time.monotonic).
+    Contenders take turns, so that other work of the machine slows down all of them. The first round is a warm-up and
+    is left out. From the fourth round on, none begins after `until` (on the clock of time.monotonic).
     """
     seconds = {name: [] for name in contenders}
     for i in range(1 + rounds):
@@ -73,7 +73,7 @@ def alternate(contenders, rounds, until=math.inf):
 
 
 def time_in_turn(functions, rounds, until=math.inf, **options):
-    """Return {name: seconds in every round}, from {name: a function without arguments}; `options` of `timed`."""
+    """Return {name: seconds in every round}, from {name: a function without arguments}; `options` go to `timed`."""
     turns = {name: lambda function=function: timed(function, **options)[0] for name, function in functions.items()}
     return alternate(turns, rounds, until)
 
@@ -83,8 +83,8 @@ def median_ratio(numerators, denominators):
     return statistics.median(a / b for a, b in zip(numerators, denominators))
 
 
-def rows_beside_llama(models, cache_bytes, seconds):
-    """Yield a row for each model: tokens per second of every phase, and their ratio to those of the model "Llama".
+def rows_relative_to_llama(models, cache_bytes, seconds):
+    """Yield a row for each model: tokens per second in every phase, and their ratio to those of the model "Llama".
 
     Args:
         models: {name: model}.
@@ -100,13 +100,16 @@ def rows_beside_llama(models, cache_bytes, seconds):
 
 
 def resident_mb(field="VmHWM"):
-    """Return the peak of this process's resident memory, or its size, "VmRSS"; ru_maxrss counts the parent's too."""
+    """Return the peak of this process's resident memory in MB, or its size, "VmRSS".
+
+    `ru_maxrss` would include that of the parent.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def added_mb(function, *args):
-    """Return the MB that one call adds to this process's resident memory at its peak, and the result of the call."""
+    """Return the MB that one call adds to the peak of this process's resident memory, and the result of the call."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident_mb("VmRSS")
@@ -139,7 +142,7 @@ def machine(device="cpu"):
 def versions():
     numbers = {"python": platform.python_version()}
     for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # absent, or imported from a folder
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # not installed, or imported from a folder
             numbers[package] = importlib.metadata.version(package)
     if torch.cuda.is_available():
         numbers |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
@@ -153,7 +156,7 @@ def place(result):
 
 
 def markdown(rows, template):
-    """Return a table. `template`: lines of headings and of formats. A column without any value is left out."""
+    """Return a Markdown table. `template` is a line of headings and a line of formats; empty columns are left out."""
 
     def cell(text, row):
         try:
@@ -171,9 +174,9 @@ def markdown(rows, template):
 
 
 def make_parser(module, description, name=None, **defaults):
-    """Return a parser with the options of all benchmarks, and one for each of `defaults`, which tells its type.
+    """Return a parser with the options of all benchmarks, and one for each of `defaults`, which determines its type.
 
-    `name` of the JSON: may contain other options in braces.
+    `name` is that of the JSON, and may contain other options in braces.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -202,7 +205,7 @@ def make_parser(module, description, name=None, **defaults):
 
 
 def existing_file(path):
-    """Return the path of a file to read; the `type` of an option."""
+    """Return the path of a file to read; used as the `type` of an option."""
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"{path} is not a file. Leave the option out to measure.")
     return Path(path)
@@ -214,12 +217,12 @@ def result_name(args):
 
 
 def origin(command, device="cpu"):
-    """Return the beginning of a result: where its figures come from."""
+    """Return the first fields of a result, which say where its figures come from."""
     return {"command": command, "commit": commit(ROOT), "machine": machine(device), "versions": versions()}
 
 
 def describe_run(parser, args, arguments):
-    """Return a result without rows. Sets the default of --output, and ends the program if the --device is missing."""
+    """Return a result without rows. Set the default of --output, and exit if the --device is missing."""
     device = getattr(args, "device", "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("no CUDA device is visible")
@@ -232,7 +235,7 @@ def describe_run(parser, args, arguments):
 
 
 def save(path, result):
-    """Replace the file at once: an interrupted run leaves a complete file."""
+    """Replace the file atomically, so that an interrupted run leaves a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(result, indent=1, default=str) + "\n")
@@ -240,7 +243,7 @@ def save(path, result):
 
 
 def run(parser, measure, table, arguments=None):
-    """Measure, and write and print the result; or print the table of a file. Rows go to stderr as they come."""
+    """Measure, write and print the result; or print the table of a file. Rows go to stderr when they are measured."""
     args = parser.parse_args(arguments)
     if args.table is not None:
         result = json.loads(args.table.read_text())

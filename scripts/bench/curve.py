@@ -1,12 +1,12 @@
-"""What a forgetting curve costs: every protocol beside a plain loop, in time and in memory.
+"""Time and memory that each protocol of a forgetting curve takes, compared with a plain loop.
 
     OMP_NUM_THREADS=1 python -m scripts.bench.curve --model FOLDER TOKENS.npy
 
 The plain loop is the definition of the reference protocol: one forward pass for each input, all logits, no cache.
 Every run is a new process; extra MB is its peak memory above that of the loaded model. Without --model, a small Llama
-with random weights takes its place: fine for the cost of "reference", but "adaptive" looks for the end of
-a model's memory, so give it a model that has some. --scale below 1 shrinks lengths and repeats, for a trial. Ratios
-compare CPU seconds, which depend less on other processes than wall-clock ones.
+with random weights is measured. This suffices for the cost of "reference"; "adaptive" searches for the end of a
+model's memory, so give it a trained model. --scale below 1 shrinks lengths and repeats for a trial. Ratios compare CPU
+seconds, which depend less on other processes than wall-clock time.
 """
 
 import time
@@ -30,7 +30,7 @@ LLAMA = {
 }
 SMALL = LLAMA | {"hidden_size": 192, "num_hidden_layers": 3, "intermediate_size": 512, "vocab_size": 1024}
 LARGE = LLAMA | {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1024, "vocab_size": 32000}
-# name: (description, Llama, longest length, lengths, repeats, protocols beside the plain one)
+# name: (description, Llama, longest length, lengths, repeats, protocols that are compared with the plain loop)
 SETUPS = {
     "small": ("vocabulary 1024", SMALL, 512, 16, 10, ["reference"]),
     "large": ("vocabulary 32000", LARGE, 768, 6, 5, ["reference"]),
@@ -46,7 +46,7 @@ TABLE = """
 
 @torch.no_grad()
 def plain_counts(model, tokens, lengths, repeats):
-    """The reference protocol as its definition; (copy counts, LM counts) for each length."""
+    """Return (copy counts, LM counts) for each length by the definition of the reference protocol."""
     points = []
     for n, samples in order_samples(tokens, lengths, repeats, seed=0).items():
         scored, counts = scored_logits(n), {"copy": [], "LM": []}
@@ -59,7 +59,7 @@ def plain_counts(model, tokens, lengths, repeats):
 
 
 def run_protocol(setup, protocol, args):
-    """One row, measured in this process, and the counts."""
+    """Return a row, measured in this process, and the counts."""
     _, config, longest, n, repeats, _ = SETUPS[setup]
     longest, repeats = max(16, int(longest * args.scale)), max(1, int(repeats * args.scale))
     lengths = linear_lengths(longest, n) if n > 1 else [longest]
@@ -111,9 +111,11 @@ def table(result):
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, scale=1.0)
     parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="default: all")
-    model = "folder of a small Llama and token ids of a text, for the setups with a small vocabulary"
+    model = "folder of a small Llama, and token ids of a corpus, for the setups with a small vocabulary"
     parser.add_argument("--model", nargs=2, metavar=("FOLDER", "TOKENS.npy"), help=model)
-    parser.add_argument("--tokens-per-pass", type=int, metavar="N", help="memory budget (default: the library's)")
+    parser.add_argument(
+        "--tokens-per-pass", type=int, metavar="N", help="tokens in a forward pass (default: that of the package)"
+    )
     common.run(parser, measure, table, arguments)
 
 

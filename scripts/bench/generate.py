@@ -1,14 +1,14 @@
-"""Prefill and decoding of FoX (LLaMA), FoX (Pro) and transformers' Llama of the same size, side by side in one run.
+"""Speed of prefill and decoding of FoX (LLaMA) and FoX (Pro), compared with transformers' Llama of the same size.
 
     python -m scripts.bench.generate [--context 2048] [--cache dynamic|static] [--device cpu|cuda] [--dtype float32]
 
 The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
-narrower MLP, which pays for its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
-Figures are tokens per second, medians of rounds, in which each FoX takes turns with the Llama; ratios are medians of
-the ratio to Llama within a round. Rows are written as they are measured, the Llama's first.
-With --cache static, `generate` decodes, and transformers compiles its step on a GPU. Cache bytes are those of a
-DynamicCache. Operations are those of ATen in a decoding step. --attention is that of FoX;
-auto: our kernels for long calls on a GPU, else SDPA.
+narrower MLP, which offsets its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
+Figures are tokens per second, medians over rounds, in which each FoX takes turns with the Llama; ratios are medians of
+the ratio to the Llama within a round. Rows are written as they are measured, the Llama's first. With --cache static,
+`generate` decodes, and transformers compiles its step on a GPU. Cache bytes are those of a DynamicCache. Operations
+are ATen operations in a decoding step. --attention applies to FoX: auto means our kernels for long calls on a GPU, and
+SDPA otherwise.
 """
 
 import torch
@@ -29,7 +29,7 @@ TABLE = """
 
 
 def make_configs(sizes, mlp, context):
-    """Return {name: configuration} of a Llama with an MLP of width `mlp`, and of both kinds of FoX of its size."""
+    """Return {name: configuration} of a Llama whose MLP has the width `mlp`, and of both kinds of FoX of its size."""
     pro_mlp = mlp - round(sizes["hidden_size"] / 48) * 16  # three matrices of hidden / 3 columns are an output gate
     decay = dict(decay_time_min=8, decay_time_max=context)
     return {
@@ -56,9 +56,9 @@ def make_models(args):
 
 @torch.no_grad()
 def operations_of_a_step(model, token):
-    """Return how many ATen operations a decoding step of a short context takes, those inside of others included."""
+    """Return the number of ATen operations in a decoding step with a short context, nested ones included."""
     cache = {cache_argument(model): DynamicCache(config=model.config)}
-    for _ in range(3):  # the first one fills the cache, the second one finds out what to keep
+    for _ in range(3):  # the first one fills the cache, the second one determines what to keep
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             model(token, **cache)
     return sum(event.key.startswith("aten::") for event in profiler.events())
@@ -72,13 +72,13 @@ def measure(args):
     ids = torch.randint(0, args.vocab, (1, args.context), generator=torch.Generator().manual_seed(0)).to(args.device)
 
     def prefill(name):
-        """Seconds per token of a prompt."""
+        """Return seconds per token of a prompt."""
         caches[name] = {cache_argument(models[name]): DynamicCache(config=models[name].config)}
         read = lambda: models[name](ids, **caches[name], logits_to_keep=1).logits.sum().item()  # noqa: E731
         return common.timed(read, device=args.device)[0] / args.context
 
     def decode(name):
-        """Seconds per token of greedy decoding after the prompt; its first token warms up."""
+        """Return seconds per token of greedy decoding after the prompt; its first token is a warm-up."""
         token = torch.zeros(1, 1, dtype=torch.long, device=args.device)
 
         def step(token):
@@ -93,7 +93,7 @@ def measure(args):
         return common.timed(steps, step(token), device=args.device)[0] / args.tokens
 
     def decode_static(name):
-        """Seconds per token of `generate` with a static cache, without the first token, which reads the prompt."""
+        """Return seconds per token of `generate` with a static cache, without the first token and the prompt."""
         greedy = dict(do_sample=False, eos_token_id=None, pad_token_id=0, cache_implementation="static")
 
         def generate(tokens):
@@ -110,7 +110,7 @@ def measure(args):
         seconds = common.alternate(turns, args.rounds)
         (cache,) = caches[name].values()
         nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // cache.get_seq_length()
-        (row,) = common.rows_beside_llama({name: model}, {name: nbytes}, seconds)
+        (row,) = common.rows_relative_to_llama({name: model}, {name: nbytes}, seconds)
         yield row | {"operations_per_step": operations_of_a_step(model, ids[:, :1])}
 
 

@@ -3,13 +3,13 @@
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt speed
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
 
-`speed` compares the modes with the loop of the official code: per segment two calls of the causal LM, each with the
-key/value cache, all hidden states and all logits, and the memories kept on the CPU. `windows` is the backbone alone,
-in windows of a segment; on a GPU there is `cuda_graphs` too. It reads with all logits and with the last alone, makes a
-training step (which returns the last logits, as Trainer asks it to), and decodes token by token: the median step of a
-segment, and the slowest place in it. On a CPU times are those of the process. `memory` streams a token file from disk,
-piece by piece, and gives the peak of resident memory at each length, and what the loss of all its tokens in one call
-adds (of CPU memory).
+`speed` compares the modes with the loop of the official code, which calls the causal LM twice for each segment, with
+key/value cache, all hidden states and all logits, and keeps the memories on the CPU. `windows` is the backbone alone,
+in windows of a segment; on a GPU `cuda_graphs` is measured too. Tasks are reading with all logits and with the last
+one, a training step (which returns the last logits, as in Trainer), and decoding token by token: the median step of a
+segment, and the slowest position in it. On a CPU, CPU time of the process is measured. `memory` streams a token file
+from disk in chunks, and reports the peak of resident memory at each length, and how much CPU memory the loss of all
+its tokens in one call adds.
 """
 
 import statistics
@@ -31,7 +31,7 @@ TABLES = {
 | {segment_length} | {task} | {us:.0f} | {windows:.2f}x | {paper:.2f}x | {single_pass:.2f}x | {cuda_graphs:.2f}x |
 """,
     "memory": """
-| tokens | peak MB | numbers in the state | device MB | MB that a loss over the text adds | all its logits, MB | perplexity |
+| tokens | peak MB | numbers in the state | device MB | MB added by the loss of all tokens | MB of all logits | perplexity |
 | {tokens} | {peak_rss_mb:.0f} | {state_numbers} | {peak_device_mb:.0f} | {loss_mb:.0f} | {all_logits_mb:.0f} | {perplexity:.0f} |
 """,
 }
@@ -42,11 +42,11 @@ SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "100m": (640, 10, 10, 1728, 32000),
     "1b": (2048, 16, 16, 5632, 32000),
 }
-PIECE = 8192  # tokens that `memory` reads at a time
+CHUNK = 8192  # tokens that `memory` reads at a time
 
 
 def build(size, recall_mode, args, segment_length=222):
-    """A wrapper around a random Llama, in eval mode on args.device."""
+    """Return a wrapper around a random Llama, in eval mode on args.device."""
     width, layers, heads, inner, vocabulary = SIZES[size]
     config = LlamaConfig(
         hidden_size=width,
@@ -64,7 +64,7 @@ def build(size, recall_mode, args, segment_length=222):
 
 
 def official_loop(model, ids):
-    """Logits of the paper's mode by the official schedule: two full calls of the causal LM per segment."""
+    """Return logits of the paper's mode by the official schedule: two full calls of the causal LM per segment."""
     c, memory, backbone = model.config, model.memory, model.backbone
     embed, j, bank, logits = backbone.get_input_embeddings(), c.summary_length, None, []
     dtype = embed.weight.dtype  # the parameters of the memory are in float32
@@ -90,7 +90,7 @@ def official_loop(model, ids):
 
 
 def speed(args):
-    """Microseconds per token of the official loop and of every mode."""
+    """Yield microseconds per token of the official loop and of every mode."""
     for length in args.segment_lengths:
         models = {mode: build(args.size, mode, args, length) for mode in ("paper", "single_pass")}
         vocabulary = models["paper"].config.vocab_size
@@ -135,7 +135,7 @@ def speed(args):
 
 
 def compare(task, readers, length, ids, args):
-    """Rows of one task."""
+    """Yield the rows of one task."""
     seconds = common.time_in_turn(readers, args.rounds, device=args.device, clock=clock(args))
     for name in readers:
         row = {"segment_length": length, "task": task, "name": name}
@@ -144,7 +144,7 @@ def compare(task, readers, length, ids, args):
 
 
 def clock(args):
-    """The machine's other work is not counted, where one thread does all of ours."""
+    """Return a clock that does not count other processes, if one thread does all of our work."""
     return time.process_time if args.device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -155,7 +155,7 @@ def train_step(model, loss):
 
 @torch.no_grad()
 def decode(model, length, args):
-    """The median step over the places of a segment, and the slowest one; of each place the median over segments."""
+    """Return the median step over the positions of a segment, and the slowest one, each a median over segments."""
     ids = torch.randint(model.config.vocab_size, (1, length), device=args.device)
     state, places = model(ids, use_cache=True, logits_to_keep=1).state, [[] for _ in range(length)]
     for _ in range(max(3, args.rounds)):
@@ -174,7 +174,7 @@ def decode(model, length, args):
 
 
 def memory(args):
-    """Peak resident memory (and device memory) in MB while a file of tokens is read with a state."""
+    """Yield the peak of resident memory (and device memory) in MB while a file of tokens is read with a state."""
     model = build(args.size, "single_pass", args)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
@@ -186,7 +186,7 @@ def memory(args):
         state, position, rows = None, 0, []
         for length in sorted(args.lengths):
             while position < length:
-                piece = tokens[position : min(length, position + PIECE)]
+                piece = tokens[position : min(length, position + CHUNK)]
                 ids = torch.from_numpy(piece.astype(np.int64))[None].to(args.device)
                 with torch.no_grad():
                     state = model(ids, state=state, use_cache=True, logits_to_keep=1).state
@@ -196,7 +196,7 @@ def memory(args):
             if args.device == "cuda":
                 row["peak_device_mb"] = torch.cuda.max_memory_allocated() / 2**20
             rows.append(row)
-        for row in rows:  # last, because it resets the peak
+        for row in rows:  # at the end, because it resets the peak
             ids = torch.from_numpy(tokens[: row["tokens"]].astype(np.int64))[None].to(args.device)
             row["loss_mb"], row["perplexity"] = common.added_mb(perplexity, model, ids)
             row["all_logits_mb"] = ids.numel() * model.config.vocab_size * 4 / 2**20
@@ -216,12 +216,12 @@ def measure(args):
 def table(result):
     rows = result["rows"]
     if result["settings"]["what"] == "speed":
-        rows = beside_official(rows)
+        rows = relative_to_official(rows)
     return common.markdown(rows, TABLES[result["settings"]["what"]])
 
 
-def beside_official(rows):
-    """Return a line for each segment length and task, with the ratio of each mode; of decoding, slowest to median."""
+def relative_to_official(rows):
+    """Return a line for each segment length and task with the ratio of each mode; for decoding, slowest to median."""
     lines = {}
     for row in rows:
         line = lines.setdefault((row["segment_length"], row["task"]), {})

@@ -1,15 +1,17 @@
-"""Pages of HMT's memory beside one flat memory: what a recall costs, and what it finds.
+"""Cost and quality of a recall from pages of HMT's memory, compared with a recall from one flat memory.
 
     python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     OMP_NUM_THREADS=1 python -m scripts.bench.pages
 
-The memories are of two kinds: unrelated vectors, and what SmolLM2-135M, which was not trained for it, makes of a novel
-in segments of 32 tokens (`recurrence=False`). 200 questions are asked of each number of them: by memories, each for
-itself, and by the first halves of segments, as in a model. (Untrained, many of these agree on a few memories.)
+The memories are of two kinds: unrelated vectors, and summaries that SmolLM2-135M, not trained for it, computes of a
+novel in segments of 32 tokens (`recurrence=False`). For each number of memories there are 200 queries: memories, each
+of which should find itself, and first halves of segments, as in a model. (Untrained, many of these agree on a few
+memories.)
 
-"found" is how often the memory that a flat recall weighs most is in the recalled pages, and "weight" what the flat
-recall gives to all memories in them. Beside them stand pages of neighbours in the text, of which as many, with as many
-memories, are chosen by their means. Milliseconds are those of one recall and one dropped memory.
+"found" is the share of queries for which the recalled pages contain the memory that has the largest weight in a flat
+recall, and "weight" is the weight that the flat recall gives to all memories in the pages. The baseline are pages of
+neighbours in the document: as many pages with as many memories, chosen by their means. Milliseconds are those of one
+recall and one dropped memory.
 """
 
 import statistics
@@ -35,7 +37,7 @@ ASKED = 200
 
 
 def unrelated(count, args):
-    """(count, d) vectors, {who asks: queries (count, d)}, and a memory that compares them as they are."""
+    """Return (count, d) vectors, {kind of query: queries (count, d)}, and a memory that compares them unprojected."""
     torch.manual_seed(0)
     memory = HMTMemory(args.width, 1, args.width, single_pass=True)
     for projection in (memory.wq, memory.wk):
@@ -46,7 +48,10 @@ def unrelated(count, args):
 
 
 def of_a_novel(count, args):
-    """Memories of segments (count, d), {who asks: queries (count, d)}, and the memory that compares them."""
+    """Return memories of segments (count, d), {kind of query: queries (count, d)}, and the memory that compares them.
+
+    The model is untrained.
+    """
     require(SMOLLM2, TEXT)
     backbone = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
     config = HMTConfig(segment_length=32, sensory_tokens=4, memory_size=None, recurrence=False, summary_batch=32)
@@ -64,7 +69,7 @@ def of_a_novel(count, args):
     model.memory.recall = recorded
     for ids in tokens.long()[None].split(1024, 1):
         state = model(ids, state=state, logits_to_keep=1, use_cache=True).state
-    del model.memory.recall  # that of the class is left
+    del model.memory.recall  # that of the class remains
     queries = torch.cat([queries[0], *queries])  # the first segment has nothing to recall
     embeddings = state.memory["bank"]["embeddings"][0]
     return embeddings, {"itself": embeddings, "first half": queries}, model.memory
@@ -84,13 +89,13 @@ def measure(args):
 
 
 def scorer(query, memory, embeddings):
-    """A function that gives the scores (c,) of embeddings or tags (c, d) for a query (d,)."""
+    """Return a function that gives the scores (c,) of embeddings or tags (c, d) for a query (d,)."""
     origin, count = embeddings.mean(0)[None, None], torch.tensor([len(embeddings)])
     return lambda keys: memory.scores(query[None, None], keys[None], origin, count)[0]
 
 
 def cost(embeddings, queries, memory, pages, rounds):
-    """Milliseconds of a recall and of a memory that is dropped, or added to the flat ones."""
+    """Return milliseconds of a recall and of a memory that is dropped, or added to the flat ones."""
     n, query, score = len(embeddings), queries[None, :1], scorer(queries[0], memory, embeddings)
     origin, count = embeddings.mean(0)[None, None], torch.tensor([n])
 
@@ -108,22 +113,22 @@ def cost(embeddings, queries, memory, pages, rounds):
 
 
 def quality(embeddings, queries, memory, pages):
-    """Means over questions: memories recalled; whether the best is found; the weight of all that are found."""
+    """Return means over queries: memories recalled, whether the best is found, the weight of all that are found."""
     n, generator, values = len(embeddings), torch.Generator().manual_seed(0), defaultdict(list)
     for i in torch.randint(n, (ASKED,), generator=generator).tolist():
         score = scorer(queries[i], memory, embeddings)
         weights = score(embeddings).softmax(-1)
         _, in_pages = pages.look_up(score)
         values["recalled"].append(len(in_pages))
-        beside = neighbours(embeddings, score, len(in_pages), pages.recalled)
-        for name, numbers in (("", in_pages), ("neighbours_", beside)):
+        baseline = neighbours(embeddings, score, len(in_pages), pages.recalled)
+        for name, numbers in (("", in_pages), ("neighbours_", baseline)):
             values[f"{name}found"].append((numbers == weights.argmax()).any().item())
             values[f"{name}weight"].append(weights[numbers].sum().item())
     return {name: statistics.mean(map(float, x)) for name, x in values.items()}
 
 
 def neighbours(embeddings, score, count, pages):
-    """The numbers of about `count` embeddings in pages of neighbours in the text, chosen by their means."""
+    """Return the numbers of about `count` embeddings in pages of neighbours in the document, chosen by their means."""
     size = max(1, round(count / pages))
     tags = torch.stack([page.mean(0) for page in embeddings.split(size)])
     chosen = score(tags).topk(min(len(tags), pages)).indices

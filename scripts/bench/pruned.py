@@ -1,13 +1,12 @@
-"""Decoding with a pruned cache against the full cache: memory, tokens per second, and what pruning changes in the
-logits.
+"""Memory, speed and logits of decoding with a pruned cache, compared with the full cache.
 
     python -m scripts.bench.pruned [--contexts 16384 65536] [--tolerances 1e-2 1e-4 1e-6]
 
 The model is a FoX (Pro) with random weights, whose heads forget by a factor e in 2 to 2048 tokens. The context is not
-read but made up: normed random keys, random values, gates that scatter around their biases. Tolerance 0 drops
-nothing: it shows what is gained by not copying the cache for every token, and gives the logits that the others are
-compared with (in the full cache, the float32 sum of log f loses resolution as it falls). Caches take turns, token by
-token; figures are medians. --attention auto takes our kernels for long calls on a GPU.
+read but synthetic: normalized random keys, random values, gates that scatter around their biases. Tolerance 0 drops
+nothing: it shows the gain from not copying the cache for every token, and its logits are the reference (in the full
+cache, the float32 sum of log f loses resolution as it falls). Caches take turns, token by token; figures are medians.
+--attention auto means our kernels for long calls on a GPU.
 """
 
 import statistics
@@ -45,7 +44,7 @@ def make_model(args):
 
 
 def fill(caches, model, length):
-    """Put the same `length` made-up tokens into every cache."""
+    """Put the same `length` synthetic tokens into every cache."""
     config, g = model.config, torch.Generator(model.device).manual_seed(1)
     shape = (1, config.num_key_value_heads, length, config.head_dim)
     for index, layer in enumerate(model.model.layers):
@@ -78,7 +77,7 @@ def measure(args):
         logits = {name: [torch.zeros(model.config.vocab_size)] for name in caches}
 
         def decode(name, caches=caches, logits=logits):
-            """Seconds of one token, which is the same for all caches: the prediction with the last of them."""
+            """Return the seconds of one token, which is the same for all caches: the prediction with the last one."""
             token = logits[list(caches)[-1]][-1].argmax().reshape(1, 1).to(model.device)
             read = lambda: model(token, cache=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
             seconds, last = common.timed(read, device=args.device)

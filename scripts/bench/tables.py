@@ -1,8 +1,8 @@
-"""Write scripts/results/README.md from the JSON files beside it and the words in sections.toml.
+"""Write scripts/results/README.md from the JSON files and sections.toml in its folder.
 
     python -m scripts.bench.tables
 
-tests/test_figures.py checks that the page is the one that this prints.
+tests/test_figures.py checks that the page is up to date.
 """
 
 import importlib
@@ -17,10 +17,10 @@ PAGE = RESULTS / "README.md"
 HEAD = """# Results
 
 `python -m scripts.bench.tables` writes this page from `sections.toml` and the JSON files of this folder. A JSON has the machine, the \
-versions, the commit, the settings and all rows. The command above a table, with `--table FILE`, prints all rows. [Each \
-script](../README.md) begins with what it measures, and how.
+versions, the commit, the settings and all rows. The command above a table, with `--table FILE`, prints all rows. The docstring of [each \
+script](../README.md) says what it measures, and how.
 
-Machine, unless said otherwise: {where}. Small experiments take minutes of one CPU core: they show effects, not their size at scale. \
+Machine, unless noted otherwise: {where}. Small experiments take minutes of one CPU core: they show effects, not their size at scale. \
 Contenders take turns in rounds. Times are medians over rounds, and ratios are medians of the ratio within a round.
 
 Not measured yet on a GPU: {missing}.
@@ -28,15 +28,15 @@ Not measured yet on a GPU: {missing}.
 
 
 def section(
-    title: str, text: str, module: str, results: dict, more: tuple, picture: str | None, only: dict, where: str
+    title: str, text: str, module: str, results: dict, more: tuple, figure: str | None, only: dict, where: str
 ) -> str:
     """Return one section of the page as Markdown; the arguments are the fields of sections.toml.
 
-    `results` are those that were measured, by the name of their file, and `where` is the machine of the page.
+    `results` are the measured ones, by the name of their file, and `where` is the machine of the page.
     """
     parts = [f"## {title}", text]
-    if picture:
-        parts.append(f"![plot](../../model_cards/evidence/{picture})")
+    if figure:
+        parts.append(f"![plot](../../model_cards/evidence/{figure})")
     for name, result in results.items():
         rows = [row for row in result["rows"] if all(row.get(field) == value for field, value in only.items())]
         table = importlib.import_module(f"scripts.{module}").table(result | {"rows": rows})
@@ -57,7 +57,7 @@ def page() -> str:
     places = [common.place(result) for fields in sections for result in fields["results"].values()]
     where = max(places, key=places.count)
     missing = ", ".join(name for fields in sections for name in fields.pop("missing"))
-    optional = {"more": (), "picture": None, "only": {}, "where": where}
+    optional = {"more": (), "figure": None, "only": {}, "where": where}
     parts = [section(**optional | fields) for fields in sections if fields["results"]]
     return "\n".join([HEAD.format(where=where, missing=missing), *(f"{part}\n" for part in parts)])
 

@@ -1,14 +1,14 @@
-"""Peak memory of a training step by model, length, and what is done against it.
+"""Peak memory of a training step by model, length, and the measures that reduce it.
 
     python -m scripts.bench.training_memory [--device cpu|cuda] [--models tiny 125M] [--lengths 1024 4096]
 
-A step is a forward and backward pass over one row and an update by AdamW, of a FoX (Pro) or a Llama with weights in
-float32; on a GPU the passes run in bfloat16, those of FoX on the Triton kernels. Figures are of the second step,
-weights, gradients and moments included: allocated memory on a GPU, and on a CPU the resident memory of a fresh
-process, less that before the model was made. "in pieces" is the loss without all logits at once. The columns of
-shards are `--sequence_parallel` with pieces and checkpointing, in one of the processes; the others are pretended, as
-their data do not matter to memory. Buffers of DDP, a copy of the gradients, are not included. A figure of 0 means
-that the memory was not enough.
+A step is a forward and backward pass over one sequence and an update by AdamW, of a FoX (Pro) or a Llama with float32
+weights; on a GPU the passes run in bfloat16, those of FoX on the Triton kernels. Figures are of the second step, with
+weights, gradients and optimizer states: allocated memory on a GPU, and on a CPU the resident memory of a fresh
+process, less that before the model was created. "chunked" is the loss without the logits of the whole sequence. The
+columns of shards are `--sequence_parallel` with a chunked loss and checkpointing, in one of the processes; the others
+are faked, as their data do not affect memory. Buffers of DDP, a copy of the gradients, are not included. A figure of 0
+means out of memory.
 """
 
 import gc
@@ -20,19 +20,19 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
 from hf_longctx.training.config import PRESETS
-from hf_longctx.training.data import make_row
-from hf_longctx.training.loss_in_pieces import LossInPieces
+from hf_longctx.training.data import flags_by_eos, make_sequence
 from hf_longctx.training.sequence_parallel import SequenceShard
 from scripts.bench import common
 
 
 TABLE = """
-| model | size | parameters | tokens | plain MB | loss in pieces | checkpointing | both | of 2 shards | of 4 shards |
+| model | size | parameters | tokens | plain MB | chunked loss | checkpointing | both | 2 shards | 4 shards |
 | {architecture} | {model} | {millions:.0f} M | {tokens} | {plain:.0f} | {pieces:.0f} | {checkpointing:.0f} | {both:.0f} | {shards_2:.0f} |\
  {shards_4:.0f} |
 """
-VARIANTS = {  # loss in pieces, checkpointing, processes that share a row
+VARIANTS = {  # chunked loss, checkpointing, processes that share a sequence
     "plain": (False, False, 1),
     "pieces": (True, False, 1),
     "checkpointing": (False, True, 1),
@@ -58,18 +58,19 @@ def make_model(architecture, name, length, vocab, device):
 
 
 def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, size):
-    """MB at the peak of the second step."""
+    """Return the MB at the peak of the second step."""
     before = common.resident_mb("VmRSS")
     model = make_model(architecture, name, length, vocab, device)
     options, in_pieces = {}, nullcontext()
     if architecture == "fox":
         options["return_logits"] = not pieces
     elif pieces:
-        in_pieces = LossInPieces(model)
+        in_pieces = ChunkedCrossEntropy(model)
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters())
-    row = make_row(torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(0)).numpy(), None)
+    ids = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(0)).numpy()
+    row = make_sequence(ids, flags_by_eos(ids, None))
     batch = {name: x[None].to(device) for name, x in row.items()}
     if size > 1:
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -103,7 +104,7 @@ def measure(args):
             setattr(args, name, value)
     for architecture, name in product(("fox", "llama"), args.models):
         model = make_model(architecture, name, args.lengths[0], args.vocab, "meta")
-        heads = model.config.num_key_value_heads if architecture == "fox" else 1  # others share no rows
+        heads = model.config.num_key_value_heads if architecture == "fox" else 1  # others do not share sequences
         row = {"architecture": architecture, "model": name, "millions": model.num_parameters() / 1e6}
         for length in args.lengths:
             peaks = {}
@@ -121,7 +122,7 @@ def measure(args):
 def table(result):
     s = result["settings"]
     how = "bfloat16 over float32 weights" if s["device"] == "cuda" else "float32"
-    return f"FoX (Pro) and Llama, vocabulary {s['vocab']}, one row, {how}.\n\n{common.markdown(result['rows'], TABLE)}"
+    return f"FoX (Pro) and Llama, vocabulary {s['vocab']}, one sequence, {how}.\n\n{common.markdown(result['rows'], TABLE)}"
 
 
 def main(arguments=None):

@@ -1,11 +1,11 @@
-"""Throughput, latency and cache of FoX (LLaMA), FoX (Pro) and a Llama of their size in vLLM, side by side in one run.
+"""Throughput, latency and cache of FoX (LLaMA) and FoX (Pro) in vLLM, compared with a Llama of their size.
 
     .venv-vllm/bin/python -m scripts.bench.vllm [--device cpu|cuda] [--dtype bfloat16]
 
-The models are those of bench.generate, with random weights, each in an engine in a process of its own, which compiles
-them unless `--compiled 0`. A round reads one prompt of --context tokens; decodes --tokens for one request; and answers
---requests requests of --context / 4 tokens with --tokens each. Times are medians of alternating rounds; ratios are
-medians of the ratio to Llama within a round. Cache bytes are those of the blocks that vLLM allocates.
+The models are those of bench.generate, with random weights. Each has an engine in a process of its own, which compiles
+it unless `--compiled 0`. A round reads one prompt of --context tokens, decodes --tokens for one request, and answers
+--requests requests of --context / 4 tokens with --tokens each. Times are medians over alternating rounds; ratios are
+medians of the ratio to the Llama within a round. Cache bytes are those of the blocks that vLLM allocates.
 """
 
 import argparse
@@ -21,15 +21,15 @@ from scripts.bench.generate import make_models
 
 
 TABLE = """
-| model | parameters | prefill tokens/s | to Llama | ms a decoded token | to Llama | requests, tokens/s | to Llama |\
- cache bytes a token |
+| model | parameters | prefill tokens/s | to Llama | ms per decoded token | to Llama | requests, tokens/s | to Llama |\
+ cache bytes per token |
 | {name} | {millions:.1f} M | {prefill_tokens_per_s:.0f} | {prefill_to_llama:.2f}x | {decode_ms:.1f} |\
  {decode_to_llama:.2f}x | {requests_tokens_per_s:.0f} | {requests_to_llama:.2f}x | {cache_bytes_per_token:.0f} |
 """
 
 
 def serve(pipe, folder, args):
-    """Make an engine, send the bytes of its cache for a token, and answer jobs (prompts, new tokens) with seconds."""
+    """Create an engine, send its cache bytes per token, and answer jobs (prompts, new tokens) with seconds."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or the engines would all be bound to the same cores
     from vllm import LLM, SamplingParams
@@ -84,7 +84,7 @@ def measure(args):
         for pipe, process in zip(pipes.values(), processes):
             pipe.send(None)
             process.join(60)
-    for row in common.rows_beside_llama(models, cache_bytes, seconds):
+    for row in common.rows_relative_to_llama(models, cache_bytes, seconds):
         yield row | {"decode_ms": 1000 / row["decode_tokens_per_s"]}
 
 

@@ -2,8 +2,8 @@
 
     scripts/clients [WORD ...]
 
-With words, only checks whose name or package contains one of them; their JSON goes to build/clients.json. What the
-clients print goes to build/clients. --jobs tells how many checks run at a time.
+Words select the checks whose name or package contains one of them; their JSON goes to build/clients.json. The output
+of the clients goes to build/clients. --jobs checks run at a time.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ TABLE = """
 
 
 def run_check(check, folders, log):
-    """{model: figure, or a line that says what failed}. A process that dies or hangs costs one cell."""
+    """Return {model: figure, or a line that says what failed}. A process that dies or hangs costs one cell."""
     log.write_text("")
     cells, output = {}, log.with_suffix(".jsonl")
     while rest := [folder for folder in folders if folder.name not in cells]:
@@ -44,7 +44,7 @@ def run_check(check, folders, log):
                 end = f"the process ended with {process.wait(60 * check.minutes)}"
             except subprocess.TimeoutExpired:
                 end = f"not finished after {check.minutes:g} minutes"
-            with contextlib.suppress(ProcessLookupError):  # what the check left behind: servers, workers
+            with contextlib.suppress(ProcessLookupError):  # servers and workers that the check left running
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         cells |= dict(map(json.loads, output.read_text().splitlines()))
@@ -65,7 +65,7 @@ def measure(args):
 
         def run(check):
             name = check.name.replace(" ", "_")
-            copy = shutil.copytree(models, Path(temporary, name))  # a check may train what it finds
+            copy = shutil.copytree(models, Path(temporary, name))  # a check may change the models
             return run_check(check, [copy / name for name in MODELS], logs / f"{name}.log")
 
         for check, cells in zip(checks, pool.map(run, checks)):
@@ -73,7 +73,7 @@ def measure(args):
 
 
 def table(result):
-    def text(cell):  # a figure, or what failed: of an exception its class
+    def text(cell):  # a figure, or what failed: the class of an exception
         return f"{cell:.1e}" if isinstance(cell, float) else cell.partition(":")[0]
 
     rows = [row | {name: text(row[name]) for name in MODELS if name in row} for row in result["rows"]]

@@ -1,4 +1,4 @@
-"""The common parts of the checks: their list, the small models, texts and tokens, and the comparison of logits."""
+"""What the checks share: their list, small models, prompts and tokens, and the comparison of logits."""
 
 import importlib.metadata
 import json
@@ -32,7 +32,7 @@ MODELS = {
     "fox_llama": lambda: FoxConfig(**SIZES),
     "fox_pro": lambda: FoxConfig.pro(**SIZES, num_key_value_heads=2),
     "llama": lambda: LlamaConfig(**SIZES, num_key_value_heads=2),
-    "hmt": lambda: HMTConfig(  # segments that are shorter than most texts here
+    "hmt": lambda: HMTConfig(  # segments are shorter than most prompts here
         backbone_config=LlamaConfig(**SIZES, num_key_value_heads=2),
         segment_length=16,
         sensory_tokens=4,
@@ -44,7 +44,7 @@ MODELS = {
 
 
 class NotApplicable(Exception):
-    """The client cannot be run on the model; the message says why."""
+    """The client cannot run the model; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(name, package, figure, limit, minutes=10.0):
-    """Enter a function into the list, as the row `name` of the table; `figure` says what it returns."""
+    """Register a function as the row `name` of the table; `figure` says what it returns."""
 
     def enter(measure):
         CHECKS[name] = Check(name, package, figure, limit, minutes, measure)
@@ -80,7 +80,7 @@ def check(name, package, figure, limit, minutes=10.0):
 
 
 def make_model(name, folder):
-    """Save a random model, whose every parameter is far from its initial value, with the demo's tokenizer."""
+    """Save a random model, all of whose parameters are far from their initial values, with the demo's tokenizer."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS[name]())
     with torch.no_grad():
@@ -99,7 +99,7 @@ def load_tokenizer(folder):
 
 
 def texts(count):
-    """Pieces of English, of unequal lengths."""
+    """Return pieces of English of unequal lengths."""
     paragraphs = re.split(r"\n\n+", (ROOT / "CONTRIBUTING.md").read_text())
     return [text[: 60 + 40 * (i % 4)] for i, text in enumerate(p for p in paragraphs if len(p) > 200)][:count]
 
@@ -119,5 +119,5 @@ def logits(model, input_ids=None):
 
 
 def difference(a, b):
-    """The largest one."""
+    """Return the largest difference of two tensors."""
     return (a - b).abs().max().item()

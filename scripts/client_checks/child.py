@@ -1,6 +1,6 @@
-"""One check on models, in this process: python -m scripts.client_checks.child CHECK OUTPUT FOLDER ...
+"""Run one check in this process: python -m scripts.client_checks.child CHECK OUTPUT FOLDER ...
 
-Writes one line for each model to OUTPUT as soon as it is known: its name, and the figure or what failed.
+Each model adds a line to OUTPUT as soon as it was checked: its name, and the figure or what failed.
 """
 
 import json

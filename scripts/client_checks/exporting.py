@@ -44,17 +44,17 @@ def torch_export_decoder(folder):
 
 @torch.no_grad()
 def difference_of_generation(model, name, **options):
-    """Compare the logits of a prompt and of the tokens after it by two graphs, which share a cache, with a model's."""
+    """Return the difference between a model's logits and those of two graphs, for a prompt and the tokens after it."""
     from transformers import exporters
 
     exporter, config = getattr(exporters, f"{name}Exporter"), getattr(exporters, f"{name}Config")
-    lengths = (40, 1, 1)  # of the prompt and of each step; exported with other ones
+    lengths = (40, 1, 1)  # of the prompt and of each step; the graphs were exported with other ones
     inputs = {"input_ids": torch.randint(3, model.config.vocab_size, (2, sum(lengths)))}
     sample = {"input_ids": inputs["input_ids"][:, :9]}
     exported = exporter().export_for_generation(model, sample, config(dynamic=True, **options))
     inputs["position_ids"] = torch.arange(sum(lengths)).expand(2, -1)
     cache, steps = DynamicCache(config=model.config), []
-    passed = inspect.signature(model.prepare_inputs_for_generation).parameters  # with these the graphs were traced
+    passed = inspect.signature(model.prepare_inputs_for_generation).parameters  # the graphs were traced with these
     cache_name = "cache" if "cache" in passed else "past_key_values"
     for parts in zip(*(x.split(lengths, dim=1) for x in inputs.values())):
         runner = exported.runners["decode" if steps else "prefill"]
@@ -64,11 +64,11 @@ def difference_of_generation(model, name, **options):
     return difference(torch.cat(steps, dim=1), model(inputs["input_ids"]).logits)
 
 
-GENERATION = "difference of logits, of a prompt and of tokens after it, from those of the model"
-EXPORTERS = {  # of transformers: the package of each, and options
+GENERATION = "difference of logits from those of the model, for a prompt and the tokens after it"
+EXPORTERS = {  # exporters of transformers: package and options
     "Dynamo": ("torch", {}),
     "Onnx": ("onnxruntime", {}),
-    "OpenVINO": ("openvino", dict(stateful=False)),  # or the program keeps the cache to itself
+    "OpenVINO": ("openvino", dict(stateful=False)),  # otherwise the program hides the cache
 }
 for name, (package, options) in EXPORTERS.items():
     check(f"transformers.exporters, {name}", package, GENERATION, 1e-4, 20)(
@@ -77,7 +77,7 @@ for name, (package, options) in EXPORTERS.items():
 
 
 def onnx_difference(folder, lengths, **options):
-    """Between the logits of onnxruntime and those of the model, at some lengths; exported at the first."""
+    """Return the difference between the logits of onnxruntime and the model; the first length is exported."""
     import onnxruntime
 
     model, path = Logits(folder).eval(), str(folder / "model.onnx")

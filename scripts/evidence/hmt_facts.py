@@ -1,4 +1,4 @@
-"""Facts in natural text around a pretrained Llama: does a memory beside it find them again?
+"""Ask a pretrained Llama with a memory for facts that stood in a novel.
 
     python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.hmt_facts --device cuda                  # SmolLM2-135M, in full
@@ -7,21 +7,21 @@
     python -m scripts.evidence.hmt_facts --backbone llama-demo --segment-length 32 --sensory-tokens 4 --rows 16 \
         --rounds 1 --first-steps 600 --steps 1200 --learning-rate 1e-3  # model_cards/llama-demo, half an hour for each
 
-Each of the first W segments of a text is a piece of prose with one sentence in it: "The colour of Ada's house is
-gold." After them stand questions, each one a segment of its own that the others do not see: a piece of prose,
-and such a sentence about one of the same people, up to the colour. Token j of the segment, of whose first j tokens a
-recall is made, is the last one before the colour: it reads what is recalled. An answer is right if the colour is the
-arg-max over the vocabulary. (Where a tokenizer makes several tokens of a colour, they begin differently, and the first
-is asked for.) Every model is trained on the answers alone, first on texts of one fact (HMT without recall), then on
-texts of up to 8 (`--most-facts`), and asked on texts of up to 64. Each stage takes up to four rounds (`--rounds`) of
-its steps, until one ends below a loss of 0.5.
-The prose is that of `scripts.demo_corpus`: speeches and novels to train, another novel to ask.
-All parameters but the token embeddings (which are also the head) are trained, on a GPU under bfloat16 autocast.
+Each of the first segments of a text is a piece of prose with one sentence in it: "The colour of Ada's house is gold."
+Questions follow, each in a segment of its own that the others do not see: a piece of prose, and the same sentence
+about one of these people, up to the colour. HMT recalls by the first j tokens of a segment, and the last token before
+the colour reads what was recalled. An answer is right if the colour is the argmax over the vocabulary. (Where a
+tokenizer splits a colour, its first token counts; these differ.) Every model is trained on the answers alone, first
+on texts of one fact (HMT without recall), then on texts of up to 8 (`--most-facts`), and asked on texts of up to 64.
+Each stage takes up to four rounds (`--rounds`) of its steps, until one ends below a loss of 0.5. The prose is that of
+`scripts.demo_corpus`: speeches and novels for training, another novel for the questions. All parameters except the
+tied token embeddings are trained, on a GPU under bfloat16 autocast.
 
-Beside HMT stand RMT (the same without recall), full attention over the text, a window of the last segment and the
-sensory tokens before it, and what a user would do instead: the segment that BM25 finds for the words of the question
-(without stop words), before the last one. Some are asked as they are, too, without training, among them an HMT that
-reads the segment again that shares most tokens with the first half of the question's (`recall_tokens`).
+HMT is compared with RMT (the same without recall), with full attention over the text, with a window of the last
+segment and the sensory tokens before it, and with what a user would do instead: read the segment that BM25 finds for
+the words of the question, without stop words, before the last one. Some models also answer without training, among
+them an HMT that reads again the segment that shares most tokens with the first half of the question's
+(`recall_tokens`).
 """
 
 import itertools
@@ -78,13 +78,13 @@ UNPICTURED = ("HMT, single pass, no recurrence",)
 
 
 class Questions(NamedTuple):
-    """Rows of Q questions, q of text t in row q * texts + t.
+    """Rows of questions: question q about text t is in row q * texts + t.
 
-    texts: what is read before, (texts, n), long; None if that stands in the questions.
+    texts: tokens that are read first, (texts, n), long; None if the questions contain them.
     ids: the questions, up to the colour, (rows, m), long.
     colours: tokens (the first, where a tokenizer makes several), (rows,), long.
-    facts: numbers of the segments that tell, (rows,), long.
-    retrieved: numbers of those that BM25 finds, (rows,), long, or None.
+    facts: numbers of the segments with the answers, (rows,), long.
+    retrieved: numbers of the segments that BM25 finds, (rows,), long, or None.
     """
 
     texts: torch.Tensor | None
@@ -95,7 +95,7 @@ class Questions(NamedTuple):
 
 
 class Facts:
-    """Texts of facts, and questions about them.
+    """Make texts of facts, and questions about them.
 
     Args:
         tokenizer: of the model.
@@ -121,7 +121,7 @@ class Facts:
         return self.filler[start : start + count]
 
     def text(self, facts, questions, generator):
-        """`facts` segments, and (segment, words, token of the colour, number of the fact) of each question."""
+        """Return the segments, and (segment, words, token of the colour, number of the fact) of each question."""
         names = [NAMES[i] for i in torch.randperm(len(NAMES), generator=generator)[:facts]]
         colours = [COLOURS[draw(len(COLOURS), generator)] for _ in names]
         segments, asked = [], []
@@ -136,7 +136,7 @@ class Facts:
         return segments, asked
 
     def sample(self, method, facts, questions, rows, args, generator):
-        """`Questions` as a method reads them."""
+        """Return `Questions` as a method reads them."""
         samples = [self.text(facts, questions, generator) for _ in range(rows)]
         in_turn = [(segments, asked[i]) for i in range(min(facts, questions)) for segments, asked in samples]
         texts, retrieved = None, None
@@ -156,18 +156,18 @@ class Facts:
         )
 
     def best(self, words, segments):
-        """The number of the segment that BM25 finds."""
+        """Return the number of the segment that BM25 finds."""
         scores = bm25(self.bag(words), [self.bag(x) for x in segments])
         return max(range(len(segments)), key=scores.__getitem__)
 
     def bag(self, ids):
-        """The words of some tokens, in lower case and without stop words, with their counts."""
+        """Return the words of some tokens in lower case, without stop words, with their counts."""
         words = "".join(x if x.isalnum() else " " for x in self.tokenizer.decode(ids).lower()).split()
         return Counter(word for word in words if word not in STOP_WORDS)
 
 
 def bm25(question, documents, k1=1.2, b=0.75):
-    """Scores of documents, all of them bags of words (Robertson and Zaragoza 2009), with the idf of Lucene.
+    """Return the scores of documents, all bags of words (Robertson and Zaragoza 2009), with the idf of Lucene.
 
     >>> a, b = Counter({"ada": 1, "teal": 1}), Counter({"bob": 1, "red": 1})
     >>> [score > 0 for score in bm25(Counter(["ada"]), [a, b])]
@@ -189,7 +189,7 @@ def draw(count, generator):
 
 
 def read(model, questions):
-    """Return the state, or the cache, of the texts that the questions are about, a row for each question."""
+    """Read the texts of the questions, and return their state or cache with a row for each question."""
     if questions.texts is None:
         return {}
     out = model(input_ids=questions.texts, use_cache=True, logits_to_keep=1)
@@ -206,7 +206,7 @@ def read(model, questions):
 
 
 def answer(model, questions, before):
-    """Logits of the token after each question, (rows, V), and the weights of its recall, (rows, facts), or None."""
+    """Return logits of the token after each question, (rows, V), and recall weights, (rows, facts), or None."""
     out = model(input_ids=questions.ids, logits_to_keep=1, **before)
     return out.logits[:, -1].float(), out.recall_scores[-1] if before.get("output_recall") else None
 
@@ -224,24 +224,24 @@ def train(model, facts, method, counts, steps, file, args, generator):
 
 
 def checkpoints(method, seed, args):
-    """The files of a training, one for each round of the first stage and of the second."""
+    """Return the files of a training, one for each round of the first stage and of the second."""
     name = f"{common.result_name(args)}_{METHODS.index(method)}_{seed}"
     return [[args.work / f"{name}_{stage}_{i}.pt" for i in range(args.rounds)] for stage in (1, 2)]
 
 
 def train_rounds(model, facts, method, counts, steps, files, args, generator):
-    """Train in rounds, each of them with a schedule of its own, until the loss is below `SOLVED`; the losses."""
+    """Train in rounds, each with its own schedule, until the loss is below `SOLVED`, and return the losses."""
     losses = []
     for file in files:
         of_round = train(model, facts, method, counts, steps, file, args, generator)
         losses += of_round
-        if method == "window" or tenth(of_round[::-1]) < SOLVED:  # a window cannot
+        if method == "window" or tenth(of_round[::-1]) < SOLVED:  # a window cannot solve it
             break
     return losses
 
 
 def trained(method, seed, facts, args):
-    """The model of a method, and its losses in both stages."""
+    """Return the model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = new_model(method, args)
@@ -257,7 +257,7 @@ def trained(method, seed, facts, args):
 
 @torch.no_grad()
 def ask(model, method, count, seed, facts, args):
-    """{name of a line of the table: share of right answers, or what `LINES` says}."""
+    """Return the accuracy, that of each control, and how often the right segment is recalled, by name."""
     generator, values = torch.Generator().manual_seed(1000 + seed), defaultdict(list)
     while len(values["accuracy"]) < args.asked:
         questions = facts.sample(method, count, 8, 2, args, generator)
@@ -291,25 +291,13 @@ def one_model(method, seed, args):
     return {"model": method, "seed": seed, "losses": losses} | lines
 
 
-def check(args):
-    """Raise a ValueError for options that no model can be trained with."""
-    unknown = sorted(set(args.methods) - set(METHODS))
-    if unknown:
-        raise ValueError(f"--methods has {unknown}: choose from {', '.join(map(repr, METHODS))}.")
-    least = {"most_facts": 2, "most_asked": 2}  # texts have 2, 4, 8, ... facts
-    least |= dict.fromkeys(("rows", "questions", "asked", "rounds", "first_steps", "steps", "save_steps"), 1)
-    for name, minimum in least.items():
-        if getattr(args, name) < minimum:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, and is {getattr(args, name)}.")
-
-
 def counts_asked(method, args):
-    """Numbers of facts in the texts that a method is asked about: full attention, as many as its context holds."""
+    """Return the numbers of facts to ask a method about: for full attention, as many as fit its context."""
     counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= args.most_asked]
     if not method.startswith("full attention"):
         return counts
     context = AutoConfig.from_pretrained(BACKBONES[args.backbone]).max_position_embeddings
-    facts = context // args.segment_length - 1  # beside the question
+    facts = context // args.segment_length - 1  # and the question
     if facts < max(2, args.most_facts):
         raise ValueError(
             f"{method} reads at most {facts} facts and a question in its {context} tokens, and --most-facts is "
@@ -319,7 +307,6 @@ def counts_asked(method, args):
 
 
 def measure(args):
-    check(args)
     require(BACKBONES[args.backbone], TEXT)
     for method in args.methods:  # before the first of them trains for an hour
         counts_asked(method, args)

@@ -1,4 +1,4 @@
-"""Does a neural cache of what HMT remembers lower the perplexity of novels, around an untrained SmolLM2?
+"""Measure whether a neural cache of HMT lowers the perplexity of novels, around an untrained SmolLM2.
 
     python -m scripts.evidence.hmt_neural_cache
 
@@ -6,10 +6,10 @@ HMT reads a stretch of a novel with `neural_cache_weight`, and so remembers its 
 memories of as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows of as many
 positions (`window`), in windows that are one segment longer, and with all of the stretch before (`whole context`). All
 tokens of the later segments are scored. A memory can matter where a token has occurred earlier in the stretch and not
-within the longer window: these tokens are counted apart.
+within the longer window: these tokens are scored separately.
 
 Stretches are drawn from two novels, other ones for each seed. The weight, and the sharpness of the cache, were chosen
-on Moby Dick. Every stretch is kept when it is done.
+on Moby Dick. Every finished stretch is saved.
 """
 
 import functools
@@ -40,7 +40,7 @@ FORM = """
 
 @functools.cache
 def tokens_of(book, backbone):
-    """The tokens of a book, (N,)."""
+    """Return the tokens of a book, (N,)."""
 
     def number(file):
         return [int(x) for x in file.stem.split("_") if x.isdigit()], file.stem
@@ -52,7 +52,7 @@ def tokens_of(book, backbone):
 
 
 def stretch_of(book, number, seed, args):
-    """A stretch of a book, (segments * L' + 1,)."""
+    """Return a stretch of a book, (segments * L' + 1,)."""
     tokens, size = tokens_of(book, args.backbone), args.segments * args.segment_length
     order = torch.randperm((len(tokens) - 1) // size, generator=torch.Generator().manual_seed(0))
     start = int(order[number * 3 + seed]) * size  # seeds 0, 1 and 2 share no stretch
@@ -61,7 +61,7 @@ def stretch_of(book, number, seed, args):
 
 @torch.no_grad()
 def one_stretch(number, seed, model, args):
-    """Sums of -log p over the tokens of each scored segment, by reading, and how many there are."""
+    """Return the sums of -log p over the tokens of each scored segment, by reading, and their number."""
     length, k, segments = args.segment_length, args.sensory_tokens, []
     state, kv_cache = None, DynamicCache(config=model.backbone.config)
     texts = torch.stack([stretch_of(book, number, seed, args) for book in BOOKS]).to(args.device)
@@ -115,7 +115,7 @@ def measure(args):
 
 
 def gain(rows, reading, scored, reference):
-    """What a reading gains over another one, in nats per token: the mean over tokens, and its standard error.
+    """Return what a reading gains over another one, in nats per token: mean over tokens, and its standard error.
 
     Segments are independent, tokens of one are not.
     """
@@ -127,7 +127,7 @@ def gain(rows, reading, scored, reference):
 
 
 def gain_lines(rows, readings, parts):
-    """Lines of a table: what all readings gain over the first, and `own book` also in `parts`, {name: rows}."""
+    """Return what all readings gain over the first, and `own book` also in `parts`, {name: rows}."""
     reference, *others = readings
     lines = []
     for reading in others:

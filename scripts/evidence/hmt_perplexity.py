@@ -3,7 +3,6 @@
     python -m scripts.fetch_model smollm2-135m && python -m scripts.evidence.corpus collect
     python -m scripts.evidence.hmt_perplexity --device cuda --text code --tokens 10000000 --minutes 25 --seeds 0 \
         --methods Llama "HMT, single pass" "HMT, neural cache" "HMT, tokens read again" "Llama, long rows"
-    python -m scripts.evidence.hmt_perplexity --device cuda --text pg19  # books from the Hub
     python -m scripts.demo_corpus demo_output/corpus && python -m scripts.evidence.hmt_perplexity  # novels
     python -m scripts.evidence.hmt_perplexity --backbone llama-demo --segment-length 64 --sensory-tokens 8 \
         --rows-at-once 8 --first-steps 100 --steps 200 --learning-rate 3e-4 \
@@ -20,7 +19,7 @@ then sequences of `--segments`, as in HMT's two stages. --tokens sets the steps 
 blocks of these sequences; another one, which reads as much as its context holds, on whole sequences. Some models also
 read without training. All parameters are trained, on a GPU under bfloat16 autocast. With --text code, documents are
 sources of packages, held out by project. With novels, five novels of Jane Austen and Moby Dick are trained on, and
-another novel of hers is read. With pg19, books of its test split are read, one piece of each before a second of any.
+another novel of hers is read.
 
 After --minutes nothing begins and trainings are saved; the same command resumes them, and the table names the models
 that were not reached. `--minutes 0` shows what is measured.
@@ -38,7 +37,6 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from hf_longctx.corpus import open_source
 from hf_longctx.hmt import HMTConfig
 from scripts.bench import common
 from scripts.evidence import corpus, hmt_training
@@ -58,15 +56,15 @@ from scripts.evidence.panels import Line, draw_panels
 from scripts.evidence.parts import DAY, make_parser, measure_parts, require, run
 
 
-LLAMAS = {  # what a Llama is trained on, and its readings
+LLAMAS = {  # name: how the trained Llama reads
     "Llama": ("blocks", "blocks and what the single-pass mode sees", "overlapping blocks"),
     "Llama, long rows": ("whole context",),
 }
 METHODS = (*LLAMAS, *HMT, *(f"{method}{AS_IT_IS}" for method in ("Llama", "HMT, single pass")))
 REFERENCE = "Llama: overlapping blocks"
-SOURCES = ("novels", "pg19", "code")
+SOURCES = ("novels", "code")
 RESAMPLES = 10_000
-PICTURED = {  # lines of the picture, by their names there
+PLOTTED = {  # lines of the figure and their labels
     "HMT, single pass": "HMT, single pass",
     "RMT": "RMT",
     "Llama: blocks and what the single-pass mode sees": "window of as many tokens",
@@ -74,55 +72,39 @@ PICTURED = {  # lines of the picture, by their names there
     f"HMT, single pass: {SWAPPED}": "memories of another text",
 }
 FORM = """
-| model and reading | positions per token | perplexity | to overlapping blocks | to its own memories |
+| model and reading | positions per token | perplexity | change from overlapping blocks | change from its own memories |
 | {name} | {positions:.2f} | {perplexity} | {change} | {content} |
 """
 
 
-def documents(text, part):
-    """The documents of the "train" or the "held_out" part of --text, one by one."""
-    if text == "pg19":
-        return open_source(text, part)[1]
+@functools.cache
+def novels(part, backbone):
+    """Return the novels of the "train" or the "held_out" part, one after another; (N,)."""
     files = [TEXT / "held_out.txt"]
     if part == "train":
         files = [file for file in sorted((TEXT / "train").glob("*.txt")) if not file.name.startswith("Address")]
-    return (file.read_text() for file in files)
-
-
-@functools.cache
-def tokens_of(text, part, backbone, most_documents, most_tokens):
-    """The first documents of a part as tokens, up to the one that completes `most_tokens`; a list of (N,)."""
-    tokenizer, read = AutoTokenizer.from_pretrained(backbone), []
-    for document in itertools.islice(documents(text, part), most_documents):
-        read.append(torch.tensor(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"]))
-        if most_tokens and sum(map(len, read)) >= most_tokens:
-            break
-    return read
+    tokenizer = AutoTokenizer.from_pretrained(backbone)
+    ids = [tokenizer(file.read_text(), add_special_tokens=False, verbose=False)["input_ids"] for file in files]
+    return torch.tensor(list(itertools.chain(*ids)))
 
 
 def training_tokens(args):
-    """Return all novels or code, one document after another, or as many books of PG-19 as all steps read; (N,).
+    """Return all documents that are trained on, one after another; (N,).
 
     Raises:
-        ValueError: they are shorter than a row.
+        ValueError: they are shorter than a sequence.
     """
     if args.text == "code":
         tokens = torch.from_numpy(np.load(f"{code(args)}/train.npy").astype(np.int32))
     else:
-        needed = tokens_of_training(args) if args.text == "pg19" else None
-        tokens = torch.cat(tokens_of(args.text, "train", BACKBONES[args.backbone], None, needed))
+        tokens = novels("train", BACKBONES[args.backbone])
     longest = args.segments * args.segment_length
     if len(tokens) < longest:
         raise ValueError(
-            f"The train part of {args.text} has {len(tokens)} tokens, and a row of {args.segments} segments {longest}. "
-            "Lower --segments, or shorten them."
+            f"The train part of {args.text} has {len(tokens)} tokens, and a sequence of {args.segments} segments has "
+            f"{longest}. Lower --segments, or shorten them."
         )
     return tokens
-
-
-def tokens_of_training(args):
-    """Return how many tokens both stages read."""
-    return args.rows * args.segment_length * (2 * args.first_steps + args.segments * args.steps)
 
 
 def code(args):
@@ -133,32 +115,29 @@ def code(args):
 
 
 def held_out_texts(args):
-    """Return at most `args.texts` texts, of each document one before a second of any; (texts, text_length + 1).
+    """Return at most `args.texts` pieces of the held-out documents; (texts, text_length + 1).
 
     Raises:
         ValueError: there are fewer than two.
     """
-    size, pieces = args.text_length, []
+    size = args.text_length
     if args.text == "code":
-        rows = np.load(corpus.held_out(code(args), size + 1))[: args.texts]
-        texts = list(torch.from_numpy(rows.astype(np.int64)))
+        texts = torch.from_numpy(np.load(corpus.held_out(code(args), size + 1)).astype(np.int64))
     else:
-        for document in tokens_of(args.text, "held_out", BACKBONES[args.backbone], args.texts, None):
-            pieces += [(i, document[i : i + size + 1]) for i in range(0, len(document) - size, size)]
-        texts = [piece for _, piece in sorted(pieces, key=lambda piece: piece[0])][: args.texts]
+        texts = novels("held_out", BACKBONES[args.backbone]).unfold(0, size + 1, size)
     if len(texts) < 2:  # the memories of one are swapped for those of another
         raise ValueError(
-            f"The held-out part of {args.text} has {len(texts)} texts of --text-length {size} tokens, and it takes two "
-            "at least. Shorten the texts."
+            f"The held-out part of {args.text} has {len(texts)} pieces of --text-length {size} tokens, and at least two "
+            "are needed. Shorten them."
         )
-    return torch.stack(texts).to(args.device)
+    return texts[: args.texts].to(args.device)
 
 
 # Training.
 
 
 def train(model, method, tokens, segments, steps, file, args, generator):
-    """Train on rows of so many segments, as `hmt_training.train` says; the losses."""
+    """Train on sequences of `segments` segments by `hmt_training.train`, and return the losses."""
     length = segments * args.segment_length
 
     def losses_of(step):
@@ -175,13 +154,13 @@ def train(model, method, tokens, segments, steps, file, args, generator):
 
 
 def checkpoints(method, seed, args):
-    """The files of a training, one for each stage."""
+    """Return the files of a training, one for each stage."""
     name = f"{common.result_name(args)}_{METHODS.index(method)}_{seed}"
     return [args.work / f"{name}_{stage}.pt" for stage in (1, 2)]
 
 
 def trained(method, seed, args):
-    """The model of a method, and its losses in both stages."""
+    """Return the model of a method, and its losses in both stages."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = new_model(method, args)
@@ -212,7 +191,7 @@ def one_model(method, seed, args):
 
 
 def check(args):
-    """Raise a ValueError for options that no model can be trained or read with."""
+    """Raise a ValueError for lengths that do not fit each other or the context."""
     length, memories = args.segment_length, HMTConfig().memory_size
     if length % BINS or args.text_length % length or not 2 <= args.text_length // length <= memories:
         raise ValueError(
@@ -251,7 +230,7 @@ def keys_of(methods, seeds):
 
 
 def series(rows):
-    """{name of a model and reading: {seed: entry}}, in the order of `METHODS`."""
+    """Return {name of a model and reading: {seed: entry}}, in the order of `METHODS`."""
     several = {}
     for row in sorted(rows, key=lambda row: METHODS.index(row["model"])):
         for reading, entry in row["readings"].items():
@@ -261,24 +240,24 @@ def series(rows):
 
 
 def losses_of_texts(entries, parts=(1, 2)):
-    """Mean -log p of each text over some parts of it (see `measure_reading`) and over seeds; (texts,)."""
+    """Return the mean -log p of each text over seeds and some of its parts (see `measure_reading`); (texts,)."""
     return np.mean([np.array(entry["texts"])[:, parts].mean(1) for entry in entries.values()], 0)
 
 
 def interval(values):
-    """The mean, and the bounds of its 95 % bootstrap interval (percentiles).
+    """Return the mean, and the bounds of its 95 % bootstrap interval (percentiles).
 
     >>> mean, low, high = interval(np.array([1.0, 2.0, 3.0]))
     >>> mean, low >= 1 and high <= 3
     (2.0, True)
     """
-    # NumPy promises that RandomState draws the same in every version
+    # RandomState draws the same in every version of NumPy
     drawn = np.random.RandomState(0).randint(len(values), size=(RESAMPLES, len(values)))
     return values.mean(), *np.quantile(values[drawn].mean(1), (0.025, 0.975))
 
 
 def change(entries, reference, parts=(1, 2)):
-    """Change of the perplexity to that of a reference, in per cent, with its interval; None without a common seed."""
+    """Return the change of perplexity from a reference in per cent with its interval; None without a common seed."""
     seeds = entries.keys() & (reference or {}).keys()
     if entries is reference or not seeds:
         return None
@@ -291,7 +270,7 @@ def line_of(name, several):
     entries, reference = several[name], several.get(REFERENCE)
     line = {"name": name}
     line["positions"] = next(iter(entries.values()))["positions"]
-    if not name.startswith("HMT, paper"):  # whose first halves are no perplexity
+    if not name.startswith("HMT, paper"):  # it has read the first halves before it predicts them
         line["perplexity"] = "{:.2f} ({:.2f} to {:.2f})".format(*map(math.exp, interval(losses_of_texts(entries))))
         line["change"] = change(entries, reference)
     if name.endswith(SWAPPED):
@@ -305,7 +284,6 @@ def table(result):
     texts = len(next(iter(next(iter(several.values())).values()))["texts"])
     source = {
         "novels": "pieces of one novel",
-        "pg19": "pieces of books of PG-19",
         "code": "sources of held-out projects",
     }
     done = {(row["model"], row["seed"]) for row in result["rows"]}
@@ -314,7 +292,7 @@ def table(result):
     ]
     text = (
         f"Segments of {s['segment_length']} tokens; {texts} texts of {s['text_length']} tokens, {source[s['text']]}. Perplexity is that "
-        "of all segments but the first, with 95 % bootstrap intervals over texts of the mean over seeds."
+        "of all segments but the first, with 95 % bootstrap intervals over texts; means over seeds."
         + f" Not reached: {'; '.join(missing)}."
         * bool(missing)
     )
@@ -322,11 +300,11 @@ def table(result):
 
 
 def plot(result, path):
-    """Draw the change of the perplexity, relative to overlapping blocks, over the text and over a segment."""
+    """Draw the change of the perplexity, relative to overlapping blocks, by segment and by position in a segment."""
     several, s = series(result["rows"]), result["settings"]
     reference = several.get(REFERENCE, {})
     over_text, over_segment = [], []
-    for name, label in PICTURED.items():
+    for name, label in PLOTTED.items():
         seeds = several.get(name, {}).keys() & reference.keys()
         for lines, part in ((over_text, "by_segment"), (over_segment, "by_position")):
             if seeds:

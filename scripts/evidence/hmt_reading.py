@@ -1,4 +1,4 @@
-"""Scores of a text: by a Llama in windows, and by a memory, also with the memories of another text."""
+"""Losses of a text: of a Llama in windows, and of HMT, also with the memories of another text."""
 
 import math
 from contextlib import contextmanager, nullcontext
@@ -16,7 +16,7 @@ BINS = 16  # of the positions of a segment
 
 
 def windows(args, context):
-    """{reading of a Llama: (positions of a window, tokens from one window to the next)}."""
+    """Return {reading of a Llama: (positions of a window, stride in tokens)}."""
     length, whole = args.segment_length, min(context, args.text_length)
     return {
         "blocks": (length, length),
@@ -27,7 +27,7 @@ def windows(args, context):
 
 
 def read(model, method, reading, ids, args):
-    """Yield the logits of all tokens of some texts, (rows, n, V), piece by piece."""
+    """Yield the logits of all tokens of some texts, (rows, n, V), chunk by chunk."""
     if method in HMT:
         state = None
         for segment in ids.split(args.segment_length, dim=1):
@@ -42,7 +42,7 @@ def read(model, method, reading, ids, args):
 
 
 def memories_of_others(model, texts, args):
-    """For each text the memories of the one half of all texts away, (texts, segments, d)."""
+    """Return for each text the memories of another one, half of all texts away; (texts, segments, d)."""
     banks = [
         model(input_ids=rows[:, :-1], use_cache=True, logits_to_keep=1).state.memory["bank"]["embeddings"]
         for rows in texts.split(args.rows_at_once)
@@ -51,7 +51,7 @@ def memories_of_others(model, texts, args):
 
 
 def memories_swapped(model, memories):
-    """While some texts are read, each recalls as many of `memories` (rows, segments, d) as it has of its own."""
+    """Let each text recall from `memories` (rows, segments, d), as many as it has of its own, while it is read."""
 
     def control(recall, query, bank, valid, *_):
         return recall(query, memories[:, : bank.shape[1]], valid)
@@ -61,7 +61,7 @@ def memories_swapped(model, memories):
 
 @contextmanager
 def positions_counted(model):
-    """A list, to which every pass through the backbone adds its positions."""
+    """Return a list to which every pass through the backbone adds its positions."""
     counts, backbone = [], model.backbone if isinstance(model, HMTWrapper) else model
     handle = backbone.model.layers[0].register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].shape[:2]))
     try:
@@ -72,7 +72,7 @@ def positions_counted(model):
 
 @torch.no_grad()
 def measure_reading(model, method, reading, texts, args):
-    """Mean -log p of a text, of a segment's number, and of a place in a segment.
+    """Return the mean -log p by text, by segment, and by position in a segment.
 
     Returns:
         "texts": of each text, that of its first segment, and of the first and the second halves of all others.
@@ -104,7 +104,7 @@ def measure_reading(model, method, reading, texts, args):
 
 
 def losses_of_logits(pieces, targets):
-    """Yield -log p of the targets (rows, n) of each piece of logits, in double precision."""
+    """Yield -log p of the targets (rows, n) for each chunk of logits, in double precision."""
     start = 0
     for logits in pieces:
         end = start + logits.shape[1]

@@ -1,4 +1,4 @@
-"""Training of memories around a pretrained Llama: two stages, in steps that survive an interruption."""
+"""Train memories around a pretrained Llama in two stages that resume after an interruption."""
 
 import statistics
 import time
@@ -27,12 +27,12 @@ AS_IT_IS = ", as it is"
 
 
 def load_backbone(args):
-    """The backbone, in float32."""
+    """Return the backbone in float32."""
     return AutoModelForCausalLM.from_pretrained(BACKBONES[args.backbone], dtype=torch.float32).to(args.device).eval()
 
 
 def config_of(name, args, stage=2):
-    """Return the settings of a kind in `HMT`; in the first stage, it does not recall."""
+    """Return the settings of an entry of `HMT`; its first stage does not recall."""
     settings = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens, "summary_batch": 64}
     if stage == 1:
         mode = HMT[name].get("recall_mode", "single_pass")
@@ -47,22 +47,22 @@ def wrap(backbone, name, args, stage=2):
 
 
 def autocast(args):
-    """Return the context of a pass: bfloat16 on a GPU, float32 on a CPU, where bfloat16 can be seven times as slow."""
+    """Return autocast to bfloat16 on a GPU, and none on a CPU, where bfloat16 can be seven times as slow."""
     return torch.autocast(args.device, torch.bfloat16, enabled=args.device != "cpu")
 
 
 def recalls(name):
-    """Tell if a memory of this kind recalls in the second stage."""
+    """Return whether an entry of `HMT` recalls in the second stage."""
     return HMT[name].get("recall", True)
 
 
 def recalls_embeddings(name):
-    """Tell if all that it recalls are memory embeddings."""
+    """Return whether it recalls memory embeddings and nothing else."""
     return recalls(name) and not HMT[name].keys() & {"neural_cache_weight", "recall_tokens"}
 
 
 def new_model(method, args):
-    """The untrained model of a method: the backbone or, of a kind in `HMT`, a memory around it.
+    """Return the untrained model of a method: the backbone or, for an entry of `HMT`, a memory around it.
 
     If it is to be trained, it is that of the first stage, without recall.
     """
@@ -73,27 +73,27 @@ def new_model(method, args):
 
 
 def second_stage(model, name, args):
-    """The model of the second stage: that of the first, with what a recall takes beside it, if it recalls."""
+    """Return the model of the first stage with the parameters that the recall of the second stage adds."""
     if name not in HMT or not recalls(name):
         return model
     second = wrap(model.backbone, name, args)
     weights = {n: x for n, x in model.state_dict().items() if not n.endswith("_extra_state")}  # other settings
     missing, _ = second.load_state_dict(weights, strict=False)
-    if "memory.summary_token" in missing:  # it starts as the prompt of a first segment, and that has been trained
+    if "memory.summary_token" in missing:  # initialize it by the prompt of a first segment, which is trained
         with torch.no_grad():
             second.memory.summary_token.copy_(second.memory.initial)
     return second
 
 
 def train(model, losses_of, steps, file, args, generator):
-    """Train on losses_of(number of the step), which yields losses whose sum is that of the step; returns the losses.
+    """Train on losses_of(step), which yields the parts of the loss of a step; return the losses of all steps.
 
     AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1. Every
-    `args.save_steps` steps everything goes to `file`, from which an interrupted training resumes.
+    `args.save_steps` steps everything is saved in `file`, from which an interrupted training resumes.
 
     Raises:
         OutOfTime: --minutes are over; everything is in `file`.
-        ValueError: `file` is of a training with other options.
+        ValueError: `file` is from a training with other options.
     """
     settings = settings_of(args)
     parameters, losses = [x for x in model.parameters() if x.requires_grad], []
@@ -106,7 +106,7 @@ def train(model, losses_of, steps, file, args, generator):
         if saved["settings"] != settings:
             other = sorted(name for name, x in settings.items() if saved["settings"].get(name) != x)
             raise ValueError(
-                f"{file} is of a training with other options ({', '.join(other)}). Remove it, or give another --work."
+                f"{file} is from a training with other options ({', '.join(other)}). Remove it, or give another --work."
             )
         losses = saved["losses"]
         generator.set_state(saved["generator"].cpu())
@@ -137,5 +137,5 @@ def train(model, losses_of, steps, file, args, generator):
 
 
 def tenth(losses):
-    """The mean of the first tenth."""
+    """Return the mean of the first tenth."""
     return statistics.mean(losses[: max(1, len(losses) // 10)])

@@ -1,10 +1,11 @@
-"""What does it cost to wrap SmolLM2 in an untrained HMT? Its replies, and its perplexity, beside those of SmolLM2.
+"""Compare the responses and the perplexity of SmolLM2 in an untrained HMT with those of SmolLM2 alone.
 
     python -m scripts.evidence.hmt_wrapping
 
-Greedy replies to questions are compared token by token: question and reply fit one segment. The perplexity of a novel
-is compared with that of windows of as many tokens: those of a segment, behind the sensory tokens. It is that of all
-segments but the first of a text, and that of the four tokens behind the recall, which see a prompt of noise first.
+Greedy responses to questions are compared token by token: question and response fit one segment. The perplexity of a
+novel is compared with that in windows of as many tokens: a segment after the sensory tokens. It is measured over all
+segments but the first of a text, and over the four tokens after the recall, which are the first to see a prompt of
+noise.
 """
 
 import math
@@ -25,16 +26,16 @@ QUESTIONS = (
     "Write a short poem about the sea.",
     "Explain in two sentences why the sky is blue.",
 )
-BEHIND = 4  # tokens
+BEHIND = 4  # tokens after the recall
 FORM = """
-| segment | perplexity in windows | HMT | change | change in the four tokens behind the recall |
+| segment | perplexity in windows | HMT | change | change in the four tokens after the recall |
 | {name} | {window:.3f} | {hmt:.3f} | {change:+.3f} % | {behind:+.3f} % |
 """
 
 
 @torch.no_grad()
 def reply(number, length, backbone, args):
-    """How many tokens of the replies of SmolLM2 and of HMT agree, from the first on."""
+    """Return how many tokens of the responses of SmolLM2 and of HMT agree before the first difference."""
     tokenizer = AutoTokenizer.from_pretrained(BACKBONES[args.backbone])
     turn = [{"role": "user", "content": QUESTIONS[number]}]
     inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
@@ -50,7 +51,7 @@ def reply(number, length, backbone, args):
 
 @torch.no_grad()
 def perplexity(length, backbone, args):
-    """Sums of -log p of the same tokens in windows and by HMT, of all and of those behind the recall."""
+    """Return the mean -log p of the same tokens in windows and by HMT: of all, and of those after the recall."""
     k, size = args.sensory_tokens, args.segments * length
     hmt = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=length, sensory_tokens=k))
     tokenizer = AutoTokenizer.from_pretrained(BACKBONES[args.backbone])
@@ -100,7 +101,7 @@ def table(result):
             lines.append({"name": row["segment_length"]} | values | changes)
     equal = [row["equal"] for row in rows if row["kind"] == "reply"]
     text = (
-        f"{sum(x == s['new_tokens'] for x in equal)} of {len(equal)} greedy replies of {s['new_tokens']} tokens are equal, token "
+        f"{sum(x == s['new_tokens'] for x in equal)} of {len(equal)} greedy responses of {s['new_tokens']} tokens are equal, token "
         f"for token, in a segment of {s['reply_segment']}. Perplexity is that of Persuasion, with {s['sensory_tokens']} sensory tokens."
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"

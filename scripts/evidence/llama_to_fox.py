@@ -1,15 +1,15 @@
-"""SmolLM2-135M becomes a FoX: loss, gates, forgetting curve and pruned cache, beside the same training of the Llama.
+"""Convert SmolLM2-135M to a FoX, and compare it with the Llama after the same training.
 
     python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.llama_to_fox [--steps 200] [--length 2048] [--full-steps 8] [--device cuda]
 
-Two runs of `hf-longctx finetune` see the same rows in the same order, with equal steps and learning rates:
+Two runs of `hf-longctx finetune` see the same sequences in the same order, with equal steps and learning rates:
 `--recipe fox-from-llama`, and as a control `--recipe lora` on the Llama itself. What both gain is adaptation to the
-text; the difference is due to the gates. `--full-steps` trains all parameters of both, too, in so many steps.
+text; the difference is due to the gates. `--full-steps` also trains all parameters of both, for that number of steps.
 
-Measured, on a novel that is not trained on: the loss of rows as long as the trained ones, and its difference from the
-untrained Llama row by row; how many tokens each head needs to forget by a factor e; the forgetting curve; and what a
-pruned cache (observed bound of the logits) drops of a longer text.
+Both read a novel that is not trained on. The script measures the loss of sequences as long as the trained ones, and
+its paired difference from the untrained Llama; the decay time of each head, in which it forgets by a factor e; the
+forgetting curve; and what a pruned cache (observed bound of the logits) drops of a longer text.
 """
 
 import json
@@ -35,16 +35,16 @@ from scripts.fetch_model import SMOLLM2
 
 
 TEXT = common.ROOT / "demo_output" / "corpus"
-RUNS = {  # of hf-longctx finetune: name of the model, options
+RUNS = {  # name of the model: options of hf-longctx finetune
     "Llama, LoRA": ["--recipe", "lora", "--merge"],
     "FoX, LoRA": ["--recipe", "fox-from-llama"],
     "Llama, all parameters": ["--recipe", "lora", "--use_peft", "false"],
     "FoX, all parameters": ["--recipe", "fox-from-llama", "--use_peft", "false"],
 }
 CONVERTED = {"FoX, open gates": None, "FoX, gates of one row": "row"}
-CHUNK = 512  # tokens that are read at once before the cache is pruned
+CHUNK = 512  # tokens of a pass, after which the cache is pruned
 LOSSES = """
-| model | loss | to the untrained Llama | largest change of logits |
+| model | loss | difference from the untrained Llama | largest change of a logit |
 | {model} | {loss:.4f} | {difference:+.4f} ± {error:.4f} | {change:.1e} |
 """
 GATES = """
@@ -58,7 +58,7 @@ def run_folder(model, args):
 
 
 def train(name, args):
-    """Fine-tune by the command, which goes on where it was interrupted; losses of the steps."""
+    """Fine-tune by the command, which resumes a run that was stopped, and return the losses of the steps."""
     tokens = args.work / "llama_to_fox" / "tokens.npy"
     if not tokens.exists():
         pack(str(TEXT / "train"), AutoTokenizer.from_pretrained(SMOLLM2), tokens)
@@ -88,14 +88,14 @@ def load(model, args):
 
 
 def held_out(args):
-    """The novel that is not trained on, (N,)."""
+    """Return the tokens of the novel that is not trained on, (N,)."""
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     return torch.from_numpy(load_tokens(tokenizer, str(TEXT / "held_out.txt")).tokens).to(args.device)
 
 
 @torch.no_grad()
 def loss(name, args):
-    """Loss of each of some rows; of a conversion, what it changes in the logits of the first row."""
+    """Return the losses of some sequences and, for a conversion, the largest change of a logit in the first."""
     model, tokens = load(name, args), held_out(args)
     starts = np.linspace(0, len(tokens) - args.length, args.held_out_rows).astype(int)
     rows = [tokens[None, start : start + args.length] for start in starts]
@@ -107,7 +107,7 @@ def loss(name, args):
 
 @torch.no_grad()
 def gates(name, args):
-    """Tokens in which each head forgets by a factor e, by the mean of log f over a text; ascending."""
+    """Return the decay times of all heads in tokens, from the mean of log f over a text; ascending."""
     model, means = load(name, args), []
     for module in model.modules():
         if isinstance(module, FoxForgetGate):
@@ -124,7 +124,7 @@ def curve(name, args):
 
 @torch.no_grad()
 def pruned(name, args, length):
-    """A text that is read in chunks with a pruned and with a full cache; the loss is that of the last chunk."""
+    """Read a text in chunks with a pruned and with a full cache; the loss is that of the last chunk."""
     model, ids = load(name, args), held_out(args)[None, :length]
     pruned = PrunedCache(model, args.tolerance, logit_bound="observed", prune_every=CHUNK)
     caches = {"full": DynamicCache(config=model.config), "pruned": pruned}
@@ -187,15 +187,15 @@ def table(result):
         names = {"fastest": 0, "median": 0.5, "slowest": 1}
         entry = {name: np.quantile(times, share) for name, share in names.items()}
         quantiles.append({"model": row["model"], "fast": np.mean(np.array(times) < s["length"]), **entry})
-    full = f" (of all parameters {s['full_steps']} and {s['full_learning_rate']:g})" if s["full_steps"] else ""
+    full = f" (all parameters: {s['full_steps']} and {s['full_learning_rate']:g})" if s["full_steps"] else ""
     text = (
-        f"Rows of {s['length']} tokens, {s['rows']} of them a step, {s['steps']} steps, learning rate "
-        f"{s['learning_rate']:g}{full}. Loss of {s['held_out_rows']} rows of the held-out novel (± standard "
+        f"Sequences of {s['length']} tokens, {s['rows']} a step, {s['steps']} steps, learning rate "
+        f"{s['learning_rate']:g}{full}. Loss of {s['held_out_rows']} sequences of the held-out novel (± standard "
         "error of the difference):"
     )
     parts = [
         (text, losses, LOSSES),
-        ("Tokens in which the heads forget by a factor e, before and after training:", quantiles, GATES),
+        ("Decay times of the heads in tokens, before and after training:", quantiles, GATES),
     ]
     return "\n\n".join(f"{text}\n\n{common.markdown(lines, form)}" for text, lines, form in parts if lines)
 

@@ -1,4 +1,4 @@
-"""An experiment in parts, each of which is kept when it is done: the same command continues after an interruption."""
+"""Experiments in parts, each saved when it is done, so that the same command resumes after an interruption."""
 
 import contextlib
 import time
@@ -14,21 +14,21 @@ from scripts.bench import common
 PICTURES = common.ROOT / "model_cards" / "evidence"
 PREPARE = "python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus"
 ADD_PARTS = "seeds methods models bases contexts lines needles learning_rates ablation"
-NOT_OF_PARTS = {*ADD_PARTS.split(), "minutes", "at_once"}  # options that change no part
-DAY = 24 * 60.0  # minutes
+NOT_OF_PARTS = {*ADD_PARTS.split(), "minutes", "at_once"}  # options that do not change a part
+DAY = 24 * 60.0  # in minutes
 
 
 def make_parser(module, description, name, **defaults):
-    """The parser of a benchmark, with a folder to keep parts in, and a picture."""
+    """Return the parser of a benchmark with a folder for finished parts, and a figure."""
     parser = common.make_parser(module, description, name, **defaults)
     work = common.ROOT / "demo_output" / "evidence"
-    parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="keeps what is done")
+    parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="where finished parts are saved")
     parser.add_argument("--picture", type=Path, metavar="FILE", help=f"default: model_cards/evidence/{name}.png")
     return parser
 
 
 def run(parser, measure, table, draw, arguments=None):
-    """Measure, write and print as `common.run` does, and draw the picture."""
+    """Measure, write and print as `common.run` does, and draw the figure."""
 
     def table_of_rows(result):
         return table(result) if result["rows"] else "Nothing was measured within --minutes."
@@ -43,16 +43,16 @@ def require(*paths):
     """Raise a FileNotFoundError, with the command that makes it, for the first path that does not exist."""
     for path in paths:
         if not path.exists():
-            raise FileNotFoundError(f"{path} is missing. Make it by\n    {PREPARE}")
+            raise FileNotFoundError(f"{path} is missing. Make it with\n    {PREPARE}")
 
 
 def settings_of(args):
-    """The options on which the figures of a part depend."""
+    """Return the options on which the figures of a part depend."""
     return {name: x for name, x in vars(args).items() if name not in {*common.NO_SETTINGS, *NOT_OF_PARTS}}
 
 
 class OutOfTime(Exception):
-    """The time of --minutes is over. What was begun is saved, and the same command resumes it."""
+    """Signal that --minutes are over. Unfinished trainings are saved, and the same command resumes them."""
 
 
 def check_time(args):

@@ -1,4 +1,4 @@
-"""Two steps of every recipe on a model of seven billion parameters, in 4 bits, on a machine of 24 GB.
+"""Train a model of seven billion parameters in 4 bits for two steps with every recipe, on a machine of 24 GB.
 
     python -m scripts.evidence.seven_billion
 
@@ -6,10 +6,10 @@ The model has the configuration of Llama 2 7B (arXiv 2307.09288, table 1 of its 
 finetune --load_in_4bit` trains it for two steps of 128 tokens, each recipe in a process of its own; the first one is
 killed after a step, and resumes.
 
-Measured are the peak of the memory that the process holds, the seconds of the whole command, and those between its two
-checkpoints. Pages of files that it reads are not counted: the system takes them back when it needs them. Freed memory
-leaves the process at once. On a CPU products are made in float32, as some processors multiply bfloat16 a hundred times
-more slowly. The folder of --work takes 30 GB: 14 for the model, 4 for each changed base.
+The script measures the peak memory of the process, the seconds of the whole command, and those between its two
+checkpoints. Pages of files that it reads do not count, because the system can reclaim them. Freed memory leaves the
+process immediately. On a CPU, matrices are multiplied in float32, as some processors are a hundred times slower in
+bfloat16. The folder of --work takes 30 GB: 14 for the model, 4 for each changed base.
 """
 
 import json
@@ -30,7 +30,7 @@ from scripts.bench import common
 
 
 TABLE = """
-| recipe | peak GB | of libraries | seconds in all | seconds a step | losses | killed |
+| recipe | peak GB | libraries alone, GB | total seconds | seconds per step | losses | killed |
 | {recipe} | {peak:.1f} | {libraries:.1f} | {seconds:.0f} | {step_seconds:.0f} | {losses[0]:.3f} {losses[1]:.3f} | {killed} |
 """
 TOKENIZER = common.ROOT / "model_cards" / "fox-demo"
@@ -40,7 +40,7 @@ RECIPES = {
     "hmt": {"set": ["segment_length=64", "sensory_tokens=8"]},
     "rope-extend": {},  # base 10000 is below the bound for the 4096 tokens that the model claims
 }
-ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed leaves the process
+ENVIRONMENT = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}  # returns freed memory to the system
 
 
 def write_model(folder, args):
@@ -65,13 +65,13 @@ def write_model(folder, args):
 
 
 def anonymous_gb(status):
-    """Return the anonymous memory that the text of /proc/PID/status tells, in GB; 0 for a process that has ended."""
+    """Return the anonymous memory in GB from the text of /proc/PID/status; 0 for a process that has ended."""
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     return int(found[1]) * 1024 / 1e9 if found else 0
 
 
 def libraries_gb():
-    """Return the anonymous memory of a process that has imported what a training needs, in GB."""
+    """Return the anonymous memory in GB of a process that has imported what a training needs."""
     imports = "import bitsandbytes, hf_longctx.training.run"
     code = f"{imports}; print(open('/proc/self/status').read())"
     return anonymous_gb(subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT, text=True))
@@ -144,7 +144,9 @@ def table(result):
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, "seven_billion", layers=32, hidden=4096, recipes=list(RECIPES))
     work = common.ROOT / "demo_output" / "seven_billion"
-    parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="of the model and the runs")
+    parser.add_argument(
+        "--work", type=Path, default=work, metavar="FOLDER", help="where the model and the runs are saved"
+    )
     common.run(parser, measure, table, arguments)
 
 

@@ -13,7 +13,7 @@ CLIENTS = Path(__file__).parent / "clients"
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    for name in ("starlette", "uvicorn", "python_multipart"):
+    for name in ("starlette", "uvicorn"):
         pytest.importorskip(name, reason=f"the local Hub needs {name}: pip install 'hf-longctx[dev]'")
     from server import serve
 
@@ -23,26 +23,25 @@ def server(tmp_path_factory):
 
 @pytest.fixture
 def hub(server):
-    """The running `Hub`, empty. A test fails if something happened that must never happen; see `Hub.problems`."""
-    server.log.clear()
-    server.repos.clear()
+    """The running `Hub`, empty. A test fails if the server has noticed `problems`."""
+    for kept in (server.log, server.problems, server.repos):
+        kept.clear()
     server.knobs = type(server.knobs)()
     yield server
-    assert not server.problems(), "\n".join(server.problems())
+    assert not server.problems, "\n".join(server.problems)
 
 
 @pytest.fixture
 def publish(hub):
-    """Puts {path: content or file} onto the hub, as it is: `publish(files, id)` gives the commit."""
-    from server.repos import GITATTRIBUTES, File, Repo
+    """Commits {path: content or file} to the Hub without checks: `publish(files, id)` returns the commit."""
+    from server import File, Repo
 
     def publish(files, id, private=False, type="model", branch="main"):
-        rows = {".gitattributes": File.of(GITATTRIBUTES, hub.put(GITATTRIBUTES))}
+        rows = {}
         for path, content in files.items():
             data = content if isinstance(content, bytes) else content.read_bytes()
-            sha256 = hub.put(data)
-            rows[path] = File.pointer(sha256, len(data)) if path.endswith(".safetensors") else File.of(data, sha256)
-        repo = hub.repos.setdefault((type, id), Repo(type, id, private, "gradio" if type == "space" else None))
+            rows[path] = File.of(hub, data, lfs=path.endswith(".safetensors"))
+        repo = hub.repos.setdefault((type, id), Repo(type, id, private))
         return repo.commit(branch, rows, "by a test")
 
     return publish
@@ -50,9 +49,9 @@ def publish(hub):
 
 @pytest.fixture
 def run_client(hub, tmp_path):
-    """Runs a file of clients/ and gives what it printed; it fails if the file does.
+    """Runs a file of clients/, fails if it fails, and returns its output.
 
-    Its environment has the address of the hub, a token of alice, and an empty cache that calls of one test share.
+    Its environment has the address of the Hub, alice's token, and an empty cache that the calls of a test share.
     """
     shutil.rmtree(commands.HUB["HF_HOME"], ignore_errors=True)
 

@@ -1,6 +1,9 @@
-"""Cards: the figures of a generated card come from files, a person's card stays, and the linter sees the rest."""
+"""Cards: a generated card takes its figures from files, a hand-written card stays, and wrong metadata are refused."""
 
+import copy
+import functools
 import json
+import operator
 import os
 import re
 import shutil
@@ -152,7 +155,6 @@ def test_without_a_tag_nothing_is_pinned_and_that_is_said(llama):
     bundle = with_card(build_bundle(llama), "alice/llama")
     assert 'from_pretrained("alice/llama")' in bundle.text("README.md")
     assert "give a commit" in bundle.text("README.md")
-    assert any("it loads alice/llama without a revision" in line for line in missing_fields(bundle))
 
 
 @pytest.mark.parametrize(
@@ -217,7 +219,7 @@ def test_a_person_s_card_stays_as_it_is(folder, capsys):
     assert bundle.text("README.md") == "# Mine\nIt has 3 heads.\n"
     assert (
         cli.main(["push", str(folder), "alice/fox", "--write-card"]) == 0
-        and "written by hand" in capsys.readouterr().out
+        and "is hand-written" in capsys.readouterr().out
     )
     assert (folder / "README.md").read_text() == "# Mine\nIt has 3 heads.\n"
     write(folder / "training.yaml", "model: alice/base\n")
@@ -225,7 +227,10 @@ def test_a_person_s_card_stays_as_it_is(folder, capsys):
     assert "README.md: its head lacks `base_model`; training.yaml names alice/base" in missing
     assert "README.md: its head lacks `model-index`, and there are results" in missing
     write(folder / "speed.json", json.dumps(BENCHMARK | {"commit": "0123abc-dirty"}))
-    assert any("speed.json was measured by code with changes" in line for line in missing_fields(build_bundle(folder)))
+    assert any(
+        "speed.json was measured by code with uncommitted changes" in line
+        for line in missing_fields(build_bundle(folder))
+    )
     write(folder / "training.yaml", "data: alice/novels\n")
     assert "README.md: its head lacks `datasets`; training.yaml names alice/novels" in missing_fields(
         build_bundle(folder)
@@ -249,52 +254,38 @@ EVIL = "x | <img src=x onerror=alert(1)> [a](javascript:x)\n# y"
 
 
 def leaves(value, path=()):
-    """The paths of all values in a JSON document, of a list those of its first one."""
-    yield path
+    """Yield the paths of the strings in a JSON document, of a list those of its first item."""
+    if isinstance(value, str):
+        yield path
     for key, inner in (
         value.items() if isinstance(value, dict) else enumerate(value[:1]) if isinstance(value, list) else ()
     ):
         yield from leaves(inner, (*path, key))
 
 
-@pytest.mark.parametrize("file", ["speed.json", "loss.json", "rope.json", "sample.json"])
-def test_whatever_a_file_says_is_shown_as_text_or_refused(file, folder, monkeypatch):
-    """A text or null in place of each value: the card has no HTML, link or heading of it."""
-    monkeypatch.setattr("hf_longctx.hub.bundle.commit", str)  # which asks git
-    given, bundle = json.loads((folder / file).read_text()), build_bundle(folder)
+@pytest.mark.parametrize("file", ["speed.json", "curve.json", "rope.json", "sample.json"])
+def test_a_string_of_a_file_is_shown_as_text(file, folder):
+    """The card has no HTML, link or heading of it, in whatever field it is."""
+    given = json.loads((folder / file).read_text())
+    bundle = build_bundle(folder)
     files = {name: content for name, content in bundle.files.items() if name != "README.md"}
-    for path in list(leaves(given))[1:40]:
-        for value in (EVIL, None):
-            document = json.loads(json.dumps(given))
-            place = document
-            for key in path[:-1]:
-                place = place[key]
-            place[path[-1]] = value
-            write(folder / file, json.dumps(document))
-            read = {name: {} for name in ("results", "documents", "samples")}
-            read_measurement(folder / file, **read)
-            try:
-                text = with_card(replace(bundle, files=files, **read)).text("README.md")
-            except ValueError:
-                continue
-            text = re.sub(r"`[^`\n]*`", "", text.partition("written by")[2])  # in code, nothing is HTML
-            assert not re.search(r"<img|\n# y|(?<!\\)\]\(javascript", text), path
+    shown = 0
+    for *parents, key in leaves(given):
+        document = copy.deepcopy(given)
+        functools.reduce(operator.getitem, parents, document)[key] = EVIL
+        write(folder / file, json.dumps(document))
+        read = {name: {} for name in ("results", "documents", "samples")}
+        read_measurement(folder / file, **read)  # which leaves out what is not a result any more
+        text = with_card(replace(bundle, files=files, **read)).text("README.md").partition("written by")[2]
+        shown += "onerror" in text
+        text = re.sub(r"`[^`\n]*`", "", text)  # in code, nothing is HTML
+        assert not re.search(r"<img|\n# y|(?<!\\)\]\(javascript", text), key
+    assert shown
 
 
-def test_files_that_would_take_hours_or_gigabytes_are_read_or_refused_at_once(folder):
-    for text in ("<!--" * 50_000, "---\n\n" + "\n" * 200_000, "<!-- Write " * 20_000):
-        write(folder / "README.md", text)
-        bundle = build_bundle(folder)
-        check(bundle)
-        missing_fields(bundle)
-    write(folder / "deep.json", '{"a":' + "[" * 200_000)
+def test_a_result_of_a_name_that_no_card_can_link_to_is_left_out(folder):
     CURVE.save(folder / "x](javascript:alert(1)).json")
-    assert {"deep.json", "x](javascript:alert(1)).json"} <= {*build_bundle(folder).left_out}
-    for name in ("pipe.json", "config.json", "model.safetensors"):
-        (folder / name).unlink(missing_ok=True)
-        os.mkfifo(folder / name)
-        with pytest.raises(ValueError, match=rf"{name} is a pipe"):
-            build_bundle(folder)
+    assert build_bundle(folder).left_out == ("x](javascript:alert(1)).json",)
 
 
 def test_the_command_writes_the_card_and_says_what_it_lacks(folder, capsys):
@@ -312,15 +303,6 @@ def test_the_command_writes_the_card_and_says_what_it_lacks(folder, capsys):
     write(folder / "curve.json", ForgettingCurve.of_points(CURVE.points[:1], CURVE.settings).to_json())
     assert cli.main(["push", str(folder), "alice/llama", "--tag", "v1", "--write-card"]) == 0
     assert "| 128 | 64 |" in text and "| 128 | 64 |" not in (folder / "README.md").read_text()
-
-
-def test_results_on_registered_benchmarks_go_along(folder):
-    (folder / ".eval_results").mkdir()
-    entry = {"dataset": {"id": "alice/benchmark", "task_id": "recall"}, "value": 0.5}
-    (folder / ".eval_results" / "recall.yaml").write_text(yaml.safe_dump([entry]))
-    bundle = build_bundle(folder)
-    check(bundle)
-    assert ".eval_results/recall.yaml" in bundle.files
 
 
 # Mistakes, and what the linter says.
@@ -378,7 +360,7 @@ SECRETS = [
 PATHS = [
     *(
         f"/{root}/x"
-        for root in ("home/alice", "data", "tmp", "gpfs", "lustre", "nfs", "content/drive", "kaggle", "var")
+        for root in ("home/alice", "Volumes", "data2", "tmp", "gpfs", "content/drive", "fsx", "pscratch", "projects")
     ),
     *("~/x", "C:/x/y", r"C:\x", r"\\server\x", json.dumps(r"\\server\x"), "file:///x"),
 ]
@@ -388,18 +370,10 @@ HARMLESS = (
 )
 MISTAKES = [
     refused("another model-index", replacing("value: 64", "value: 9000"), "model-index has 9000 .* file 64"),
-    refused(
-        "an evaluation without a number",
-        replacing("0.75", '"x"', "speed.json"),
-        "speed.json has an evaluation that is",
-    ),
-    refused("a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml does not hold settings"),
-    refused("aliases in settings", writing_the_card("a: &a [1]\nb: *a\n", "training.yaml"), "aliases are not read"),
-    refused("settings without end", writing_the_card("a: " + "[" * 20_000, "training.yaml"), "to a depth of 30"),
+    refused("a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml must have lines such as"),
     refused(
         "code in settings", writing_the_card("a: !!python/name:os.system", "training.yaml"), "no constructor|could not"
     ),
-    refused("aliases in a head", replacing("license: apache-2.0", "license: &a [x]\na: *a"), "aliases are not read"),
     refused("a number in the log", writing_the_card("3\n", "training_log.jsonl"), "training_log.jsonl has '3'"),
     refused("an unknown licence", replacing("license: apache-2.0", "license: apache2"), "not know license 'apache2'"),
     refused("an unknown task", replacing("pipeline_tag: text-generation", "pipeline_tag: text-gen"), "is not a task"),
@@ -413,7 +387,8 @@ MISTAKES = [
             ("language: [en, german]", "language 'german' must be"),
             ("language: no", "`language` in its head is False"),  # Norwegian, in YAML
             ("metrics: accuracy", "`metrics` in its head is 'accuracy'"),
-            ("base_model: 3", "`base_model` in its head is 3"),
+            ("base_model: ../llama", "`base_model` names '../llama', which is not a name on the Hub"),
+            ("datasets: [alice/novels, My own novels]", "`datasets` names 'My own novels', which is not"),
         )
     ],
     *[
@@ -428,9 +403,12 @@ MISTAKES = [
     refused("a link to nothing", adding("\n[log](log.txt)"), "links to log.txt"),
     refused("a picture in HTML that is not there", adding('\n<img src="x.png">'), "links to x.png"),
     refused("a link out of the repository", adding("\n[code](../../README.md)"), r"links to \.\./\.\./README\.md"),
-    refused("code that does not parse", adding("\n```python\nx = (\n```\n"), "Python does not parse"),
     refused("a path in a result", replacing('"a novel"', '"/scratch/novel"', "curve.json"), "names /scratch/novel"),
-    refused("results of no benchmark", adding("- value: 1\n", ".eval_results/x.yaml"), "not a list of results"),
+    refused(
+        "a path in the config of a tokenizer",
+        adding('{"special_tokens_map_file": "/root/.cache/x.json"}', "tokenizer_config.json"),
+        "tokenizer_config.json names /root/.cache/x.json",
+    ),
 ]
 
 
@@ -469,19 +447,3 @@ def test_the_token_in_use_is_noticed_whatever_it_looks_like(folder, monkeypatch)
     write(folder / "README.md", "# x\nno-usual-token\n")
     with pytest.raises(ValueError, match=r"README\.md holds a token or key; remove it, and revoke it"):
         check(build_bundle(folder))
-
-
-@pytest.mark.parametrize(
-    "line, pinned",
-    [
-        ('evaluate.load("alice/forgetting_curve")', False),
-        ('evaluate.load("alice/forgetting_curve", revision="main")', False),
-        ('evaluate.load("alice/forgetting_curve", revision="v1")', True),
-        ('evaluate.load("forgetting_curve")', True),
-        ('get_kernel("alice/kernel", version=1)', True),
-        ('AutoModel.from_pretrained("alice/fox", trust_remote_code=True)', False),
-    ],
-)
-def test_code_is_loaded_by_its_revision(folder, line, pinned):
-    write(folder / "README.md", f"# x\n```python\nx = {line}\n```\n")
-    assert any("without a revision" in line for line in missing_fields(build_bundle(folder))) != pinned

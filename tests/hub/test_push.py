@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +19,8 @@ from transformers.dynamic_module_utils import get_relative_import_files
 import hf_longctx
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTWrapper
 from hf_longctx.fox import modeling_fox
-from hf_longctx.hmt import custom_backbone_hmt
 from hf_longctx.hub import Bundle, build_bundle, check_destination, loading_lines, pin_base, push
-from hf_longctx.hub.push import named_errors
+from hf_longctx.hub.push import named_errors, removed_files
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,10 +30,11 @@ TINY = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_laye
 
 @pytest.fixture(scope="module")
 def fox(tmp_path_factory):
-    """A FoX as it is saved, but for its code and its auto_map."""
+    """A saved FoX without code and auto_map."""
     folder = tmp_path_factory.mktemp("fox")
     FoxForCausalLM(FoxConfig(**TINY)).save_pretrained(folder)
-    change(folder / "config.json", auto_map=None)
+    config = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", {name: value for name, value in config.items() if name != "auto_map"})
     write(folder / "tokenizer_config.json", {})
     for path in folder.glob("*.py"):
         path.unlink()
@@ -66,7 +65,7 @@ def change(path, **values):
 
 def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
     (folder / "modeling_fox.py").write_text("# of an older version")
-    (folder / "notes.txt").write_text("not for everybody")
+    (folder / "notes.txt").write_text("private")
     (folder / "checkpoint-5").mkdir()
     (folder / ".gitattributes").touch()
     bundle = build_bundle(folder)
@@ -113,15 +112,13 @@ def test_the_loading_lines_name_the_right_class(architecture, auto_class):
     assert lines == f'from transformers import {auto_class}\n{auto_class}.from_pretrained("alice/fox", revision="b")'
 
 
-def test_the_code_of_a_backbone_goes_along(tmp_path):
+def test_the_code_of_a_backbone_is_pushed(tmp_path):
     HMTWrapper.from_backbone(FoxForCausalLM(FoxConfig(**TINY))).save_pretrained(tmp_path)
     files = build_bundle(tmp_path).files
     assert "from .modeling_fox import FoxForCausalLM as MODEL_CLASS" in files["custom_backbone_hmt.py"].read_text()
     assert files["modeling_fox.py"] == Path(modeling_fox.__file__)
     HMTWrapper.from_backbone(LlamaForCausalLM(LlamaConfig(**TINY))).save_pretrained(tmp_path)
-    files = build_bundle(tmp_path).files
-    assert "modeling_fox.py" not in files
-    assert files["custom_backbone_hmt.py"].read_text() == Path(custom_backbone_hmt.__file__).read_text()
+    assert "modeling_fox.py" not in build_bundle(tmp_path).files
 
 
 def test_an_hmt_does_not_name_the_folder_of_its_backbone(tmp_path):
@@ -184,14 +181,6 @@ def with_tensors(changed):
     return built(save)
 
 
-def with_other_code_of_a_backbone(folder, adapter):
-    HMTWrapper.from_backbone(FoxForCausalLM(FoxConfig(**TINY))).save_pretrained(folder)
-    path = folder / "custom_backbone_hmt.py"
-    assert build_bundle(folder).files[path.name] == path
-    path.write_text(path.read_text() + "import os\n")
-    build_bundle(folder)
-
-
 def of_adapter(**values):
     def mistake(folder, adapter):
         change(adapter / "adapter_config.json", **values)
@@ -200,86 +189,56 @@ def of_adapter(**values):
     return mistake
 
 
-def header(**tensors):
-    text = json.dumps({name: {"dtype": "F32"} | values for name, values in tensors.items()}).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(4)
-
-
-OVERLAPPING = (
-    header(a={"shape": [2**40], "data_offsets": [0, 4]}),
-    header(a={"shape": [1], "data_offsets": [0, 4]}, b={"shape": [1], "data_offsets": [0, 4]}),
-)
 TOKENIZER = b'{"auto_map": {"AutoTokenizer": ["bob/code--tokenizer.Tokenizer", null]}}'
 MISTAKES = [
     refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
-    refused("state of the optimizer", adding("optimizer.pt"), r"optimizer\.pt is the state of a training"),
+    refused("state of the optimizer", adding("optimizer.pt"), r"optimizer\.pt is the state of a training run"),
     refused("pickled weights", adding("pytorch_model.bin"), "pytorch_model.bin is a pickle.*save_pretrained"),
     refused("a file of secrets", adding(".env"), r"\.env is a hidden file"),
     *(
         refused(f"{name} is a link to {target}", with_link(name, target), f"{name} is a link to")
         for name, target in [
-            *(
-                (name, "/etc/hostname")
-                for name in ("README.md", "model.safetensors", "modeling_fox.py", "tokenizer.json")
-            ),
-            *((".eval_results", "/etc"), ("up", "..")),
+            *((name, "/etc/hostname") for name in ("README.md", "model.safetensors", "tokenizer.json")),
+            ("up", ".."),
         ]
     ),
-    *(
-        refused(f"weights that begin with {content[:9]}", adding("model.safetensors", content), "not a sound")
-        for content in (b"{}", (2**62).to_bytes(8, "little"), (2 * 10**8).to_bytes(8, "little") + b"{}", *OVERLAPPING)
-    ),
+    refused("truncated weights", adding("model.safetensors", (2**9).to_bytes(8, "little")), "not a sound"),
     refused("a tensor is absent", with_tensors({NORM: None}), f"has {NORM}, which the model needs"),
-    refused("a tensor of another shape", with_tensors({NORM: torch.ones(3, 3)}), r"\(3, 3\), and config.* \(32,\)"),
+    refused(
+        "a tensor of another shape", with_tensors({NORM: torch.ones(3, 3)}), r"\(3, 3\), and config.* needs \(32,\)"
+    ),
     refused("a tensor of NaN", with_tensors({NORM: torch.full((32,), torch.nan)}), "NaN in model.norm.weight"),
     *(
         refused(f"a configuration with {name} {value!r}", with_config(**{name: value}), says)
         for says, rows in {
-            "transformers cannot build": [
-                *(("hidden_size", [1]), ("dtype", "__class__"), ("model_type", "hmt")),
-                *(("max_position_embeddings", "abc"), ("rope_parameters", [1]), ("tie_word_embeddings", "yes")),
-            ],
-            r"config.json asks for \(61, 1099511627776\)": [("hidden_size", 2**40)],
-            "and the files hold no such model": [
-                *(("num_hidden_layers", 10**7), ("n_layer", 10**9)),
-                ("backbone_config", {"model_type": "llama", "num_hidden_layers": 10**7}),
-            ],
+            "transformers cannot load": [("hidden_size", "many"), ("rope_parameters", [1]), ("model_type", "hmt")],
+            r"config.json needs \(99, 32\)": [("vocab_size", 99)],
             "must name a class of a file in the same folder": [
                 *(("auto_map", "x"), ("auto_map", 3)),
-                *(("auto_map", {"AutoConfig": name}) for name in ("../../x.C", "mod", 3, "a\0b.C", "bob/code--mod.C")),
+                *(("auto_map", {"AutoConfig": name}) for name in ("../x.C", "mod", 3, "bob/code--mod.C")),
             ],
             "which its auto_map needs": [("auto_map", {"AutoConfig": "os.system"})],
-            "that are no names": [("model_type", {}), ("architectures", [3]), ("architectures", 3)],
         }.items()
         for name, value in rows
     ),
     refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
     refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
-    refused("index of absent tensor", with_index({"no.weight": "model.safetensors"}), "has no.weight, which"),
     *(
         refused(f"index to {target}", with_index({"x": target}), f"leads to '{target}'")
         for target in ("../../x.safetensors", "/x.safetensors")
     ),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
-    refused("other code of a backbone", with_other_code_of_a_backbone, "is not what save_pretrained writes there"),
     refused(
         "tokenizer's code elsewhere", adding("tokenizer_config.json", TOKENIZER), "auto_map of tokenizer_config.json"
     ),
-    refused("no configuration", without("config.json"), "lacks config.json or adapter_config.json"),
-    *(
-        refused(f"configuration that begins with {content[:9]}", adding("config.json", content), "is not JSON")
-        for content in (b"{", b"\xff", b'{"a":' + b"[" * 200_000, b'{"a":' + b"9" * 5000 + b"}")
-    ),
+    refused("no configuration", without("config.json"), "has no config.json or adapter_config.json"),
+    refused("configuration of half a file", adding("config.json", b"{"), "is not JSON"),
     refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "needs /m"),
     *(
         refused(f"the base {name!r}", of_adapter(base_model_name_or_path=name), "which is not a name on the Hub")
         for name in (None, 3, "", "/m", "~/m", "../base", "a/b/c", "alice/fox@main")
     ),
     refused("pickled weights in capitals", adding("WEIGHTS.PT"), r"WEIGHTS\.PT is a pickle"),
-    *(
-        refused(f"a pickle of protocol {i}", adding("words.model", pickle.dumps([i], i)), r"words\.model is a pickle")
-        for i in (0, 4)
-    ),
     refused("no such folder", lambda folder, adapter: build_bundle(folder / "no"), "No such file"),
 ]
 
@@ -305,11 +264,8 @@ def response(status):
     [
         (HTTPError("[Errno 111] Connection refused"), ConnectionError, r"https?://.* cannot be reached .*Errno 111"),
         (OfflineModeIsEnabled(), ConnectionError, "HF_HUB_OFFLINE is set"),
-        (json.JSONDecodeError("Expecting value", "<html>", 0), ConnectionError, "does not answer as the Hub does"),
-        (KeyError("commitUrl"), ConnectionError, "does not answer as the Hub does .*commitUrl"),
-        (UnicodeEncodeError("ascii", "\xe4", 0, 1, "no"), PermissionError, "has characters that no token has"),
         (HfHubHTTPError("no", response=response(403)), PermissionError, "may not do this"),
-        (HfHubHTTPError("no", response=response(412)), HfHubHTTPError, "The branch has changed"),
+        (HfHubHTTPError("no", response=response(412)), HfHubHTTPError, "no"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
 )
@@ -318,26 +274,23 @@ def test_errors_of_the_hub_say_why_and_what_it_keeps(error, raised, words):
         raise error
 
 
+def test_a_dry_run_without_a_network_does_not_retry(folder, monkeypatch, caplog):
+    bundle = build_bundle(folder)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to retry"))
+    with pytest.raises(ConnectionError, match="cannot be reached"):
+        removed_files(bundle, "alice/fox")
+    assert not caplog.records
+
+
 def test_names_that_confuse_are_refused():
-    repositories = [
-        "",
-        "alice",
-        "alice/",
-        "/fox",
-        "alice/fox/v1",
-        "alice/..",
-        "alice/fox.git",
-        "alice/a b",
-        " alice/fox",
-    ]
-    repositories += ["https://huggingface.co/alice/fox", "alice/fox@v1", "alice/a--b", "alice/-a", "alice/" + 97 * "a"]
-    names = ["", 40 * "a", 40 * "0", "HEAD", "refs/pr/1", "refs/heads/x", "-x", "x/", "/x", "a b", "a..b", "a~1"]
-    names += ["a:b", "a@{0}", "v1.", "a\n"]
+    repositories = ["alice", "/fox", "alice/fox/v1", "alice/a b", "https://huggingface.co/alice/fox", "alice/fox@v1"]
+    names = ["", 40 * "a", "HEAD", "refs/pr/1", "-x", "x/", "a b", "a..b", "a~1", "v1."]
     for says, rows in {
         "not the name of a repository": [(name,) for name in repositories],
         "not a name of a branch or tag": [("alice/fox", *row) for name in names for row in ((name,), (None, name))],
-        "the tag main would have the name of a branch": [("alice/fox", None, "main")],
-        "the tag v1 would have the name of a branch": [("alice/fox", "v1", "v1")],
+        "would have the name of a branch": [("alice/fox", None, "main"), ("alice/fox", "v1", "v1")],
         "a pull request cannot be tagged": [("alice/fox", None, "v1", True)],
     }.items():
         for row in rows:

@@ -1,4 +1,4 @@
-"""Adapters, Trainer and datasets with the Hub, where hf_longctx is not installed."""
+"""Adapters and Trainer with the Hub, where hf_longctx is not installed."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from hf_longctx import FoxConfig, FoxForCausalLM
 from hf_longctx.hub import build_bundle
 
 
-def test_adapters_trainer_and_datasets(run_client, publish, tmp_path):
-    for name in ("peft", "accelerate", "datasets"):
+def test_adapters_and_trainer(run_client, publish, tmp_path):
+    for name in ("peft", "accelerate"):
         pytest.importorskip(name)
     torch.manual_seed(0)
     sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2)

@@ -48,6 +48,13 @@ def test_bars_are_as_long_as_was_measured(axes):
     assert ends == pytest.approx({0: 5120, 1: 5120, 2: 640})
 
 
+def test_a_bar_is_white_where_nothing_is_significant(axes):
+    """Also where the mean passes by chance at single lengths."""
+    points = [CurvePoint(n, [n // 2, 0], [0, 0]) for n in (80, 640, 1200)]
+    _, below = axes({"a": ForgettingCurve.of_points(points)})
+    assert {patch.get_facecolor() for patch in below.patches} == {(1, 1, 1, 1)}
+
+
 @pytest.mark.parametrize(
     "lengths, scale", [((80, 640, 5120), "log"), ((80, 640, 1200), "linear")], ids=["geometric grid", "linear grid"]
 )
@@ -98,7 +105,7 @@ def test_table():
     sized = comparison_table({"one": CURVES["long"].with_settings(bytes_per_token=4.21), "two": CURVES["nothing"]})
     assert [line.split(" | ")[-1] for line in sized.splitlines()[2:]] == ["4.21 |", "- |"]
     assert len(rows[0]) == 8 and rows[0][2:6] == [
-        *("fine, 95 % sure", "coarse, 95 % sure", "paper's fine, coarse", "effective (85 % copied)"),
+        *("fine, 95 % CI", "coarse, 95 % CI", "paper's fine, coarse", "effective (85 % copied)"),
     ]
     assert rows[2] == [
         "| long",
@@ -192,9 +199,9 @@ def test_retrieval_is_compared_too(tmp_path, words):
     results = {"a": lines([(4, [True] * 7), (64, [False] * 7)]), "b": lines([(64, [True] * 7)])}
     text = compare(results, tmp_path / "x.md")
     assert "| model | 4 lines | 64 lines |" in text and "| b | - | 100.0% |" in text
-    assert "b answers more than a at 1 of 1 lengths, 64 lines: sure." in text
+    assert "b answers more than a at 1 of 1 lengths, 64 lines, significant." in text
     assert "length of the prompt (lines)" in words(compare, results)
-    with pytest.raises(ValueError, match="nothing was measured: b"):
+    with pytest.raises(ValueError, match="results must hold measurements, got nothing from b"):
         compare(results | {"b": LineRetrieval.of_parts([])}, tmp_path / "x.md")
 
 

@@ -6,16 +6,15 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from examples import answers, lines, one_of_each
+from examples import one_of_each
 from transformers import LlamaConfig
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, NeedleGrid, PositionLoss, rope_report
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss, rope_report
 from hf_longctx.metrics.report.page import overview as overview_rows
 from hf_longctx.metrics.report.page import write_report
-from hf_longctx.metrics.tasks.needle import NeedleCell
 
 
 EVIL = "<script>alert('&')</script>"
@@ -67,10 +66,8 @@ def test_notebooks_show_a_picture_and_numbers():
 
 
 def test_notebooks_without_a_picture(monkeypatch):
-    assert (
-        ForgettingCurve.of_points([])._repr_png_() is None
-        and "nothing measured" in ForgettingCurve.of_points([])._repr_html_()
-    )
+    empty = ForgettingCurve.of_points([])
+    assert empty._repr_png_() is None and "nothing measured" in empty._repr_html_()
 
     def plot(self, path):
         raise ImportError("matplotlib")
@@ -128,14 +125,6 @@ def test_the_frame_tells_what_holds(base, frame, tmp_path):
         a["class"] for tag, a in Page(tmp_path / "report.html").tags if a.get("class", "").startswith("summary")
     ]
     assert classes == [frame, "summary"]
-
-
-def test_without_replies_nothing_is_found_in_them(tmp_path):
-    silent = lines([True], lines=10, tokens=200)
-    write_report([NeedleGrid.of_parts([NeedleCell(answers(True), 100, 0.5, [40])]), silent], tmp_path / "report.html")
-    text = Page(tmp_path / "report.html").text
-    assert "repl" not in text and "found" not in text and text.count("the model's first choice") == 2
-    assert silent.summary() == "given token for token: 100% of 10 lines (200 tokens); 1 repeat"
 
 
 def test_what_measured_nothing_is_still_reported(tmp_path):

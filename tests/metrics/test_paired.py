@@ -137,12 +137,12 @@ def test_curves_on_the_same_targets():
     rows = paired_differences(short, long)
     assert [(d.length, d.pairs) for d in rows] == [(400, 12), (800, 12), (1600, 12), (None, 36)]
     expected = scipy.stats.ttest_rel(LONG[0], SHORT[0])
-    assert rows[0].p >= expected.pvalue and not rows[0].sure
+    assert rows[0].p >= expected.pvalue and not rows[0].significant
     assert rows[1].second - rows[1].first == pytest.approx(np.subtract(LONG[1], SHORT[1]).mean() / 400)
-    assert rows[1].low < 0.6 < rows[1].high and rows[1].sure and rows[2].sure and rows[3].sure
+    assert rows[1].low < 0.6 < rows[1].high and rows[1].significant and rows[2].significant and rows[3].significant
     assert rows[3].second == pytest.approx(np.mean([d.second for d in rows[:3]]))
     words = conclusion("a", "b", short, long, rows)
-    assert words.endswith("b copies more than a at 2 of 3 lengths, 800 to 1,600 tokens: sure.")
+    assert words.endswith("b copies more than a at 2 of 3 lengths, 800 to 1,600 tokens, significant.")
     assert words.startswith("b copies further than a: its fine length is larger, significant. ")
     back = paired_differences(long, short)
     assert [d.p for d in back] == [d.p for d in rows]
@@ -153,9 +153,9 @@ def test_curves_on_the_same_targets():
 def test_too_few_repeats_say_so():
     short, long = (curve(*(c[:3] for c in counts)) for counts in (SHORT[:2], LONG[:2]))
     rows = paired_differences(short, long)
-    assert not any(d.sure for d in rows[:2]) and rows[1].low == -np.inf
+    assert not any(d.significant for d in rows[:2]) and rows[1].low == -np.inf
     same = conclusion("a", "b", short, short, paired_differences(short, short))
-    assert same == "No difference between a and b is sure; 7 repeats are needed to show one at a single length."
+    assert same == "No difference between a and b is significant; 7 repeats are needed to show one at a single length."
 
 
 def test_the_pairs_are_those_that_both_have():
@@ -179,8 +179,8 @@ def test_the_depths_of_a_haystack_are_one_observation():
 def test_lines_are_paired_by_record():
     one, other = lines([False] * 8), lines([True] * 7 + [False])
     (row,) = paired_differences(one, other)
-    assert row.p == pytest.approx(scipy.stats.binomtest(7, 7).pvalue) and row.sure
-    assert conclusion("a", "b", one, other, [row]) == "b answers more than a at 1 of 1 lengths, 5 lines: sure."
+    assert row.p == pytest.approx(scipy.stats.binomtest(7, 7).pvalue) and row.significant
+    assert conclusion("a", "b", one, other, [row]) == "b answers more than a at 1 of 1 lengths, 5 lines, significant."
 
 
 @pytest.mark.parametrize(

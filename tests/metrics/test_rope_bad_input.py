@@ -40,6 +40,11 @@ def remote(**settings):
     return config
 
 
+def json_of(**settings):
+    """The content of a config.json of a type that transformers does not know."""
+    return {"model_type": "new", **SIZES, "max_position_embeddings": 512, "rope_theta": 300.0, **settings}
+
+
 def report(config, **options):
     return lambda: rope_report(config, minimum_base=False, **options)
 
@@ -55,16 +60,26 @@ def numbers(config):
 
 
 CONFIGS = [
-    refused("base below 1", scaled(rope_theta=0.5), "base is 0.5; RoPE needs a finite base above 1"),
-    refused("base NaN", scaled(rope_theta=float("nan")), "base is nan"),
-    refused("base in words", scaled(rope_theta="10000"), "base is '10000'"),
-    refused("no base", scaled(rope_theta=None), "names no base: rope_theta is missing"),
     refused(
-        "half a pair rotates", scaled(partial_rotary_factor=0.7), "0.7 and head_dim 16; their product must be an even"
+        "base below 1",
+        scaled(rope_theta=0.5),
+        "base must be a finite number above 1, so that frequencies decrease, got 0.5",
     ),
-    refused("more than the head rotates", scaled(partial_rotary_factor=1.5), "partial_rotary_factor is 1.5"),
+    refused("base NaN", scaled(rope_theta=float("nan")), "base must .* got nan"),
+    refused("base in words", scaled(rope_theta="10000"), "base must .* got '10000'"),
+    refused("no base", scaled(rope_theta=None), "rope_theta is missing in"),
+    refused(
+        "half a pair rotates",
+        scaled(partial_rotary_factor=0.7),
+        "must be an even number from 2 to 16, because RoPE rotates pairs, got 0.7 . 16",
+    ),
+    refused(
+        "more than the head rotates",
+        scaled(partial_rotary_factor=1.5),
+        "partial_rotary_factor . head_dim must be .* got 1.5",
+    ),
     refused("linear without factor", scaled("linear"), "'linear' are not complete.*'factor'"),
-    refused("linear of factor 0", scaled("linear", factor=0), "its numbers must be positive"),
+    refused("linear of factor 0", scaled("linear", factor=0), "Its numbers must be positive"),
     refused("a type of another case", scaled("Yarn"), "'Yarn' is not supported; supported are default, .*yarn"),
     refused(
         "no context", report(llama(max_position_embeddings=None)), "no max_position_embeddings.*pass context_length"
@@ -76,12 +91,31 @@ CONFIGS = [
         "context of a distance", report(llama(), context_length=1), "the context to check .given. must be at least 2"
     ),
     refused("half a token", report(llama(), context_length=10.5), "must be a whole number, got 10.5"),
-    refused("a context that takes days", report(llama(), context_length=10**12), "more than 100000000 take minutes"),
-    refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "no num_hidden_layers.*no default"),
-    refused("a window of one token", report(llama(sliding_window=1)), "sliding_window must be at least 2, got 1"),
+    refused(
+        "a context that takes days",
+        report(llama(), context_length=10**12),
+        "must be at most 100000000 tokens, got 1000000000000",
+    ),
+    refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "no num_hidden_layers.*No default"),
+    *[
+        refused(f"{name} = {value!r}", report(json_of(**{name: value})), message)
+        for name, value, message in (
+            ("sliding_window", 1, "sliding_window must be at least 2, got 1"),
+            ("num_hidden_layers", True, "num_hidden_layers must be a whole number, got True"),
+            ("head_dim", "16", "head_dim must be a whole number, got '16'"),
+            ("max_position_embeddings", 512.5, "max_position_embeddings must be a whole number, got 512.5"),
+            ("layer_types", ["full_attention"], "layer_types must be a list with the type of each of 2 layers"),
+            ("rope_scaling", {"type": "linear", "factor": "4"}, "factor of rope_parameters must be a positive number"),
+            ("rope_scaling", {"type": "linear", "factor": float("nan")}, "must be a positive number, got nan"),
+            ("rope_scaling", {"type": "ntk", "factor": 4.0}, "'ntk' is not supported; supported are default"),
+            ("rope_scaling", "yarn", "rope_parameters must be a JSON object, got 'yarn'"),
+            ("rope_condense_ratio", "8", "rope_condense_ratio must be a positive number, got '8'"),
+        )
+    ],
     refused("a tokenizer", report(None), "got a NoneType; it needs a PreTrainedModel, .*or the name of a model"),
-    refused("a size in words", report({"model_type": "llama", "hidden_size": "x"}), "a value of a wrong type or size"),
-    refused("scaling in words", report({"rope_scaling": "yarn", "rope_theta": 1e4}), "rope_parameters must be a JSON"),
+    refused(
+        "a size in words", report({"model_type": "llama", "hidden_size": "x"}), "a value of the wrong type or size"
+    ),
     refused("layers beyond memory", report({"model_type": "llama", "num_hidden_layers": 10**9}), "at most 100000"),
     refused(
         "an unknown setting", scaled("linear", factor=2.0, zeta=1.0), "rope_parameters has zeta, which linear RoPE"
@@ -108,19 +142,35 @@ CONFIGS = [
     ],
 ]
 BOUNDS = [
-    refused("an odd head_dim", lambda: rope_decay(1, base=1e4, head_dim=127), "head_dim is 127; it must be an even"),
+    refused(
+        "an odd head_dim",
+        lambda: rope_decay(1, base=1e4, head_dim=127),
+        "head_dim must be an even positive integer, .* got 127",
+    ),
     refused("no frequencies", lambda: rope_decay(1, base=10.0), "Give either base and head_dim"),
-    refused("two sets of frequencies", lambda: rope_decay(1, base=9.0, head_dim=4, inv_freq=[1.0]), "and not both"),
-    refused("a table of frequencies", lambda: rope_decay(1, inv_freq=[[1.0]]), r"shape \(1, 1\)"),
+    refused(
+        "two sets of frequencies", lambda: rope_decay(1, base=9.0, head_dim=4, inv_freq=[1.0]), "inv_freq, not both"
+    ),
+    refused("a table of frequencies", lambda: rope_decay(1, inv_freq=[[1.0]]), r"got an array of shape \(1, 1\)"),
     refused("a negative frequency", lambda: rope_context_bound(inv_freq=[-1.0]), "frequencies >= 0"),
     refused("no distance", lambda: rope_base_bound(0, 128), "context_length must be at least 1, got 0"),
     refused(
-        "a context that takes minutes", lambda: rope_base_bound(10**12, 128), "more than 100,000,000 take minutes"
+        "a context that takes minutes",
+        lambda: rope_base_bound(10**12, 128),
+        "context_length must be at most 100,000,000",
     ),
     refused("half a distance", lambda: rope_base_bound(10.5, 128), "context_length must be a whole number"),
-    refused("a head_dim that no base helps", lambda: rope_base_bound(10, 2), "head_dim is 2; its one frequency is 1"),
-    refused("half a pair at rest", lambda: rope_base_bound(9, 8, non_rotary_dims=3), "non_rotary_dims is 3"),
-    refused("no search", lambda: rope_base_bound(9, 8, search_ratio=1.0), "search_ratio is 1.0"),
+    refused("a head_dim that no base helps", lambda: rope_base_bound(10, 2), "head_dim must be at least 4, got 2"),
+    refused(
+        "half a pair at rest",
+        lambda: rope_base_bound(9, 8, non_rotary_dims=3),
+        "non_rotary_dims must be an even integer from 0, got 3",
+    ),
+    refused(
+        "no search",
+        lambda: rope_base_bound(9, 8, search_ratio=1.0),
+        "search_ratio must be a finite number above 1, got 1.0",
+    ),
     refused("no digits", lambda: rope_base_scan([10], 128, digits=0), "digits must be at least 1"),
 ]
 MODULE = [

@@ -134,13 +134,6 @@ def test_minimum_base_is_left_out_where_it_says_nothing(config, reason):
 # --- what is read ---
 
 
-def test_old_spelling_equals_new():
-    new = rope_report(llama(rope("linear")), minimum_base=False)
-    for scaling in ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}):
-        old = tf.LlamaConfig(**TINY, rope_theta=300.0, rope_scaling=scaling)
-        assert rope_report(old, minimum_base=False) == new
-
-
 def test_layer_types_have_their_own_base_and_reach():
     config = tf.Gemma3TextConfig(
         **{**TINY, "num_hidden_layers": 3},
@@ -227,7 +220,7 @@ def test_models_without_rope_say_so(config, reason):
 def test_frequencies_spoilt_by_a_cast_are_noticed():
     model = tf.LlamaModel(llama()).to(torch.bfloat16)
     report = rope_report(model, minimum_base=False)
-    assert "not those of its config" in report.notes[0]
+    assert "differ from those of its config" in report.notes[0]
     assert only(report).context_bound == rope_context_bound(inv_freq=model.rotary_emb.inv_freq.double().numpy())
 
 
@@ -297,7 +290,7 @@ def test_the_base_above_which_none_fails_is_next_to_the_minimum():
 
 def test_distances_are_looked_at_as_far_as_the_claim(monkeypatch):
     """In blocks; the first violation may lie beyond the first block."""
-    monkeypatch.setattr("hf_longctx.metrics.rope.measure.LOOKED_AT", 20)
+    monkeypatch.setattr("hf_longctx.metrics.rope.measure.SEARCHED", 20)
     config = llama(rope("default", 500.0))
     far = only(rope_report(config, minimum_base=False))
     monkeypatch.undo()
@@ -323,12 +316,6 @@ def test_defaults_of_the_config_class_are_named(tmp_path):
     report = rope_report(tmp_path, minimum_base=False)
     assert (report.claimed_context, len(report.notes)) == (1024, 1), "a length of config.json precedes a default"
     assert not rope_report(llama(), minimum_base=False).notes  # without a file to look into
-
-
-def test_multimodal_positions_are_named():
-    sections = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [2, 3, 3]}
-    config = tf.Qwen2VLTextConfig(**TINY, rope_parameters=sections)
-    assert "judged on text" in rope_report(config, minimum_base=False).notes[0]
 
 
 @pytest.mark.parametrize(

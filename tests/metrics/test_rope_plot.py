@@ -20,27 +20,15 @@ def report(base=300.0, context=512, **parameters):
 
 
 def test_bound_and_claim_are_marked(words, tmp_path):
-    """Also in the picture of a saved report."""
+    """Also in the figure of a saved report."""
     report().save(tmp_path / "rope.json")
     violated = read_result(tmp_path / "rope.json")
-    picture = words(violated.plot, train_length=256, title="My bound")
-    bound = violated.groups[0].context_bound
-    for text in (
-        f"{bound + 1:,}",
-        "needed up to 511",
-        "training: 256",
-        "violated: B_m",
-        "claimed context: 512 tokens",
-        "My bound",
-    ):
-        assert text in picture
-    assert "dimensions that do not rotate" not in picture
-
-
-def test_dimensions_at_rest_have_a_zero_of_their_own(words):
-    picture = words(report(partial_rotary_factor=0.5).plot)
-    assert "inconclusive: half of the head" in picture
-    assert "0 without the 8 dimensions that do not rotate" in picture
+    figure = words(violated.plot, train_length=256, title="My bound")
+    bound = f"{violated.groups[0].context_bound + 1:,}"
+    expected = (bound, "needed up to 511", "training: 256", "violated: B_m", "claimed context: 512 tokens", "My bound")
+    assert all(text in figure for text in expected) and "dimensions that do not rotate" not in figure
+    figure = words(report(partial_rotary_factor=0.5).plot)
+    assert "inconclusive: half of the head" in figure and "0 without the 8 dimensions that do not rotate" in figure
 
 
 def test_every_group_has_its_axes(words):
@@ -49,9 +37,9 @@ def test_every_group_has_its_axes(words):
         "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 4.0},
     }
     config = Gemma3TextConfig(head_dim=16, sliding_window=32, max_position_embeddings=512, rope_parameters=ropes)
-    picture = words(rope_report(config, minimum_base=False).plot)
-    assert "sliding_attention violated" in picture and "needed up to 31" in picture
-    assert "full_attention violated" in picture and "needed up to 511" in picture
+    figure = words(rope_report(config, minimum_base=False).plot)
+    expected = ("sliding_attention violated", "needed up to 31", "full_attention violated", "needed up to 511")
+    assert all(text in figure for text in expected)
 
 
 @pytest.mark.parametrize("base, scale", [(50.0, "log"), (1e9, "linear")])

@@ -1,6 +1,8 @@
 """Configs as people publish them: what is read, what is claimed, and what transformers' modeling code decides."""
 
 import json
+import re
+from contextlib import suppress
 
 import pytest
 import transformers as tf
@@ -11,6 +13,7 @@ from hf_longctx.metrics.rope import measure
 from hf_longctx.metrics.rope.bounds import rope_context_bound
 from hf_longctx.metrics.rope.config import NoRopeError
 from hf_longctx.metrics.rope.measure import rope_report
+from hf_longctx.metrics.rope.reading import LENGTHS, ROPE_UNLESS, TEXT_PARTS
 from scripts import rope_types
 
 
@@ -98,9 +101,86 @@ def test_ntk_alpha_is_the_models_own_frequencies(kind):
     assert report.verdict == "holds" and not any("depend on the length" in note for note in report.notes)
 
 
-def test_settings_that_a_rope_type_does_not_use_are_named():
-    report, _ = only({**PLAIN, "model_type": "llama", "rope_scaling": {"rope_type": "default", "factor": 8.0}})
-    assert "default RoPE does not use factor, which rope_parameters names" in report.notes
+@pytest.mark.parametrize("kind", ["llama", "new"])
+@pytest.mark.parametrize(
+    "settings, note",
+    [
+        ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, "default RoPE does not use factor"),
+        ({"rope_scaling": {"factor": 8.0, "type": None}}, "default RoPE does not use factor"),
+        (
+            {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+            "multimodal RoPE .mrope. is judged on text",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "long_factor": [1.5] * 64, "short_factor": [1.0] * 64}},
+            "longrope freq.* 4096",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": None}},
+            "yarn claims|by 4",
+        ),
+        ({"rope_scaling": False, "dual_chunk_attention_config": {}}, "dual_chunk_attention_config .fewer tokens"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value.split()[0],
+)
+def test_what_a_rope_type_assumes_is_noted(kind, settings, note):
+    report, _ = only({**PLAIN, "model_type": kind, **settings})
+    assert any(re.search(note, found) for found in report.notes), report.notes
+
+
+@pytest.mark.parametrize("kind", ["llama", "new"])
+@pytest.mark.parametrize("name, values", ROPE_UNLESS.items())
+def test_settings_that_switch_rope_off(kind, name, values):
+    for value in (False, True, "alibi", *values):
+        config = {**PLAIN, "model_type": kind, name: value}
+        if value is None or value in values:
+            assert only(config)[1].base == 1e4
+        else:
+            with pytest.raises(NoRopeError, match=f"{name} is {value!r}"):
+                rope_report(config)
+
+
+JUNK = (
+    None,
+    True,
+    0,
+    -3,
+    2.5,
+    float("nan"),
+    10**400,
+    "x",
+    "x" * 5000,
+    "",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"x": 1},
+    {"full_attention": 3},
+)
+FIELDS = (
+    *("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim", "max_position_embeddings"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary", "rotary_dim", "rope_ratio"),
+    *("layer_types", "sliding_window", "no_rope_layers", "rope_condense_ratio", "dual_chunk_attention_config"),
+    *("text_config", "qk_rope_head_dim", "n_ctx", "quantization_config", "architectures"),
+)
+
+
+@pytest.mark.parametrize("kind", ["llama", "new"])
+@pytest.mark.parametrize("name", FIELDS)
+def test_no_json_ends_in_a_traceback(quick, kind, name):
+    config = {**PLAIN, "model_type": kind}
+    ropes = [{"rope_scaling": {"type": "linear", "factor": 2.0, name: junk}} for junk in JUNK]
+    for change in ({name: junk} for junk in JUNK):
+        judged(config | change)
+    for change in ropes * (name.startswith("rope") or name == "partial_rotary_factor"):
+        judged(config | change)
+
+
+def judged(config):
+    with suppress(ValueError, NotImplementedError):
+        report = rope_report(config, minimum_base=False)
+        assert all(group.layers > 0 and 1 < group.base < 1e300 for group in report.groups if group.rope_type)
 
 
 # --- the claimed context ---
@@ -135,6 +215,14 @@ def test_the_largest_claim_is_judged_and_named(settings, claimed, by, note):
     report, _ = only({"model_type": "llama", **settings})
     assert (report.claimed_context, report.claimed_by) == (claimed, by)
     assert any(note in found for found in report.notes), report.notes
+
+
+@pytest.mark.parametrize("kind", ["llama", "new"])
+def test_every_name_of_the_context_claims(quick, kind):
+    for name in LENGTHS:
+        for settings in (PLAIN, {key: value for key, value in PLAIN.items() if key != "max_position_embeddings"}):
+            report = rope_report({**settings, "model_type": kind, name: 65536}, minimum_base=False)
+            assert (report.claimed_context, report.claimed_by) == (65536, name)
 
 
 @pytest.mark.parametrize("length, claimed", [(8192, 8192), (10**30, 4096), (2048, 4096), (None, 4096)])
@@ -181,9 +269,10 @@ def test_unknown_types_are_read_as_a_llama_would(config, base, rotary_dim, head_
     assert any("read as a Llama would" in note for note in report.notes)
 
 
-def test_settings_about_rope_that_are_not_read_are_named():
-    report, _ = only({**PLAIN, "model_type": "qwen", "use_dynamic_ntk": True})
-    assert "not read: use_dynamic_ntk" in report.notes
+@pytest.mark.parametrize("name", ["use_dynamic_ntk", "rope_scaling_factor", "ntk_alpha", "rope_percentage"])
+def test_settings_about_rope_that_are_not_read_are_named(name):
+    report, _ = only({**PLAIN, "model_type": "qwen", name: 2.0})
+    assert f"not read: {name}" in report.notes
 
 
 def test_parts_of_another_shape_than_the_class_expects():
@@ -195,5 +284,6 @@ def test_parts_of_another_shape_than_the_class_expects():
         {"model_type": "mistral", "text_config": {key: value for key, value in text.items() if key != "model_type"}},
         tf.MistralConfig(text_config=text),
         {**text, "model_type": "llava"},
+        *({"model_type": "new_vision", part: text} for part in TEXT_PARTS),
     ):
         assert only(config)[1] == expected

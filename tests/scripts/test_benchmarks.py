@@ -1,4 +1,4 @@
-"""Every benchmark at a tiny size: it runs, its JSON names command and machine, and its table is that of the JSON."""
+"""Every benchmark runs at a tiny size, its JSON names command and machine, and its table is that of the JSON."""
 
 import importlib
 import json
@@ -32,7 +32,7 @@ ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for 
 
 @pytest.fixture
 def load(load_script, monkeypatch):
-    """Imports a module of scripts/bench, with fresh processes replaced by this one, which has imported everything."""
+    """Import modules of scripts/bench, with fresh processes replaced by this one, which has imported everything."""
     common = load_script("bench.common")
     monkeypatch.setattr(common, "in_fresh_process", lambda function, *args: function(*args))
     return lambda name: load_script(f"bench.{name}")
@@ -70,7 +70,7 @@ def test_pages(load, tmp_path, monkeypatch):
 
 
 def test_vllm(load, tmp_path, monkeypatch):
-    """With threads for processes, and engines that load their model and answer how long they took."""
+    """Threads replace processes, and fake engines load their model and return seconds."""
     module, loaded = load("vllm"), []
 
     class Engine:
@@ -97,7 +97,7 @@ def test_vllm(load, tmp_path, monkeypatch):
 @ON_CPU
 @torch.compiler.set_stance("force_eager")
 def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
-    """In this process, which has imported everything, but for the tests."""
+    """All parts but the tests run in this process, which has imported everything."""
     pytest.importorskip("triton")
     module = load("gpu.all")
     run_command = module.run_command
@@ -120,15 +120,6 @@ def test_all_gpu_benchmarks_dry_run(load, tmp_path, capsys, monkeypatch):
     assert files == {"gpu_all", *module.PARTS} - {"tests", "pruned"}
     assert rows["pruned"]["seconds"] < 30  # its limit is half a second
     assert rows["pruned"]["tail"] == "begun" and "| -9 |" in capsys.readouterr().out
-
-
-def test_tests_are_counted_from_their_file(load, tmp_path):
-    module = load("gpu.all")
-    assert module.count_tests(tmp_path / "none.xml") == {}
-    (tmp_path / "x.xml").write_text(
-        '<testsuites><testsuite tests="9" failures="1" errors="2" skipped="3"/></testsuites>'
-    )
-    assert module.count_tests(tmp_path / "x.xml") == {"passed": 3, "failed": 3, "skipped": 3}
 
 
 def test_contenders_take_turns_and_the_first_round_warms_up(load):
@@ -158,8 +149,8 @@ def test_an_interrupted_run_keeps_its_rows(load, tmp_path, capsys):
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == [{"n": 1}]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_refused(load, capsys):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_an_error(load, capsys):
     with pytest.raises(SystemExit):
         load("generate").main(["--device", "cuda"])
     assert "no CUDA device" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Checkpoint files of the official code and of RMT become folders that load, and give the logits of their authors."""
+"""Checkpoint files of the official HMT and RMT code become folders that load, with the logits of their authors."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def tiny_llama(vocab_size=4096, **settings):
 
 
 def official_file(path, model, backbone=None, **changed):
-    """Save what the official code saves of its model, DDP around it; None in `changed` leaves a name out."""
+    """Save a model under DDP as the official code does; None in `changed` leaves a name out."""
     params = {name: x.detach() for name, x in official_parameters(model).items()}
     backbone = (model.backbone if backbone is None else backbone).state_dict()
     params |= {f"memory_cell.model.{name}": x for name, x in backbone.items()}
@@ -40,7 +40,7 @@ def model():
 
 @pytest.fixture
 def base(model, tmp_path):
-    """The folder of the model that was wrapped, whose weights are others."""
+    """Save the wrapped model with other weights, and return its folder."""
     path = tmp_path / "base"
     LlamaForCausalLM(model.backbone.config).save_pretrained(path)
     return path
@@ -63,7 +63,7 @@ def test_the_command_makes_a_folder_with_the_logits_of_the_authors(case, golden,
     options += ["--base", str(tmp_path / "base")]
     command = [str(tmp_path / "model.pth"), str(tmp_path / "hmt"), *options]
     main(command)
-    assert "has no tokenizer" in capsys.readouterr().out
+    assert "does not have a tokenizer" in capsys.readouterr().out
     hmt = AutoModelForCausalLM.from_pretrained(tmp_path / "hmt")
     assert type(hmt) is HMTWrapper and hmt.config.recall_mode == "paper" and hmt.config.recall == info["recall"]
     logits = hmt(tensors["inputs/input_ids"]).logits
@@ -87,7 +87,7 @@ def test_lora_is_added_to_its_layers(model, tied, tmp_path):
     torch.testing.assert_close(loaded(ids).logits, lora(ids).logits, atol=1e-5, rtol=0)
 
 
-def test_the_weights_of_the_base_are_read_where_the_file_has_none(model, base, tmp_path):
+def test_weights_that_the_file_lacks_are_those_of_the_base(model, base, tmp_path):
     params = {name: x.detach() for name, x in official_parameters(model).items()}
     torch.save(params, tmp_path / "model.pth", _use_new_zipfile_serialization=False)
     loaded = load_official(tmp_path / "model.pth", base, **SIZES)
@@ -125,16 +125,16 @@ def of_another_base(model, base, path):
 
 NORM, ARMT = "memory_cell.model.model.norm.weight", "memory_cell.model.model.layers.0.W_mq.weight"
 MISTAKES = [
-    refused("a pickle that runs code", holding({"memory_cell.memory": Touch()}), "holds other things than tensors"),
+    refused("a pickle that runs code", holding({"memory_cell.memory": Touch()}), "holds more than tensors"),
     refused("an empty file", holding(b""), "is damaged"),
-    refused("a text", holding(b"version https://git-lfs.github.com/spec/v1"), "is damaged"),
-    refused("a text that pickle takes for one", holding(b"hello"), "is damaged"),
-    refused("a list", holding([torch.ones(1)]), "has no memory_cell.memory"),
-    refused("a folder", lambda model, base, path: load_official(base, base, **SIZES), "is a folder; give its file"),
+    refused("a text file", holding(b"version https://git-lfs.github.com/spec/v1"), "is damaged"),
+    refused("a text file that is also a pickle", holding(b"hello"), "is damaged"),
+    refused("a list", holding([torch.ones(1)]), "does not have memory_cell.memory"),
+    refused("a folder", lambda model, base, path: load_official(base, base, **SIZES), "must be a file of weights"),
     refused("a file of ARMT", changing(**{ARMT: torch.ones(1)}), "a checkpoint of ARMT"),
-    refused("a name of nothing", changing(other=torch.ones(1)), r"unknown \['other'\]"),
+    refused("an unknown name", changing(other=torch.ones(1)), r"unknown \['other'\]"),
     refused("no projection", changing(**{"cross_attn.wk.weight": None}), r"missing \['cross_attn.wk.weight'\]"),
-    refused("an absent tensor", changing(**{NORM: None}), r"missing keys: model\.norm\.weight\); name the model"),
+    refused("an absent tensor", changing(**{NORM: None}), r"missing keys: model\.norm\.weight\)\. --base must be"),
     refused("another base", of_another_base, "does not hold the weights of .*mismatched keys"),
 ]
 

@@ -1,4 +1,4 @@
-"""Rows with repeated passages: what they are made of."""
+"""Sequences with repeated passages contain and score what they should."""
 
 import itertools
 
@@ -11,7 +11,7 @@ from scripts.copy_data import CopyDataset, write
 
 
 class CountingTokenizer:
-    """Its text counts upwards from 3, so that running text can be told from everything else."""
+    """A tokenizer whose corpus counts upwards from 3, so that running text can be recognized."""
 
     bos_token_id = 1
 
@@ -41,7 +41,7 @@ def test_rows_depend_on_seed_and_index_alone(text):
 
 
 def test_what_is_scored_can_be_predicted(text):
-    """Whatever is neither running text nor a repetition of what the row has shown is not scored."""
+    """A token is scored if it continues running text, or repeats what the sequence has shown."""
     scored_repeats = unscored = 0
     for row in many(text):
         ids, labels = row["input_ids"], row["labels"]
@@ -59,8 +59,8 @@ def test_what_is_scored_can_be_predicted(text):
 def test_passages_have_every_length(text):
     lengths = set()
     for row in many(text):
-        borders = [i for i, token in enumerate(row["input_ids"]) if token == 1]
-        lengths |= {b - a - 1 for a, b in itertools.pairwise(borders)}
+        boundaries = [i for i, token in enumerate(row["input_ids"]) if token == 1]
+        lengths |= {b - a - 1 for a, b in itertools.pairwise(boundaries)}
     assert set(range(8, 60)) <= lengths
 
 

@@ -11,7 +11,6 @@ from hf_longctx.cli import main
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 TINY = {  # rows of the result, and options
-    "rope_base": (2, "--first-steps 1 --steps 1 --rows 2 --length 128 --bases 100 10000 --seeds 0"),
     "llama_to_fox": (13, "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2"),
     "hmt_facts": (
         10,

@@ -1,4 +1,4 @@
-"""The examples run as they are, from the root of the checkout."""
+"""The examples run unchanged from the root of the checkout."""
 
 import json
 from importlib.util import find_spec

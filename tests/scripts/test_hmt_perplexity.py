@@ -23,7 +23,7 @@ SETTINGS = SIZES | dict(
 
 @pytest.fixture
 def module(load, smollm2):
-    load("hmt_perplexity").tokens_of.cache_clear()
+    load("hmt_perplexity").novels.cache_clear()
     return load("hmt_perplexity")
 
 
@@ -142,7 +142,7 @@ def test_all_train_on_the_same_tokens(module, args, monkeypatch):
 
 
 def test_a_training_that_ran_out_of_time_resumes(module, load, args):
-    args.first_steps, args.until, stops = 2, -math.inf, 0
+    args.first_steps, args.save_steps, args.until, stops = 2, 9, -math.inf, 0
     while True:  # a step each
         try:
             stopped = module.trained("HMT, single pass", 0, args)

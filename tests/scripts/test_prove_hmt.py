@@ -1,4 +1,4 @@
-"""scripts/prove_hmt at a tiny size: its controls do what they say, and the same command goes on."""
+"""The controls of scripts.prove_hmt do what they say, and the same command resumes a run of tiny models."""
 
 import importlib
 import json
@@ -53,30 +53,30 @@ def test_an_oracle_recalls_the_memory_of_the_fact(proof, recipe, model):
         out = model(input_ids=ids, output_recall=True)
     weights = out.recall_scores[-2:]
     assert all(torch.equal(x.argmax(1), facts[:, i]) and (x.amax(1) == 1).all() for i, x in enumerate(weights))
-    assert (out.recall_scores[3].amax(1) < 1).all(), "segments before the questions recall as they do"
+    assert (out.recall_scores[3].amax(1) < 1).all(), "segments before the questions recall as usual"
     assert model.memory.recall == recall
 
 
 @torch.no_grad()
-def test_shuffled_memories_are_those_of_another_text(proof, recipe, model):
+def test_shuffled_memories_are_those_of_another_sequence(proof, recipe, model):
     ids, facts = sample(proof, recipe)
     once = model(input_ids=ids[:1].expand(4, -1))
     with proof.changed_recall(model, proof.shuffled_memories, facts, 5):
         same = model(input_ids=ids[:1].expand(4, -1))
         other = model(input_ids=ids)
-    assert torch.equal(once.logits, same.logits), "texts that are alike have the same memories"
+    assert torch.equal(once.logits, same.logits), "equal sequences have equal memories"
     assert not torch.allclose(other.logits[:, -10:], model(input_ids=ids).logits[:, -10:])
 
 
 def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys, request):
-    """Every method runs; runs that have a row are not repeated; tables and a picture are made of the rows."""
+    """Every method runs, runs that have a row are not repeated, and a table and a figure show the rows."""
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(proof, "Recipe", lambda: recipe)
     monkeypatch.setattr(proof, "FACTS", (2, 16))
     monkeypatch.setattr(proof, "SMALL", tmp_path / "small")
     arguments = f"--seeds 3 --output {tmp_path}/small/hmt_recall.json --picture {tmp_path}/x.png".split()
     monkeypatch.setattr(proof, "CONDITIONS", dict([*proof.CONDITIONS.items()][:1]))
-    proof.main(["--seeds", "3", "--small"])  # beside the committed proof, whose rows it does not take over
+    proof.main(["--seeds", "3", "--small"])  # does not read the rows of the committed result
     assert (tmp_path / "small" / "hmt_recall.png").stat().st_size > 10_000
     request.getfixturevalue("undrawn")
     result = json.loads((tmp_path / "small" / "hmt_recall.json").read_text())

@@ -1,4 +1,4 @@
-"""scripts/release names everything that CONTRIBUTING.md asks for, and is silent once it is there."""
+"""scripts/release names everything that a release lacks."""
 
 import subprocess
 
@@ -14,7 +14,7 @@ FILES = {
     "CHANGELOG.md": "# Changelog\n\n## 0.2.0 (2027-01-31)\n\n## 0.1.0 (2026-12-01)\n",
     "model_cards/fox-demo/README.md": "Ask at https://github.com/somebody/hf-longctx.\n",
 }
-CHANGES = [  # a file, its new content, and what is then missing
+CHANGES = [  # a file, its new content, and a part of the message
     (None, None, None),
     ("CHANGELOG.md", "## Unreleased: 0.2.0\n", 'must be "0.2.0 (YYYY-MM-DD)", got "Unreleased: 0.2.0"'),
     ("CHANGELOG.md", "## 0.1.0 (2026-12-01)\n", 'got "0.1.0 '),

@@ -49,7 +49,7 @@ def test_documents_are_arranged_in_pairs_or_one_by_one():
 def test_pubmedqa_asks_one_question_about_several_abstracts(source):
     assert list(questions(open_pubmedqa(source), "long", 2)) == TEXTS
     assert list(questions(open_pubmedqa(source), "short", 1))[3] == "Aim 3. Result 3. Is it 3? yes"
-    with pytest.raises(ValueError, match="no short answer to 'Is it 0"):
+    with pytest.raises(ValueError, match="does not have a short answer to 'Is it 0"):
         list(questions(iter([{**AS_PUBLISHED["0"], "final_decision": None}]), "short", 1))
 
 

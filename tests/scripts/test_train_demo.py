@@ -1,4 +1,4 @@
-"""The committed models have the stages of scripts/train_demo.py, and show what they are there for."""
+"""The committed demo models went through the stages of scripts.train_demo, and show what the demo claims."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_the_models_have_been_trained_in_the_stages_of_the_script(train_demo, mo
 
 
 def test_the_fox_remembers_beyond_its_training_length(train_demo):
-    """A copy of n tokens ends after 2 n + 3."""
+    """The input for a passage of n tokens has 2 n + 3 tokens."""
     fox, llama = (read_result(CARDS / name / "forgetting_curve.json") for name in train_demo.MODELS)
     assert fox.settings["train_length"] == llama.settings["train_length"] == 512
     assert fox.interval("fine").low >= 192 and fox.interval("coarse").low >= 512

@@ -1,4 +1,4 @@
-"""The script calls the command once for each stage, the second time on what the first has made."""
+"""scripts.train_hmt runs the command once for each stage, the second time on the model of the first stage."""
 
 import sys
 

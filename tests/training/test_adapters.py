@@ -1,5 +1,7 @@
 """What is trained beside a base is saved, read again and merged without a difference."""
 
+import json
+
 import pytest
 import torch
 
@@ -17,14 +19,11 @@ from transformers import (
 )
 
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
-from hf_longctx.training.adapters import add_lora, load_adapter, model_fingerprint, save_fingerprint
+from hf_longctx.training.adapters import BASE, add_lora, load_adapter, model_fingerprint
 from hf_longctx.training.config import FinetuneConfig
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning"),  # PEFT's, and sets it
-]
+pytestmark = pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")  # PEFT's, and sets it
 
 IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
 SIZES = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2)
@@ -92,7 +91,7 @@ def test_an_adapter_is_read_and_merged_as_it_was_trained(make, targets, in_full,
     expected = logits(adapted)
     assert (expected - start).abs().max() > 0.01
     adapted.save_pretrained(tmp_path / "adapter")
-    save_fingerprint(known, tmp_path / "adapter")
+    (tmp_path / "adapter" / BASE).write_text(json.dumps(known))
 
     again = load_adapter(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
     torch.testing.assert_close(logits(again), expected, rtol=1e-6, atol=1e-6)

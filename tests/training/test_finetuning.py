@@ -15,13 +15,11 @@ pytest.importorskip("peft", reason="fine-tuning needs peft: pip install 'hf-long
 from faults import log, losses, make
 from safetensors.torch import load_file
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
-    TrainingArguments,
 )
 from transformers.integrations import deepspeed
 
@@ -29,14 +27,11 @@ from hf_longctx.hub.bundle import build_bundle
 from hf_longctx.metrics import rope_base_bound
 from hf_longctx.training import run as run_module
 from hf_longctx.training.adapters import load_adapter
-from hf_longctx.training.loss_in_pieces import LossInPieces
-from hf_longctx.training.models import extend_rope, load_base, new_model
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
+from hf_longctx.training.models import extend_rope, make_config, make_model
 from hf_longctx.training.run import merge, train
 from hf_longctx.training.trainer import LongContextTrainer
 
-
-# PEFT asks transformers for a property that has another name now.
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
 IDS = torch.randint(3, VOCABULARY, (2, 60), generator=torch.Generator().manual_seed(0))
 
@@ -74,7 +69,7 @@ def settings(llama, output, **changes):
 
 
 def base_of(run, llama):
-    return load_base(run, AutoTokenizer.from_pretrained(llama))
+    return make_model(run, make_config(run, AutoTokenizer.from_pretrained(llama)))
 
 
 @torch.no_grad()
@@ -101,6 +96,10 @@ def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(reci
     adapted = load_adapter(base, tmp_path / "adapter")
     assert (logits(model) - start).abs().max() > 0.01
     torch.testing.assert_close(logits(adapted), logits(model), atol=1e-5, rtol=1e-5)
+    if longer:
+        assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 128
+        assert model.config.max_position_embeddings == 128
+        assert model.config.rope_parameters["rope_theta"] >= rope_base_bound(127, 8).base
     assert model.config.tie_word_embeddings == (model.get_input_embeddings().weight is model.lm_head.weight)
 
 
@@ -108,14 +107,14 @@ def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, m
     made = []
 
     def make_small_pieces(model):
-        made.append(LossInPieces(model, logits_at_once=10 * VOCABULARY))
+        made.append(ChunkedCrossEntropy(model, logits_at_once=10 * VOCABULARY))
         return made[-1]
 
-    monkeypatch.setattr(run_module, "LossInPieces", make_small_pieces)
+    monkeypatch.setattr(run_module, "ChunkedCrossEntropy", make_small_pieces)
     found = {}
     for in_pieces in (True, False):
         if not in_pieces:
-            monkeypatch.setattr(run_module, "fits", lambda model: False)
+            monkeypatch.setattr(run_module, "can_chunk_loss", lambda model: False)
         folder = tmp_path / str(in_pieces)
         assert train(settings(llama, folder, eval_data=str(llama / "text.txt"), eval_steps=3)) == 0
         found[in_pieces] = [line.get("loss", line.get("eval_loss")) for line in log(folder)]
@@ -131,7 +130,7 @@ def test_conversations_are_trained_on_and_what_is_scored_is_part_of_the_data(pac
     run = values(llama, tmp_path / "run", data=str(data), packing=packing, save_steps=1)
     assert train(make(run)) == 0
     shutil.rmtree(tmp_path / "run" / "model")
-    flags = tmp_path / "run" / "data" / "tokens_1.flags.npy"
+    (flags,) = (tmp_path / "run" / "data").glob("*.flags.npy")
     flags.write_bytes(flags.read_bytes()[:-1] + b"\0")
     with pytest.raises(ValueError, match=r"other settings \(data: "):
         train(make(run))
@@ -206,22 +205,6 @@ def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(merged))
 
 
-@pytest.mark.parametrize("dropout", [0.1, 0.0], ids=["ours", "of PEFT alone"])
-def test_an_adapter_is_trained_further(dropout, llama, tmp_path):
-    first = tmp_path / "first" / "model"
-    modules = dict(lora_modules_to_save=["norm"], lora_r=3, lora_dropout=dropout)
-    assert train(settings(llama, tmp_path / "first", **modules)) == 0
-    if not dropout:
-        (first / "base.json").unlink()
-    assert train(settings(llama, tmp_path / "second", adapter=str(first))) == 0
-    before, after = (
-        load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("first", "second")
-    )
-    assert before.keys() == after.keys() and any("norm" in name for name in after)
-    assert all(0 < (before[name] - after[name]).abs().max() < 0.1 for name in before)
-    assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0], "it begins where that ended"
-
-
 @pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
 def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tmp_path, monkeypatch):
     scripted, evaluate = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.7}, Trainer.evaluate
@@ -249,24 +232,15 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tm
         shutil.rmtree(tmp_path / "model")
 
 
-@pytest.mark.parametrize("model", ["fox", "llama"])
-def test_tied_weights_are_not_called_missing(model, tmp_path, monkeypatch):
-    sizes = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-    tied = AutoConfig.for_model(model, tie_word_embeddings=True, **sizes)
-    warned, row = [], {"input_ids": torch.arange(9), "labels": torch.arange(9)}
+@pytest.mark.parametrize("llama", [True], indirect=True)
+def test_tied_weights_are_not_called_missing(llama, tmp_path, monkeypatch):
+    warned, run = [], values(llama, tmp_path, use_peft=False, max_steps=2, save_steps=1, eval_steps=1)
+    run |= dict(load_best_model_at_end=True, eval_data=str(llama / "text.txt"))
     monkeypatch.setattr("transformers.trainer.logger.warning", lambda text, *rest: warned.append(text))
-    args = dict(max_steps=2, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True)
-    args = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, bf16=False, **args)
-    for checkpoint in (None, str(tmp_path / "checkpoint-1")):
-        trainer = LongContextTrainer(
-            AutoModelForCausalLM.from_config(tied), args, train_dataset=[row], eval_dataset=[row]
-        )
-        trainer.train(resume_from_checkpoint=checkpoint)
+    for _ in range(2):
+        assert train(make(run)) == 0
+        shutil.rmtree(tmp_path / "model")
     assert not [text for text in warned if "keys in the checkpoint" in text]
-    trainer._issue_warnings_after_load(
-        torch.nn.modules.module._IncompatibleKeys(["model.norm.weight", "lm_head.weight"], [])
-    )
-    assert [text for text in warned if "missing keys" in text and "['model.norm.weight']" in text]
 
 
 @pytest.mark.parametrize("owner, method", [(LlamaForCausalLM, "save_pretrained"), (LongContextTrainer, "save_model")])
@@ -294,13 +268,6 @@ def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
     torch.testing.assert_close(logits(adapter), logits(model), atol=1e-5, rtol=1e-5)
 
 
-def test_all_parameters_are_trained_where_the_user_wants_it(llama, tmp_path):
-    assert train(settings(llama, tmp_path, use_peft=False, warmup_steps=1)) == 0
-    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (llama, tmp_path / "model"))
-    same = [n for (n, p), q in zip(before.named_parameters(), after.parameters()) if torch.equal(p, q)]
-    assert not same
-
-
 def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_path, capsys):
     rates = []
 
@@ -322,24 +289,16 @@ def test_a_converted_llama_begins_with_its_loss_and_its_gates_learn(llama, tmp_p
     assert not torch.equal(before.weight, after.weight) and not torch.equal(before.bias, after.bias)
 
 
-def test_a_longer_context_gets_a_base_above_the_bound(llama, tmp_path):
-    assert train(settings(llama, tmp_path, recipe="rope-extend", max_length=256, max_steps=1)) == 0
-    config = AutoModelForCausalLM.from_pretrained(tmp_path / "model").config
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").model_max_length == 256
-    assert config.max_position_embeddings == 256
-    assert config.rope_parameters["rope_theta"] >= rope_base_bound(255, 8).base
-
-
 def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_rows():
     rope = {"rope_type": "default", "rope_theta": 100_000.0}
     smollm2 = LlamaConfig(hidden_size=576, num_attention_heads=9, max_position_embeddings=8192, rope_parameters=rope)
     run = settings(Path("smollm2"), "run", recipe="rope-extend", max_length=2048)
     assert (
         extend_rope(smollm2, run)
-        == "RoPE base 100000, which reaches 3615 tokens, becomes 2e+06; 8192 tokens need 323744"
+        == "RoPE base: 100000 (reaches 3615 tokens) -> 2e+06; 8192 tokens need at least 323744"
     )
     assert (smollm2.rope_parameters["rope_theta"], smollm2.max_position_embeddings) == (2e6, 8192)
-    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for these"):
+    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for it"):
         extend_rope(smollm2, run)
 
 
@@ -381,8 +340,9 @@ def test_models_are_built_whole_where_zero_3_will_divide_them(llama, tmp_path, m
     """Without DeepSpeed, transformers fails where it would divide one."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     new = make(dict(data="text", tokenizer=str(DEMO), output_dir=str(tmp_path), max_length=32))
-    for build, run in ((new_model, new), (load_base, settings(llama, tmp_path))):
+    for run in (new, settings(llama, tmp_path)):
+        config = make_config(run, tokenizer)
         zero_3 = SimpleNamespace(is_zero3=lambda: True)
         monkeypatch.setattr(deepspeed, "_hf_deepspeed_config_weak_ref", lambda zero_3=zero_3: zero_3)
         assert deepspeed.is_deepspeed_zero3_enabled()
-        assert all(parameter.numel() for parameter in build(run, tokenizer).parameters())
+        assert all(parameter.numel() for parameter in make_model(run, config).parameters())

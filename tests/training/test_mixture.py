@@ -1,10 +1,8 @@
-"""Texts are mixed in the shares that are asked for, and a mixture goes on as any run."""
+"""A mixture of sources resumes as any run, and each source is opened before any is packed."""
 
 import csv
 import json
-import random
 import signal
-from itertools import islice
 
 import pytest
 from demo_model import DEMO, VOCABULARY
@@ -15,37 +13,12 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 from faults import log, make, terminate_at
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.training.mixture import Mixture, StreamedMixture
 from hf_longctx.training.prepare import prepare_datasets
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import LongContextTrainer
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_a_reading_has_all_rows_of_all_texts_in_their_shares(seed):
-    rng = random.Random(seed)
-    parts = [[(part, row) for row in range(rng.randint(1, 60))] for part in range(rng.randint(2, 4))]
-    shares = [rng.randint(1, 9) for _ in parts]
-    shares = [share / sum(shares) for share in shares]
-    mixture = Mixture(parts, shares)
-    rows = [mixture[i] for i in range(len(mixture))]
-    for number, (part, share) in enumerate(zip(parts, shares)):
-        own = [row for row in rows if row[0] == number]
-        times = [own.count(row) for row in part]
-        assert min(times) >= 1 and max(times) - min(times) <= 1
-        assert abs(len(own) - share * len(rows)) <= len(parts)
-    once = Mixture(parts, None)
-    assert [once[i] for i in range(len(once))] == [row for part in parts for row in part]
-    assert min(max(rows.count(row) for row in part) for part in parts) == 1, "of one text no row is read twice"
-
-
-def test_a_stream_never_strays_from_its_shares_by_more_than_a_row():
-    shares = [0.6, 0.3, 0.1]
-    stream = StreamedMixture([iter(lambda n=n: n, None) for n in range(3)], shares)
-    drawn = list(islice(stream, 1000))
-    for count in (10, 77, 1000):
-        for number, share in enumerate(shares):
-            assert abs(drawn[:count].count(number) - share * count) <= 1
+CHAT = [{"role": "user", "content": "Who forgets? " * 9}, {"role": "assistant", "content": "The fox. " * 30}]
 
 
 @pytest.fixture(scope="module")
@@ -59,14 +32,14 @@ def llama(tmp_path_factory):
 
 @pytest.fixture
 def mixture(tmp_path, llama):
-    """A table with another column than text, a text that is small for its share, and settings that mix both."""
+    """Settings that mix a table of text and a conversation that is small for its share."""
     with open(tmp_path / "large.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(["body", "n"])
+        table.writerow(["text", "n"])
         table.writerows([f"Text {n}, which nothing remembers. " * 3, n] for n in range(60))
-    (tmp_path / "small.jsonl").write_text(json.dumps({"body": "The fox forgets what it no longer needs. " * 9}))
-    data = f"{tmp_path / 'large.csv'}=3,{tmp_path / 'small.jsonl'}=1"
-    paths = dict(data=data, model=llama, tokenizer=str(DEMO), output_dir=str(tmp_path / "run"), text_column="body")
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": CHAT}))
+    data = f"{tmp_path / 'large.csv'}=3,{tmp_path / 'chat.jsonl'}=1"
+    paths = dict(data=data, model=llama, tokenizer=str(DEMO), output_dir=str(tmp_path / "run"))
     sizes = dict(max_length=32, per_device_train_batch_size=2, gradient_accumulation_steps=1, max_steps=3)
     return dict(recipe="lora", lora_dropout=0.1, **paths, **sizes)
 
@@ -83,6 +56,18 @@ def test_a_mixture_resumes_to_the_same_losses(changes, mixture, tmp_path, monkey
     assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
+def test_a_stream_scores_answers_alone(mixture):
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    chats = mixture["data"].split(",")[1].removesuffix("=1")
+    packed = prepare_datasets(make(mixture | dict(data=chats)), tokenizer, False).train
+    streamed = iter(prepare_datasets(make(mixture | dict(data=chats, streaming=True)), tokenizer, False).train)
+    for row in (packed[i] for i in range(len(packed))):
+        assert {name: x.tolist() for name, x in next(streamed).items()} == {
+            name: x.tolist() for name, x in row.items()
+        }
+    assert -100 in packed[0]["labels"][1:]
+
+
 @pytest.mark.parametrize("missing", ["data", "eval_data"])
 def test_sources_are_opened_before_any_is_packed(missing, mixture, tmp_path):
     mixture |= {missing: f"{mixture['data']},{tmp_path / 'nothere.csv'}=1"}
@@ -91,22 +76,10 @@ def test_sources_are_opened_before_any_is_packed(missing, mixture, tmp_path):
     assert not (tmp_path / "run" / "data").exists()
 
 
-def test_conversations_in_a_mixture_of_streams_are_refused_before_the_run_begins(mixture, tmp_path, capsys):
-    chats = tmp_path / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": [{"role": "user", "content": "x"}]}))
-    small = tmp_path / "text.jsonl"
-    small.write_text(json.dumps({"text": "The fox forgets what it no longer needs. " * 9}))
-    with pytest.raises(ValueError, match="must hold text to be streamed, got conversations"):
-        train(make(mixture | dict(data=f"{small}=1,{chats}=1", streaming=True, text_column=None)))
-    assert "step" not in capsys.readouterr().err
-
-
-def test_conversations_are_packed_again_where_the_chat_template_has_changed(mixture, tmp_path, monkeypatch):
+def test_conversations_are_packed_again_where_the_chat_template_has_changed(mixture):
     """A run that was stopped before its first checkpoint has packed with the old one."""
-    chats, tokenizer = tmp_path / "chats.jsonl", AutoTokenizer.from_pretrained(DEMO)
-    turns = [{"role": "user", "content": "Who forgets? " * 9}, {"role": "assistant", "content": "The fox. " * 9}]
-    chats.write_text(json.dumps({"messages": turns}) + "\n")
-    args = make(mixture | dict(data=str(chats), text_column=None))
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    args = make(mixture | dict(data=mixture["data"].split(",")[1].removesuffix("=1")))
     packed = []
     for header in ("", "<user>"):
         tokenizer.chat_template = header + tokenizer.chat_template
@@ -114,12 +87,11 @@ def test_conversations_are_packed_again_where_the_chat_template_has_changed(mixt
     assert packed[0] != packed[1]
 
 
-def test_other_shares_and_texts_are_refused_before_anything_is_lost(mixture, tmp_path):
+def test_other_shares_and_sources_are_refused_before_anything_is_lost(mixture, tmp_path):
     train(make(mixture | {"max_steps": 1, "save_steps": 1}))
     (tmp_path / "run" / "model").rename(tmp_path / "model")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=r"other settings \(data: "):
-        train(make(mixture | {"max_steps": 1, "save_steps": 1, "data": mixture["data"].replace("=3", "=1")}))
-    with pytest.raises(ValueError, match="is not the data that the run in"):
-        train(make(mixture | {"max_steps": 1, "data": ",".join(mixture["data"].split(",")[::-1])}))
+    for data in (mixture["data"].replace("=3", "=1"), ",".join(mixture["data"].split(",")[::-1])):
+        with pytest.raises(ValueError, match=r"other settings \(data: "):
+            train(make(mixture | {"max_steps": 1, "save_steps": 1, "data": data}))
     assert before.items() <= {path: path.read_bytes() for path in before}.items()

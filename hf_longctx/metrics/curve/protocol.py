@@ -1,4 +1,4 @@
-"""Lengths, samples and inputs of the forgetting curve: what a model is asked to read.
+"""Lengths, samples and inputs of the forgetting curve.
 
 A model reads a target S of n tokens twice, `[bos] S [bos] S [eos]`, or once after an unrelated text of the same
 length, `[bos] I [bos] S [eos]`. With teacher forcing, the share of tokens it predicts right in the second half of the
@@ -7,7 +7,7 @@ copying is at first exact (fine-grained memory), then only better than guessing 
 and at last no better (amnesia).
 
 Source: Liu et al. 2024, "Forgetting Curve: A Reliable Method for Evaluating Memorization Capability for Long-context
-Models", section 3. This file knows no model.
+Models", section 3. This file runs no model.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def default_lengths(
     Args:
         claimed_context: in tokens; None if the model claims none.
         corpus_tokens: None for random data.
-        repeats: targets that shall have room side by side in the corpus.
+        repeats: number of targets that fit side by side into the corpus.
 
     Raises:
-        ValueError: neither says how far to measure, or the corpus is too short for that.
+        ValueError: both are None, or the corpus is too short.
 
     >>> default_lengths(131, None, 3), default_lengths(None, 1300, 3)
     ([8, 36, 64], [8, 54, 100])
@@ -80,7 +80,7 @@ def default_lengths(
             )
     if not ends:
         raise ValueError(
-            "the model claims no context and there is no corpus; say how far to measure: lengths=[...], or --lengths "
+            "the model claims no context and there is no corpus; give the lengths: lengths=[...], or --lengths "
             "or --max-length."
         )
     return grid(min(ends), n)

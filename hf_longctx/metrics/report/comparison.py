@@ -1,4 +1,4 @@
-"""Results of one metric and of several models, in one picture and in one table."""
+"""Compare results of one metric for several models, in one figure and in one table."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ R = TypeVar("R", bound=Result)
 
 
 def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> str:
-    """Draw the results of several models into one picture, or write their table into a file.
+    """Draw the results of several models into one figure, or write their table into a file.
 
     Args:
-        results: by the name of the model, in the order of the picture; of one metric, that of `curve`, `loss`, or any
+        results: results by the name of the model, in the order of the figure, of one metric: `curve`, `loss`, or any
             that counts right answers by length.
-        path: of a PNG, SVG or PDF; or of a Markdown file (.md), which gets the title and what is returned.
+        path: path of a PNG, SVG or PDF, or of a Markdown file (.md), which gets the title and the returned text.
         title: as for `plot_comparison`.
 
     Returns:
-        which model remembers more, in sentences; then the numbers as a Markdown table, with a warning for each setting
+        sentences on which model remembers more; then the numbers as a Markdown table, with a warning for each setting
         that differs, the tests of `paired_text`, and effective lengths by three rules.
 
     Raises:
-        ValueError: the results are of several metrics, or of one that cannot be compared; or see `plot_comparison`.
+        ValueError: the results are of several metrics, or of one that cannot be compared; see also `plot_comparison`.
     """
     kinds = {type(result) for result in results.values()}
     if len(kinds) != 1 or not issubclass(next(iter(kinds)), TaskResult):
@@ -90,7 +90,7 @@ def train_lengths_of(curves: Mapping[str, TaskResult]) -> dict[str, int]:
 
 
 def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
-    """Return how each model differs from the first, in sentences, and the tables of their tests as Markdown."""
+    """Return sentences on how each model differs from the first, and the tables of their tests as Markdown."""
     (name, first), *others = results.items()
     said, text = [], ""
     for other, second in others:
@@ -125,7 +125,7 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
 
 
 def reaches(results: Mapping[str, TaskResult]) -> str:
-    """Return how far each of several curves reaches; nothing for other results."""
+    """Return how far each of several curves reaches; an empty text for other results."""
     ends = []
     for name, curve in results.items():
         if isinstance(curve, ForgettingCurve):
@@ -137,16 +137,16 @@ def reaches(results: Mapping[str, TaskResult]) -> str:
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
-    """Raise ValueError if there is not a result, or nothing was measured in one, which is named."""
+    """Raise ValueError if there are no results, or nothing was measured in one of them."""
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
-        raise ValueError(f"nothing was measured: {', '.join(empty) or 'give one curve or more'}.")
+        raise ValueError(f"results must hold measurements, got nothing from {', '.join(empty) or 'an empty list'}.")
 
 
 def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
-    """Return results by the last part of their model's name; where two models share it, with the name of the file.
+    """Return results by the last part of their model's name, with the file's name if two models share it.
 
-    A model without a name is called after its file.
+    A model without a name gets that of its file.
     """
     names = [
         result.model_name.rpartition("/")[2] if result.settings.get("model") else path.stem or "a model"
@@ -162,17 +162,17 @@ def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
 
 
 def conditions(result: TaskResult) -> dict[str, str]:
-    """Return the settings that must be alike for numbers to compare models, as far as a result has them."""
+    """Return the settings of a result that must agree for a comparison of models."""
     settings = {name: str(value) for name, value in result.settings.items() if value is not None}
     names = {"data_type": "data", "corpus": "texts", "tokenizer": "tokenizers", "protocol": "protocols"}
-    alike = {words: settings[name] for name, words in names.items() if name in settings}
+    same = {words: settings[name] for name, words in names.items() if name in settings}
     if "corpus" not in settings and "corpus_sha256" in settings:
-        alike["texts"] = settings["corpus_sha256"][:8]
-    return alike | result.extent()
+        same["texts"] = settings["corpus_sha256"][:8]
+    return same | result.extent()
 
 
 def differences(results: Mapping[str, TaskResult]) -> list[str]:
-    """Return the settings in which the measurements of these results differ, in words.
+    """Describe the settings in which the measurements of these results differ.
 
     >>> def curve(data):
     ...     return PositionLoss.of_mean([1.0], 4, {"data_type": data, "tokenizer": "models/" + data})
@@ -190,23 +190,23 @@ def differences(results: Mapping[str, TaskResult]) -> list[str]:
 
 
 def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """Return a table; a bar in a cell is escaped."""
+    """Return a Markdown table; a bar in a cell is escaped."""
     lines = [[str(cell).replace("|", r"\|") for cell in row] for row in (columns, *rows)]
     header, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([header, "|---" * len(lines[0]) + "|", *body]) + "\n"
 
 
 def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int] | None = None) -> str:
-    """Return the lengths of several models as a Markdown table, in tokens; the effective length by our own rule.
+    """Return the memory lengths of several models in tokens, as a Markdown table.
 
     Raises:
-        ValueError: curves are missing, or one is without a point.
+        ValueError: curves are missing, or one has no points.
     """
     check_measured(curves)
     rows = []
     for name, curve in curves.items():
         row = {"model": name, "data": curve.settings.get("data_type", "-")}
-        row |= {f"{method}, 95 % sure": curve.interval(method).in_words() for method in METHODS}
+        row |= {f"{method}, 95 % CI": curve.interval(method).in_words() for method in METHODS}
         row["paper's fine, coarse"] = f"{curve.fine_length}, {curve.coarse_length}"
         effective = effective_length(curve)
         row["effective (85 % copied)"] = f"{effective.tokens}; {effective.interval}"
@@ -240,18 +240,18 @@ def shares_by_length(result: TaskResult) -> dict[int, float]:
 def compare_counts(
     models: Mapping[str, list[tuple[int, int, int]]], path: str | PathLike, *, title: str | None = None
 ) -> str:
-    """Draw anybody's counts of right answers by length, and return effective lengths by three rules.
+    """Draw counts of right answers by length, of any benchmark, and return effective lengths by three rules.
 
     Args:
-        models: by the name of the model, rows of (length in tokens, right answers, answers); see `read_counts`.
-        path: as for `compare`.
-        title: as for `compare`.
+        models: rows of (length in tokens, right answers, answers) by the name of the model; see `read_counts`.
+        path: see `compare`.
+        title: see `compare`.
 
     Returns:
         a Markdown table.
 
     Raises:
-        ValueError: counts that cannot be; or matplotlib does not know the extension.
+        ValueError: counts are impossible, or matplotlib does not know the extension.
     """
     text = markdown(*effective_rows(models))
     if Path(path).suffix == ".md":
@@ -298,19 +298,19 @@ def plot_comparison(
 ) -> None:
     """Draw the copy accuracy of several models over the length of the target, and how far each one remembers.
 
-    Above, means over repeats in ribbons of one population standard deviation to each side, over a grey band that holds
-    the LM accuracies of all models. Below, a bar for each model, as far as it was measured, in the colours that
-    `plot_curve` gives to its lengths. A tick on the bar is the length whose two readings fill the training context.
-    The picture names settings that differ.
+    Above are means over repeats with ribbons of one population standard deviation, and a grey band with the LM
+    accuracies of all models. Below is a bar for each model up to its longest length, in the colours of its own figure.
+    A tick on the bar marks the length whose two readings fill the training context. The figure names settings that
+    differ.
 
     Args:
-        curves: by the name of the model, in the order of the bars.
-        path: as for `Result.plot`.
-        title: as for `Result.plot`.
-        train_lengths: context length of the training, in tokens, of those models where it is known.
+        curves: curves by the name of the model, in the order of the bars.
+        path: see `Result.plot`.
+        train_lengths: context length of the training, in tokens, of the models where it is known.
+        title: see `Result.plot`.
 
     Raises:
-        ValueError: curves are missing, one is without a point, or matplotlib does not know the extension.
+        ValueError: curves are missing, one has no points, or matplotlib does not know the extension.
     """
     check_measured(curves)
     figure = style.figure(style.WIDTH, 5.2 + 0.5 * len(curves))
@@ -344,7 +344,7 @@ def plot_comparison(
 
 
 def draw_curves(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
-    """Draw copy accuracies in ribbons, a line for each model, over a band that holds all LM accuracies."""
+    """Draw a line of copy accuracies with a ribbon for each model, over a band of all LM accuracies."""
     draw_guesses(axes, curves)
     for (name, curve), colour, marker in zip(curves.items(), cycle(style.MODELS), cycle(style.MARKERS)):
         lengths = [p.length for p in curve.points]
@@ -370,7 +370,7 @@ def draw_guesses(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
 
 
 def mark_place(curve: ForgettingCurve, train_length: int | None, left: float) -> float | None:
-    """Return the length whose input is as long as the training context; None if unknown or outside of the bar."""
+    """Return the length whose input fills the training context; None if unknown or outside of the bar."""
     length = ((train_length or 0) - 3) / 2
     return length if left < length <= curve.points[-1].length else None
 
@@ -378,7 +378,7 @@ def mark_place(curve: ForgettingCurve, train_length: int | None, left: float) ->
 def draw_bars(
     axes: Axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int], left: float, log: bool
 ) -> set[str]:
-    """Draw a bar for each model, the first on top, and its two lengths in words; return the areas that were drawn."""
+    """Draw a bar for each model, the first on top, and its two lengths as text; return the areas drawn."""
     drawn = set()
     for row, (name, curve) in enumerate(curves.items()):
         for start, end, area in areas(curve, left, curve.points[-1].length, log):
@@ -401,8 +401,8 @@ def draw_bars(
 
 
 def notes(curves: Mapping[str, ForgettingCurve]) -> list[str]:
-    """Return the small print: how many repeats, of which kind of data."""
+    """Return the small print: number of repeats and kind of data."""
     repeats = sorted({p.repeats for curve in curves.values() for p in curve.points})
     kinds = sorted({str(curve.settings["data_type"]) for curve in curves.values() if "data_type" in curve.settings})
-    sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats, lengths 95 % sure"
+    sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats, lengths with 95 % CI"
     return [sizes, f"{' and '.join(kinds)} data"] if kinds else [sizes]

@@ -1,4 +1,4 @@
-"""Effective length: how long a context may be until too little is right in it, with an interval, under three rules.
+"""Effective length: the longest context in which enough answers are right, with an interval, under three rules.
 
 The effective length is the largest tested length whose share of right answers reaches a threshold:
 
@@ -7,13 +7,13 @@ The effective length is the largest tested length whose share of right answers r
 - "NoLiMa": 85 % of the base score, which is the best share of the lengths up to 1,000 tokens, or of the shortest if
   there are none (Modarressi et al. 2025).
 
-None of the benchmarks says how sure its number is. Here each length has limits of its share, at a level that makes all
-statements right together in 95 % of all cases, whatever the curve is: of single answers those of Clopper and Pearson,
-which are exact. Answers within one text are alike, so of texts (targets, or haystacks of several questions) the
-*typical* one is judged: the limits are those of the median, which a sign test has. The lower end is the largest length
-that is above the threshold for sure; lengths share the risk, and one that is above it hands its share on to the next
-(fallback procedure, Wiens 2003). The upper end is the smallest from which on all lengths are below it for sure, tested
-from the longest down. For NoLiMa's rule, half of the risk is for the base.
+None of the benchmarks gives an interval. Here each length has confidence limits of its share, at a level at which all
+claims hold together in 95 % of all cases, for any curve. For single answers they are those of Clopper and Pearson,
+which are exact. Answers within one text depend on each other. So for texts (targets, or haystacks of several
+questions), the median is judged, with the limits of a sign test. The lower end is the largest length significantly
+above the threshold. Lengths share the risk, and one that is above passes its share on to the next (fallback procedure,
+Wiens 2003). The upper end is the smallest length from which on all lengths are significantly below the threshold,
+tested from the longest down. For NoLiMa's rule, half of the risk is for the base.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..task import TaskResult
 
 
 RULES = {"ours": 0.85, "RULER": 0.856, "NoLiMa": 0.85}
-BASE = 1000  # NoLiMa's base score is measured up to here, in tokens
+BASE_LENGTH = 1000  # longest length of NoLiMa's base score, in tokens
 
 
 class EffectiveLength(NamedTuple):
-    """How long a context may be, by one rule.
+    """The effective length by one rule.
 
     Attributes:
-        tokens: the largest tested length that reaches the threshold by its own counts; 0 if none does.
-        low: the largest tested length that reaches it for sure; 0 if none does.
-        high: the smallest tested length from which on none reaches it, for sure; None if none.
+        tokens: the largest tested length that reaches the threshold; 0 if none does.
+        low: the largest tested length that reaches it significantly; 0 if none does.
+        high: the smallest tested length from which on all are significantly below it; None if none is.
         threshold: share of right answers, from 0 to 1.
     """
 
@@ -50,7 +50,7 @@ class EffectiveLength(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """Return where the length lies, in words.
+        """Describe the interval of the length.
 
         >>> EffectiveLength(8192, 4096, 16384, 0.85).interval, EffectiveLength(64, 0, None, 0.85).interval
         ('4,096 to below 16,384', 'unknown: more answers are needed')
@@ -61,13 +61,14 @@ class EffectiveLength(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """What is known of one length.
+    """The share of right answers at one length.
 
     Attributes:
         length: in tokens.
         share: the share of right answers, or the median over texts.
         texts: shares of the texts, ascending; None for single answers.
-        right, answers: counts of single answers.
+        right: number of right single answers.
+        answers: number of single answers.
     """
 
     length: int
@@ -77,21 +78,21 @@ class Shares(NamedTuple):
     answers: int = 0
 
     def limit(self, level: float, direction: int) -> float:
-        """Return the lower limit (direction -1) or the upper one (1) of the share, wrong with this probability."""
+        """Return the lower (direction -1) or upper (1) limit of the share, wrong with probability `level`."""
         if self.texts is None:
             wrong = self.answers - self.right
             if direction < 0:
                 return float(betaincinv(self.right, wrong + 1, level)) if self.right else 0.0
             return float(betaincinv(self.right + 1, wrong, 1 - level)) if wrong else 1.0
         n = len(self.texts)
-        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # texts that may lie beyond the limit
+        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of texts that may lie beyond the limit
         if not beyond:
             return 0.0 if direction < 0 else 1.0
         return float(self.texts[beyond - 1 if direction < 0 else n - beyond])
 
 
 def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Shares]:
-    """Return what is known of each length, ascending.
+    """Return the shares of each length, ascending.
 
     Raises:
         ValueError: counts are missing, impossible, or given twice for a length.
@@ -110,8 +111,8 @@ def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Share
         length, right, answers = int(row[0]), int(row[1]), int(row[2])
         if [length, right, answers] != [*row] or not (length > 0 and 0 <= right <= answers and answers > 0):
             raise ValueError(
-                f"length {row[0]}: {row[1]} right of {row[2]} answers cannot be; give whole numbers, for each length how "
-                "many answers are right and how many there are."
+                f"length {row[0]}: {row[1]} right of {row[2]} answers is impossible; give the numbers of right answers and "
+                "of all answers as whole numbers."
             )
         shares.append(Shares(length, right / answers, None, right, answers))
     lengths = [s.length for s in shares]
@@ -123,16 +124,16 @@ def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Share
 def effective_length(
     counts: TaskResult | Sequence[tuple[int, int, int]], rule: str = "ours", confidence: float = 0.95
 ) -> EffectiveLength:
-    """Find how long a context may be until too little is right in it, and where that length lies for sure.
+    """Find the longest context in which enough answers are right, with its confidence interval.
 
     Args:
-        counts: for each length in tokens, how many answers are right, and of how many; for any benchmark. Or a
-            forgetting curve, needle or line retrieval.
-        rule: "ours", "RULER" or "NoLiMa"; see the head of this file.
-        confidence: between 0 and 1.
+        counts: rows of (length in tokens, right answers, answers) of any benchmark; or a forgetting curve, needle or
+            line retrieval.
+        rule: "ours", "RULER" or "NoLiMa"; see the docstring of this module.
+        confidence: confidence level, between 0 and 1.
 
     Raises:
-        ValueError: the rule is unknown, or the counts cannot be.
+        ValueError: the rule is unknown, or the counts are impossible.
 
     >>> effective_length([(4096, 480, 500), (8192, 455, 500), (16384, 430, 500), (32768, 300, 500)], "RULER")[:3]
     (16384, 8192, 32768)
@@ -145,9 +146,9 @@ def effective_length(
     threshold = most = least = RULES[rule]
     if rule == "NoLiMa":
         risk /= 2
-        base = [s for s in shares if s.length <= BASE] or shares[:1]
+        base = [s for s in shares if s.length <= BASE_LENGTH] or shares[:1]
         threshold *= max(s.share for s in base)
-        most *= max(s.limit(risk, 1) for s in base)  # that of the best one suffices
+        most *= max(s.limit(risk, 1) for s in base)  # the limit of the best length suffices
         least *= max(s.limit(risk / len(base), -1) for s in base)
     low, high, level = 0, None, 0.0
     for s in shares:
@@ -164,10 +165,10 @@ def effective_length(
 
 
 def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
-    """Read a CSV with the columns length, correct and total, and model if there are several.
+    """Read a CSV with the columns length, correct and total, and model if it holds several models.
 
     Returns:
-        by model, rows for `effective_length`.
+        rows for `effective_length` by the name of the model.
 
     Raises:
         ValueError: a column is missing, or a value is not a whole number; the line is named.
@@ -192,22 +193,22 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
                 ) from None
             models.setdefault(row.get("model") or "the model", []).append(counts)
     if not models:
-        raise ValueError(f"{path} has no row below its first line; give one for each length.")
+        raise ValueError(f"{path} has no row below its first line. Add one for each length.")
     return models
 
 
 def effective_rows(
     results: Mapping[str, TaskResult] | Mapping[str, list[tuple[int, int, int]]],
 ) -> tuple[tuple[str, ...], list]:
-    """Return columns and rows of a table of effective lengths, a row for each model and rule."""
-    columns = ("model", "rule", "threshold", "effective length", "95 % sure", "tested")
+    """Return columns and rows of a table of effective lengths, with a row for each model and rule."""
+    columns = ("model", "rule", "threshold", "effective length", "95 % CI", "tested")
     rows = []
     for name, counts in results.items():
         shares = shares_of(counts)
         for rule in RULES:
             length = effective_length(counts, rule)
             tested = f"{shares[0].length} to {shares[-1].length}"
-            base = length.threshold / RULES[rule]  # NoLiMa's rule asks for 85 % of it, however low it is
+            base = length.threshold / RULES[rule]  # NoLiMa's rule takes 85 % of it, even if it is low
             tokens = f"{length.tokens} (base score {base:.0%}: cannot do the task)" if base < 0.5 else length.tokens
             rows.append((name, rule, f"{length.threshold:.1%}", tokens, length.interval, tested))
     return columns, rows

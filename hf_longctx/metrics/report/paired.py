@@ -1,16 +1,16 @@
-"""Paired tests of two models that were measured on the same targets, haystacks or records, length by length.
+"""Paired tests of two models on the same targets, haystacks or records, length by length.
 
-Where both got the same texts, the difference on each text is free of what makes a text easy or hard. Two tests judge
-the differences of a length, and the larger p value counts:
+If both models read the same texts, the difference on each text does not depend on how hard the text is. Two tests are
+made of the differences of a length, and the larger p value counts:
 
-- The paired t test, with a standard error of at least one token (or question) in all.
-- The sign-flip test (Fisher 1935): if the models do not differ, each difference is as likely with the other sign. Its
-  p value is exact whatever the distribution, also where texts are copied wholly or not at all, of which three alike
-  are nothing rare but convince a t test. Of single questions, right or wrong, it is McNemar's exact test.
+- The paired t test, with a standard error of at least one token (or question) in total.
+- The sign-flip test (Fisher 1935): if the models do not differ, each difference is equally likely with the other sign.
+  Its p value is exact for any distribution. If texts are copied wholly or not at all, three identical outcomes are
+  common, yet a t test calls them significant. For single questions it is McNemar's exact test.
 
-So fewer than six texts never show a difference, at one length. The interval is the smallest that holds the interval of
-the t test and that of the sign-flip test, which lies between means of subsets (Hartigan 1969). Holm's correction makes
-the risk of one or more wrong claims over all lengths, and the mean over lengths, 5 %.
+So fewer than six texts never show a difference at one length. The interval is the smallest that holds the intervals of
+both tests; that of the sign-flip test lies between means of subsets (Hartigan 1969). With Holm's correction, the risk
+of one or more wrong claims over all lengths and their mean is 5 %.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ..tasks.curve import ForgettingCurve
 
 
 RISK = 0.05
-EXACT = 13  # up to so many differences, all their signs are tried; else `DRAWN` draws of them
-DRAWN = 10_000
+MAX_EXACT = 13  # differences of which all signs are tried; for more, `SIGN_DRAWS` signs are drawn
+SIGN_DRAWS = 10_000
 
 
 class Difference(NamedTuple):
-    """How much more one model has right than another, at one length.
+    """How many more answers of one model are right than of another, at one length.
 
     Attributes:
         length: in tokens, or lines; None for the mean over all lengths.
-        first, second: shares that the two models have right, from 0 to 1.
-        low, high: where second - first lies with a confidence of 95 %; infinite for fewer than six pairs.
-        p: of the hypothesis that the models do not differ there.
+        first, second: shares of right answers of the two models, from 0 to 1.
+        low, high: 95 % confidence interval of second - first; infinite for fewer than six pairs.
+        p: p value of the hypothesis that the models do not differ there.
         holm: the same, corrected for all lengths and their mean.
-        pairs: texts.
+        pairs: number of texts.
     """
 
     length: int | None
@@ -55,19 +55,19 @@ class Difference(NamedTuple):
     pairs: int
 
     @property
-    def sure(self) -> bool:
-        """Return whether the models differ for sure, over all lengths together."""
+    def significant(self) -> bool:
+        """Return whether the difference is significant over all lengths together."""
         return self.holm <= RISK
 
 
 def signs(pairs: int) -> np.ndarray:
-    """Return signs to flip differences by, (F, pairs): all but for a common sign, or as many as are drawn.
+    """Return signs to multiply differences by, (F, pairs): all up to a common sign, or drawn ones.
 
     The first row flips none, and the first column is never flipped.
     """
-    if pairs <= EXACT:
+    if pairs <= MAX_EXACT:
         return np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=pairs - 1)])
-    flips = np.random.default_rng(0).choice((1, -1), (DRAWN, pairs))
+    flips = np.random.default_rng(0).choice((1, -1), (SIGN_DRAWS, pairs))
     flips[0], flips[:, 0] = 1, 1
     return flips
 
@@ -80,11 +80,11 @@ def flip_test(differences: np.ndarray) -> np.ndarray:
 
 
 def flip_interval(differences: np.ndarray) -> tuple[float, float]:
-    """Return the interval of 95 % of the centre of differences (R,), by means of subsets; infinite for R < 6."""
+    """Return the 95 % interval of the centre of differences (R,) from means of subsets; infinite for R < 6."""
     flips = signs(len(differences))
     subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
     subsets = subsets[subsets.any(-1)]
-    outside = math.floor(RISK / 2 * (len(subsets) + 1))  # the subset means part the line into pieces equally likely
+    outside = math.floor(RISK / 2 * (len(subsets) + 1))  # the subset means divide the line into equally likely parts
     if not outside:
         return -math.inf, math.inf
     means = np.sort(subsets @ differences / subsets.sum(-1))
@@ -92,7 +92,7 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
 
 
 def t_error(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the standard error of the mean of differences (..., R), which counts at least `least` as their sum."""
+    """Return the standard error of the mean of differences (..., R); that of their sum is at least `least`."""
     pairs = differences.shape[-1]
     return np.sqrt(differences.var(-1) * pairs**2 / max(pairs - 1, 1) + least**2) / pairs
 
@@ -116,7 +116,7 @@ def interval(differences: np.ndarray, least: float) -> tuple[float, float]:
 
 
 def holm(p: np.ndarray) -> np.ndarray:
-    """Correct p values (..., m) for their number, after Holm 1979.
+    """Correct p values (..., m) for their number (Holm 1979).
 
     >>> holm(np.array([0.01, 0.04, 0.03])).round(2).tolist()
     [0.03, 0.06, 0.06]
@@ -156,7 +156,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
         a, b = (place[n][:pairs] if first.kind != "needle" else place[n] for place in places)
         if a != b:
             raise ValueError(f"the differences cannot be paired: the texts of length {n} are not the same.")
-        kept = first.distinct(n, pairs)  # of texts that overlap, one says it all
+        kept = first.distinct(n, pairs)  # of overlapping texts, one is enough
         shares = one[n].shares[kept], other[n].shares[kept]
         units.append(shares[1] - shares[0])
         tests.append((n, shares, units[-1], 1 / one[n].questions))
@@ -176,30 +176,30 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
 
 
 def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, differences: Sequence[Difference]) -> str:
-    """Return in a sentence or two which of two models has more right, and where that is sure."""
+    """Return one or two sentences on which of two models is right more often, and where that is significant."""
     verb, size = first.verb, first.size_unit
     sentences = further(name, other, first, second)
     claims = []
     for better, worse, sign in ((other, name, 1), (name, other, -1)):
         tested = [d.length for d in differences if d.length is not None]
-        where = [d.length for d in differences if d.sure and (d.second - d.first) * sign > 0]
+        where = [d.length for d in differences if d.significant and (d.second - d.first) * sign > 0]
         lengths = [n for n in where if n is not None]
         if where:
             at = f"at {len(lengths)} of {len(tested)} lengths, {spans(tested, lengths)} {size}"
             at = at if lengths else "in the mean over all lengths"
             claims.append(f"{better} {verb} more than {worse} {at}")
     if claims:
-        sentences.append(f"{'; '.join(claims)}: sure.")
+        sentences.append(f"{'; '.join(claims)}, significant.")
     elif not sentences:
         needed = math.ceil(math.log2(2 * len(differences) / RISK))
         pairs = max(d.pairs for d in differences)
         few = f"; {needed} repeats are needed to show one at a single length" if pairs < needed else ""
-        sentences.append(f"No difference between {name} and {other} is sure{few}.")
+        sentences.append(f"No difference between {name} and {other} is significant{few}.")
     return " ".join(sentences)
 
 
 def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
-    """Name some of the tested lengths, neighbours by the first and the last of them.
+    """Name some of the tested lengths, and runs of neighbours by their ends.
 
     >>> spans([8, 16, 32, 64, 128], [8, 32, 64, 128])
     '8 and 32 to 128'

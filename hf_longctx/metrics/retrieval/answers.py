@@ -22,7 +22,7 @@ from ..task import Answered, Counts, TaskResult
 
 REPLY_MARGIN = 16  # tokens that a generated text may have beyond the answer
 SCORES = ("match_rate", "exact_rate", "probability")
-FEWEST = 5  # haystacks or records below which a rate has no interval
+FEWEST = 5  # haystacks or records that a rate with an interval needs
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Chinese
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
 SUMMARY = {"match_rate": "found", "exact_rate": "given token for token"}
@@ -30,7 +30,7 @@ HEADLINE_SCORE = {
     "match_rate": "The score is the share of answers found in the model's responses.",
     "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
 }
-# What opens and closes the thoughts of a model.
+# Markers that open and close the thoughts of a model
 THOUGHTS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -64,7 +64,7 @@ class Answer:
 
         Args:
             tokens: number of tokens in the answer.
-            matches: whether a text holds it. It does not get what the model thinks before it answers.
+            matches: function that says whether a text holds the answer. It does not get the thoughts of the model.
             opened: the beginning of a thought in the prompt, see `opened_thought`.
         """
         if response.reply is None:
@@ -137,8 +137,8 @@ class Answers:
 def rate_interval(rate: float, units: int) -> tuple[float, float] | None:
     """Return Wilson's interval of 95 % of a rate over haystacks or records, which are drawn independently.
 
-    Of several questions about one haystack, the rate is that of the haystack: they are taken to be right or wrong
-    together, so that the interval holds whatever they share. Fewer than five haystacks have none.
+    Several questions about one haystack count as one, as they may be right or wrong together. Fewer than five
+    haystacks have no interval.
 
     >>> rate_interval(0.5, 4), [round(end, 2) for end in rate_interval(0.5, 10)]
     (None, [0.24, 0.76])
@@ -217,8 +217,8 @@ class Retrieval(TaskResult):
     Attributes:
         part: class of the answers to prompts of one kind.
         question: the question in words.
-        drawn: what is drawn at random for a prompt.
-        hidden: what is looked for, in words.
+        drawn: noun for the random part of a prompt.
+        hidden: noun for what the model searches.
     """
 
     part: ClassVar[type[Any]]

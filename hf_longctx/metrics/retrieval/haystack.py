@@ -44,10 +44,10 @@ def needle_pieces(
     """Encode the needle, question and answer.
 
     Args:
-        encode: text to ids, without special tokens.
-        bos: first token, where there is no frame.
-        words: see `wording`.
-        frame: of a chat; see `chat_frame`.
+        encode: function from text to ids, without special tokens.
+        bos: first token without a frame.
+        words: texts of the prompt, see `wording`.
+        frame: frame of a chat, see `chat_frame`.
 
     Raises:
         ValueError: the tokenizer makes one id of the whole answer.
@@ -60,8 +60,8 @@ def needle_pieces(
     question, answer_ids = split_encoding(encode, prompt, answer)
     if len(set(answer_ids)) < min(2, len(answer.split())):
         raise ValueError(
-            f"the tokenizer turns {answer!r} into the ids {answer_ids}: it does not know this language, so that nothing "
-            "can be asked. Give the tokenizer of the model."
+            f"the tokenizer turns {answer!r} into the ids {answer_ids}: it does not know this language. Give the "
+            "tokenizer of the model."
         )
     pieces = (before, encode(words.needle), question, answer_ids)
     return Pieces(*(np.array(ids, dtype=np.int64) for ids in pieces))
@@ -79,10 +79,10 @@ def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: 
 
 
 def haystack_length(length: int, pieces: Pieces) -> int:
-    """Return how many tokens of haystack a prompt has, whose length with its answer is `length`.
+    """Return the number of haystack tokens in a prompt whose length with its answer is `length`.
 
     Raises:
-        ValueError: there is not room for one.
+        ValueError: there is no room.
     """
     room = length - pieces.tokens
     if room < 1:

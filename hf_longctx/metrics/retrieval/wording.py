@@ -115,12 +115,12 @@ class RetrievalTask(Task):
 
     asks = True
 
-    chat_template: bool = option(False, "ask as the user of a chat, by the tokenizer's template")
+    chat_template: bool = option(False, "ask as the user of a chat, with the tokenizer's chat template")
     chat_template_kwargs: dict | None = option(
-        None, "further variables of the chat template, in JSON, such as '{\"enable_thinking\": false}'"
+        None, "variables of the chat template in JSON, such as '{\"enable_thinking\": false}'"
     )
     seed: int = option(0, "random seed of the prompts")
-    replies: bool = option(True, "let the model generate, where its likeliest tokens are not the answer")
+    replies: bool = option(True, "generate a response where the likeliest tokens are not the answer")
 
     def prepare(self):
         subject = self.subject

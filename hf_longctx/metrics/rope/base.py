@@ -1,11 +1,10 @@
-"""The smallest RoPE base for a context (arXiv 2405.14591, eq. 18), exactly, and what it is worth in practice.
+"""Compute the smallest RoPE base for a context (arXiv 2405.14591, eq. 18) exactly, and bases for use in practice.
 
     base_L = inf { base > 1 : B_m >= 0 for m = 0..L }                              (eq. 18)
 
 The admissible bases are not an interval. They begin with windows that can be 1e-5 wide and are interrupted far above
-base_L, so that a search on any grid reports a larger value. `rope_base_bound` finds the infimum itself and, beside it,
-what one would use: the width of the first window, the first base of two digits, and the base above which nothing is
-interrupted any more.
+base_L, so a search on any grid reports a larger value. `rope_base_bound` finds the infimum itself, and three numbers
+for use in practice: the width of the first window, the first base of two digits, and the base above which none fails.
 
 Taylor's theorem proves every step between two evaluations; the evaluations themselves carry rounding errors (below
 1e-8 in B_m at m = 1e6), which are not enclosed.
@@ -35,11 +34,11 @@ from .bounds import (
 )
 
 
-# Distances are evaluated in rows of WIDTH consecutive ones: a row is a row of one matrix product.
+# WIDTH consecutive distances form a row of one matrix product.
 WIDTH = 256
-POOL = 64  # rows tried before all are evaluated; more rows cost more per try, fewer are exhausted sooner
-BATCH = 32  # rows re-examined together
-LONGEST = 10**8  # tokens of context; more take minutes
+POOL = 64  # rows that are tried before all rows; more rows cost more per try, fewer are exhausted sooner
+BATCH = 32  # rows that are evaluated again together
+MAX_CONTEXT = 10**8  # in tokens; longer contexts take minutes
 
 TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
 
@@ -51,7 +50,7 @@ class RopeBaseBound:
     Attributes:
         context_length: L, in tokens of distance.
         head_dim: dimensions that rotate; there are head_dim / 2 frequencies.
-        non_rotary_dims: dimensions beside them that do not rotate; they add non_rotary_dims / 2 to every B_m.
+        non_rotary_dims: further dimensions, which do not rotate; they add non_rotary_dims / 2 to every B_m.
         base: base_L of eq. 18, the infimum of the admissible bases.
         critical_distance: the m with B_m = 0 at base and B_m < 0 just below; None if base is 1.
         window_end: where the first window [base, window_end] ends; None if it is open up to search_limit.
@@ -79,20 +78,20 @@ class RopeBaseBound:
 def rope_base_bound(
     context_length: int, head_dim: int, *, non_rotary_dims: int = 0, search_ratio: float = 16.0
 ) -> RopeBaseBound:
-    """Find the smallest base for a context length (eq. 18), exactly, and what it is worth in practice.
+    """Find the smallest base for a context length (eq. 18) exactly, and bases for use in practice.
 
     Args:
-        context_length: L in tokens: B_m >= 0 is asked for m = 0..L. A context of N tokens needs L = N - 1 only.
+        context_length: L in tokens: B_m must be >= 0 for m = 0..L. A context of N tokens needs only L = N - 1.
         head_dim: dimensions that rotate, even, at least 4.
         non_rotary_dims: dimensions of the head that do not rotate (partial rotary embeddings), even.
-        search_ratio: above 1; window_end and settled_base are sought in [base, search_ratio * base]. The search for
-            settled_base takes most of the time; `rope_base_table` does without.
+        search_ratio: end of the search for window_end and settled_base, as a multiple of base, above 1. This search
+            takes most of the time; `rope_base_table` omits it.
 
     Returns:
-        RopeBaseBound. `base` is right to a unit in the last place of a float64.
+        RopeBaseBound. `base` is correct to one unit in the last place of a float64.
 
     Raises:
-        ValueError: an argument is out of its range; head_dim 2 is, because no base helps where B_m = cos(m).
+        ValueError: an argument is out of range. So is head_dim=2, because B_m = cos(m) depends on no base.
 
     >>> bound = rope_base_bound(1000, 128)
     >>> round(bound.base, 6), bound.two_digit_base, round(bound.settled_base, 6)
@@ -100,10 +99,12 @@ def rope_base_bound(
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
     if not (math.isfinite(search_ratio) and search_ratio > 1):
-        raise ValueError(f"search_ratio is {search_ratio!r}; it multiplies the smallest base and must be above 1.")
+        raise ValueError(f"search_ratio must be a finite number above 1, got {search_ratio!r}.")
     length = whole_number("context_length", context_length, 1)
-    if length > LONGEST:
-        raise ValueError(f"context_length is {length:,}; more than {LONGEST:,} take minutes.")
+    if length > MAX_CONTEXT:
+        raise ValueError(
+            f"context_length must be at most {MAX_CONTEXT:,}, got {length:,}. Longer contexts take minutes."
+        )
     # In u = ln base: the infimum, the first violation above it, and the last one below the end of the search.
     ((_, start, critical),) = _infima(family, [length])
     base = family.base_at_root(start, critical)
@@ -125,7 +126,7 @@ def rope_base_bound(
 
 
 def rope_base_table(context_lengths: Iterable[int], head_dim: int, *, non_rotary_dims: int = 0) -> dict[int, float]:
-    """Find base_L of eq. 18 for several lengths in one sweep, which costs no more than the largest of them alone.
+    """Find base_L of eq. 18 for several lengths in one sweep, at the cost of the largest length alone.
 
     Arguments and errors are those of `rope_base_bound`; the result maps each length to its infimum.
     """
@@ -136,9 +137,9 @@ def rope_base_table(context_lengths: Iterable[int], head_dim: int, *, non_rotary
 def rope_base_scan(
     context_lengths: Iterable[int], head_dim: int, *, digits: int = 2, non_rotary_dims: int = 0
 ) -> dict[int, float]:
-    """Find the first admissible base among those of so many significant digits, for several lengths.
+    """Find the first admissible base with a given number of significant digits, for several lengths.
 
-    One would write such a base into a config. It says nothing about bases above or between.
+    Such a base suits a config. It says nothing about bases above it.
     Arguments and errors are those of `rope_base_bound`; the result maps each length to a base.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
@@ -154,9 +155,9 @@ class _DecayFamily:
     def __init__(self, head_dim: int, non_rotary_dims: int):
         self.x = exponents(head_dim)
         if head_dim < 4:
-            raise ValueError("head_dim is 2; its one frequency is 1 whatever the base is. A bound needs at least 4.")
+            raise ValueError("head_dim must be at least 4, got 2. Its single frequency is 1 for every base.")
         if non_rotary_dims < 0 or non_rotary_dims % 2:
-            raise ValueError(f"non_rotary_dims is {non_rotary_dims!r}; it must be an even integer, 0 or more.")
+            raise ValueError(f"non_rotary_dims must be an even integer from 0, got {non_rotary_dims!r}.")
         self.head_dim, self.constant = head_dim, non_rotary_dims // 2
 
     def at(self, m: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -175,25 +176,25 @@ class _DecayFamily:
         return real_product(coarse, fine) + self.constant, slope, self.curvature(m, theta), m
 
     def curvature(self, m: np.ndarray, theta: np.ndarray) -> np.ndarray:
-        """Return K, of the shape of m."""
+        """Return K with the shape of m."""
         x_theta = self.x * theta
         return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # above 0 at m = 0 too
 
     def rounding(self, m: np.ndarray, u: float) -> np.ndarray:
-        """Bound the rounding of B at u."""
+        """Return a bound on the rounding error of B at u."""
         return rounding_error(m, np.exp(-u * self.x))
 
     def negative_among(self, starts: np.ndarray, u: float, length: int) -> np.ndarray:
-        """Return distances m <= length in the given rows with B_m < 0 at u; a sample of them if there are many."""
+        """Return distances m <= length in the given rows with B_m < 0 at u; a sample if there are many."""
         theta = np.exp(-u * self.x)
         coarse = complex_exponential(np.multiply.outer(theta, starts))
         return self._negative(real_product(coarse, rotations(theta, 0, 1, WIDTH)) + self.constant, starts, u, length)
 
     def first_negative(self, u: float, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the same among all m <= length, in ranges that double until there are some.
+        """Return such distances among all m <= length, from ranges that double until one holds some.
 
         Returns:
-            distances, (k,), and the starts of the POOL lowest rows met, where the next violations are likely.
+            distances, (k,), and the starts of the POOL rows with the lowest B, where the next violations are likely.
         """
         theta = np.exp(-u * self.x)
         fine = rotations(theta, 0, 1, WIDTH)
@@ -208,7 +209,7 @@ class _DecayFamily:
                 return negative, np.argsort(np.concatenate(lowest))[:POOL] * WIDTH
 
     def _negative(self, value: np.ndarray, starts: np.ndarray, u: float, length: int) -> np.ndarray:
-        """Return the distances m <= length whose B_m, evaluated once more by cosines, is below rounding."""
+        """Return the distances m <= length whose B_m, evaluated again by cosines, is negative beyond rounding."""
         row, column = np.nonzero(value < 0)
         m = starts[row] + column
         m = m[m <= length]
@@ -222,7 +223,7 @@ class _DecayFamily:
     def base_at_root(self, u: float, m: int | None) -> float:
         """Return the base near exp(u) at which B_m = 0.
 
-        Newton's method, with angles of 40 digits: those of float64 cost two digits of the base.
+        It is found by Newton's method with angles of 40 digits; float64 angles would cost two digits of the base.
         """
         if m is None:
             return math.exp(u)
@@ -240,9 +241,9 @@ class _DecayFamily:
 def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int, float, int | None]]:
     """Find the infimum for each length, ascending.
 
-    u sweeps upwards from 0. Where some B_m < 0 with m <= L, no base is admissible as long as Taylor's bound keeps it
-    negative: follow that m to its root. Where there is none, the infimum is found. Any violation proves a step, so the
-    rows that were lowest at the last full evaluation are tried first, and all are evaluated only when those fail.
+    u sweeps upwards from 0. If some B_m < 0 with m <= L, no base is admissible while Taylor's bound keeps that B_m
+    negative, so the sweep follows that m to its root. If there is none, the infimum is found. Any violation proves a
+    step, so the rows that were lowest at the last full evaluation are tried first.
 
     Yields:
         (L, u, m): exp(u) is base_L, where B_m rises through 0; m is None if u is 0.
@@ -263,11 +264,10 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
     """Move u to where one of the violated distances is no longer violated.
 
     Args:
-        m: distances with B_m < 0 at u, (k,). The one that provably stays negative for the longest step is followed,
-            as it rules out the most bases.
+        m: distances with B_m < 0 at u, (k,). The step follows the distance that provably stays negative for longest.
 
     Returns:
-        the root of its B_m next above u, and that distance.
+        the next root of its B_m above u, and that distance.
     """
     furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
     m = m[furthest : furthest + 1]
@@ -280,10 +280,10 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 
 
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
-    """Find the first place from u towards end where some B_m, m <= length, meets 0 and falls.
+    """Find the first place from u towards end where some B_m with m <= length falls through 0.
 
-    Every row of distances remembers how far from u it is proven non-negative; the rows with the least proof are
-    evaluated again where their proof ends.
+    Each row of distances has a distance from u up to which it is proven non-negative. The rows with the shortest
+    proof are evaluated again where it ends.
 
     Returns:
         the place and the distance m, or None.
@@ -316,7 +316,7 @@ def _sign_keeping_step(value: np.ndarray, slope: np.ndarray, curvature: np.ndarr
 
 
 def _scan(family: _DecayFamily, lengths: Sequence[int], digits: int, start: float) -> dict[int, float]:
-    """Return {L: first base >= start with so many digits and B_m >= 0 for m = 0..L}, for ascending lengths."""
+    """Return {L: first base >= start with these digits and B_m >= 0 for m = 0..L}, for ascending lengths."""
     table, left = {}, list(lengths)
     at_rest = np.zeros(family.constant)
     bases = _bases_of(digits, start)
@@ -330,7 +330,7 @@ def _scan(family: _DecayFamily, lengths: Sequence[int], digits: int, start: floa
 
 
 def _bases_of(digits: int, start: float) -> Iterator[float]:
-    """Yield all numbers of so many significant digits above 1 and not below start, ascending."""
+    """Yield all numbers with these significant digits that are above 1 and not below start, ascending."""
     for exponent in count(math.floor(math.log10(start))):
         for mantissa in range(10 ** (digits - 1), 10**digits):
             base = float(f"{mantissa}e{exponent - digits + 1}")

@@ -1,16 +1,16 @@
-"""The distance at which a rotary position embedding tells a similar token from a random one (arXiv 2405.14591).
+"""The distance up to which a rotary position embedding prefers similar tokens to random ones (arXiv 2405.14591).
 
-With frequencies theta_i = base^(-2i/d), i < d/2, the paper shows that at relative distance m a query prefers a
-similar key over a random one by an amount proportional to
+With frequencies theta_i = base^(-2i/d), i < d/2, a query at relative distance m prefers a similar key to a random one
+by an amount proportional to
 
     B_m = sum_i cos(m theta_i)                                                     (eq. 16)
 
-and asks that this never be negative. That bounds the context for given frequencies,
+which the paper requires to be non-negative. That bounds the context for given frequencies,
 
     L_theta = sup { L : B_m >= 0 for m = 0..L }                                    (eq. 17)
 
 and the base for a given context, see base.py. m is a distance: a context of N tokens needs m <= N - 1. The bound is a
-screening number: stacked layers see further than one layer (sec. 4.3). Everything is float64 and numpy.
+screening number: stacked layers see further than one layer (sec. 4.3). All arithmetic is numpy float64.
 """
 
 import math
@@ -34,14 +34,14 @@ def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
         ValueError: base is not a finite number above 1, or head_dim is not an even positive integer.
     """
     if isinstance(base, str) or not 1 < base < math.inf:  # NaN is not
-        raise ValueError(f"base is {base!r}; RoPE needs a finite base above 1, so that its frequencies decrease.")
+        raise ValueError(f"base must be a finite number above 1, so that frequencies decrease, got {base!r}.")
     return float(base) ** -exponents(head_dim)
 
 
 def exponents(head_dim: int) -> np.ndarray:
     """Return x_i = 2i / head_dim, (head_dim / 2,)."""
     if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim!r}; it must be an even positive integer: RoPE rotates pairs.")
+        raise ValueError(f"head_dim must be an even positive integer, because RoPE rotates pairs, got {head_dim!r}.")
     return np.arange(0, head_dim, 2) / head_dim
 
 
@@ -52,21 +52,21 @@ def rope_decay(
     head_dim: int | None = None,
     inv_freq: Sequence[float] | np.ndarray | None = None,
 ) -> Any:
-    """Compute B_m = sum_i cos(m theta_i), eq. 16: how much a similar key beats a random one.
+    """Compute B_m = sum_i cos(m theta_i) of eq. 16: how much a query prefers a similar key to a random one.
 
     Args:
         m: relative distances in tokens: a number, an array of any shape, or a `range`. A range of n distances costs
-            2 sqrt(n) sines per frequency and one matrix product instead of n cosines, see `_decay_range`.
-        base: RoPE base of plain RoPE.
-        head_dim: dimensions of a head, with `base`.
-        inv_freq: in place of both, the frequencies themselves, (n,), radians per token. Zeros are dimensions that do
-            not rotate.
+            2 sqrt(n) sines per frequency and one matrix product instead of n cosines; see `_decay_range`.
+        base: rope_theta of plain RoPE.
+        head_dim: dimensions of a head, all of which rotate.
+        inv_freq: frequencies in radians per token, (n,), instead of base and head_dim. Zeros stand for dimensions that
+            do not rotate.
 
     Returns:
         float64, of the shape of m; a float if m is a number. The error is about 2e-16 * m * sqrt(sum theta^2).
 
     Raises:
-        ValueError: a value above is missing, given twice or out of its range.
+        ValueError: an argument is missing, given twice, or out of range.
 
     >>> rope_decay([0, 58, 59], base=100, head_dim=128).round(3).tolist()
     [64.0, 0.072, -0.51]
@@ -87,13 +87,13 @@ def rope_context_bound(
     inv_freq: Sequence[float] | np.ndarray | None = None,
     limit: int = 1 << 22,
 ) -> int | None:
-    """Compute L_theta of eq. 17: the largest distance up to which B_m never is negative.
+    """Compute L_theta of eq. 17: the largest distance up to which no B_m is negative.
 
     Args:
-        base: as for `rope_decay`.
-        head_dim: as for `rope_decay`.
-        inv_freq: as for `rope_decay`.
-        limit: the last distance looked at, in tokens.
+        base: see `rope_decay`.
+        head_dim: see `rope_decay`.
+        inv_freq: see `rope_decay`.
+        limit: last distance to evaluate, in tokens.
 
     Returns:
         L_theta, so that B_m < 0 at m = L_theta + 1 and a context of L_theta + 1 tokens is covered; or None if
@@ -106,7 +106,7 @@ def rope_context_bound(
     1706
     """
     theta = _frequencies(base, head_dim, inv_freq)
-    first, size = 0, 1024  # blocks that double: stop early, waste little
+    first, size = 0, 1024  # doubling blocks stop early
     while first <= limit:
         size = min(size, limit + 1 - first)
         decay = _decay_range(theta, first, 1, size)
@@ -121,18 +121,18 @@ def rope_context_bound(
 def _frequencies(
     base: float | None, head_dim: int | None, inv_freq: Sequence[float] | np.ndarray | None
 ) -> np.ndarray:
-    """Return the frequencies as float64, (n,), from either way to give them."""
+    """Return the frequencies as float64, (n,)."""
     if inv_freq is None:
         if base is None or head_dim is None:
-            raise ValueError("Give either base and head_dim (plain RoPE) or inv_freq.")
+            raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq.")
         return rope_inv_freq(base, head_dim)
     theta = np.asarray(inv_freq, dtype=np.float64)
     if base is not None or head_dim is not None:
-        raise ValueError("Give either base and head_dim (plain RoPE) or inv_freq, and not both.")
+        raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq, not both.")
     if theta.ndim != 1 or not len(theta) or not (np.isfinite(theta) & (theta >= 0)).all():
         raise ValueError(
-            f"inv_freq has shape {theta.shape} and may hold a negative or infinite value; it must be a vector of one or "
-            "more frequencies >= 0, in radians per token."
+            f"inv_freq must be a vector of finite frequencies >= 0 in radians per token, got an array of shape "
+            f"{theta.shape}."
         )
     return theta
 
@@ -153,7 +153,7 @@ def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndar
 
 
 def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np.complex128]:
-    """Return exp(i (first + k step) theta) for k < size, (n, size) complex; each doubling takes n sines."""
+    """Return exp(i (first + k step) theta) for k < size, (n, size) complex; each doubling needs n sines."""
     z = np.empty((len(theta), size), dtype=np.complex128)
     z[:, :1] = complex_exponential(first * theta[:, None])
     done = 1
@@ -166,7 +166,7 @@ def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np
 
 
 def complex_exponential(angle: np.ndarray) -> NDArray[np.complex128]:
-    """Return exp(i angle); faster than numpy's `exp` of an imaginary array."""
+    """Return exp(i angle), faster than numpy's `exp` of an imaginary array."""
     z = np.empty(angle.shape, dtype=np.complex128)
     z.real, z.imag = np.cos(angle), np.sin(angle)
     return z
@@ -183,5 +183,5 @@ def imag_product(coarse: NDArray[np.complex128], fine: NDArray[np.complex128]) -
 
 
 def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
-    """Bound what float64 adds to B_m: every angle m theta_i is off by a rounding or two, every cosine too."""
+    """Return a bound on the float64 error of B_m: each angle m theta_i and each cosine has one or two roundings."""
     return 4 * EPS * (m * theta.sum() + len(theta))

@@ -1,7 +1,7 @@
 """What a config describes: groups of layers, their rotary frequencies and their reach, and the claimed context.
 
-Full attention must tell tokens apart up to distance claimed context - 1, sliding attention up to window - 1. A group
-has the frequencies that its scaling type gives (by transformers' own functions), or those in the buffers of a model.
+Full attention must distinguish tokens up to distance claimed context - 1, sliding attention up to window - 1. A group
+has the frequencies that transformers computes for its scaling type, or those in the buffers of a model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..checks import whole_number
-from .base import LONGEST
+from .base import MAX_CONTEXT
 from .bounds import rope_inv_freq
 from .reading import LENGTHS, ROPE_UNLESS, Source, positive
 
@@ -38,7 +38,7 @@ CHANGES_NO_FREQUENCY = (
     "long_mscale llama_4_scaling_beta finetuned original_max_position_embeddings max_position_embeddings mrope_section "
     "mrope_interleaved interleaved"
 )
-SHORTEST_TRAINING = 2048  # tokens; see `scaled_length`
+MIN_TRAINING_LENGTH = 2048  # tokens; see `scaled_length`
 
 
 class NoRopeError(ValueError):
@@ -84,9 +84,9 @@ def claimed_context(source: Source) -> tuple[int, str]:
     if condensed and stated:
         claims["rope_condense_ratio"] = int(positive("rope_condense_ratio", condensed) * stated)
         notes.append(f"rope_condense_ratio = {condensed:g} needs code of FastChat: plain RoPE is judged")
-    tokenizer: Any = source.tokenizer.get("model_max_length")
-    if isinstance(tokenizer, int | float) and 1 < tokenizer <= LONGEST:  # those without a limit say 1e30
-        claims["model_max_length of the tokenizer"] = int(tokenizer)
+    of_tokenizer: Any = source.tokenizer.get("model_max_length")
+    if isinstance(of_tokenizer, int | float) and 1 < of_tokenizer <= MAX_CONTEXT:  # those without a limit say 1e30
+        claims["model_max_length of the tokenizer"] = int(of_tokenizer)
     if not claims:
         raise ValueError(f"{type(config).__name__} has no max_position_embeddings; pass context_length instead.")
     by = max(claims, key=lambda name: claims[name])
@@ -144,8 +144,8 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
             return {f"factor of {scaling}": int(factor * original)}
         if not stated or nested or longer:
             continue
-        scaled, is_scaled = int(factor * stated), scaling == "linear" and stated > SHORTEST_TRAINING * factor
-        if scaling == "yarn" or (scaling == "linear" and stated >= SHORTEST_TRAINING * factor):
+        scaled, is_scaled = int(factor * stated), scaling == "linear" and stated > MIN_TRAINING_LENGTH * factor
+        if scaling == "yarn" or (scaling == "linear" and stated >= MIN_TRAINING_LENGTH * factor):
             when, other, tokens = ("with", "before", scaled) if is_scaled else ("before", "after", stated)
             notes.append(
                 f"max_position_embeddings = {stated} is taken to be the length {when} {scaling} scaling by {factor:g}; where "
@@ -160,10 +160,10 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
 
 
 def with_rope_parameters(source: Source) -> Any:
-    """Return the config of a source, with its RoPE in `rope_parameters` whatever it was spelled as.
+    """Return the config of a source, with its RoPE in `rope_parameters` under any spelling.
 
     Raises:
-        NoRopeError: there is none.
+        NoRopeError: the model has no RoPE.
     """
     config = source.config
     if not may_rotate(config):
@@ -204,7 +204,7 @@ def parameters_of(config: Any, kind: str) -> dict[str, Any]:
 
 
 def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
-    """Group the attention layers: their indices by layer type and base; base 0 means without RoPE."""
+    """Return the indices of the attention layers by layer type and base; base 0 stands for no RoPE."""
     nested = [key for key, value in config.rope_parameters.items() if isinstance(value, dict)]
     kinds, count = getattr(config, "layer_types", None), required_int(config, "num_hidden_layers")
     if not kinds:
@@ -240,12 +240,12 @@ def rotates(config: Any, i: int, kind: str) -> bool:
 
 
 def layer_config(config: Any, layers: list[int]) -> Any:
-    """Return the config of these layers: some configs (Gemma 4's) give layers dimensions of their own."""
+    """Return the config of these layers: configs such as Gemma 4's give layers their own dimensions."""
     return config.per_layer_config[layers[0]] if layers and getattr(config, "is_heterogeneous", False) else config
 
 
 def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
-    """Return how many tokens such a layer sees; None if all."""
+    """Return how many tokens such a layer sees; None if it sees all."""
     name = "sliding_window" if "sliding" in kind else "attention_chunk_size" if "chunked" in kind else None
     tokens = getattr(layer_config(config, layers), name, None) if name else None
     return None if tokens is None else whole_number(str(name), tokens, 2)
@@ -261,7 +261,7 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
         claimed: tokens of context, for types whose frequencies depend on the length.
 
     Raises:
-        ValueError: the parameters are incomplete, or give what is not a frequency.
+        ValueError: the parameters are incomplete, or their frequencies are not valid.
         NotImplementedError: the rope type is unknown.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -284,13 +284,13 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
             frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=claimed, layer_type=layer_type)
         except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(
-                f"rope_parameters of type {rope_type!r} are not complete, or one has a wrong type or length: {error!r} "
+                f"rope_parameters of type {rope_type!r} are not complete, or one has the wrong type or length: {error!r} "
                 f"in {parameters}."
             ) from error
         inv_freq = frequencies.double().numpy()
         if not (np.isfinite(inv_freq) & (inv_freq >= 0)).all():
             raise ValueError(
-                f"rope_parameters give a negative, infinite or NaN frequency: {parameters}; its numbers must be positive."
+                f"rope_parameters must give finite frequencies >= 0, got {parameters}. Its numbers must be positive."
             )
     return Rope(rope_type, float(base), inv_freq, getattr(layer, "qk_head_dim", None) or head_dim)
 
@@ -314,12 +314,12 @@ def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
     others -= {*CHANGES_NO_FREQUENCY.split(), *reads, *layer_types}
     if others & readable:
         notes.append(
-            f"{rope_type} RoPE does not use {', '.join(sorted(others & readable))}, which rope_parameters names"
+            f"{rope_type} RoPE does not use {', '.join(sorted(others & readable))}, which rope_parameters sets"
         )
     if others - readable:
         raise ValueError(
             f"rope_parameters has {', '.join(sorted(others - readable))}, which {rope_type} RoPE of "
-            f"{config.model_type or 'transformers'} does not read; remove what its code ignores too."
+            f"{config.model_type or 'transformers'} does not read. Remove it if the model's code ignores it too."
         )
     base = parameters.get("rope_theta")
     if base == getattr(type(config), "default_theta", None) and not source.names("rope_theta"):
@@ -336,14 +336,14 @@ def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) ->
         rotary_dim = getattr(config, "rotary_dim", None) or head_dim
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(
-            f"partial_rotary_factor is {share!r} and head_dim {head_dim}; their product must be an even number of "
-            f"dimensions, which RoPE rotates in pairs, from 2 to {head_dim}."
+            f"partial_rotary_factor * head_dim must be an even number from 2 to {head_dim}, because RoPE rotates pairs, "
+            f"got {share!r} * {head_dim}."
         )
     return rotary_dim
 
 
 def with_model_frequencies(rope: Rope, model: Any, kind: str, notes: list[str]) -> Rope:
-    """Replace the frequencies by those in the model's own buffer, which it computes with, if it has one."""
+    """Replace the frequencies with those in the model's buffer, if it has one."""
     text_config = model.config.get_text_config(decoder=True)
     for module in model.modules():
         if getattr(module, "config", None) is not text_config:
@@ -352,22 +352,22 @@ def with_model_frequencies(rope: Rope, model: Any, kind: str, notes: list[str]) 
         if buffer is not None and not buffer.is_meta:
             inv_freq = buffer.double().cpu().numpy()
             if inv_freq.shape != rope.inv_freq.shape or not np.allclose(inv_freq, rope.inv_freq, rtol=1e-5, atol=0):
-                notes.append("the model's own frequencies are not those of its config (a cast?); the model's are used")
+                notes.append("the model's frequencies differ from those of its config (a cast?); the model's are used")
             return rope._replace(inv_freq=inv_freq)
     return rope
 
 
 def required_int(config: Any, name: str) -> int:
-    """Return a positive number that the config must have."""
+    """Return a positive integer that the config must have."""
     value = getattr(config, name, None)
     if value is None:
-        raise ValueError(f"{type(config).__name__} has no {name}, which the bound needs; no default is assumed.")
+        raise ValueError(f"{type(config).__name__} has no {name}, which the bound needs. No default is assumed.")
     return whole_number(name, value, 1)
 
 
 def required_base(parameters: dict[str, Any]) -> float:
     """Return rope_theta, which the parameters must have."""
     if parameters.get("rope_theta") is None:
-        raise ValueError(f"The config names no base: rope_theta is missing in {parameters}; no default is assumed.")
+        raise ValueError(f"rope_theta is missing in {parameters}. No default is assumed.")
     rope_inv_freq(parameters["rope_theta"], 2)  # raises for what cannot be a base, whatever the scaling
     return parameters["rope_theta"]

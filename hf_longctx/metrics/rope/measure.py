@@ -1,4 +1,4 @@
-"""Judges the rotary embeddings of a model, read from its config, by the bound of arXiv 2405.14591.
+"""Check the rotary embeddings of a model, read from its config, against the bound of arXiv 2405.14591.
 
 print(rope_report("meta-llama/Llama-3.1-8B"))
 """
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import whole_number
-from .base import LONGEST, rope_base_bound
+from .base import MAX_CONTEXT, rope_base_bound
 from .bounds import rope_context_bound, rope_decay
 from .config import (
     NoRopeError,
@@ -28,7 +28,7 @@ from .reading import Source, read_source, readable
 from .result import RopeLayers, RopeReport
 
 
-LOOKED_AT = 1 << 22  # distances in which the end of B_m >= 0 is sought, where a model needs fewer
+SEARCHED = 1 << 22  # distances in which the end of B_m >= 0 is sought if the model needs fewer
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 MINIMUM_BASE_UP_TO = 1 << 20  # tokens; eq. 18 takes minutes beyond
 
@@ -40,7 +40,7 @@ def rope_report(
     minimum_base: bool = True,
     model_kwargs: dict[str, Any] | None = None,
 ) -> RopeReport:
-    """Judge whether a model's rotary embedding satisfies B_m >= 0 over its context, and which base would.
+    """Check whether a model's rotary embedding satisfies B_m >= 0 over its context, and find the bases that do.
 
     Reads `rope_parameters` of transformers 5, flat or per layer type, and the older rope_theta with rope_scaling; the
     rope types default, linear, dynamic, yarn, longrope, llama3 and proportional; partial rotary embeddings; sliding
@@ -50,18 +50,18 @@ def rope_report(
     Args:
         model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, the content of a config.json, or the name, folder
             or config.json of a model.
-        context_length: the claim to check, in tokens; default the largest that the config or the tokenizer's config
-            claims; see `claim.claimed_context`. Dynamic and longrope frequencies depend on it.
-        minimum_base: whether to compute eq. 18 too, which takes nearly all of the time (seconds for 128k tokens).
+        context_length: context to check, in tokens. Default: the largest that the config or the tokenizer's config
+            claims; see `config.claimed_context`. Dynamic and longrope frequencies depend on it.
+        minimum_base: whether to compute eq. 18 too, which takes most of the time (half a minute for 128k tokens).
         model_kwargs: keywords of `from_pretrained` for a model given by its name, such as revision.
 
     Returns:
-        RopeReport. Its notes name what is assumed, such as defaults of the config class.
+        RopeReport. Its notes name the assumptions, such as defaults of the config class.
 
     Raises:
         NoRopeError: the model has no RoPE; a ValueError.
-        ValueError: its config lacks what would have to be guessed, or holds what no RoPE has (it is named); an
-            argument is out of its range.
+        ValueError: the config lacks a setting that would have to be guessed, or has one that is not known; or an
+            argument is out of range.
         NotImplementedError: the rope type is unknown.
     """
     source = read_source(model_or_config, **(model_kwargs or {}))
@@ -70,12 +70,15 @@ def rope_report(
 
 
 def _report(source: Source, model: Any, context_length: int | None, minimum_base: bool) -> RopeReport:
-    """Judge each group of layers of a config."""
+    """Check each group of layers of a config."""
     config, notes = with_rope_parameters(source), source.notes
     claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
     claimed = whole_number(f"the context to check ({claimed_by})", claimed, 2)
-    if claimed > LONGEST:
-        raise ValueError(f"the context to check ({claimed_by}) is {claimed} tokens; more than {LONGEST} take minutes.")
+    if claimed > MAX_CONTEXT:
+        raise ValueError(
+            f"the context to check ({claimed_by}) must be at most {MAX_CONTEXT} tokens, got {claimed}. Longer contexts take "
+            "minutes."
+        )
     groups = []
     for (kind, base), layers in layer_groups(config).items():
         reach = min(claimed, attention_window(config, kind, layers) or claimed) - 1
@@ -85,7 +88,7 @@ def _report(source: Source, model: Any, context_length: int | None, minimum_base
         rope = rope_of_layers(source, kind, base, layers, claimed)
         alpha = parameters_of(config, kind).get("alpha")
         if rope.type in LENGTH_DEPENDENT and not alpha:
-            notes.append(f"{rope.type} frequencies depend on the length; taken at {claimed} tokens")
+            notes.append(f"{rope.type} frequencies depend on the length; they are those at {claimed} tokens")
         elif hasattr(model, "config") and not getattr(config, "layer_rope_theta", None):
             rope = with_model_frequencies(rope, model, kind, notes)
         why_not = "proportional RoPE has exponents of its own" if rope.type == "proportional" else None
@@ -104,8 +107,8 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
     rotating = rope.inv_freq[rope.inv_freq > 0]
     at_rest = rope.head_dim // 2 - len(rotating)
     theta = np.append(rotating, np.zeros(at_rest))
-    looked_at = max(reach, LOOKED_AT)
-    bound = rope_context_bound(inv_freq=theta, limit=looked_at)
+    searched = max(reach, SEARCHED)
+    bound = rope_context_bound(inv_freq=theta, limit=searched)
     holds = bound is None or bound >= reach
     negative, last_negative, lowest = _negative_distances(theta, reach)
     minimum = {}
@@ -122,7 +125,7 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
         head_dim=rope.head_dim,
         rotary_dim=2 * len(rotating),
         context_bound=bound,
-        rotary_only_bound=rope_context_bound(inv_freq=rotating, limit=looked_at),
+        rotary_only_bound=rope_context_bound(inv_freq=rotating, limit=searched),
         negative_distances=0 if holds else negative,
         last_negative=None if holds else last_negative,
         lowest_decay=round(lowest, 3),
@@ -134,8 +137,8 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
 def _negative_distances(theta: np.ndarray, reach: int) -> tuple[int, int | None, float]:
     """Return how many B_m of m = 0..reach are below 0, the last such m, and the smallest B_m."""
     negative, last, lowest = 0, None, math.inf
-    for first in range(0, reach + 1, LOOKED_AT):  # bounds the memory
-        decay = rope_decay(range(first, min(first + LOOKED_AT, reach + 1)), inv_freq=theta)
+    for first in range(0, reach + 1, SEARCHED):  # limits the memory
+        decay = rope_decay(range(first, min(first + SEARCHED, reach + 1)), inv_freq=theta)
         below = np.flatnonzero(decay < 0)
         negative, lowest = negative + len(below), min(lowest, float(decay.min()))
         last = first + int(below[-1]) if len(below) else last

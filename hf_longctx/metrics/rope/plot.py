@@ -1,4 +1,4 @@
-"""The picture of a RoPE bound: B_m over the distance m, where it first is negative, and how far it is needed."""
+"""The figure of a RoPE bound: B_m over the distance m, where it is first negative, and how far it is needed."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-BINS = 800  # across the picture; each shows the range of B_m within it
-REST = 8  # times the distance needed: the picture ends there, however far B_m >= 0 holds
+BINS = 800  # on the x axis; each shows the range of B_m within it
+MAX_EXCESS = 8  # the figure ends at this multiple of the distance needed
 
 
 def plot_bound(
     report: Any, path: str | PathLike, *, train_length: int | None = None, title: str | None = None
 ) -> None:
-    """Draw B_m (eq. 16) of every group of layers with RoPE in a `RopeReport`, one below the other.
+    """Draw B_m (eq. 16) of each group of layers with RoPE in a `RopeReport`, one below the other.
 
-    A dashed line ends the distances that the claimed context needs, a dotted one those up to which B_m >= 0; dots mark
-    where B_m < 0. Where some dimensions do not rotate, a thin line marks 0 of those that do.
+    A dashed line marks the last distance that the claimed context needs, a dotted line the first with B_m < 0, and
+    dots mark all of them. If some dimensions do not rotate, a thin line marks 0 of those that do.
     """
     groups = [group for group in report.groups if group.rope_type is not None]
     figure = style.figure(style.WIDTH, 1 + 3.8 * len(groups))
@@ -44,10 +44,10 @@ def plot_bound(
 
 
 def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:
-    """Draw B_m of one group of layers, with the distances that matter."""
+    """Draw B_m of one group of layers, with the distances that are needed and found."""
     needed, bound = group.max_distance, group.context_bound
-    right = needed if bound is None else min(max(needed, bound), REST * needed)
-    # a bound far below the claim would vanish at the left edge of a linear axis
+    right = needed if bound is None else min(max(needed, bound), MAX_EXCESS * needed)
+    # a linear axis would hide a bound far below the claimed context at its left edge
     logarithmic = bound is not None and bound < needed / 50
     edges = np.geomspace(1, right * 1.1 + 2, BINS + 1) if logarithmic else np.linspace(0, right * 1.1 + 2, BINS + 1)
     at, lowest, highest = decay_range(group, np.unique(edges.astype(int)))

@@ -19,7 +19,7 @@ from typing import Any
 from ..checks import public_name
 
 
-# The names of transformers, and what else a config.json calls the same setting.
+# Settings under the names of transformers, and other names for them in config.json.
 SPELLINGS = {
     "hidden_size": ("n_embd", "d_model", "dim", "model_dim"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
@@ -38,13 +38,13 @@ TEXT_PARTS = (
     *("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "decoder"),
     *("llm", "language_model", "text_model"),
 )
-# Settings with which a model has no RoPE unless they have one of these values.
+# A model has no RoPE if it has one of these settings with another value.
 ROPE_UNLESS = {
     **dict.fromkeys(("alibi", "use_alibi", "no_rope"), (False, None)),
     **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
     **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
 }
-# Settings of a type that transformers does not know that mean the same there.
+# Settings that mean the same for types that transformers does not know.
 SAME = (
     *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers", "rope_condense_ratio"),
     *("original_max_position_embeddings", "dual_chunk_attention_config"),
@@ -67,7 +67,7 @@ class Source:
         name: a name that means the same elsewhere: of a local model the last component of its path.
         file: content of config.json, with the fields of its text decoder on top; empty if it is not on this machine.
         tokenizer: content of tokenizer_config.json; empty if it is not on this machine.
-        notes: what had to be assumed.
+        notes: assumptions.
         known: whether transformers has a class for its type.
     """
 
@@ -111,7 +111,9 @@ def read_source(model: Any, **options: Any) -> Source:
         run_code = trust and "auto_map" in file
         model = AutoConfig.from_pretrained(name, trust_remote_code=True, **options) if run_code else file
     elif isinstance(model, dict):
-        name, file = str(model.get("_name_or_path") or model.get("model_type") or "config.json"), model
+        names = [model.get(key) for key in ("_name_or_path", "model_type")]
+        name = next((name[:200] for name in names if isinstance(name, str) and name), "config.json")
+        file = model
     else:
         model = getattr(model, "config", model)
         if not isinstance(model, PreTrainedConfig):
@@ -130,20 +132,20 @@ def read_source(model: Any, **options: Any) -> Source:
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Turn what a value of a wrong type or size breaks into one ValueError that names the config."""
+    """Turn any error from a value of the wrong type or size into a ValueError that names the config."""
     try:
         yield
     except (ValueError, NotImplementedError, ImportError, OSError):
         raise
     except Exception as error:  # the content of a file can break any line that reads it
         raise ValueError(
-            f"the config of {name} holds a value of a wrong type or size ({type(error).__name__}: {error}); compare its "
-            "config.json with one that transformers saves."
+            f"the config of {name} holds a value of the wrong type or size ({type(error).__name__}: {error}); compare its "
+            "config.json with one that transformers has saved."
         ) from error
 
 
 def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and of tokenizer_config.json; an empty dict for a tokenizer without one."""
+    """Return the contents of config.json and tokenizer_config.json; the latter is empty if there is no such file."""
     from transformers import PreTrainedConfig
     from transformers.utils import cached_file
 
@@ -170,7 +172,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
     while isinstance(model, dict):
         kind, part = model.get("model_type"), text_part(model)
         config_class: Any = CONFIG_MAPPING[kind] if isinstance(kind, str) and kind in CONFIG_MAPPING else None
-        # only a composite class reads a part; else the type of the whole is not known, or is that of its text decoder
+        # other classes ignore a part; without a class, the part alone has a known type
         composite = not set(TEXT_PARTS).isdisjoint(getattr(config_class, "sub_configs", None) or ())
         if part is not None and not composite:
             model = {"model_type": kind, **part}
@@ -212,10 +214,10 @@ def layers_named(file: dict[str, Any]) -> str | None:
 
 
 def readable_fields(file: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a config.json whose RoPE is in the words of transformers.
+    """Return a copy of a config.json with RoPE parameters in the spelling of transformers.
 
     Raises:
-        ValueError: lists with an entry for each layer would not fit into memory, or RoPE parameters are not numbers.
+        ValueError: there are too many layers for memory, or a RoPE parameter is not a number.
     """
     file, layers = copy.deepcopy(file), layers_named(file)
     if layers and isinstance(file[layers], int) and file[layers] > 100_000:
@@ -224,7 +226,7 @@ def readable_fields(file: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(value: Any) -> dict[str, Any]:
-    """Return RoPE parameters without null and under transformers' names of rope types, nested ones included."""
+    """Return RoPE parameters, nested ones included, without null and with transformers' names of rope types."""
     if not isinstance(value, dict):
         raise ValueError(f"rope_parameters must be a JSON object, got {value!r}.")
     rope = {}
@@ -248,7 +250,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
-    """Return a config with the plain fields of a type that transformers does not know, and add what is assumed."""
+    """Return a config with the plain fields of a type that transformers does not know, and note assumptions."""
     from transformers import PreTrainedConfig
 
     kind = file.get("model_type")

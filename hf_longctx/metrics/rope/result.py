@@ -1,9 +1,8 @@
-"""The verdict of the RoPE bound on a model: one for each group of layers, as text, table and JSON.
+"""The verdict of the RoPE bound for each group of layers of a model, as text, table and JSON.
 
-Layers that share a rotary embedding and a reach form a group. Dimensions of a head that do not rotate count as
-frequency 0, which is Theorem 1 of arXiv 2405.14591 with those dimensions kept; the figure without them is given too.
-Where they are half of the head or more, B_m cannot be negative for any base, and the bound is inconclusive. This file
-knows no model.
+Layers with the same rotary embedding and reach form a group. Dimensions of a head that do not rotate count as
+frequency 0, as in Theorem 1 of arXiv 2405.14591 with those dimensions kept; the bound without them is reported too. If
+they are half of the head or more, no base makes B_m negative, and the bound is inconclusive. This file knows no model.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from ..result import Number, Result, Table
 
 
 CAVEAT = (
-    "A screening number. It looks at one layer and takes all components of q and k as alike; stacked layers see "
-    "further, so the paper itself calls the boundary not very strict, and many good models violate it at the length "
-    "they claim. Below it the paper found low perplexity but poor retrieval at a distance: measure before concluding."
+    "A screening number. It considers one layer and assumes that all components of q and k have the same distribution. "
+    "Stacked layers see further, so the paper calls the boundary not very strict, and many good models violate it at the "
+    "context that they claim. Below it the paper found low perplexity but poor retrieval at a distance: measure before "
+    "you conclude."
 )
 
 
@@ -29,11 +29,11 @@ class RopeLayers:
 
     Attributes:
         layer_type: as in the config's layer_types, or its key in rope_parameters.
-        layers: how many there are; None if the config does not tell.
-        rope_type: the scaling type; None if these layers have no rotary embedding, and nothing below then applies.
+        layers: number of layers; None if the config does not say.
+        rope_type: the scaling type; None if these layers have no rotary embedding, and so none of the rest.
         base: rope_theta.
         head_dim: dimensions of a query or key head.
-        rotary_dim: those of them that rotate.
+        rotary_dim: dimensions of a head that rotate.
         max_distance: the largest distance these layers attend over at the claimed context.
         context_bound: L_theta of eq. 17, so that B_m < 0 first at context_bound + 1; None if there is no violation up
             to m = 4194304 and max_distance.
@@ -41,13 +41,13 @@ class RopeLayers:
         negative_distances: how many m in 0..max_distance have B_m < 0.
         last_negative: the last of them; None if there is none.
         lowest_decay: the smallest B_m of m in 0..max_distance, to three decimals; B_0 = head_dim / 2.
-        minimum_base: eq. 18 for max_distance, for plain RoPE on the same dimensions; None if every base does
-            (half of the head or more does not rotate) or if not computed (not asked for, more than 1048576 tokens,
-            or proportional RoPE, whose exponents differ). Above it, bases that do and bases that do not alternate.
-        two_digit_base: the first base of two significant digits that would do.
-        settled_base: every base from here to search_limit would do; None as for minimum_base, or if search_limit
-            itself would not.
-        search_limit: the largest base looked at, 16 times minimum_base.
+        minimum_base: eq. 18 for max_distance, for plain RoPE on the same dimensions; None if every base satisfies the
+            bound (half of the head or more does not rotate) or if not computed (not asked for, more than 1048576
+            tokens, or proportional RoPE, whose exponents differ). Above it, bases that hold alternate with bases that
+            fail.
+        two_digit_base: the first base of two significant digits that holds.
+        settled_base: every base from here to search_limit holds; None as for minimum_base, or if search_limit fails.
+        search_limit: the largest base searched, 16 times minimum_base.
         inv_freq: the rotary_dim / 2 frequencies, in radians per token.
     """
 
@@ -71,7 +71,7 @@ class RopeLayers:
 
     @property
     def verdict(self) -> str:
-        """'no RoPE', 'inconclusive' (half of the head or more does not rotate), 'violated' or 'holds'."""
+        """Either 'no RoPE', 'inconclusive' (half of the head or more does not rotate), 'violated' or 'holds'."""
         if self.rotary_dim is None or self.head_dim is None:
             return "no RoPE"
         if 2 * self.rotary_dim <= self.head_dim:
@@ -80,7 +80,7 @@ class RopeLayers:
 
     @property
     def detail(self) -> str:
-        """The reason of the verdict, to be put after it."""
+        """The reason for the verdict."""
         if self.verdict == "violated":
             assert self.negative_distances is not None and self.context_bound is not None
             share = f"{self.negative_distances} of {self.max_distance + 1} distances"
@@ -88,13 +88,13 @@ class RopeLayers:
             where = f"at {first}" if self.negative_distances == 1 else f"between {first} and {self.last_negative}"
             return f"B_m < 0 at {share} ({100 * self.negative_distances / (self.max_distance + 1):.2g} %), {where}"
         if self.verdict == "inconclusive":
-            return "half of the head or more does not rotate, so that no base violates the bound"
+            return "half of the head or more does not rotate, so no base violates the bound"
         return f"up to distance {self.max_distance}" if self.rope_type else ""
 
 
 @dataclass(frozen=True)
 class RopeReport(Result):
-    """The bound for a model, one `RopeLayers` per group of layers: print it, or take `to_dict` or `to_json`."""
+    """The bound of a model, with `RopeLayers` for each group of layers: print it, or use `to_dict` or `to_json`."""
 
     kind = "rope"
     title = "RoPE bound"
@@ -110,7 +110,7 @@ class RopeReport(Result):
     def verdict(self) -> str:
         """The worst verdict of its groups: 'violated', 'inconclusive' or 'holds'.
 
-        It is 'holds within windows' where all layers with RoPE see a window only, and not the claimed context.
+        It is 'holds within windows' if no layer with RoPE sees the whole claimed context.
         """
         verdicts = {group.verdict for group in self.groups}
         worst = next(verdict for verdict in ("violated", "inconclusive", "holds", "no RoPE") if verdict in verdicts)
@@ -119,7 +119,7 @@ class RopeReport(Result):
 
     @property
     def holds(self) -> bool | None:
-        """True if the bound holds in every group of layers with RoPE, if only within windows; None if inconclusive."""
+        """Whether the bound holds in every group of layers with RoPE, also within windows; None if inconclusive."""
         return {"holds": True, "holds within windows": True, "violated": False}.get(self.verdict)
 
     @property
@@ -151,7 +151,7 @@ class RopeReport(Result):
 
     def _row(self, group: RopeLayers) -> tuple:
         layers = group.layer_type if group.layers is None else f"{group.layers} {group.layer_type}"
-        if group.rope_type is None:
+        if group.rope_type is None or group.head_dim is None:
             return (layers, *["-"] * 8, group.verdict)
         bases = ("-", "-")
         if group.minimum_base is not None:
@@ -198,4 +198,4 @@ class RopeReport(Result):
 
 
 def _up_to(bound: int | None) -> str:
-    return f"up to m = {bound} ({bound + 1} tokens)" if bound is not None else "at every m looked at"
+    return f"up to m = {bound} ({bound + 1} tokens)" if bound is not None else "at every m searched"

@@ -42,7 +42,7 @@ RANDOM_TEXTS = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos
 
 
 def span(lengths: Sequence[int]) -> str:
-    """Write how many lengths there are, and from where to where.
+    """Return the number and the range of lengths in words.
 
     >>> span([800]), span([8, 16, 64])
     ('length 800', '3 lengths from 8 to 64')
@@ -79,7 +79,7 @@ class ForgettingCurve(TaskResult):
         return cls(scores, settings or {}, not_measured or {})
 
     def __post_init__(self):
-        assert self.points is not None  # whose numbers are checked when they are made
+        assert self.points is not None  # checks the numbers
 
     @cached_property
     def points(self) -> tuple[CurvePoint, ...]:
@@ -88,7 +88,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def not_measured(self) -> dict[int, str]:
-        """Why a length has no point, by length."""
+        """The reason why a length has no point, by length."""
         return self.missing
 
     def span(self, keys):
@@ -113,7 +113,7 @@ class ForgettingCurve(TaskResult):
         return memory_lengths(self.points)
 
     def interval(self, method: str, confidence: float = 0.95) -> LengthInterval:
-        """Where the "fine" or the "coarse" length lies, given the noise of the repeats; see `length_interval`."""
+        """Return the confidence interval of the "fine" or the "coarse" length; see `length_interval`."""
         key = method, confidence
         if key not in self._intervals:
             lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
@@ -124,12 +124,12 @@ class ForgettingCurve(TaskResult):
 
     @cached_property
     def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
-        """What `interval` has computed: a card asks for it a dozen times."""
+        """Cache of `interval`, which a card needs a dozen times."""
         return {}
 
     @property
     def repeats_in_words(self) -> str:
-        """Return how many repeats a point has, such as "10 repeats", or "3 to 10 repeats" of an adaptive curve."""
+        """Return the number of repeats in words, such as "10 repeats", or "3 to 10 repeats" of an adaptive curve."""
         counts = sorted({p.repeats for p in self.points})
         return plural(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
 
@@ -168,7 +168,7 @@ class ForgettingCurve(TaskResult):
         }
 
     def in_words(self) -> str:
-        """Return how far the model copies, and how far word for word, with 95 % confidence intervals in brackets."""
+        """Return up to which length the model copies, also word for word, with 95 % CIs in brackets."""
         fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
@@ -177,7 +177,7 @@ class ForgettingCurve(TaskResult):
         return f"{self.copies_in_words()}; {self.exact_in_words()}. {measured}{advice}{self.shortage}"
 
     def copies_in_words(self) -> str:
-        """Return up to which length text is copied better than it is guessed, and how well there."""
+        """Return up to which length text is copied better than guessed, and the accuracy there."""
         coarse = self.interval("coarse")
         if coarse.low:
             p = next(p for p in self.points if p.length == coarse.low)
@@ -199,7 +199,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """Return the part of the summary that says where the text is too short for its passages not to overlap."""
+        """Return the part of the summary about passages that overlap, as the text is too short."""
         if not self.overlapping:
             return ""
         p = next(p for p in self.points if p.length == self.overlapping[0])
@@ -218,9 +218,9 @@ class ForgettingCurve(TaskResult):
         )
 
     def numbers(self):
-        """Return the lower ends of the intervals, which noise does not make.
+        """Return the lower ends of the intervals, which are not noise.
 
-        An upper end is no score, which a leaderboard would take it for.
+        An upper end is not a score, but a leaderboard would rank it.
         """
         if not self.points:
             return []
@@ -291,12 +291,10 @@ class Curve(Task):
   curve MODEL --protocol adaptive --journal curve.jsonl
   curve MODEL --endpoint http://localhost:8000/v1"""
 
-    lengths: list[int] | None = option(
-        None, "lengths of the passages themselves, in tokens, such as 500,1000", least=1
-    )
+    lengths: list[int] | None = option(None, "lengths of the passages in tokens, such as 500,1000", least=1)
     max_length: int | None = option(None, "longest passage, in tokens (default: half the claimed context)", least=9)
     points: int | None = option(None, "number of lengths (default: 16; 32 for the adaptive protocol)", least=2)
-    log_lengths: bool = option(False, "whether the lengths are spaced logarithmically")
+    log_lengths: bool = option(False, "space the lengths logarithmically")
     preset: str | None = option(
         None,
         "paper: the lengths l/32, 2l/32 ... l of Liu et al., l being the claimed context or the longest passage; the model "
@@ -416,7 +414,7 @@ class Curve(Task):
         too_long = min([length for length, *_ in asked], default=math.inf)  # nothing longer can be read either
 
         def measure(length: int, first: int, stop: int) -> CurvePoint:
-            """Return the point of all repeats up to `stop`, each process having some of them."""
+            """Return the point of all repeats up to `stop`, which the processes share."""
             edges = [first + (stop - first) * i // self.subject.processes for i in range(self.subject.processes + 1)]
             asked.update({(length, a, b): self.trial(length, a, b) for a, b in pairwise(edges) if a < b})
             parts = {key: scores.get(key) for key in asked if key[0] == length}
@@ -426,7 +424,7 @@ class Curve(Task):
             return CurvePoint(length, point["copy"], point["LM"], point.get("begins"))
 
         lengths = [length for length in self.samples if length < too_long]
-        with suppress(Pending):  # replayed from its beginning, as it depends on nothing but the scores
+        with suppress(Pending):  # replay: the search depends on the scores only
             if lengths:
                 locate(lengths, measure, repeats=self.repeats, confidence=self.confidence or 0.95)
         return [*asked.values()]
@@ -448,7 +446,7 @@ class Curve(Task):
         return {"copy": copy, "LM": lm} | ({} if None in begins else {"begins": begins})
 
     def summarize(self, scores, missing):
-        """Join the trials of each length, of which an interruption may have left some."""
+        """Join the trials of each length; after an interruption, some may be missing."""
         reasons = {length: reason for (length, *_), reason in missing.items()}
         readable = {key: score for key, score in scores.items() if reasons.get(key[0], "interrupted") == "interrupted"}
         measured = joined(readable)
@@ -461,7 +459,7 @@ forgetting_curve = function(Curve)
 
 
 class Pending(Exception):
-    """The score of a trial is not there yet."""
+    """The score of a trial is not known yet."""
 
 
 def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int, dict[str, list[int]]]:
@@ -474,6 +472,6 @@ def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int
 
 
 def undrawn_ids(tokenizer, low: int, high: int) -> frozenset[int]:
-    """Return the ids from `low` to `high` that text does not have: special and added tokens, rows without a token."""
+    """Return the ids from `low` to `high` that text cannot have: special and added tokens, ids without a token."""
     added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return frozenset(range(low, high + 1)) - (set(tokenizer.get_vocab().values()) - added)

@@ -1,7 +1,7 @@
-"""Line retrieval: many lines with a name and a number each, and a question for the number of one of them.
+"""Line retrieval: many lines with a name and a number each, and a question about the number of one of them.
 
-As in the line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, so that
-models without instruction tuning know what to do.
+The line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, for models
+without instruction tuning.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Per-token loss: how well a model predicts the i-th token of a text, given the i - 1 before it.
 
 L(i) is the mean over M sequences of the negative log-probability of token i, in nats. While it falls with i, the model
-makes use of what it read that far back; where it stays level, the model gains nothing from more context. The
-perplexity P(l) = exp(mean of L(1) .. L(l)) says less: it can keep falling after L has become level.
+uses context of that length; where it stays level, the model gains nothing from more context. The perplexity
+P(l) = exp(mean of L(1) .. L(l)) is less informative: it can keep falling after L has become level.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.2 and appendix C (arXiv 2503.02130).
 """
@@ -26,7 +26,7 @@ from ..task import Score, Task, TaskResult, Trial, option
 
 MOST_SEQUENCES = 32  # by default
 WINDOW = 101  # tokens in the moving average of the paper's figures
-LEAST_SPAN = 0.5  # nats from the bottom to the top of a figure: less would make noise look like a trend
+LEAST_SPAN = 0.5  # nats between the bottom and the top of a figure, so that noise does not look like a trend
 
 
 # Averages ------------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def standard_error(losses: np.ndarray, window: int) -> np.ndarray | None:
     """Compute the standard error over sequences of the mean loss after `moving_average`.
 
     Args:
-        losses: of M sequences, (M, T), in nats.
+        losses: losses of M sequences, (M, T), in nats.
 
     Returns:
         (T,) float64; None for a single sequence.
@@ -132,9 +132,9 @@ class PositionLoss(TaskResult):
 
         Args:
             loss: L(1) .. L(T) in nats, one float per position, the mean over sequences.
-            sequences: over how many.
+            sequences: number of sequences.
             error: standard error over sequences of `smoothed()`, one float per position; None if not known.
-            texts: how many of the sequences do not overlap; the error is that of their mean. Default (0): all.
+            texts: number of sequences that do not overlap; the error is that of their mean. Default (0): all.
         """
         mean = {"loss": np.asarray(loss, dtype=np.float64).tolist(), "error": None if error is None else [*error]}
         return cls({"mean": {**mean, "sequences": sequences, "texts": texts or sequences}}, settings or {})
@@ -144,7 +144,7 @@ class PositionLoss(TaskResult):
         """Return the mean over sequences, and its error by those that do not overlap.
 
         Args:
-            losses: of M sequences of T tokens, (M, T), in nats.
+            losses: losses of M sequences of T tokens, (M, T), in nats.
             starts: where the sequences start in one text; None if they do not overlap.
 
         Raises:
@@ -224,7 +224,7 @@ class PositionLoss(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """Return the part of the summary that says that the text is too short for its sequences not to overlap."""
+        """Return the part of the summary about sequences that overlap, as the text is too short."""
         if self.texts == self.sequences:
             return ""
         return f"; the text is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'text')}"
@@ -234,7 +234,7 @@ class PositionLoss(TaskResult):
             return []
         end, loss, sample = self.context_length, float(self.smoothed()[-1]), plural(self.sequences, "sequence")
         low = high = None
-        if self.error is not None:  # Student's t: of two sequences, 95 % take 13 standard errors, and not 1.96
+        if self.error is not None:  # Student's t: for two sequences, 95 % are 13 standard errors, and not 1.96
             width = float(scipy.special.stdtrit(self.texts - 1, 0.975) * self.error[-1])
             low, high = loss - width, loss + width
         last = round(float(self.perplexity[-1]), 4)

@@ -1,7 +1,7 @@
 """A needle in a haystack: one sentence hidden in a long text, and a question that only it answers.
 
-In the standard mode the sentence is alone; in the easy mode the question precedes it, as at the end of the prompt,
-which suits models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
+In the standard mode the sentence is alone; in the easy mode the question precedes it, as at the end of the prompt, for
+models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
 and Qin et al. 2024. How prompts are made is in `haystack`, their texts are in `wording`.
@@ -132,7 +132,7 @@ class NeedleGrid(Retrieval):
 class Needle(RetrievalTask):
     """Hide one sentence in long texts, and see whether the model finds it: needle in a haystack, without a judge.
 
-    Every question has a haystack of its own, as far as the text has room.
+    Each question has its own haystack, as long as the text has room.
     """
 
     name, result = "needle", NeedleGrid
@@ -149,17 +149,17 @@ class Needle(RetrievalTask):
         selects=True,
     )
     depths: list[float] = option(
-        [*DEPTHS], "places of the needle, from 0 (beginning) to 1 (end), or a single number from 2: how many", least=0
+        [*DEPTHS], "places of the needle, from 0 (beginning) to 1 (end), or their number, from 2", least=0
     )
     mode: str | None = option(
         None,
-        "easy: the needle holds the question too, which suits models without instruction tuning (default: easy, but "
-        "standard for a needle of one's own)",
+        "easy: the needle holds the question too, for models without instruction tuning (default: easy, but standard with "
+        "--needle)",
         choices=MODES,
     )
     needle: str | None = option(None, "sentence to hide, in the language of the text")
-    question: str | None = option(None, "all that is asked at the end; needs an answer")
-    answer: str | None = option(None, "what the model is to say after the question")
+    question: str | None = option(None, "question at the end of the prompt; needs an answer")
+    answer: str | None = option(None, "expected answer after the question")
     repeats: int = option(1, "haystacks per length and depth", least=1)
 
     def __post_init__(self):

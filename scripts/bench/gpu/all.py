@@ -2,9 +2,9 @@
 
     python -m scripts.bench.gpu.all [--minutes 25] [--output FOLDER/gpu_all_cuda.json] [--parts tests gpu_step ...]
 
-Each part is a process with a limit of its own: its share of the time that is left. It writes PART_cuda.json in the
-folder of --output, row by row, so that a part that is ended keeps its rows. The JSON of this script says how each part
-ended, with the last lines of those that failed. `python -m scripts.bench.tables` puts all of them on the page of
+Each part is a process with a time limit: its share of the time that is left. It writes PART_cuda.json in the folder of
+--output, row by row, so that a part that is killed keeps its rows. The JSON of this script holds the exit status of
+each part, and the last lines of those that failed. `python -m scripts.bench.tables` puts all of them on the page of
 results. `--device cpu` is a dry run with tiny sizes.
 """
 
@@ -33,14 +33,14 @@ TESTS = (
     "tests/fox/test_triton_backend_gpu.py",
     "tests/hmt/test_hmt_cuda_graphs_gpu.py",
 )
-KILLED = -signal.SIGKILL  # the exit status of a part that reached its limit
-FINE = {"cuda": (0,), "cpu": (0, 5)}  # exit statuses; pytest exits with 5 where all files are skipped, without a GPU
+KILLED = -signal.SIGKILL  # exit status of a part that reached its limit
+SUCCESS = {"cuda": (0,), "cpu": (0, 5)}  # exit statuses; pytest exits with 5 if all files are skipped, without a GPU
 
 
 class Part(NamedTuple):
     """A part: its share of the time, its module, and its options on a GPU and in a dry run on a CPU."""
 
-    share: float  # in minutes, if all parts run in 25 minutes
+    share: float  # minutes of 25, if all parts run
     module: str
     cuda: str
     cpu: str
@@ -71,7 +71,7 @@ PARTS = {
 
 
 def make_command(name, device, limit, folder):
-    """Return the command of a part; `limit` in seconds."""
+    """Return the command of a part; `limit` is in seconds."""
     part, python = PARTS[name], [sys.executable, "-m"]
     if name == "tests":
         in_parallel = device == "cuda" and importlib.util.find_spec("xdist")
@@ -85,11 +85,11 @@ def make_command(name, device, limit, folder):
 
 
 def run_command(command, limit):
-    """Return the exit status of a command, and the last lines that it printed; KILLED where it reached its limit."""
+    """Return the exit status of a command, or KILLED if it reached its limit, and the last lines that it printed."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     lines = collections.deque(maxlen=5)
     with subprocess.Popen(command, cwd=common.ROOT, **options) as process:
-        timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # its workers, too
+        timer = threading.Timer(limit, os.killpg, (process.pid, signal.SIGKILL))  # with its workers
         timer.start()
         for line in process.stdout:
             print(line, end="", flush=True)
@@ -100,7 +100,7 @@ def run_command(command, limit):
 
 
 def count_tests(file):
-    """Return how many tests passed, failed and were skipped by a JUnit file; nothing if pytest was ended before."""
+    """Return the numbers of tests that passed, failed and were skipped from a JUnit file, which may be missing."""
     if not file.exists():
         return {}
     suite = next(ElementTree.parse(file).getroot().iter("testsuite"))
@@ -127,7 +127,7 @@ def measure(args):
                 "status": status,
             }
             row |= count_tests(Path(scratch) / "tests.xml")
-        yield row | ({} if status in FINE[args.device] else {"tail": tail})
+        yield row | ({} if status in SUCCESS[args.device] else {"tail": tail})
 
 
 def table(result):

@@ -1,8 +1,8 @@
-"""How far forgetting attention may be from its definition in float64: random inputs, results with gradients, budgets.
+"""Error budgets of forgetting attention, compared with its definition in float64: inputs, results and limits.
 
-A fast path may err a few times as much as plain PyTorch in the same dtype, above a floor. Plain PyTorch has no
-rounding error where a sum happens to be exact: with one key to see, softmax gives 1, and dq, dk and dlog_f are 0.
-There the floor alone counts. It is 8 * eps times the size of what cancels, and so fits any processor.
+The error of a fast path may be a few times that of plain PyTorch in the same dtype, above a floor. Plain PyTorch has
+no rounding error where a sum happens to be exact: with one visible key, softmax gives 1, and dq, dk and dlog_f are 0.
+There only the floor applies. It is 8 * eps times the size of what cancels, so it fits any processor.
 """
 
 import contextlib
@@ -15,9 +15,9 @@ from hf_longctx.fox import forgetting_attention_ref
 
 EPS = torch.finfo(torch.float32).eps  # kernels sum in float32, whatever the dtype of the inputs
 RESULTS = ("o", "dq", "dk", "dv", "dlog_f")
-# A share of the norm of dlog_f that the folded form may be off besides: it sums gradients of keys, which are rounded
+# Additional error of dlog_f in the folded form, as a share of its norm: it sums gradients of keys, which are rounded
 # to their dtype. On a CPU, in 24 draws of 129 to 1024 tokens, that is up to 0.023 in bfloat16, 0.004 in float16 and
-# 2e-5 in float32; TF32, which a GPU may take in its place, is coarser.
+# 2e-5 in float32; TF32, which a GPU may use instead, is coarser.
 FOLDED_DLOG_F = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.06}
 
 
@@ -38,12 +38,12 @@ def run(attention, q, k, v, log_f, do, **kwargs):
 
 
 def run_exact(q, k, v, log_f, do, definition=forgetting_attention_ref, **kwargs):
-    """Return those of the definition in float64."""
+    """Return output and gradients of the definition in float64."""
     return run(definition, q.double(), k.double(), v.double(), log_f, do, **kwargs)
 
 
 def run_plain(q, k, v, log_f, do, definition=forgetting_attention_ref, **kwargs):
-    """Return those of the definition as plain PyTorch rounds it: matrix products in the dtype of q, else float32."""
+    """Return those that plain PyTorch computes: matrix products in the dtype of q, everything else in float32."""
     half = q.dtype in (torch.bfloat16, torch.float16)
     with torch.autocast(q.device.type, q.dtype) if half else contextlib.nullcontext():
         return run(definition, q, k, v, log_f, do, **kwargs)
@@ -55,9 +55,9 @@ def error(x, exact):
 
 
 def floors(q, k, v, log_f, do, scale=None):
-    """Return for each result the rounding error that anything summed in float32 may have, as a norm of the tensor.
+    """Return for each result the rounding error of sums in float32, as a norm of the tensor.
 
-    What cancels in the gradient of a logit is do.v - do.o, two sums of D products. dq and dk multiply it by k and q,
+    The gradient of a logit has the difference do.v - do.o of two sums of D products. dq and dk multiply it by k and q,
     and the gradient of log f sums it over up to T later positions.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -75,14 +75,17 @@ def floors(q, k, v, log_f, do, scale=None):
 
 
 def find_errors(fast, plain, exact, inputs, scale=None, resolution=0.0, dlog_f=0.0):
-    """Return {name: (error of `fast`, error of `plain`, what `fast` may err)} of the first results, as norms.
+    """Return {name: (error of `fast`, error of `plain`, allowed error of `fast`)} for the given results, as norms.
 
-    Allowed is 2 times (output) or 3 times (gradients) the error of `plain`, above the floor.
+    Twice (output) or three times (gradients) the error of `plain` is allowed, above the floor.
 
     Args:
-        fast, plain, exact: results of `run`, all of them or the first few.
+        fast: results of `run`, all of them or the first few.
+        plain: likewise.
+        exact: likewise.
         inputs: q, k, v, log_f, do.
-        resolution: relative error that everything may have besides; dlog_f: the same for this gradient alone.
+        resolution: additional relative error of all results.
+        dlog_f: additional relative error of this gradient.
     """
     errors = {}
     for (name, floor), f, p, x in zip(floors(*inputs, scale=scale).items(), fast, plain, exact):

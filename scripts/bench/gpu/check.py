@@ -1,4 +1,4 @@
-"""Check and time every attention implementation of a FoX on one machine.
+"""Check and time every attention implementation of a FoX on this machine.
 
     python -m scripts.bench.gpu.check
 
@@ -116,7 +116,7 @@ def draw(config: FoxConfig, work: str, rows: int, length: int, device: str, head
 
 
 def slow_gates(log_f: torch.Tensor) -> torch.Tensor:
-    """Return gates as of a trained model: half-lives of 2 tokens to the whole length, evenly on a log scale."""
+    """Return gates like those of a trained model: half-lives from 2 tokens to the whole length, log-spaced."""
     _, gates, length = log_f.shape
     half_lives = 2 * (length / 2) ** torch.linspace(0, 1, gates, device=log_f.device)
     return (-math.log(2) / half_lives)[:, None].expand_as(log_f).contiguous()
@@ -150,7 +150,7 @@ class Layer:
         return o[..., : self.config.head_dim].transpose(1, 2)
 
     def __call__(self, q, k, v, log_f):
-        if self.work == "decoding":  # the last token, or the next one
+        if self.work == "decoding":  # append the last token
             return self.attend(q, *(x[:, :, -1:] for x in (k, v, log_f)), self.cache)
         return self.attend(q, k, v, log_f, DynamicCache(config=self.config) if self.work == "prefill" else None)
 
@@ -168,7 +168,7 @@ def installed() -> list[str]:
 
 
 def prove(name: str, D: int, work: str, device: str) -> dict:
-    """Return whether an implementation is right: for each result, the worst share of what rounding may do to it."""
+    """Return whether an implementation is right, and for each result the largest share of its error budget."""
     config = make_config(D, 4 * D, work)
     shares = {}
     for batch, heads, length in PROVED:
@@ -178,7 +178,7 @@ def prove(name: str, D: int, work: str, device: str) -> dict:
         layer = Layer(name, config, work, inputs)
         fast = budget.run(layer, *inputs) if work == "training" else (layer(*inputs[:4]),)
         limits = {"resolution": 2 * math.exp(config.log_pruning_tolerance)}
-        if name != NAME:  # logits hold c_j in place of c_i - c_j; gradients of keys are rounded, then summed up
+        if name != NAME:  # logits hold c_j instead of c_i - c_j; gradients of keys are rounded, then summed
             limits["resolution"] = budget.EPS * inputs[3].sum(-1).abs().max().item()
             limits["dlog_f"] = budget.FOLDED_DLOG_F[inputs[0].dtype]
         for result, (error, _, allowed) in budget.find_errors(fast, plain, exact, inputs, **limits).items():
@@ -188,7 +188,7 @@ def prove(name: str, D: int, work: str, device: str) -> dict:
     verdict = (
         f"right ({shares[worst]:.0%} of the budget)"
         if is_right
-        else f"WRONG: {worst} is off by {shares[worst]:.3g} times its budget"
+        else f"WRONG: {worst} exceeds its budget {shares[worst]:.3g} times"
     )
     return {"right": is_right, "shares": shares, "verdict": verdict}
 
@@ -251,7 +251,7 @@ def time_pruning(share: float, D: int, rows: int, length: int, device: str) -> d
 
 
 def time_decoding(name: str, D: int, length: int, device: str) -> dict:
-    """Return the time of one token while a cache grows by a token a step, after as many steps that are not timed."""
+    """Return the time of a token while a cache grows by a token in each step, after as many untimed steps."""
     config, steps = make_config(D, SIZES[device]["width"], "decoding"), SIZES[device]["steps"]
     inputs = draw(config, "decoding", 1, length, device)
     inputs[3] = slow_gates(inputs[3])
@@ -313,14 +313,14 @@ def measure(args):
             row |= measure_row(**fields, device=args.device)
         except ImportError:
             continue
-        except Exception as error:  # no kernel for this GPU, dtype or width, or no memory is left
+        except Exception as error:  # no kernel for this GPU, dtype or width, or out of memory
             row["error"] = row["verdict"] = f"cannot run: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
         yield row
 
 
 def table(result):
     rows = result["rows"]
-    text = ["A dry run in Triton's interpreter, whose times mean nothing."] * (result["settings"]["device"] == "cpu")
+    text = ["A dry run in Triton's interpreter: its times mean nothing."] * (result["settings"]["device"] == "cpu")
     for section, template in TABLES.items():
         if found := [row for row in rows if row["section"] == section]:
             text.append(f"**{TITLES[section]}**\n\n{common.markdown(found, template)}")

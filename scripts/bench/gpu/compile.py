@@ -42,8 +42,8 @@ from scripts.bench import common
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ATTENTION = ("running_sum", "split_sum", "forward", "dq", "dkdv", "decode", "prune", "merge")
 KERNELS = (*ATTENTION, "fused_norm", "fused_norm_backward")
-# bytes of shared memory per multiprocessor and per block, registers, warps and blocks per multiprocessor (CUDA C++
-# programming guide, table of technical specifications per compute capability)
+# Bytes of shared memory per multiprocessor and per block; registers, warps and blocks per multiprocessor (CUDA C++
+# programming guide, table of technical specifications per compute capability).
 LIMITS = {
     80: (167936, 166912, 65536, 64, 32),
     86: (102400, 101376, 65536, 48, 16),
@@ -52,8 +52,8 @@ LIMITS = {
 }
 TENSOR_CORE = r"\b(HMMA|HGMMA|UTC\w*MMA)\b"  # Ampere, Hopper, Blackwell
 SPILL = r"\b(?:LDL|STL)\b"
-# A wait of a warpgroup stands behind every product whose registers the assembler cannot tell apart from those of other
-# instructions, and the tensor cores then idle most of the time.
+# The assembler puts a wait of the warpgroup after every product whose registers it cannot distinguish from those of
+# other instructions, and the tensor cores then idle most of the time.
 COUNTED = {
     "products": TENSOR_CORE,
     "spills": SPILL,
@@ -70,7 +70,7 @@ FIELDS = ("capability", "dtype", "kernel", "head_dim", "kv_heads", "bounded")
 
 
 class Target:
-    """A driver for Triton that names a GPU which is not there. One number is both device and capability."""
+    """A Triton driver for a GPU that is absent. One number is both device and capability."""
 
     def __init__(self, capability):
         self.capability = capability
@@ -86,7 +86,7 @@ class Target:
 
 
 def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
-    """Calls the launcher of a kernel on uninitialised tensors; keys are folded, as in a cache."""
+    """Call the launcher of a kernel on uninitialized tensors; keys are folded, as in a cache."""
     T, scale, group = 64, D**-0.5, H // Hkv
     keys = torch.empty(B, Hkv, T, folded_width(D, group, torch.device("cuda")), dtype=dtype)
     k = v = keys[..., :D]
@@ -111,7 +111,7 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
 
 
 def launch_fused_norm(kernel, x, shifted):
-    """Launches QK-norm with the token shift of documents before it, or a norm with a gate after it."""
+    """Launch QK-norm after the token shift of packed documents, or a norm with a gate after it."""
     B, T, H, D = x.shape
     weight, share, index = torch.empty(H, D), torch.empty(B, T, 2 * H), torch.empty(1, T, dtype=torch.int64)
     shift = (None, x, x, weight, share, index, index) if shifted else (x, *(None,) * 6)
@@ -124,7 +124,7 @@ def launch_fused_norm(kernel, x, shifted):
 
 
 def compile_launch(capability, kernel, tiles, *case):
-    """The compiled kernel of a launch, and its tile."""
+    """Return the compiled kernel of a launch, and its tile."""
     launches, module = [], fox if kernel in ATTENTION else fused_fox
 
     def compile_only(this, programs, tile, *args, **constants):
@@ -144,7 +144,7 @@ def cuobjdump(option, cubin):
 
 
 def hot_loop(sass):
-    """Instruction counts of the loop that does most of the work: the innermost one with the fewest per logit."""
+    """Return instruction counts of the loop with most of the work: the innermost one with the fewest per logit."""
     code = [(int(a, 16), text) for a, text in re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", sass)]
     jumps = [(int(m[1], 16), a) for a, text in code if (m := re.search(r"\bBRA\b.*0x([0-9a-f]+)", text))]
     loops = [(lo, hi) for lo, hi in jumps if lo < hi]
@@ -163,7 +163,7 @@ def hot_loop(sass):
 
 
 def nearest_limits(capability):
-    """The key of `LIMITS` for a capability: that of the capability whose tiles it takes, where it has no limits."""
+    """Return the key of `LIMITS` for a capability, or else for the capability whose tiles it uses."""
     return max(c for c in LIMITS if c <= tiles_fox.nearest_key(capability, 2)[0])
 
 
@@ -213,7 +213,7 @@ def report(capability, kernel, dtype, head_dim, bounded, tile=None, B=2, H=8, kv
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["hf_longctx.fox.triton_fox", "triton.compiler"])  # so that a process starts at once
+FORKS.set_forkserver_preload(["hf_longctx.fox.triton_fox", "triton.compiler"])  # so that a process starts quickly
 
 
 def send_report(pipe, case):

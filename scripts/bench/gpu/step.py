@@ -1,16 +1,16 @@
-"""Training steps of FoX, of a Llama of its size and of flash-linear-attention's FoX on one GPU, eager and compiled.
+"""Speed and memory of training steps on one GPU: FoX, a Llama of its size, and flash-linear-attention's FoX.
 
     python -m scripts.bench.gpu.step [--sizes 125M 360M 760M 7B] [--minutes 8]
 
-A step is a forward and backward pass over a full batch and an update by fused AdamW. Weights are float32 under
-bfloat16 autocast, and all logits are made. Decoder layers are compiled, as by `hf-longctx train`. At 7B, weights,
-gradients and optimizer states are bfloat16, layers are checkpointed, and the loss is made in pieces. FLOPs are 6 for
-each token and parameter, and those of causal attention.
+A step is a forward and backward pass over a full batch and an update by fused AdamW, eager or with compiled decoder
+layers, as in `hf-longctx train`. Weights are float32 under bfloat16 autocast, and all logits are materialized. At 7B,
+weights, gradients and optimizer states are bfloat16, layers are checkpointed, and the loss is chunked. FLOPs are 6 for
+each token and parameter, plus those of causal attention.
 
-"ms" is the median of steps that are waited for, "host ms" the part until Python returns, "GPU ms" the work of the GPU
-in a profiled step, and tokens/s come from steps that are not waited for. "to Llama" compares tokens/s with the Llama
-of the same size in the same mode. Rows come in order of importance, and none begins after --minutes. `--device cpu`
-is a dry run with tiny models.
+"ms" is the median of synchronized steps, "host ms" the part until Python returns, "GPU ms" the work of the GPU in a
+profiled step, and tokens/s come from steps without synchronization. "to Llama" compares tokens/s with the Llama of the
+same size in the same mode. Rows come in order of importance, and none begins after --minutes. `--device cpu` is a dry
+run with tiny models.
 """
 
 import gc
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
 from hf_longctx.training.config import PRESETS
-from hf_longctx.training.loss_in_pieces import LossInPieces
 from scripts.bench import common
 from scripts.bench.generate import make_configs
 
@@ -47,7 +47,7 @@ MODELS = {  # preset: name
 
 
 def read_config(kind, size, tokens):
-    """Return the configuration of a model; that of flash-linear-attention has the sizes of our FoX."""
+    """Return the configuration of a model; flash-linear-attention's has the sizes of our FoX."""
     sizes = dict(vocab_size=32000, max_position_embeddings=tokens)
     if size == "tiny":
         sizes |= dict(vocab_size=256, num_hidden_layers=1)
@@ -78,16 +78,16 @@ def make_model(kind, size, tokens, device, attention):
 
 
 def make_step(model, ids, size, mode):
-    """Return a function that makes one step."""
+    """Return a function that runs one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     on_gpu, in_pieces, options = ids.is_cuda, nullcontext(), {}
     if mode == "compiled":
-        for layer in model.model.layers:  # which share a graph
+        for layer in model.model.layers:  # they share a graph
             layer.compile(backend="inductor" if on_gpu else "eager")
     if size == "7B" and model.config.model_type == "fox":
         options = {"return_logits": False}
     elif size == "7B":
-        in_pieces = LossInPieces(model)
+        in_pieces = ChunkedCrossEntropy(model)
 
     def compute_loss():
         if size == "7B":

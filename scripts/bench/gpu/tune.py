@@ -36,7 +36,7 @@ from scripts.bench.gpu import budget
 
 
 LOGIT_BOUND = 8.0  # of |scale * q.k|, as QK-norm gives it for head_dim=64
-# in units of the two products of the forward pass; three of dq and four of dk/dv stand for five
+# In units of the two products of the forward pass; the three of dq and four of dk/dv count as five.
 USEFUL_PRODUCTS = {"forward": 1.0, "dq": 1.5 * 5 / 7, "dkdv": 2.0 * 5 / 7}
 MANY_SPILLS = 0.1  # of the instructions in the hot loop
 ROW_TOLERANCE = 0.03  # bfloat16 results of two tiles, row by row
@@ -238,7 +238,7 @@ def measure(args):
                 else:
                     tiles = neighbours(kernel, getattr(current, kernel))[:2]
                     rows = [{"kernel": kernel, "head_dim": D, "tile": list(tile)} for tile in tiles]
-                # The current tile is the measure even if the compiler says that it should be dropped.
+                # The current tile is the reference even if its compiled resources are a reason to drop it.
                 runnable = [row for row in rows if "dropped" not in row or row is rows[0]]
                 expected[kernel] = time_tiles(runnable, problem, args.device, until)
                 put_tile(kernel, D, fastest(rows), args.device)

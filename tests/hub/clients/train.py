@@ -1,12 +1,10 @@
-"""Adapters, Trainer and datasets with the Hub, in a process that has no hf_longctx."""
+"""Adapters and Trainer with the Hub, in a process that has no hf_longctx."""
 
 import importlib.util
 import sys
-from pathlib import Path
 
 import checks
 import torch
-from datasets import load_dataset
 from huggingface_hub import HfApi
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -38,16 +36,6 @@ def check_an_adapter():
         AutoModelForCausalLM.from_pretrained("alice/adapter", trust_remote_code=True),
     ):
         assert torch.equal(logits(model), expected), type(model).__name__
-
-
-def check_datasets():
-    Path("texts").mkdir()
-    for i in range(3):
-        Path(f"texts/{i}.txt").write_text(f"book {i}\n" + "the quick brown fox\n" * 50)
-    api.create_repo("alice/texts", repo_type="dataset", private=True)
-    api.upload_folder(repo_id="alice/texts", repo_type="dataset", folder_path="texts")
-    stream = load_dataset("alice/texts", split="train", streaming=True, sample_by="document")
-    assert [row["text"][:6] for row in stream] == ["book 0", "book 1", "book 2"]
 
 
 def check_the_trainer_pushes_what_loads():

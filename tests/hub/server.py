@@ -1,0 +1,439 @@
+"""A local Hub: the part of the Hub's HTTP interface that Hugging Face's clients use, for tests.
+
+    with serve(folder) as hub:
+        run_a_client(HF_ENDPOINT=hub.url, HF_HOME=an_empty_folder, HF_TOKEN="hf_of_alice")
+
+The clients run unmodified, in processes of their own, because they read these variables when they are imported. The
+server speaks LFS and not Xet: HF_HUB_DISABLE_XET=1.
+"""
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+import socket
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+
+TOKENS = {"hf_of_alice": "alice", "hf_of_bob": "bob"}
+TYPES = {"models": "model", "datasets": "dataset", "spaces": "space", "kernels": "kernel"}
+PLURALS = {type: plural for plural, type in TYPES.items()}
+LFS = (".safetensors", ".bin", ".parquet", ".gz", ".png")
+ID = r"(?P<id>[\w.-]+/[\w.-]+)"
+API = rf"/api/(?P<plural>{'|'.join(TYPES)})/{ID}"
+PUBLIC = rf"/(?:(?P<plural>datasets|spaces|kernels)/)?{ID}"
+SHA256 = "(?P<sha256>[0-9a-f]{64})"
+PIECE = 2**16  # bytes of a step of a slow upload
+OPTIONAL = re.compile(r"/api/agent-harnesses|/api/organizations/[\w.-]+/overview")  # clients do without
+COUNTER = itertools.count()
+ENDPOINTS = []  # (pattern of the raw path, methods, function of hub, request and the pattern's groups)
+
+
+def endpoint(pattern, *methods):
+    """Let the decorated function answer these requests, with a `Response` or with what becomes JSON."""
+
+    def register(function):
+        ENDPOINTS.append((re.compile(pattern), methods or ("GET",), function))
+        return function
+
+    return register
+
+
+class Refusal(Exception):
+    """An error response; `code` decides which exception a client raises."""
+
+    def __init__(self, status, message, code=None, headers=None, **body):
+        headers = {"X-Error-Message": message, **(headers or {})} | ({"X-Error-Code": code} if code else {})
+        self.response = JSONResponse({"error": message, **body}, status, headers)
+
+
+@dataclass
+class Knobs:
+    """Settings that a test can change while the server runs."""
+
+    slow: float = 0.0  # seconds to wait before each 64 KiB of an upload
+    fail: str | None = None  # paths with this part are answered with status 500
+
+
+@dataclass
+class File:
+    """A file of a commit. `oid` is git's, except that an LFS file has its sha256."""
+
+    oid: str
+    sha256: str
+    size: int
+    lfs: bool
+
+    @classmethod
+    def of(cls, hub, data, lfs=False):
+        sha256 = hub.put(data)
+        return cls(sha256 if lfs else git_oid("blob", data), sha256, len(data), lfs)
+
+
+@dataclass
+class Commit:
+    sha: str
+    parent: str | None
+    files: dict  # path: File
+    title: str
+    date: str
+
+
+@dataclass
+class Repo:
+    type: str
+    id: str
+    private: bool = False
+    commits: dict = field(default_factory=dict)  # sha: Commit
+    branches: dict = field(default_factory=dict)  # name: sha
+    tags: dict = field(default_factory=dict)
+    pull_requests: dict = field(default_factory=dict)  # refs/pr/N: sha
+
+    def commit(self, ref, files, title):
+        """Add a commit to a branch or pull request, and return its sha."""
+        refs = self.pull_requests if ref.startswith("refs/pr/") else self.branches
+        parent = refs.get(ref)
+        sha = git_oid("commit", f"{self.type} {self.id} {parent} {title} {next(COUNTER)}".encode())
+        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
+        self.commits[sha] = Commit(sha, parent, files, title, date)
+        refs[ref] = sha
+        return sha
+
+    def at(self, revision):
+        """Return the commit of a branch, tag, pull request or sha, quoted as in an address, or refuse with 404."""
+        name = unquote(revision).removeprefix("refs/heads/").removeprefix("refs/tags/")
+        sha = (self.branches | self.tags | self.pull_requests).get(name, name)
+        if sha not in self.commits:
+            raise Refusal(404, f"Invalid rev id: {name}", "RevisionNotFound")
+        return self.commits[sha]
+
+
+@dataclass
+class Hub:
+    """State of the server: in memory, except for the blobs, files in a folder that are named by their sha256."""
+
+    folder: Path
+    knobs: Knobs = field(default_factory=Knobs)
+    url: str = ""
+    blob_url: str = ""
+    repos: dict = field(default_factory=dict)  # (type, id): Repo
+    log: list = field(default_factory=list)  # "METHOD PATH" of each answered request
+    problems: list = field(default_factory=list)  # a missing endpoint, a bug of the server, a token at the blob host
+
+    def path(self, sha256):
+        return self.folder / sha256
+
+    def put(self, data, sha256=None):
+        """Store a blob; refuse bytes that do not have the announced sha256."""
+        actual = hashlib.sha256(data).hexdigest()
+        if sha256 not in (None, actual):
+            raise Refusal(400, f"the content has sha256 {actual}, and {sha256} was announced")
+        self.path(actual).write_bytes(data)
+        return actual
+
+    def user(self, request):
+        """Return the user of the token, None without a token; refuse an unknown token with 401."""
+        header = request.headers.get("authorization")
+        if header is None:
+            return None
+        if header.removeprefix("Bearer ") not in TOKENS:
+            raise Refusal(401, "Invalid credentials in Authorization header")
+        return TOKENS[header.removeprefix("Bearer ")]
+
+    def check_owner(self, request, name, what):
+        user = self.user(request)
+        if user != name:
+            raise Refusal(403 if user else 401, f"You don't have the rights to {what} under the namespace {name!r}")
+
+    def repo(self, request, plural, id, write=False):
+        """Return a repository; a private one exists for its owner only. Addresses of models' files have no plural."""
+        user, repo = self.user(request), self.repos.get((TYPES[plural or "models"], id))
+        owner = id.partition("/")[0]
+        if repo is None or (repo.private and user != owner):
+            message = "Repository not found" if user else "Invalid username or password."
+            raise Refusal(404 if user else 401, message, "RepoNotFound")
+        if write:
+            self.check_owner(request, owner, "write")
+        return repo
+
+    def page(self, repo):
+        return f"{self.url}/{'' if repo.type == 'model' else PLURALS[repo.type] + '/'}{repo.id}"
+
+
+def git_oid(kind, data):
+    return hashlib.sha1(f"{kind} {len(data)}\0".encode() + data).hexdigest()
+
+
+@endpoint("/knobs", "PUT")
+async def turn_knobs(hub, request):
+    """Let a client change the settings."""
+    hub.knobs = Knobs(**await request.json())
+    return {}
+
+
+# -- repositories
+
+
+@endpoint("/api/validate-yaml", "POST")
+async def validate_yaml(hub, request):
+    return {"errors": [], "warnings": []}
+
+
+@endpoint("/api/repos/create", "POST")
+async def create(hub, request):
+    body = await request.json()
+    type, name = body.get("type") or "model", body.get("organization") or hub.user(request)
+    hub.check_owner(request, name, f"create a {type}")
+    id = f"{name}/{body['name']}"
+    if (type, id) in hub.repos:
+        raise Refusal(409, f"You already created this {type} repo", url=hub.page(hub.repos[type, id]))
+    if type == "space" and body.get("sdk") is None:
+        raise Refusal(400, '"sdk" is required')
+    repo = hub.repos[type, id] = Repo(type, id, body.get("visibility") == "private")
+    repo.commit("main", {".gitattributes": File.of(hub, b"")}, "initial commit")
+    return {"url": hub.page(repo), "name": id, "id": id}
+
+
+@endpoint(rf"{API}(?:/revision/(?P<revision>[^/]+))?")
+async def info(hub, request, plural, id, revision):
+    repo = hub.repo(request, plural, id)
+    commit = repo.at(revision or "main")
+    values = {"_id": id, "id": id, "author": id.partition("/")[0], "sha": commit.sha, "lastModified": commit.date}
+    values |= {"private": repo.private, "gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []}
+    return values | {"siblings": [{"rfilename": path} for path in sorted(commit.files)]}
+
+
+@endpoint(f"{API}/refs")
+async def refs(hub, request, plural, id):
+    repo = hub.repo(request, plural, id)
+    kinds = {"branches": ("refs/heads/", repo.branches), "tags": ("refs/tags/", repo.tags)}
+    rows = {
+        kind: [{"name": name, "ref": prefix + name, "targetCommit": sha} for name, sha in names.items()]
+        for kind, (prefix, names) in kinds.items()
+    }
+    return {"converts": [], **rows}
+
+
+@endpoint(f"{API}/commits/(?P<revision>[^/]+)")
+async def commits(hub, request, plural, id, revision):
+    repo = hub.repo(request, plural, id)
+    rows, commit = [], repo.at(revision)
+    while commit is not None:
+        rows.append({"id": commit.sha, "title": commit.title, "message": "", "date": commit.date, "authors": []})
+        commit = repo.commits.get(commit.parent)
+    return rows
+
+
+@endpoint(f"{API}/branch/(?P<name>[^/]+)", "POST")
+async def branch(hub, request, plural, id, name):
+    body = await request.body()
+    repo, start = hub.repo(request, plural, id, write=True), json.loads(body or b"{}").get("startingPoint")
+    return add_ref(repo.branches, unquote(name), repo.at(quote(start or "main", safe="")))
+
+
+@endpoint(f"{API}/tag/(?P<revision>[^/]+)", "POST")
+async def tag(hub, request, plural, id, revision):
+    body = await request.json()
+    repo = hub.repo(request, plural, id, write=True)
+    return add_ref(repo.tags, body["tag"], repo.at(revision))
+
+
+def add_ref(refs, name, commit):
+    if name in refs:
+        raise Refusal(409, f"Reference already exists: {name}")
+    refs[name] = commit.sha
+    return Response(status_code=201)
+
+
+@endpoint(f"{API}/tree/(?P<revision>[^/]+)(?:/(?P<folder>.*))?")
+async def tree(hub, request, plural, id, revision, folder):
+    commit = hub.repo(request, plural, id).at(revision)
+    prefix = f"{unquote(folder).rstrip('/')}/" if folder else ""
+    recursive, rows = request.query_params.get("recursive", "").lower() == "true", {}
+    for path, file in sorted(commit.files.items()):
+        if path.startswith(prefix):
+            parts = path.removeprefix(prefix).split("/")
+            for depth in range(1, len(parts) if recursive else min(len(parts), 2)):
+                inner = prefix + "/".join(parts[:depth])
+                rows[inner] = {"type": "directory", "oid": git_oid("tree", inner.encode()), "size": 0, "path": inner}
+            if recursive or len(parts) == 1:
+                lfs = {"lfs": {"oid": file.sha256, "size": file.size, "pointerSize": 134}} if file.lfs else {}
+                rows[path] = {"type": "file", "oid": file.oid, "size": file.size, "path": path, **lfs}
+    headers = {"X-Repo-Commit": commit.sha}
+    if prefix and not rows:
+        raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound", headers)
+    return JSONResponse(list(rows.values()), headers=headers)
+
+
+# -- uploads
+
+
+@endpoint(f"{API}/preupload/(?P<revision>[^/]+)", "POST")
+async def preupload(hub, request, plural, id, revision):
+    body = await request.json()
+    files, rows = hub.repo(request, plural, id, write=True).at(revision).files, []
+    for file in body["files"]:
+        path = file["path"]
+        large = file["size"] > 10 * 2**20 or path.endswith(LFS)
+        row = {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+        rows.append(row | ({"oid": files[path].oid} if path in files else {}))
+    return {"files": rows}
+
+
+@endpoint(rf"{PUBLIC}\.git/info/lfs/objects/batch", "POST")
+async def lfs_batch(hub, request, plural, id):
+    body = await request.json()
+    hub.repo(request, plural, id, write=True)
+    objects = []
+    for lfs in body["objects"]:
+        row = {"oid": lfs["oid"], "size": lfs["size"]}
+        if not hub.path(lfs["oid"]).exists():
+            row["actions"] = {"upload": {"href": f"{hub.blob_url}/upload/{lfs['oid']}"}}
+        objects.append(row)
+    return {"transfer": "basic", "objects": objects}
+
+
+@endpoint(rf"/upload/{SHA256}", "PUT")
+async def upload(hub, request, sha256):
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        await asyncio.sleep(hub.knobs.slow * len(piece) / PIECE)
+    hub.put(bytes(data), sha256)
+    return Response()
+
+
+@endpoint(f"{API}/commit/(?P<revision>[^/]+)", "POST")
+async def commit(hub, request, plural, id, revision):
+    header, *lines = [json.loads(line) for line in (await request.body()).splitlines()]
+    repo, header = hub.repo(request, plural, id, write=True), header["value"]
+    ref = unquote(revision).removeprefix("refs/heads/")
+    head = repo.at(revision)
+    if ref in repo.tags or ref == head.sha:
+        raise Refusal(400, f"{ref} is not a branch")
+    if header.get("parentCommit") not in (None, head.sha):
+        raise Refusal(412, "A commit has happened since. Please refresh and try again.")
+    files, number = dict(head.files), None
+    for line in lines:
+        key, value = line["key"], line["value"]
+        if key == "file":
+            files[value["path"]] = File.of(hub, base64.b64decode(value["content"]))
+        elif key == "lfsFile":
+            files[value["path"]] = File.of(hub, hub.path(value["oid"]).read_bytes(), lfs=True)
+        elif key == "deletedFile":
+            del files[value["path"]]
+    if request.query_params.get("create_pr") == "1":
+        number = len(repo.pull_requests) + 1
+        ref = f"refs/pr/{number}"
+        repo.pull_requests[ref] = head.sha
+    sha = repo.commit(ref, files, header["summary"])
+    answer = {"success": True, "commitOid": sha, "commitUrl": f"{hub.page(repo)}/commit/{sha}", "hookOutput": ""}
+    return answer | ({"pullRequestUrl": f"{hub.page(repo)}/discussions/{number}"} if number else {})
+
+
+# -- downloads
+
+
+@endpoint(f"{PUBLIC}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "GET", "HEAD")
+async def resolve(hub, request, plural, id, revision, path):
+    """Redirect to the file: to another path of this host, or to the blob host for LFS."""
+    repo = hub.repo(request, plural, id)
+    commit = repo.at(revision)
+    headers, file = {"X-Repo-Commit": commit.sha}, commit.files.get(unquote(path))
+    if file is None:
+        raise Refusal(404, "Entry not found", "EntryNotFound", headers)  # with its commit, for the client's cache
+    if not file.lfs:
+        address = f"/api/resolve-cache/{PLURALS[repo.type]}/{id}/{commit.sha}/{path}"
+        return RedirectResponse(address, 307, headers | {"ETag": f'"{file.oid}"'})
+    headers |= {"X-Linked-Size": str(file.size), "X-Linked-ETag": f'"{file.sha256}"'}
+    return RedirectResponse(f"{hub.blob_url}/blob/{file.sha256}", 302, headers)
+
+
+@endpoint(rf"/api/resolve-cache/(?P<plural>\w+)/{ID}/(?P<revision>[0-9a-f]{{40}})/(?P<path>.+)", "GET", "HEAD")
+async def resolve_cache(hub, request, plural, id, revision, path):
+    file = hub.repo(request, plural, id).at(revision).files[unquote(path)]
+    return FileResponse(hub.path(file.sha256), headers={"X-Repo-Commit": revision, "ETag": f'"{file.oid}"'})
+
+
+@endpoint(f"/blob/{SHA256}", "GET", "HEAD")
+async def blob(hub, request, sha256):
+    return FileResponse(hub.path(sha256), headers={"ETag": f'"{sha256}"'})
+
+
+# -- the server
+
+
+def application(hub):
+    async def answer(request):
+        path, problem = request.scope["raw_path"].decode().partition("?")[0], None
+        response = Response(status_code=404)
+        try:
+            if hub.knobs.fail and hub.knobs.fail in path:
+                raise Refusal(500, "this failure is asked for")
+            for pattern, methods, function in ENDPOINTS:
+                if (match := pattern.fullmatch(path)) and request.method in methods:
+                    response = await function(hub, request, **match.groupdict())
+                    response = response if isinstance(response, Response) else JSONResponse(response)
+                    break
+            else:
+                problem = None if OPTIONAL.fullmatch(path) else "an unknown endpoint"
+        except Refusal as refusal:
+            response = refusal.response
+        except ClientDisconnect:
+            pass  # a client was killed
+        except Exception:
+            response, problem = Response(status_code=500), traceback.format_exc()
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if hub.blob_url.endswith(request.headers["host"]) and token in TOKENS:
+            problem = "a token was sent to the blob host"
+        hub.log.append(f"{request.method} {path}")
+        if problem:
+            hub.problems.append(f"{hub.log[-1]}: {problem}")
+        return response
+
+    methods = ["GET", "HEAD", "POST", "PUT", "DELETE"]
+    return Starlette(routes=[Route("/{path:path}", answer, methods=methods)])
+
+
+@contextlib.contextmanager
+def serve(folder, bound=None):
+    """Run the server in a thread, and yield the `Hub`; its `knobs` can be changed at any time.
+
+    Blobs have an address of another host, 127.0.0.2, because clients drop a token if the host changes.
+
+    Args:
+        folder: an empty folder for the blobs.
+        bound: a socket with the address of the Hub (default: a new one).
+    """
+    hub = Hub(folder)
+    sockets = [bound or socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.2", 0))]
+    for listening in sockets:  # an answer goes out in two pieces, and the second must not wait for an acknowledgement
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    hub.url, hub.blob_url = ("http://{}:{}".format(*s.getsockname()) for s in sockets)
+    server = uvicorn.Server(
+        uvicorn.Config(application(hub), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+    )
+    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield hub
+    finally:
+        server.should_exit = True
+        thread.join(10)
