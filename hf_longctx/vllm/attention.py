@@ -130,7 +130,7 @@ class FoxAttention(nn.Module):
         return self.o_proj(o)[0]
 
     def look_back(self, x, kv):
-        """Return the cumulative sum of log f (None without gates), and keys and values after the token shift, eq. 14."""
+        """Return the cumulative sum of log f, None without gates, and the shifted keys and values (eq. 14)."""
         c, shifts = None, self.k_shift_proj is not None or self.v_shift_proj is not None
         log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
         if self.f_proj is not None:
