@@ -1,4 +1,4 @@
-"""Corpora: where texts come from, and what happens without a hub."""
+"""Corpora: their sources, and the behavior without the Hub."""
 
 import gzip
 import json

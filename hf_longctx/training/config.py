@@ -133,9 +133,7 @@ class RunConfig(TrainingArguments):
         if self.eval_data is not None and self.eval_strategy == "no":
             self.eval_strategy = "steps"
         if self.data_seed is None:
-            self.data_seed = (
-                self.seed
-            )  # the seed of dropout differs between processes, and the order of the data must not
+            self.data_seed = self.seed  # the order is the same in all processes, unlike dropout
         if self.accelerator_config is None:
             self.accelerator_config = {"dispatch_batches": False}  # each process reads its own sequences of a stream
         super().__post_init__()

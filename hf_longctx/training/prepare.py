@@ -38,7 +38,7 @@ def prepare_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> Datas
     eval_readers = [open_sequences(args, source, "held_out", tokenizer, eos) for source in eval_sources]
     if args.streaming:
         if len(sources) > 1 and None in shares:
-            raise ValueError("A stream has no end, so a mixture of streams needs shares: --data a=0.5,b=0.5.")
+            raise ValueError("A mixture of streams needs shares, because streams do not end: --data a=0.5,b=0.5.")
         streams = [partial(encode, source, tokenizer, column=args.text_column) for source in sources]
         for stream in streams:
             stream()

@@ -83,7 +83,7 @@ FILES = [
     ("convert {fox} {new} --from official", "official|forgetting_transformer|model_type"),
     ("convert {llama} {new} --from llama --decay-time -1", "decay"),
     ("convert {fox} {new} --to official --decay-time 5", "decay"),
-    ("convert {half_weights} {new} --to official", "not a sound safetensors file"),
+    ("convert {half_weights} {new} --to official", "not a valid safetensors file"),
     ("push {nowhere} alice/fox --dry-run", "nowhere"),
     ("push {empty} alice/fox --dry-run", "has no config.json or"),
     ("push {pickled} alice/fox --dry-run", r"pytorch_model\.bin is a pickle"),

@@ -1,4 +1,4 @@
-"""The loss in pieces is the model's own loss, with its gradients and less memory."""
+"""The chunked loss is the model's own loss, with the same gradients and less memory."""
 
 import pytest
 import torch
@@ -61,13 +61,13 @@ def test_loss_and_gradients_are_the_models_own(name):
     assert can_chunk_loss(model)
     own, gradients = loss_and_gradients(model, **options)
     with ChunkedCrossEntropy(model, logits_at_once=4 * 101):
-        in_pieces, others = loss_and_gradients(model, **options)
-    torch.testing.assert_close(in_pieces.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
+        chunked, others = loss_and_gradients(model, **options)
+    torch.testing.assert_close(chunked.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
     assert gradients.keys() == others.keys()
     for key, gradient in gradients.items():
         scale = gradient.abs().max().item()
         torch.testing.assert_close(others[key], gradient, rtol=0, atol=1e-6 * scale, msg=key)
-    assert in_pieces.logits.shape[-1] == 32
+    assert chunked.logits.shape[-1] == 32
     assert model(**make_batch()).logits.shape[-1] == 101  # the context leaves no trace
     assert "_loss_function" not in vars(model)
 
@@ -77,14 +77,14 @@ def test_an_adapter_of_the_head_is_trained_too():
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).double()
     own, gradients = loss_and_gradients(adapted)
     with ChunkedCrossEntropy(adapted.get_base_model(), logits_at_once=4 * 101):
-        in_pieces, others = loss_and_gradients(adapted)
-    torch.testing.assert_close(in_pieces.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
+        chunked, others = loss_and_gradients(adapted)
+    torch.testing.assert_close(chunked.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
     assert any("lm_head" in name for name in gradients)
     for key, gradient in gradients.items():
         torch.testing.assert_close(others[key], gradient, rtol=1e-5, atol=1e-8)
 
 
-def test_logits_that_are_changed_in_an_unknown_way_do_not_fit():
+def test_logits_that_are_changed_in_an_unknown_way_are_not_chunked():
     model = make_model("llama")
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)
     assert not can_chunk_loss(model)

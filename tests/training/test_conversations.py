@@ -1,4 +1,4 @@
-"""Of conversations the assistant's tokens are scored, and packed ones have the losses that they have alone."""
+"""The assistant's tokens are scored, and packed conversations have the same losses as single ones."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run loses nothing that it has: what is there is compared first."""
+"""A run compares its settings with those of its folder before it changes a file."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""What users of `hf-longctx train` get wrong."""
+"""Mistakes of users of `hf-longctx train` and `finetune`."""
 
 import shutil
 import subprocess
@@ -148,7 +148,7 @@ SETTINGS = [
     refused(
         "chunks of a stream", settings(streaming=True, max_steps=1, packing=False), "--packing false does not support"
     ),
-    refused("a stream without shares", run(data="a,b", streaming=True), "needs shares: --data a=0.5"),
+    refused("a stream without shares", run(data="a,b", streaming=True), "needs shares, .*--data a=0.5"),
     refused("rows in unequal parts", settings(sequence_parallel=3), "must divide `max_length`, 2048, got 3"),
     refused(
         "processes in unequal groups", settings(sequence_parallel=2), "must divide the number of processes, 1, got 2"
@@ -251,7 +251,7 @@ FINETUNING = [
 RUNS = [
     refused("text of less than a row", run(max_length=4096), "tokens; one sequence needs 4096"),
     refused(
-        "tokens that are no integers",
+        "tokens that are not integers",
         after(write("real.npy", np.zeros(999)), run(data="./real.npy")),
         "must hold integers, .* got float64 in 1 dim",
     ),
@@ -300,7 +300,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a finished run, beside its text."""
+    """The folder of a finished run, next to its text."""
     folder = tmp_path_factory.mktemp("finished")
     text = folder / "text.txt"
     text.write_text("The fox forgets what it no longer needs. " * 40)

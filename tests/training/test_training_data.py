@@ -1,4 +1,4 @@
-"""Texts become rows whose documents do not see one another."""
+"""Documents become sequences in which they do not see each other."""
 
 import random
 from itertools import islice
