@@ -127,11 +127,15 @@ def table(result):
 
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, device="cpu")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: tiny, on a GPU all")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="model sizes (default: tiny, on a GPU all)")
     parser.add_argument(
-        "--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 1024 4096, on a GPU to 65536"
+        "--lengths",
+        nargs="+",
+        type=int,
+        metavar="TOKENS",
+        help="sequence lengths (default: 1024 4096, on a GPU up to 65536)",
     )
-    parser.add_argument("--vocab", type=int, metavar="N", help="default: 8192, on a GPU 50257")
+    parser.add_argument("--vocab", type=int, metavar="N", help="vocabulary size (default: 8192, on a GPU 50257)")
     common.run(parser, measure, table, arguments)
 
 

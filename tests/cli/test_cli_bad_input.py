@@ -108,7 +108,7 @@ MEASURING = [
     ("curve {fox} --data-type random --text {text}", "--text must be left out"),
     ("curve {fox} --confidence 0.9", "protocol=reference and confidence exclude"),
     ("curve {fox} --text {text} --lengths 99999", r"The longest possible length is \d\d:"),
-    ("curve {fox} --text {rows}", "columns .'content'.; a corpus needs a column .text.: rename the one with the text"),
+    ("curve {fox} --text {rows}", "must have a column .text., got ..content... Rename the one with the text"),
     ("curve {fox} --output /proc/x", "--output /proc/x cannot be written: /proc is not a folder"),
     ("curve {fox} --output a.gif", "a.gif ends with .gif; a figure may end with .png"),
     ("needle {fox} --lengths 100", "length 100 is too short"),
