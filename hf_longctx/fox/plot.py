@@ -121,7 +121,7 @@ def head_maps(
         return attention_function(module, query, key, *args, **kwargs)
 
     for layer in cache.layers:
-        layer.attend = attend
+        vars(layer)["attend"] = attend
     base = getattr(model, model.base_model_prefix, model)  # without the logits
     training = model.training
     base.eval()(input_ids, cache=cache, use_cache=True)
