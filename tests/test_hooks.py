@@ -88,7 +88,6 @@ HOOKS = [
         "self._reverse_config_mapping[key.__name__]",
         "models by the name of their configuration",
     ),
-    ("_model_mapping", "transformers.models.auto.auto_factory", "in cls._model_mapping", "shapes of what is pushed"),
     ("AutoModel.register", "transformers.modeling_layers", "AutoModel.from_config(config)", "FoX under task heads"),
     ("_get_static_cache_init_shape", GENERATION, "self._get_static_cache_init_shape()", "a static cache with gates"),
     ("_prepare_cache_for_generation", GENERATION, "self._prepare_cache_for_generation(", "refused kinds of caches"),

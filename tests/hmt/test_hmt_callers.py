@@ -86,12 +86,14 @@ def test_a_backbone_on_disk_is_probed_and_keeps_a_memory(make_backbone, tokens, 
         torch.manual_seed(0)
         models.append(HMTWrapper.from_backbone(tmp_path / "backbone", config, **options).eval())
     model, on_disk = models
+    # A FoX computes its gates in float32, to which the last bit of a product of offloaded weights may round up or down.
+    rounding = 1e-6 if make_backbone is tiny_fox else ROUNDING
     assert model.config.reread == on_disk.config.reread == (make_backbone is tiny_fox)
     expected = model(tokens).logits
-    torch.testing.assert_close(on_disk(tokens).logits, expected, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(on_disk(tokens).logits, expected, atol=rounding, rtol=0)
     model.save_pretrained(tmp_path / "model")
     pointer = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **disk)
-    torch.testing.assert_close(pointer(tokens).logits, expected, atol=ROUNDING, rtol=0)
+    torch.testing.assert_close(pointer(tokens).logits, expected, atol=rounding, rtol=0)
 
 
 # --- prompts of PEFT -------------------------------------------------------------------------------------------------
