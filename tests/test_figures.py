@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 READMES = sorted([ROOT / "README.md", ROOT / "scripts" / "README.md", *ROOT.glob("hf_longctx/**/README.md")])
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+LETTER = re.compile(r"[^\W\d]")  # a code span with letters is code; one without is a figure
 NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
-IDENTIFIER = re.compile(r"\S*[^\W\d]\S*")  # such as a name or an option
 SCALES = (1, 100, 1000, 1e-3, 1e-6)  # a ratio in per cent, seconds in ms, bytes in k or M
 
 readmes = pytest.mark.parametrize("readme", READMES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -46,7 +46,7 @@ def untraced_figures(text, folder):
             files = re.findall(r"\]\(([^)]+\.json)\)", paragraph + block.partition("|")[0] + row)
             values = {x for file in files for x in numbers(json.loads((folder / file).read_text()))}
             text = re.sub(r"\[[^]]*\]\([^)]*\)", "", row)
-            text = re.sub(r"`[^`]*`", lambda span: IDENTIFIER.sub("", span[0].strip("`")), text)
+            text = re.sub(r"`[^`]*`", lambda span: "" if LETTER.search(span[0]) else span[0].strip("`"), text)
             for figure in NUMBER.findall(text):
                 decimals = len(figure.partition(".")[2])
                 if not any(round(x * scale, decimals) == float(figure) for x in values for scale in SCALES):

@@ -202,7 +202,9 @@ MISTAKES = [
             ("up", ".."),
         ]
     ),
-    refused("truncated weights", adding("model.safetensors", (2**9).to_bytes(8, "little")), "not a sound"),
+    refused(
+        "truncated weights", adding("model.safetensors", (2**9).to_bytes(8, "little")), "is not a .*safetensors file"
+    ),
     refused("a tensor is absent", with_tensors({NORM: None}), f"has {NORM}, which the model needs"),
     refused(
         "a tensor of another shape", with_tensors({NORM: torch.ones(3, 3)}), r"\(3, 3\), and config.* needs \(32,\)"
