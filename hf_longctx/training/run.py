@@ -55,7 +55,8 @@ def train(args: RunConfig) -> int:
             f"One process sees {args.n_gpu} GPUs. Start `torchrun --nproc-per-node {args.n_gpu} -m hf_longctx "
             f"{args.command} ...` to use all, or set CUDA_VISIBLE_DEVICES=0."
         )
-    tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+    settings: Any = args  # both kinds have a `model`
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer or settings.model)
     config = make_config(args, tokenizer)
     with args.main_process_first(local=False):
         in_use = claim(folder)  # closing the file would release the folder

@@ -261,7 +261,7 @@ READ += [
         "built with another value",
     ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
-    refused("no rows", lambda it: it.model.new_state(0), "batch_size is 0"),
+    refused("no rows", lambda it: it.model.new_state(0), "batch_size must be at least 1, got 0"),
     refused(
         "a state in the wrong dtype",
         lambda it: copy.deepcopy(it.model).float()(it.tokens, state=it.state),
