@@ -1,6 +1,6 @@
-"""Texts to measure and to train on: a file, a folder, a dataset name, PG-19, or the English that ships with CPython.
+"""Corpora for measuring and training: a file, a folder, a dataset, PG-19, or the English text that ships with CPython.
 
-A text is a sequence of documents, which are read one by one and only as far as needed.
+A corpus is a sequence of documents, which are read lazily.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import numpy as np
 
 PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
 STDLIB = "stdlib"
-# The split of a dataset is the first of these that it has, else its first.
+# We take the first of these splits that a dataset has, else its first split.
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-# Columns of conversations, as TRL calls them, and what comes with them
+# Columns of conversations and of their options, named as in TRL
 CONVERSATIONS, CHAT_OPTIONS = (("messages",), ("prompt", "completion")), ("tools", "chat_template_kwargs")
-SUFFIXES = (*PLAIN, *TABLES)  # a folder is read by the first of them that occurs in it
+SUFFIXES = (*PLAIN, *TABLES)  # of a folder, we read the files with the first suffix that occurs
 HUB_TIMEOUT_S = 3.0
 
 
 class Corpus(NamedTuple):
-    """A tokenised corpus."""
+    """A tokenized corpus."""
 
-    tokens: np.ndarray  # (N,) int64, the documents one after another, without special tokens
-    name: str  # of the source
+    tokens: np.ndarray  # (N,) int64, concatenated documents without special tokens
+    name: str  # name of the source
 
 
 def split_mixture(data: str) -> list[tuple[str, float | None]]:
@@ -42,7 +42,7 @@ def split_mixture(data: str) -> list[tuple[str, float | None]]:
     [('books', 0.75), ('web.jsonl', 0.25)]
 
     Raises:
-        ValueError: a share is no positive number, or only some sources have one.
+        ValueError: a share is not a positive number, or only some sources have one.
     """
     if Path(data).exists() or not re.search("[,=]", data):
         return [(data, None)]
@@ -53,18 +53,18 @@ def split_mixture(data: str) -> list[tuple[str, float | None]]:
     shares = [float(match[2]) for match in matches if match]
     if len(shares) < len(parts) or min(shares) == 0:
         raise ValueError(
-            f"{data} names several texts; each needs a share above 0, as in books=0.7,web.jsonl=0.3, or none has one."
+            f"{data} names several sources; either all or none must have a share above 0, as in books=0.7,web.jsonl=0.3."
         )
     return [(match[1], share / sum(shares)) for match, share in zip(matches, shares) if match]
 
 
 def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | None = None) -> Corpus:
-    """Read a corpus as token ids; documents are tokenised one by one, without special tokens.
+    """Read a corpus as token ids; documents are tokenized separately, without special tokens.
 
     Args:
-        tokenizer: of transformers.
-        source: as for `load_text`; None is PG-19 if the hub answers within seconds, else the standard library's text.
-        at_least: stop after the document that completes so many tokens. Default: read all documents.
+        tokenizer: tokenizer of transformers.
+        source: as for `load_text`; None: PG-19 if the Hub responds within seconds, else `stdlib_text`.
+        at_least: stop after the document with which this number of tokens is reached. Default: read all documents.
 
     Raises:
         ValueError: as for `load_text`, or the tokenizer maps everything to one id.
@@ -82,8 +82,8 @@ def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | No
     distinct = len(np.unique(tokens))
     if distinct < 2:
         raise ValueError(
-            f"the tokenizer turns {name} into {len(tokens)} tokens with {distinct} distinct ids; it must have at "
-            "least two. The tokenizer does not seem to know this language: choose another text, or another tokenizer."
+            f"The tokenizer encodes {name} as {len(tokens)} tokens with {distinct} distinct ids, and at least two are "
+            "needed. It does not seem to know this language: choose another text or another tokenizer."
         )
     return Corpus(tokens, name)
 
@@ -92,21 +92,21 @@ def load_text(source: str | None = None) -> str:
     """Read a whole corpus.
 
     Args:
-        source: path of a file: plain text whatever its suffix, or the column "text" of a .jsonl, .json, .parquet
-            or .csv; each of them also with .gz after it. Or path of a folder, of whose files, nested ones included,
-            one kind is read in the order of their names: .txt if there are any, else .md, .jsonl, .json, .parquet,
-            .csv.
+        source: path of a file: the column "text" of a .jsonl, .json, .parquet or .csv file, or plain text with any
+            other suffix; all may be compressed (.gz). Or path of a folder, from which files of one kind, nested ones
+            included, are read in the order of their names: .txt if there are any, else .md, .jsonl, .json, .parquet
+            or .csv.
             Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test", else "validation",
             else the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of
             `stdlib_text`.
 
     Returns:
-        The documents with an empty line between them.
+        the documents, separated by empty lines.
 
     Raises:
-        ValueError: the text is empty or not in UTF-8, or the table or dataset has no "text" column.
+        ValueError: the text is empty or not in UTF-8, or the table or dataset does not have a "text" column.
         ImportError: a table or a dataset was named and `datasets` is not installed.
-        FileNotFoundError: neither a path nor a dataset of that name could be found.
+        FileNotFoundError: there is neither a path nor a dataset of that name.
     """
     return "\n\n".join(open_source(source or STDLIB)[1])
 
@@ -114,19 +114,21 @@ def load_text(source: str | None = None) -> str:
 def open_source(
     source: str | None, part: str = "held_out", column: str | None = None, conversations: bool = False
 ) -> tuple[str, Iterator[Any]]:
-    """Return the name of a source and its documents that are not empty; see `load_tokens` and `load_text`.
+    """Return the name of a source and its nonempty documents; see `load_tokens` and `load_text`.
 
     Args:
-        part: "held_out" to measure, or "train", of a dataset, "pg19" or "stdlib".
-        column: of a table, with the text. Default: "text".
-        conversations: return those of a table as dicts, unless `column` is given: {"messages"} or {"prompt",
-            "completion"}, with "tools" and "chat_template_kwargs", None where there are none.
+        part: "held_out" or "train" part of a dataset, "pg19" or "stdlib".
+        column: column of a table with the text. Default: "text".
+        conversations: return the conversations of a table, unless `column` is given, as dicts: {"messages"} or
+            {"prompt", "completion"}, with "tools" and "chat_template_kwargs", which may be None.
     """
     if source is None:
-        with suppress(Exception):  # no `datasets`, or no hub that answers: fall back to the standard library
+        with suppress(
+            Exception
+        ):  # `datasets` is missing or the Hub does not respond: fall back to the standard library
             from huggingface_hub import HfApi
 
-            # one short request first: `datasets` retries a dead connection several times
+            # one short request first, because `datasets` retries a dead connection several times
             HfApi().dataset_info(PG19, timeout=HUB_TIMEOUT_S)
             return open_source(PG19)
         source = STDLIB
@@ -144,7 +146,7 @@ def open_source(
 
 
 def _files(folder):
-    """Return the files of the first kind that a folder has, without hidden ones."""
+    """Return the files of the first kind in a folder, without hidden ones."""
     files = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
@@ -154,7 +156,7 @@ def _files(folder):
             return files[suffix]
     kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     raise ValueError(
-        f"folder {folder} does not hold a file of these kinds: {kinds} (or .gz of them). Give such files, or one file."
+        f"{folder} does not hold a file of these kinds: {kinds} (or with .gz). Give such files, or a single file."
     )
 
 
@@ -164,21 +166,21 @@ def _suffix(path):
 
 
 def _read(path, column, conversations):
-    """Read the documents of a file: the rows of a table, or the whole text."""
+    """Return the documents of a file: the rows of a table, or the whole text."""
     if _suffix(path) in TABLES:
         return _documents(*_open_table(path), path, column, conversations)
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a whole gzip file ({error}); compress the text again.") from error
+        raise ValueError(f"{path} is not a complete gzip file ({error}); compress the text again.") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not text in UTF-8 ({error}). Give a text file; convert one in another encoding, with iconv for "
-            "example."
+            f"{path} is not text in UTF-8 ({error}). Give a text file, and convert other encodings, for example with "
+            "iconv."
         ) from error
     if "\0" in text:
-        raise ValueError(f"{path} is a binary file, not text: it holds zero bytes. Give a text file.")
+        raise ValueError(f"{path} is a binary file with zero bytes; give a text file.")
     return [text.replace("\r\n", "\n")]
 
 
@@ -186,12 +188,12 @@ def _open_table(path) -> tuple[Any, list[str]]:
     """Return the rows of a file, and the names of its columns."""
     datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
     verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # its line in the log would say the same again
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log the same error again
     try:
         rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
         columns = list(next(iter(rows), {}))
-    except Exception as error:  # pyarrow's and those of `datasets`, of many types
-        if StopIteration in (type(error), type(error.__cause__)):  # how a stream without rows ends
+    except Exception as error:  # `datasets` and pyarrow raise many types
+        if StopIteration in (type(error), type(error.__cause__)):  # the table does not have rows
             return (), ["text"]
         raise ValueError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}") from error
     finally:
@@ -200,11 +202,11 @@ def _open_table(path) -> tuple[Any, list[str]]:
 
 
 def _filled(source, documents):
-    """Leave out blank documents, and raise ValueError if there are no others."""
+    """Drop blank documents, and raise ValueError if no others remain."""
     documents = (document for document in documents if document and (isinstance(document, dict) or document.strip()))
     first = next(documents, None)
     if first is None:
-        raise ValueError(f"{source} holds no text; a corpus needs at least a few hundred words.")
+        raise ValueError(f"{source} does not contain text; a corpus needs at least a few hundred words.")
 
     def resume():
         yield first
@@ -214,7 +216,7 @@ def _filled(source, documents):
 
 
 def _open_dataset(name, part) -> tuple[Any, list[str]]:
-    """Return the rows of a dataset, streamed from the hub, or offline from a cache, and its columns."""
+    """Return the rows of a dataset, streamed from the Hub or offline from the cache, and its columns."""
     from huggingface_hub import is_offline_mode
 
     datasets = _datasets(f"{name} is neither a file nor a folder; reading it as a dataset")
@@ -245,14 +247,14 @@ def _documents(rows, columns, name, column, conversations):
     column = column or "text"
     if column not in columns:
         raise ValueError(
-            f'{name} has columns {columns}; a corpus needs a column "{column}": rename the one with the text (train and '
-            "finetune take its name: --text_column). They also train on conversations, which are in "
-            '"messages", lists of {"role", "content"}, or in "prompt" and "completion".'
+            f'{name} must have a column "{column}", got {columns}. Rename the one with the text, or name it for train and '
+            "finetune by --text_column. These also read conversations from "
+            '"messages", lists of {"role", "content"}, or from "prompt" and "completion".'
         )
 
     def text(row):
         if not isinstance(row[column], str | None):
-            raise ValueError(f'the column "{column}" of {name} holds {type(row[column]).__name__}, not text.')
+            raise ValueError(f'The column "{column}" of {name} must hold text, got {type(row[column]).__name__}.')
         return row[column]
 
     return map(text, rows)
@@ -261,8 +263,8 @@ def _documents(rows, columns, name, column, conversations):
 def stdlib_text(part: str) -> str:
     """Return English from the Python language reference, which CPython ships in `pydoc_data.topics` (PSF licence).
 
-    A fifth of the topics, chosen by a hash of their names, is "held_out". "train" has every other paragraph once,
-    without those that also occur in a held-out topic. The text differs a little between Python versions.
+    "held_out" is a fifth of the topics, chosen by a hash of their names. "train" has each paragraph of the others
+    once, except those that also occur in a held-out topic. The text differs slightly between Python versions.
 
     Raises:
         ValueError: `part` is neither "train" nor "held_out".
@@ -281,4 +283,4 @@ def stdlib_text(part: str) -> str:
                     seen.add(paragraph.strip())
                     paragraphs.append(paragraph)
         return "\n\n".join(paragraphs)
-    raise ValueError(f'part is {part!r}; it must be "train" or "held_out".')
+    raise ValueError(f'`part` must be "train" or "held_out", got {part!r}.')

@@ -23,7 +23,7 @@ MIN_NOVEL_LENGTH = 50_000  # characters; the database also holds short values
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, help="output folder")
     write(parser.parse_args().folder)
 
 

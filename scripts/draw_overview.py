@@ -59,7 +59,7 @@ def draw():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="model_cards/overview.png", metavar="FILE")
+    parser.add_argument("--output", default="model_cards/overview.png", metavar="FILE", help="output file")
     draw().savefig(parser.parse_args().output, dpi=150)
 
 

@@ -84,8 +84,8 @@ def convert(file, folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=PACKAGES)
-    parser.add_argument("--output", type=Path, metavar="FOLDER")
+    parser.add_argument("model", choices=PACKAGES, help="model to fetch")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="output folder (default: see above)")
     args = parser.parse_args()
     print(fetch(args.model, args.output or MODELS / args.model))
 

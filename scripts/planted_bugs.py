@@ -171,7 +171,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="names of bugs to plant (default: all)")
     parser.add_argument("--jobs", type=int, default=2, help="number of copies tested in parallel (default: 2)")
-    parser.add_argument("--output", type=Path, default=ROOT / "scripts" / "results" / "planted_bugs.json")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "scripts" / "results" / "planted_bugs.json", help="JSON file"
+    )
     parser.add_argument("--check", action="store_true", help="only check that the code of each bug is still there")
     args = parser.parse_args()
 

@@ -85,11 +85,13 @@ def questions(rows: Iterator[dict[str, Any]], answers: str, size: int) -> Iterat
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("kind", choices=KINDS, help="kind of documents")
     parser.add_argument("source", help="file, folder or dataset of documents, or PubMedQA")
     parser.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or Hub name of a tokenizer")
     parser.add_argument("--output", required=True, type=Path, metavar="PATH", help="token file, .npy")
-    parser.add_argument("--size", type=int, metavar="N", help="tokens of a turn (default: 256), or abstracts (2)")
+    parser.add_argument(
+        "--size", type=int, metavar="N", help="tokens per turn (default: 256), or abstracts per question (default: 2)"
+    )
     parser.add_argument("--text-column", default="text", metavar="NAME", help="column of a table (default: text)")
     args = parser.parse_args()
     tokenizer, size = AutoTokenizer.from_pretrained(args.tokenizer), args.size or KINDS[args.kind]

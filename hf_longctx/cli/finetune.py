@@ -1,10 +1,10 @@
-"""Fine-tune a pretrained model, with LoRA or in full; the same command resumes a run that was stopped.
+"""Fine-tune a pretrained model, with LoRA or in full; the same command resumes a stopped run.
 
 Recipes:
   lora            continue the training of any causal language model on other text
-  fox-from-llama  turn a Llama, Mistral, Qwen2 or Qwen3 into a Forgetting Transformer and train its gates
-  rope-extend     a longer context by a larger RoPE base, chosen by the bound of Men et al. 2024
-  hmt             put a memory around a model; called again on what the first stage has trained, make it recall
+  fox-from-llama  convert a Llama, Mistral, Qwen2 or Qwen3 to a Forgetting Transformer and train its gates
+  rope-extend     extend the context with a larger RoPE base, chosen by the bound of Men et al. 2024
+  hmt             add a memory to a model; run again on the model of the first stage, train its recall
 
 Examples:
   hf-longctx finetune --model MODEL --data text.jsonl --max_length 2048 --output_dir run

@@ -2,7 +2,7 @@
 
 Without QUESTION, the memory is saved to --output every minute; the same command resumes from it, and only the weights
 that read the document can use the file. TEXT may be such a file, or one on the Hub, NAMESPACE/NAME@REVISION: then
-nothing is read, and an answer takes as long as the question. `hf-longctx push FILE NAMESPACE/NAME` shares it.
+nothing is read, and an answer takes as long as the question. `hf upload NAMESPACE/NAME FILE` shares it.
 
 With --chat the question is the user's turn in the model's chat template; without, the model continues it.
 
@@ -26,7 +26,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "text",
         metavar="TEXT",
-        help="text file, folder of them, table or dataset, as for `hf-longctx loss --text`; - reads standard input; or "
+        help="text file, folder of text files, table or dataset, as for `hf-longctx loss --text`; - for standard input; or "
         "a saved memory",
     )
     parser.add_argument(
@@ -35,17 +35,21 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="file of the memory (default: state.safetensors without QUESTION, else it is not saved)",
+        help="file for the memory (default: state.safetensors without QUESTION, else not saved)",
     )
     group = parser.add_argument_group("answer")
     group.add_argument(
-        "--max-new-tokens", type=int, default=64, metavar="N", help="longest answer, in tokens (default: %(default)s)"
+        "--max-new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum answer length, in tokens (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",
         type=float,
         metavar="T",
-        help="sampling temperature, 0 for greedy decoding (default: what generation_config.json says)",
+        help="sampling temperature, 0 for greedy decoding (default: that of generation_config.json)",
     )
     group.add_argument("--chat", action="store_true", help="make QUESTION the user's turn in the chat template")
 
@@ -63,8 +67,7 @@ def run(args: Namespace) -> None:
     if saved:
         state = load_state(args.text, model)
     else:
-        commit = getattr(model.config, "_commit_hash", None)
-        state = read_text(model, tokenizer, text, output, name=name, revision=commit, progress=True)
+        state = read_text(model, tokenizer, text, output, name=name, progress=True)
         if output is not None:
             print(f"{state.position:,} tokens of {name} in {len(state.segments()[0]):,} memories\nwrote {output}")
     if inputs is not None:
@@ -72,7 +75,7 @@ def run(args: Namespace) -> None:
 
 
 def read_source(source: str) -> tuple[str, str]:
-    """Return a document and its name, which holds no folder."""
+    """Return a document and its name, without its folder."""
     from ..corpus import load_text
 
     if source != "-":
@@ -80,32 +83,34 @@ def read_source(source: str) -> tuple[str, str]:
     try:
         return sys.stdin.read() if sys.stdin else "", "standard input"
     except UnicodeError as error:
-        raise ValueError(f"the text is not UTF-8 ({error}). Convert it, as by: iconv -t UTF-8.") from None
+        raise ValueError(
+            f"the document must be UTF-8 ({error}). Convert it, for example with iconv -t UTF-8."
+        ) from None
 
 
 def encode(args: Namespace, tokenizer: Any) -> Any:
-    """Return the tokens of the question, without special ones where it continues the text.
+    """Return the tokens of the question, without special tokens where it continues the document.
 
     Raises:
-        ValueError: there are none, or the chat template is missing.
+        ValueError: the question is empty, or the chat template is missing.
     """
     if not args.chat:
         inputs = tokenizer(args.question, return_tensors="pt", add_special_tokens=False)
     elif tokenizer.chat_template is None:
         raise ValueError(
-            f"--chat: the tokenizer of {args.model} has no chat template. Leave --chat out to continue the text, or save "
+            f"--chat: the tokenizer of {args.model} has no chat template. Leave --chat out to continue the document, or save "
             "a tokenizer that has one."
         )
     else:
         turn = [{"role": "user", "content": args.question}]
         inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     if inputs["input_ids"].shape[1] == 0:
-        raise ValueError(f"the tokenizer of {args.model} makes no token of the question {args.question!r}.")
+        raise ValueError(f"the question {args.question!r} is empty: the tokenizer of {args.model} returned no token.")
     return inputs
 
 
 def answer(args: Namespace, model: Any, tokenizer: Any, inputs: Any, state: Any) -> None:
-    """Print how the model continues the question, which follows the text of `state`."""
+    """Print how the model continues the question, which follows the document of `state`."""
     import torch
     from transformers import TextStreamer
 

@@ -1,4 +1,4 @@
-"""Pretrain a model from its config; the same command resumes a run that was stopped.
+"""Pretrain a model from its config; the same command resumes a stopped run.
 
 Examples:
   hf-longctx train --model fox-pro-125m --data text.jsonl --tokenizer gpt2 --max_steps 1000 --output_dir run
@@ -15,7 +15,7 @@ def run(words: list[str]) -> None:
 
 
 def run_training(words: list[str], kind: str, description: str | None) -> None:
-    """Train with the settings that the words give; a stopped run exits with 128 + the number of the signal."""
+    """Train with command-line settings; a stopped run exits with 128 + the number of the signal."""
     try:
         from huggingface_hub.errors import StrictDataclassError
         from safetensors import SafetensorError
@@ -23,10 +23,10 @@ def run_training(words: list[str], kind: str, description: str | None) -> None:
         from ..training import config
         from ..training.run import train
     except ImportError as error:
-        raise ImportError(f"training needs more packages ({error}): pip install 'hf-longctx[training]'") from None
+        raise ImportError(f"Training needs more packages ({error}): pip install 'hf-longctx[training]'") from None
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # one for every saved checkpoint
+    disable_progress_bar()  # every saved checkpoint would show one
     names = {
         "prog": f"hf-longctx {getattr(config, kind).command}",
         "usage": "%(prog)s --data DATA --output_dir RUN [options]",

@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder: JSON, safetensors and the tokenizer's files, none of them outside of the folder."""
+"""Files of a checkpoint folder: JSON, safetensors and tokenizer files, none of them outside the folder."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
-# Files of the tokenizer and of generation, which are copied.
+# Tokenizer and generation files, which are copied.
 TOKENIZER_FILES = (
     "tokeniz*",
     "special_tokens_map.json",
@@ -28,43 +28,43 @@ def read_json(path: Path) -> dict:
     """Read a JSON object; raise ValueError for anything else."""
     try:
         content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, a number or a nesting without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or endless numbers or nesting
         raise ValueError(f"{path} is not JSON ({error}).") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}, not a JSON object.")
+        raise ValueError(f"{path} must hold a JSON object, but holds {type(content).__name__}.")
     return content
 
 
 def leads_outside(path: Path, folder: Path) -> bool:
-    """Return True if a path within a folder links to a file outside. In the Hub's cache, links lead to the blobs."""
+    """Return True if a path within a folder links to a file outside it, or outside the blobs of the Hub's cache."""
     home = folder.resolve()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     return not any(path.resolve().is_relative_to(home) for home in homes)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """List the files to copy; refuse a link that leaves the folder, as the copy may be published with the weights."""
+    """List the files to copy; raise ValueError for links out of the folder, as copies may be published."""
     files = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
     for path in files:
         if leads_outside(path, folder):
             raise ValueError(
                 f"{path} is a link to {path.resolve()}, outside of {folder}, and would be copied into the result. Remove "
-                "it, or put the file itself in its place."
+                "it, or replace it by the file."
             )
     return files
 
 
 @contextlib.contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """Make a folder that appears at `destination` when the block has ended without an error, and not before.
+    """Create a folder that appears at `destination` only if the block ends without an error.
 
     Raises:
-        ValueError: there is something already.
+        ValueError: `destination` exists and is not an empty folder.
     """
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise ValueError(f"{destination} exists and is not an empty folder; choose another name, or remove it.")
+        raise ValueError(f"{destination} exists and is not an empty folder. Choose another name, or remove it.")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # beside the destination, because a rename is atomic within one file system only
+    # next to the destination, because a rename is atomic within one file system only
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
         folder = Path(temporary) / destination.name
         folder.mkdir()
@@ -76,13 +76,13 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def open_safetensors(file: Path) -> Iterator:
-    """Open a file as `safe_open` does; a corrupt or truncated one is a ValueError."""
+    """Open a file as `safe_open` does; raise ValueError if it is corrupt or truncated."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
     except SafetensorError as error:
         raise ValueError(
-            f"{file} is not a sound safetensors file ({error}); it may be truncated. Fetch or save it again."
+            f"{file} is not a valid safetensors file ({error}); it may be truncated. Download or save it again."
         ) from error
 
 
@@ -120,7 +120,7 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder, those of its index where it has one."""
+    """List the safetensors files of a folder, by its index if it has one."""
     names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         weight_map = read_json(index).get("weight_map", {})
@@ -128,14 +128,14 @@ def weight_files(folder: Path) -> list[Path]:
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
             raise ValueError(
-                f"weight_map of {index} leads to {name!r}; it must map every tensor to the name of a file in the same folder."
+                f"weight_map of {index} must map every tensor to the name of a file in the same folder, but leads to {name!r}."
             )
     files = [folder / name for name in sorted(set(names))]
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
         pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         raise ValueError(
-            f"{folder} lacks {', '.join(missing) or 'weights'}; weights must be in safetensors files."
-            + (f" It has {', '.join(pickled)}: load and save the model once to convert them." if pickled else "")
+            f"{folder} lacks {', '.join(missing) or 'weights'}. Weights must be in safetensors files."
+            + (f" It has {', '.join(pickled)}: load and save the model to convert them." if pickled else "")
         )
     return files

@@ -1,6 +1,6 @@
 """Lossless converters between FoX and other implementations of the same mathematics.
 
-The layout of an implementation is one table of names, read in both directions. `convert_folder.py` converts files.
+One table of names describes the layout of an implementation, for both directions. `convert_folder.py` converts files.
 """
 
 import copy
@@ -19,7 +19,7 @@ from .configuration_fox import FoxConfig
 from .modeling_fox import FoxForCausalLM, decay_time_bias
 
 
-# Modules: our name -> theirs. A module that is not listed has the same name everywhere.
+# Modules: our name -> theirs. Other modules have the same name everywhere.
 FLA_MODULES = {
     "embed_tokens": "embeddings",
     "input_layernorm": "attn_norm",
@@ -32,7 +32,7 @@ OFFICIAL_MODULES = FLA_MODULES | {
     "o_norm": "output_norm",
     "k_shift_proj": "k_proj.shift_proj",
     "v_shift_proj": "v_proj.shift_proj",
-    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, then those of our up_proj
+    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, followed by our up_proj
 }
 LLAMA_MODULES = {"f_proj": None}  # a Llama has no forget gate
 
@@ -165,7 +165,7 @@ LLAMA_FIELDS = (  # the same in LlamaConfig and FoxConfig
     "eos_token_id",
     "rope_parameters",
 )
-# The default gate of `from_llama` forgets by a factor e in so many contexts.
+# Decay time of the default gate of `from_llama`, in contexts.
 OPEN_GATE_CONTEXTS = 1e5
 
 
@@ -174,7 +174,7 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
 
     Args:
         state_dict: its tensors by name. `lm_head.weight` may be absent when the embeddings are tied.
-        config_dict: its config.json; fields that it leaves out have the authors' defaults.
+        config_dict: its config.json; missing fields have the authors' defaults.
 
     Returns:
         The model in the (common_dtype) dtype of `state_dict`, on the CPU, in evaluation mode, with logits equal to the
@@ -195,23 +195,23 @@ def from_fla(state_dict: dict[str, torch.Tensor], config_dict: dict) -> FoxForCa
 def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxForCausalLM:
     """Turn a causal LM of the Llama, Mistral, Qwen2 or Qwen3 family into a FoX, ready to be fine-tuned.
 
-    Everything is kept: RoPE of any type, grouped heads, biases of Qwen2, QK-norm of Qwen3, a sliding window. New is
-    one forget gate per query head with weight 0 and an open bias, f = exp(-1 / decay_time).
+    The FoX retains RoPE of any type, grouped heads, biases of Qwen2, QK-norm of Qwen3 and a sliding window. It gets a
+    forget gate per query head, with weight 0 and an open bias, f = exp(-1 / decay_time).
 
     Args:
         model: the model, with its language-modelling head. It is copied, not changed.
         decay_time: tokens in which a gate forgets by a factor e. Default 1e5 * max_position_embeddings: over the whole
-            context an attention logit changes by 1e-5 at most. The logits of the model then change by less than 1e-3
+            context an attention logit changes by at most 1e-5. The logits of the model then change by less than 1e-3
             in fp32: with four layers and 2048 tokens by 5e-7 with initial weights, and by 1.4e-4 (1e-3) with weights
             10 (25) times larger, whose logits reach 9 (20). The gradient of a gate is proportional to 1 / decay_time;
-            for gates that learn from the first step, choose about ten contexts and accept a larger difference.
+            for gates that learn from the first step, use about ten contexts and accept a larger difference.
 
     Returns:
         The model in the dtype and on the device of `model`, in evaluation mode, with its generation settings.
 
     Raises:
-        ValueError: the model is of another family, or has biases on the output projection or in the MLP, a window in
-            some layers only, or a RoPE that FoX cannot keep.
+        ValueError: the model belongs to another family, or has biases on the output projection or in the MLP, a window
+            in some layers only, or an unsupported RoPE.
     """
     config = read_llama_config(model.config.to_dict(), decay_time)
     fox = build(config, LLAMA_MODULES, model.state_dict())
@@ -227,7 +227,7 @@ def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
         (state_dict, config_dict) for the authors' implementation. Tensors share memory with the model where possible.
 
     Raises:
-        ValueError: the model has features that the authors' implementation has not (all are listed).
+        ValueError: the authors' implementation does not support features of the model (all are listed).
     """
     return export_state_dict("official", model)
 
@@ -238,12 +238,12 @@ def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
-    """Build a FoX of `config` with the tensors of `state_dict`, whose modules are named by `modules`."""
+    """Build a FoX of `config` with the tensors of `state_dict`; `modules` maps our module names to theirs."""
     tensors = tensors_of_fox(config, modules, state_dict)
     dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # float32 in any model
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # a tied head is left out
+    model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # a tied head is not in `tensors`
     model.tie_weights()
     return model
 
@@ -265,16 +265,16 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def tensors_of_fox(
     config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a FoX, by name, made of those of another implementation whose modules `modules` names.
+    """Convert a state dict of another implementation; `modules` maps our module names to theirs.
 
-    They share memory with `state_dict`, except new forget gates.
+    The tensors share memory with `state_dict`, except new forget gates.
     """
     _, theirs, places = correspondence(config, modules)
     check_tensors(config, theirs, state_dict)
     tensors = {name: state_dict[place[0]][place[1] : place[2]] for name, place in places.items() if place}
     if new := places.keys() - tensors.keys():
         shortest, longest = config.decay_time_min, config.decay_time_max
-        assert shortest is not None and longest is not None  # of a gate that is not in `state_dict`
+        assert shortest is not None and longest is not None  # a new gate has decay times
         bias = decay_time_bias(config.num_attention_heads, shortest, longest)
         weight = torch.zeros(config.num_attention_heads, config.hidden_size)
         tensors |= {name: (weight if name.endswith(".weight") else bias).clone() for name in new}
@@ -297,7 +297,7 @@ def check_tensors(
     config: FoxConfig, shapes: dict[str, tuple[int, ...]], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
     """Raise ValueError with all tensors that are missing, unknown or of another shape than `shapes` says."""
-    # Old Llama checkpoints hold the frequencies of RoPE, which follow from the configuration.
+    # Old Llama checkpoints contain the frequencies of RoPE, which follow from the configuration.
     names = {name for name in state_dict if not name.endswith("rotary_emb.inv_freq")}
     problems = [f"missing: {name}" for name in shapes.keys() - names]
     problems += [
@@ -313,7 +313,7 @@ def check_tensors(
             problems.append(f"tie_word_embeddings is true, but lm_head.weight is not equal to {embeddings}")
     problems += [f"unknown: {name}" for name in unknown]
     if problems:
-        raise ValueError("the tensors do not fit the configuration:\n  " + "\n  ".join(sorted(problems)))
+        raise ValueError("the tensors do not match the configuration:\n  " + "\n  ".join(sorted(problems)))
 
 
 def correspondence(config, modules):
@@ -348,14 +348,16 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
     layouts = {layout.model_type: layout for layout in LAYOUTS[kind]}
     model_type = config_dict.get("model_type", LAYOUTS[kind][0].model_type)
     if model_type not in layouts:
-        raise ValueError(f"model_type is {model_type!r}; a checkpoint of this kind has one of {tuple(layouts)}.")
+        raise ValueError(f"model_type must be one of {tuple(layouts)} for this format, got {model_type!r}.")
     layout = layouts[model_type]
     theirs = layout.defaults | {name: value for name, value in config_dict.items() if name in layout.defaults}
     for name, why in layout.refused.items():
         if theirs[name] is not None:
             raise ValueError(f"{name}={theirs[name]!r} cannot be converted from or to {layout.title}: {why}.")
     if theirs["hidden_act"] not in layout.activations:
-        raise ValueError(f"hidden_act={theirs['hidden_act']!r}: {layout.title} has {layout.activations} only.")
+        raise ValueError(
+            f"hidden_act must be one of {layout.activations} for {layout.title}, got {theirs['hidden_act']!r}."
+        )
     if theirs["intermediate_size"] is None:
         width = int(theirs["hidden_size"] * (theirs["hidden_ratio"] or 4) * 2 / 3)
         theirs["intermediate_size"] = -(-width // 256) * 256
@@ -375,7 +377,7 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
 
 
 def write_config(kind: str, config: FoxConfig) -> dict:
-    """Invert `read_config`; raise ValueError with every field that would not survive the way there and back."""
+    """Invert `read_config`; raise ValueError with every field that the layout cannot represent."""
     layout = LAYOUTS[kind][0]
     rope = config.rope_parameters or {}
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()} | {
@@ -398,7 +400,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
     config_dict = {name: values.get(name, default) for name, default in layout.defaults.items()}
 
     back = read_config(kind, config_dict)
-    # Fields from which an initial value or a default follows, but on which no logit depends.
+    # Fields that determine initial values or defaults, but not logits.
     free = {"decay_time_min", "decay_time_max", "max_position_embeddings", "format_version"}
     if not config.qk_norm:
         free |= {"qk_norm_shared", "qk_norm_eps"}
@@ -408,7 +410,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
         if name not in free and getattr(config, name) != getattr(back, name)
     ]
     if lost:
-        raise ValueError(f"this FoX cannot be written for {layout.title}: " + ", ".join(lost) + ".")
+        raise ValueError(f"this FoX cannot be converted for {layout.title}: " + ", ".join(lost) + ".")
     return {"model_type": layout.model_type, "architectures": ["ForgettingTransformerForCausalLM"], **config_dict}
 
 
@@ -416,9 +418,9 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
     """Return the FoxConfig that equals `config_dict` of a model of the Llama family, with open gates."""
     model_type = config_dict.get("model_type")
     if model_type not in LLAMA_FAMILY:
-        raise ValueError(f"model_type is {model_type!r}; these can become a FoX: {LLAMA_FAMILY}.")
+        raise ValueError(f"model_type must be one of {LLAMA_FAMILY} to become a FoX, got {model_type!r}.")
     if config_dict.get("quantization_config"):
-        raise ValueError("the model is quantized; convert the original weights and quantize the FoX.")
+        raise ValueError("quantized models are not supported. Convert the original weights and quantize the FoX.")
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config_dict))
     problems = []
     if getattr(config, "attention_bias", False):
@@ -440,9 +442,9 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
     if decay_time is None:
         decay_time = OPEN_GATE_CONTEXTS * config.max_position_embeddings
     elif not 0 < decay_time < float("inf"):
-        raise ValueError(f"decay_time={decay_time}; it must be a positive number of tokens.")
+        raise ValueError(f"decay_time must be a positive number of tokens, got {decay_time}.")
     fields = {name: getattr(config, name) for name in LLAMA_FIELDS}
-    if fields["pad_token_id"] == -1:  # how the first Llamas said that there is none
+    if fields["pad_token_id"] == -1:  # in the first Llamas, -1 means None
         fields["pad_token_id"] = None
     return FoxConfig(
         **fields,

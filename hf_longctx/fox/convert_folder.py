@@ -38,9 +38,9 @@ def convert_folder(
 ) -> None:
     """Convert a checkpoint folder to FoX, or a FoX folder to another layout.
 
-    Weights keep their dtype. The files of the source are mapped into memory, and one file of the result is held in
-    memory while it is written. The result appears at `destination` when it is complete, and not before. A FoX folder
-    holds all that `save_pretrained` writes, the code included. Tokenizer and generation settings are copied.
+    Weights keep their dtype. The files of the source are memory-mapped, and the result is written file by file. It
+    appears at `destination` only when it is complete. A FoX folder holds everything that `save_pretrained` writes,
+    including the code. Tokenizer and generation settings are copied.
 
     Args:
         source: folder with config.json and safetensors files, sharded or not.
@@ -60,7 +60,7 @@ def convert_folder(
     with new_folder(destination) as folder:
         if not (source / CONFIG_NAME).is_file():
             raise ValueError(
-                f"{source} is not a checkpoint folder, it has no {CONFIG_NAME}. A model on the Hub is fetched by: "
+                f"{source} is not a checkpoint folder: {CONFIG_NAME} is missing. Download a model from the Hub by: "
                 "hf download NAME --local-dir FOLDER."
             )
         config_dict = read_json(source / CONFIG_NAME)
@@ -84,7 +84,7 @@ def write_folder(
     """Write model and configuration of a result of `convert_folder`, without the tokenizer."""
     if destination_format == "fox" and source_format in FORMATS:
         if decay_time is not None and source_format != "llama":
-            raise ValueError(f"decay_time={decay_time} opens the gates of a model without gates; leave it out.")
+            raise ValueError(f"decay_time={decay_time} requires a model without gates. Leave it out.")
         if source_format == "llama":
             config, modules = read_llama_config(config_dict, decay_time), LLAMA_MODULES
         else:
@@ -97,7 +97,9 @@ def write_folder(
         model.save_pretrained(folder, state_dict=tensors, max_shard_size=largest_file + new)
     elif source_format == "fox" and destination_format in LAYOUTS:
         if config_dict.get("model_type") != FoxConfig.model_type:
-            raise ValueError(f"model_type is {config_dict.get('model_type')!r}, not 'fox'; name the source's format.")
+            raise ValueError(
+                f"model_type must be 'fox', got {config_dict.get('model_type')!r}. Set the source format."
+            )
         config = FoxConfig.from_dict(config_dict)
         their_config = write_config(destination_format, config)
         tensors, largest_file = load(source)
@@ -117,7 +119,7 @@ def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
     """Return the tensors of a folder by name, mapped from their files, and the bytes of the largest file."""
     checkpoint = Checkpoint(source)
     if unknown := set(checkpoint.dtypes.values()) - set(DTYPES.values()):
-        raise ValueError(f"{source} has weights of {', '.join(map(str, unknown))}; convert the original weights.")
+        raise ValueError(f"weights of {', '.join(map(str, unknown))} are not supported. Convert the original weights.")
     return {name: checkpoint.read(name) for name in checkpoint.files}, checkpoint.largest_file
 
 

@@ -6,11 +6,11 @@
 Three ideas carry them.
 
 * **One bound per query.** Causality, padding on either side, packed sequences, a sliding window and adaptive
-  computation pruning all say the same thing: query i sees the keys start_i ... i. The kernels read that one integer
-  per row (its transpose, one past the last query that sees a key, in the dk/dv pass) and know no other mask.
+  computation pruning all mean that query i sees the keys start_i ... i. The kernels read that one integer per row (in
+  the dk/dv pass its transpose, one past the last query that sees a key) and no other mask.
 * **The decay is exact at any length.** c is summed in float64 and split into an fp32 pair c + e, in units of log 2.
-  Only differences are ever formed from it, so c_i - c_j carries the rounding of the difference, not that of c.
-* **One program, one output block.** No atomics, and a running sum of our own: the same inputs give the same bits.
+  Only differences of it are used, so c_i - c_j has the rounding error of the difference, not of c.
+* **One program, one output block.** No atomics and our own cumulative sum: the same inputs give the same bits.
 
 Names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position
 among the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential
@@ -28,22 +28,22 @@ try:
     import triton.language as tl
 
     jit = triton.jit
-    # T changes from call to call: a kernel specialised on it, or on what follows from it, would be compiled again and
-    # again, in the middle of a generation for instance. Strides follow from T too, or from the width of a cache's
-    # folded keys; `whole` tells what the compiler has to know.
+    # T changes between calls: a kernel specialized on it, or on sizes that depend on it, would be recompiled, for
+    # instance during generation. Strides depend on T too, or on the width of folded keys; `whole` gives the compiler
+    # what it has to know.
     _STRIDES = (
         "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
     _SIZES = "T Tq Tk n_chunks n_split n_groups n_parts n_tokens n_blocks G"
     jit_any_length = triton.jit(do_not_specialize=_SIZES.split() + [f"s_{name}" for name in _STRIDES.split()])
     LOG2E = tl.constexpr(1.4426950408889634)
-    # Stands for log 0 in the running sum; exp(-1e5) is 0 beside any other weight.
+    # Replaces log 0 in the cumulative sum; exp(-1e5) is 0 next to any other weight.
     GATE_FLOOR = tl.constexpr(-1e5)
-    # Logits bounded by so many powers of two need no running maximum: a row holds its own key, of 2^-42 or more beside
-    # the bound 2^42, and what fp32 loses below 2^-126 is at most 2^-24 of that with 2^18 keys, 2^-22 with 2^20.
+    # Logits below this bound, in powers of two, need no running maximum: a row contains its own key, at least 2^-42
+    # relative to the bound 2^42, and fp32 loses at most 2^-24 of that with 2^18 keys, below 2^-126; 2^-22 with 2^20.
     MAX_FIXED = tl.constexpr(42.0)
-    # The interpreter multiplies bf16 operands as if their bits were integers and truncates fp32 to bf16 (triton 3.3
-    # to 3.9); `dot` and `narrow` do both by hand there.
+    # The interpreter multiplies bf16 operands as integers and truncates fp32 to bf16 (triton 3.3 to 3.9); `dot` and
+    # `narrow` work around both.
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes"))
 except ImportError:  # CPU wheel or Windows: the import works, and `why_not` in triton_fox.py is the error of a call
     triton, INTERPRETED = None, SimpleNamespace(value=False)
@@ -181,12 +181,12 @@ def running_sum_kernel(
     p_f, p_query_end, p_dc, p_sums, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T, n_chunks,
     BT: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr, ONLY_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The running sum c of log f in float64, or its gradient, the sum of dc from the last key on; BT keys of a row.
+    """The cumulative sum c of log f in float64, or its gradient, the reverse sum of dc; BT keys of a row.
 
     Keys that no query sees, which padding is, count as 0, and numbers below GATE_FLOOR as GATE_FLOOR.
 
     ONLY_SUMS: writes the sum of each chunk, to which a second launch adds what it needs of the chunks before its own.
-    The order of additions depends on T alone; torch.cumsum on a GPU does not promise that.
+    The order of additions depends on T only, which torch.cumsum on a GPU does not guarantee.
     """
     i_c = tl.program_id(0) % n_chunks
     i_bh = tl.cast(tl.program_id(0) // n_chunks, tl.int64)
@@ -220,16 +220,16 @@ def running_sum_kernel(
 
 @jit_any_length
 def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """The float64 running sum y as c + e in units of log 2; the decay d from each key to the last of its BN keys.
+    """The float64 cumulative sum y as c + e in units of log 2; the decay d from each key to the last of its BN keys.
 
-    PARTS: also d / (scale log2(e)) as the sum of three numbers of bf16, in rows of 16 beside zeros.
+    PARTS: also d / (scale log2(e)) as the sum of three bf16 numbers, in rows of 16 padded with zeros.
     """
     n_t = tl.cdiv(Tk, BT)
     i_bh = tl.cast(tl.program_id(0) // n_t, tl.int64)
     o_t = tl.program_id(0) % n_t * BT + tl.arange(0, BT)
     m_t = o_t < Tk
     o_last = tl.minimum(o_t // BN * BN + BN, Tk) - 1
-    b_log2e = tl.full([BT], LOG2E, tl.float64)  # a number beside a tensor would be rounded to fp32
+    b_log2e = tl.full([BT], LOG2E, tl.float64)  # a scalar would be rounded to fp32
     b_y = tl.load(p_y + i_bh * Tk + o_t, mask=m_t, other=0.0) * b_log2e  # [BT]
     b_last = tl.load(p_y + i_bh * Tk + o_last, mask=m_t, other=0.0) * b_log2e  # [BT]
     b_c = b_y.to(tl.float32)

@@ -74,7 +74,7 @@ def forgetting_attention_ref(
         decay = decay.masked_fill(first, 0.0)
     logits = scale * q.to(dtype) @ k.mT + decay.to(dtype)  # (B, Hq, Tq, Tk)
     logits = logits.masked_fill(~visible, -torch.inf)
-    if sink_bias is not None:  # of a key without a value
+    if sink_bias is not None:  # the logit of a key without a value
         sink = sink_bias.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sink], dim=-1)
     weights = logits.softmax(-1)[..., :kv_length]
@@ -109,22 +109,22 @@ def forgetting_attention(
             The gate of position t lies between t - 1 and t: it fades every key before t, not t itself.
         scale: factor on q.k before the decay is added. Default D ** -0.5.
         attention_mask: (B, Tk), 1 = real token, 0 = padding, anywhere in a row. Padding is never attended, does not
-            decay, may hold anything, NaN included, and as a query gives 0.
-        cu_seqlens: (N + 1,) integers from 0 to T, borders of N sequences packed into one row (B = 1, Tq = Tk): neither
-            attention nor decay crosses a border.
+            decay, may hold any value, NaN included, and returns 0 as a query.
+        cu_seqlens: (N + 1,) integers from 0 to T, boundaries of N sequences packed into one row (B = 1, Tq = Tk):
+            neither attention nor decay crosses a boundary.
         window: number of most recent positions that a query sees, its own included; i - j < window.
-        keep_first: the first key of a sequence, padding aside, never fades: c_i - c_j is 0 there. An attention sink
-            (arXiv 2309.17453), which costs the folded form three columns, mostly of those that fill up the width.
-        sink_bias: (Hq,), the logit of a key without value and decay for each query head, which a row's weights are
-            shared with, as `sink_bias` of flash-linear-attention and `sinks` of GPT-OSS. It has a gradient.
-        log_pruning_tolerance: permission to leave out keys whose decay bounds their weight in a row below e^tolerance,
-            all together (arXiv 2504.06949; -10 there). At most 0.
+        keep_first: the first key of a sequence, except padding, never fades: c_i - c_j is 0 there. It is an attention
+            sink (arXiv 2309.17453).
+        sink_bias: (Hq,), the logit of an additional key without value and decay for each query head, as `sink_bias` in
+            flash-linear-attention and `sinks` in GPT-OSS. It has a gradient.
+        log_pruning_tolerance: log of the attention weight of a row that pruning may skip, in keys that have faded
+            (arXiv 2504.06949; -10 there). At most 0.
         backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere and with
-            `keep_first` or `sink_bias`, which the kernels lack.
+            `keep_first` or `sink_bias`, which the kernels do not support.
             "triton": the kernels of kernels_fox.py; bf16, fp16 or fp32, D up to 256; memory linear in T; the decay is
             exact at any length; the only one that prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
-            device; memory linear in T, but for a mask of Tq * Tk booleans where Tq < Tk or with a window.
+            device; memory linear in T, except a mask of Tq * Tk booleans where Tq < Tk or with a window.
             The decay is resolved to 6e-8 * -c in the exponent, and a closed gate adds 120 to -c; in fp16, -c must
             stay below 64 * scale * 65504.
             "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk. It has second and
@@ -134,8 +134,8 @@ def forgetting_attention(
         (B, Hq, Tq, D) in q.dtype.
 
     Raises:
-        ValueError: a shape, dtype or value above does not hold.
-        ImportError, NotImplementedError: the backend is not installed or cannot do this.
+        ValueError: a shape, dtype or value is not as described above.
+        ImportError, NotImplementedError: the backend is not installed or does not support the arguments.
 
     Source: arXiv 2503.02130, eq. 11.
     """
@@ -169,13 +169,13 @@ def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruni
     options = dict(scale=scale, log_pruning_tolerance=log_pruning_tolerance)
     if visible.order is None:
         return triton_attention(q, k, v, log_f, visible, **options)
-    # With padding between real tokens, the kernels do not hide queries that are padding.
+    # The kernels do not hide queries that are padding between real tokens.
     o = triton_attention(*clear_padding(q, k, v, log_f, token_mask), visible, **options)
     return o.masked_fill(~token_mask[:, None, -Tq:, None], 0.0)
 
 
 def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
-    """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: borders, (N + 1,)."""
+    """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: boundaries, (N + 1,)."""
     if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
         torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
@@ -191,20 +191,20 @@ def triton_runs_well(q: torch.Tensor) -> bool:
 def choose_backend(
     backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None, sinks: bool = False
 ) -> str:
-    """Return the backend that computes a call, `backend` or the default; raise an error if that cannot compute it."""
-    if backend is None:  # the default is free to prune nothing
+    """Return `backend` or the default; raise an error if it does not support a call."""
+    if backend is None:  # the default need not prune
         return "triton" if triton_runs_well(q) and not sinks else "folded"
     if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; choose one of {', '.join(BACKENDS)}, or None.")
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None, got {backend!r}.")
     if backend == "triton" and sinks:
         raise NotImplementedError(
-            "the Triton kernels have no keep_first and no sink_bias. Use backend='folded', or leave them out."
+            "the Triton kernels do not support keep_first and sink_bias. Use backend='folded', or leave them out."
         )
     if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
         raise reason
     if backend != "triton" and log_pruning_tolerance is not None:
         raise NotImplementedError(
-            f"backend={backend!r} computes every key, so it has no log_pruning_tolerance; leave one of the two out."
+            f"backend={backend!r} does not support log_pruning_tolerance. Leave one of them out."
         )
     return backend
 
@@ -216,8 +216,8 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_f
     """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys; inputs are checked.
 
     log_f: finite. token_mask: (B, Tk) bool, False at padding. Memory is linear in Tk where Tq = Tk without a window;
-    otherwise it includes a mask of Tq * Tk booleans. A sink is one more key in front, and with it a query that is
-    left out of the result, as causality is counted from the front.
+    otherwise it includes a mask of Tq * Tk booleans. A sink is prepended as a key, together with a query that is
+    dropped from the result, because causality is counted from the front.
     """
     head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if token_mask is not None:
@@ -245,7 +245,7 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_f
         q, k = keep_from_fading(q, k, c_of_queries, kept, scale)
     keys = fold_keys(k, c, scale)
     if real is not None:
-        # The columns of the decay hide a padding key, so the kernel needs no (T, T) mask for it.
+        # The columns of the decay hide padding, so the kernel needs no (T, T) mask.
         columns = torch.arange(keys.shape[-1], device=k.device) >= k.shape[-1]
         keys = keys.masked_fill(~real[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
     out = F.scaled_dot_product_attention(
@@ -267,12 +267,12 @@ def keep_from_fading(q, k, c, kept, scale):
 
     The decay has the resolution of the folded form; next to closed gates, its rounding exceeds their gradient.
 
-    Of such a key the fold shall add `-c_i` to the logit, which the query knows, where it adds `-c_j` of others.
+    For such a key, the fold adds `-c_i`, which the query knows, to the logit, instead of `-c_j`.
 
     Args:
         q, k: (B, Hq, Tq, D), (B, Hkv, Tk, D).
-        c: running sum of log f at the queries, (B, Hq, Tq), fp32. At kept keys it has to be 0 in `fold_keys`, or what
-            their logits shall have less.
+        c: cumulative sum of log f at the queries, (B, Hq, Tq), fp32. At kept keys, `fold_keys` must get 0, or what is
+            to be subtracted from their logits.
         kept: (1 or B, Tk) bool.
         scale: as in `fold_keys`.
     """
@@ -282,7 +282,7 @@ def keep_from_fading(q, k, c, kept, scale):
 
 
 def clear_padding(q, k, v, log_f, token_mask):
-    """Set q, k, v and log f to 0 at padding, where they may hold anything, NaN included. A log f of 0 does not fade.
+    """Set q, k, v and log f to 0 at padding, where they may hold any value, NaN included.
 
     token_mask: (B, Tk) bool, False at padding.
     """
@@ -302,9 +302,9 @@ def first_tokens(token_mask):
 def check_inputs(
     q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None, sink_bias=None
 ) -> None:
-    """Raise ValueError for arguments of `forgetting_attention` that do not fit; while compiling, check nothing.
+    """Raise ValueError for invalid arguments of `forgetting_attention`; check nothing while compiling.
 
-    The values of the gates are read on a CPU only: a GPU would have to wait for the answer.
+    The values of the gates are checked on a CPU only, because reading them would stall a GPU.
     """
     if torch.compiler.is_compiling():
         return
@@ -319,39 +319,38 @@ def check_inputs(
     ):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "log_f"), (q, k, v, log_f)))
         raise ValueError(
-            f"{shapes} do not fit. q must be (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), log_f (B, Hq, Tk), a gate for each "
-            "query head and key; Hkv divides Hq, and the Tq queries are the last of the Tk keys. Pass cached keys together "
+            f"q must be (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), log_f (B, Hq, Tk), a gate for each query head and key, "
+            f"where Hkv divides Hq and the Tq queries are the last of the Tk keys; got {shapes}. Pass cached keys together "
             "with new ones."
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; they must share one floating dtype.")
+        raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
     if log_f.dtype != torch.float32:
         raise ValueError(
-            f"log_f is {log_f.dtype}; it must be torch.float32, because its running sum reaches thousands. "
+            f"log_f must be torch.float32, because its cumulative sum reaches thousands, got {log_f.dtype}. "
             "Cast before the log: F.logsigmoid(gate.float())."
         )
     if scale is not None and not 0 < scale < float("inf"):
-        raise ValueError(f"scale is {scale}; it must be a positive number. The default is D ** -0.5.")
+        raise ValueError(f"scale must be a positive number, got {scale}. The default is D ** -0.5.")
     if window is not None and not (isinstance(window, int) and window >= 1):
-        raise ValueError(f"window is {window}; it must be an integer of at least 1, the keys that a query sees.")
+        raise ValueError(f"window must be an integer of at least 1, the number of visible keys, got {window}.")
     if log_pruning_tolerance is not None and not log_pruning_tolerance <= 0:
-        raise ValueError(f"log_pruning_tolerance is {log_pruning_tolerance}; it is the log of a share, so at most 0.")
+        raise ValueError(f"log_pruning_tolerance must be at most 0, the log of a weight, got {log_pruning_tolerance}.")
     if sink_bias is not None and not (sink_bias.shape == q.shape[1:2] and sink_bias.is_floating_point()):
         raise ValueError(
-            f"sink_bias is {tuple(sink_bias.shape)}, {sink_bias.dtype}; it must be (Hq,) = {tuple(q.shape[1:2])}, a floating "
-            "number for each query head."
+            f"sink_bias must be (Hq,) = {tuple(q.shape[1:2])}, a floating number for each query head, got "
+            f"{tuple(sink_bias.shape)}, {sink_bias.dtype}."
         )
     batch, _, q_length, kv_length = *q.shape[:3], k.shape[2]
     if attention_mask is not None and attention_mask.shape != (batch, kv_length):
         raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}; it must be (B, Tk) = {(batch, kv_length)} with 1 for real "
-            "tokens, cached ones included."
+            f"attention_mask must be (B, Tk) = {(batch, kv_length)} with 1 for real tokens, including cached ones, got "
+            f"{tuple(attention_mask.shape)}."
         )
     if attention_mask is not None and attention_mask.is_floating_point():
         raise ValueError(
-            f"attention_mask is {attention_mask.dtype}; it must be boolean or integer, 1 for real tokens and 0 for padding, "
-            "because a floating mask may be one that is added to logits. Convert it: (mask == 0) if it is added, mask.bool() "
-            "if it holds 1 and 0."
+            "attention_mask must be boolean or integer, 1 for real tokens and 0 for padding, because a floating mask may be "
+            f"additive; got {attention_mask.dtype}. Convert it: (mask == 0) if it is additive, mask.bool() if it holds 1 and 0."
         )
     if cu_seqlens is not None:
         if batch != 1 or q_length != kv_length or attention_mask is not None:
@@ -359,10 +358,10 @@ def check_inputs(
                 "cu_seqlens describes sequences packed into one row: it needs B = 1, Tq = Tk and no attention_mask, got "
                 f"B = {batch}, Tq = {q_length}, Tk = {kv_length}."
             )
-        borders = cu_seqlens.tolist()
+        boundaries = cu_seqlens.tolist()
         integers = cu_seqlens.dtype != torch.bool and not cu_seqlens.is_floating_point() and cu_seqlens.ndim == 1
-        if not integers or borders != sorted(borders) or borders[:1] != [0] or borders[-1:] != [kv_length]:
-            raise ValueError(f"cu_seqlens is {borders}; it must be integers that rise from 0 to T = {kv_length}.")
+        if not integers or boundaries != sorted(boundaries) or boundaries[:1] != [0] or boundaries[-1:] != [kv_length]:
+            raise ValueError(f"cu_seqlens must be integers that increase from 0 to T = {kv_length}, got {boundaries}.")
     if log_f.device.type == "cpu":
         gates = log_f if attention_mask is None else log_f.masked_fill(~attention_mask.cpu().bool()[:, None], 0.0)
         try:
@@ -371,6 +370,6 @@ def check_inputs(
             valid = True
         if not valid:
             raise ValueError(
-                "log_f holds a positive or NaN value; it is the log of a gate between 0 and 1, so it must be <= 0. "
+                "log_f must be <= 0, as the log of a gate between 0 and 1, but holds a positive or NaN value. "
                 "Use F.logsigmoid(gate.float())."
             )

@@ -1,7 +1,7 @@
-"""Pictures of the heads of a FoX: the matrices F (forgetting) and A (attention) of Figure 3 of the paper.
+"""Forget-gate heat maps: the matrices F (forgetting) and A (attention) of Figure 3 of the paper, head by head.
 
-`F_ij = exp(c_i - c_j)` is what is left of key j at query i, and `A = softmax(scale * q.k + log F)` the attention.
-Matplotlib is needed for pictures only.
+`F_ij = exp(c_i - c_j)` is the remaining weight of key j at query i, and `A = softmax(scale * q.k + log F)` the
+attention. Only drawing needs matplotlib.
 """
 
 import os
@@ -14,11 +14,11 @@ from transformers import DynamicCache, PreTrainedModel
 from .attention_fox import unfold_decay
 
 
-ELEMENTS_AT_A_TIME = 2**22  # of A: 16 MB
-INK, QUIET, UNSEEN = "#1f2933", "#5f6b76", "#f1f3f5"
-FAINTEST = 1e-3  # the colour scale of A starts here
+CHUNK_ELEMENTS = 2**22  # entries of A computed at a time: 16 MB
+TEXT, QUIET, HIDDEN = "#1f2933", "#5f6b76", "#f1f3f5"  # colors
+MIN_WEIGHT = 1e-3  # the color scale of A starts here
 COLUMNS = 6
-TYPICAL = 4  # heads in a picture if none are chosen
+DEFAULT_HEADS = 4  # panels if no heads are chosen
 
 
 @dataclass
@@ -28,12 +28,12 @@ class HeadMap:
     Args:
         layer: index of the layer.
         head: index of the query head.
-        decay_time: tokens in which the head forgets by a factor e, the mean over the text.
+        decay_time: tokens in which the head forgets by a factor e, averaged over the sequence.
         forget: F, (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry is the mean
             of block x block entries.
         attention: A, likewise, but an entry is the largest weight of its block, because A is sparse.
-        tokens: T, the length of the text.
-        block: 1, or as many tokens as one row and column stand for.
+        tokens: T, the length of the sequence.
+        block: number of tokens that a row and a column represent.
     """
 
     layer: int
@@ -68,7 +68,7 @@ def head_map(module, query, key, head, block):
     length = len(c)
     positions = torch.arange(length, device=c.device)
     forget, attention = [], []
-    step = max(1, ELEMENTS_AT_A_TIME // length // block) * block
+    step = max(1, CHUNK_ELEMENTS // length // block) * block
     for rows in positions.split(step):
         ago = rows[:, None] - positions
         visible = (ago >= 0) & (ago < (module.sliding_window or length))
@@ -170,7 +170,7 @@ def plot_forget_gates(
         raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
 
     measured = head_maps(model, input_ids, layers, heads, resolution)
-    maps = spread(measured, TYPICAL) if layers is None and heads is None else measured
+    maps = spread(measured, DEFAULT_HEADS) if layers is None and heads is None else measured
     columns = min(len(maps), COLUMNS)
     rows = -(-len(maps) // columns)
     figure = Figure(figsize=(2.55 * columns + 1.5, 5.6 * rows + 0.9), dpi=160, facecolor="white")
@@ -180,7 +180,7 @@ def plot_forget_gates(
         axes.set_visible(False)
     colours = {
         "forget": (colormaps["Blues"], Normalize(0, 1)),
-        "attention": (colormaps["OrRd"], LogNorm(FAINTEST, 1, clip=True)),
+        "attention": (colormaps["OrRd"], LogNorm(MIN_WEIGHT, 1, clip=True)),
     }
     for i, head_map in enumerate(maps):
         row, column = divmod(i, columns)
@@ -190,17 +190,17 @@ def plot_forget_gates(
                 beside = list(grid[2 * row + (kind == "attention")])
                 bar = figure.colorbar(image, ax=beside, shrink=0.9, aspect=22, pad=0.015)
                 bar.outline.set_visible(False)
-                bar.ax.tick_params(colors=INK, labelsize=8, length=0)
+                bar.ax.tick_params(colors=TEXT, labelsize=8, length=0)
                 if kind == "attention":
                     bar.minorticks_off()
-                    bar.set_ticks([FAINTEST, 0.01, 0.1, 1], labels=[f"≤ {FAINTEST:g}", "0.01", "0.1", "1"])
-                bar.set_label(LABELS[kind, head_map.block > 1], color=INK, fontsize=9)
+                    bar.set_ticks([MIN_WEIGHT, 0.01, 0.1, 1], labels=[f"≤ {MIN_WEIGHT:g}", "0.01", "0.1", "1"])
+                bar.set_label(LABELS[kind, head_map.block > 1], color=TEXT, fontsize=9)
             axes.set_ylabel("query (token)" if column == 0 else None, color=QUIET, fontsize=9)
             axes.tick_params(labelleft=column == 0)
-        grid[2 * row, column].set_title(heading(head_map), color=INK, fontsize=10, pad=7)
+        grid[2 * row, column].set_title(heading(head_map), color=TEXT, fontsize=10, pad=7)
         grid[2 * row, column].tick_params(labelbottom=False)
         grid[2 * row + 1, column].set_xlabel("key (token)", color=QUIET, fontsize=9)
-    figure.suptitle(title or "What each head keeps, and where it looks", color=INK, fontsize=13.5, fontweight="bold")
+    figure.suptitle(title or "What each head keeps, and where it looks", color=TEXT, fontsize=13.5, fontweight="bold")
     if (side := maps[0].block) > 1:
         note = f"{maps[0].tokens:,} tokens; a point stands for {side} x {side}: the mean of F, the largest of A"
         figure.supxlabel(note, x=0.99, ha="right", fontsize=8, color=QUIET)
@@ -235,7 +235,7 @@ def draw(axes, head_map, kind, colours, norm):
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     axes.set_visible(True)
-    axes.set_facecolor(UNSEEN)
+    axes.set_facecolor(HIDDEN)
     side = head_map.tokens
     options = dict(cmap=colours, norm=norm, interpolation="nearest", extent=(0, side, side, 0))
     image = axes.imshow(getattr(head_map, kind).numpy(), **options)

@@ -1,35 +1,36 @@
-"""A KV cache that drops the tokens which the forget gates have faded, with a proven bound of the error.
+"""A KV cache that drops the tokens which the forget gates have faded, with a proven error bound.
 
-**Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the running sum of log f, and `U` a bound of
-every `|scale * q_i.k_j|`. A query sees its own key, which does not fade, so its softmax denominator is at least
+**Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the cumulative sum of log f, and `U` a bound
+of every `|scale * q_i.k_j|`. A query sees its own key, which does not fade, so its softmax denominator is at least
 `exp(-U)` and
 
     w_ij <= exp(U + c_i - c_j) / exp(-U) = exp(2U + c_i - c_j).
 
-Gates are at most 1, so `c` only falls: what holds for query t holds for every later one. Let S be a set of keys with
+Gates are at most 1, so `c` never increases, and what holds for query t holds for all later ones. Let S be a set of
+keys with
 
     sum_{j in S} exp(c_t - c_j) <= tolerance * exp(-2U).                                                    (1)
 
-Without S, every query i >= t loses attention weight of at most `tolerance`, and its output `o_i` moves by at most
+Without S, every query i >= t loses attention weight of at most `tolerance`, and its output `o_i` changes by at most
 `2 * tolerance * max_S,kept |v_j|`: with lost weight d, `o_i = (1 - d) * pruned_i + d * (a mean of the lost values)`.
 
 (1) holds if each of L lost keys has `c_t - c_j <= -(2U + log L) + log tolerance`, the rule of adaptive computation
-pruning (arXiv 2504.06949) where L is known. The sum needs no L and so holds however long generation goes on: the cache
-carries it along, as it fades, and charges all keys that it drops to the same budget.
+pruning (arXiv 2504.06949) for a known L. The sum needs no L, so it holds for any length of generation: the cache
+carries it along, as it fades, and charges all dropped keys to the same budget.
 
-The left side of (1) grows with every key and old keys have faded most, so a head forgets from the left: what remains
-of it is a suffix. Heads of similar length share tensors, and attention runs once per such group, through the model's
-own attention function, on the last columns of its own mask. Attention of the remaining keys is exact.
+The left side of (1) grows with every key, and old keys have faded most, so the remaining keys of a head are a suffix.
+Heads of similar length share tensors, and attention runs once per such group, through the model's own attention
+function, on the last columns of its own mask. Attention to the remaining keys is exact.
 
-It is even more exact than with a full cache. The float32 `c` loses resolution as it falls (0.008 at -1e5), but softmax
-is not changed by a constant added to all keys of a head: pruning sets the `c` of the last token back to 0.
+It is even more exact than with a full cache. The float32 `c` loses resolution as it decreases (0.008 at -1e5), but
+softmax ignores a constant added to all keys of a head, so pruning resets the `c` of the last token to 0.
 
-**What `U` is.** `logit_bound="weights"`: of the weights alone, so it holds for every input. With QK-norm each head's
-queries and keys have norm at most `sqrt(D)` before the norm's weights, and `U = scale * D * max_d |w_q w_k|_d` is
-small. Without QK-norm, input norm and largest singular values of the projections give a bound so large (some hundred)
-that little is ever dropped. `logit_bound="observed"`: 1.25 times the largest `scale * |q| * |k|` that the cache has
-seen. A later query may exceed this bound. The cache therefore keeps measuring: `lost_weight` is what (1) proves about
-all queries so far, and a warning is logged if it exceeds the tolerance.
+**The bound `U`.** `logit_bound="weights"` depends on the weights only and holds for every input. With QK-norm each
+head's queries and keys have norm at most `sqrt(D)` before the norm's weights, and `U = scale * D * max_d |w_q w_k|_d`
+is small. Without QK-norm, the input norm and the largest singular values of the projections give a bound so large
+(several hundred) that hardly anything is dropped. `logit_bound="observed"` is 1.25 times the largest
+`scale * |q| * |k|` that the cache has seen. A later query may exceed it, so the cache keeps measuring: `lost_weight`
+is what (1) proves about all queries so far, and a warning is logged if it exceeds the tolerance.
 """
 
 import math
@@ -48,17 +49,17 @@ from .state_fox import DynamicShiftLayer
 
 logger = logging.get_logger(__name__)
 
-# Logits up to a quarter larger than those observed keep the tolerance; each 0.25 costs a factor exp(U / 2) of budget.
+# Logits up to 25 % above the observed ones respect the tolerance, which costs a factor exp(U / 2) of the budget.
 HEADROOM = 1.25
 
 
 @torch.no_grad()
 def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
-    """Bound U of each query head, (Hq,) fp32: no input makes `|scale * q.k|` larger (see above).
+    """Return the bound U of each query head, (Hq,) fp32, which no input exceeds (see above).
 
     Raises:
-        ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), so its weights are
-            not all there is; or those of QK-norm are not at hand.
+        ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), or the weights of
+            QK-norm are not available.
     """
     attention = decoder_layer.self_attn
     config, head_dim = attention.config, attention.head_dim
@@ -67,15 +68,15 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
         if largest is None:
             raise ValueError(
                 "the weights of q_norm and k_norm are offloaded, sharded or replaced by an adapter, so "
-                'a bound of the logits cannot be read from them here. Use logit_bound="observed".'
+                'they do not bound the logits. Use logit_bound="observed".'
             )
         return (unit * largest).expand(config.num_attention_heads)
     norms = []
     for projection in (attention.q_proj, attention.k_proj):
         if type(projection) is not nn.Linear:
             raise ValueError(
-                f"a {type(projection).__name__} projects queries and keys; a bound of the logits can only be read from "
-                'the weights of a plain linear layer. Merge the adapter, or use logit_bound="observed".'
+                f"a {type(projection).__name__} projects queries or keys, but only the weights of a plain linear layer "
+                'bound the logits. Merge the adapter, or use logit_bound="observed".'
             )
         weight = projection.weight.float() * decoder_layer.input_layernorm.weight.float()
         weight = weight.view(-1, head_dim, config.hidden_size)  # (H, D, hidden), of an input of norm sqrt(hidden)
@@ -88,7 +89,7 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
 
 
 class HeadGroup:
-    """Key heads with equally many tokens: keys and values (B, h, capacity, D'), of which `length` are filled."""
+    """Key heads with the same number of tokens: keys and values (B, h, capacity, D'), of which `length` are filled."""
 
     def __init__(self, heads, keys, values, length, queries_per_key):
         self.heads, self.keys, self.values, self.length = heads, keys, values, length
@@ -97,12 +98,12 @@ class HeadGroup:
 
     @classmethod
     def empty(cls, heads, like, capacity, queries_per_key):
-        """Make room for `capacity` tokens of a list of heads; `like` (B, H, T, D') gives the other sizes."""
+        """Allocate `capacity` tokens for a list of heads; `like`, (B, H, T, D'), determines the other sizes."""
         keys, values = (like.new_empty(like.shape[0], len(heads), capacity, like.shape[3]) for _ in range(2))
         return cls(torch.tensor(heads, device=like.device), keys, values, 0, queries_per_key)
 
     def append(self, keys, values, room):
-        """Add the tokens of all H heads (B, H, T, D'); when full, grow to hold them and `room` more."""
+        """Append the tokens of all H heads, (B, H, T, D'); if full, grow to hold them and `room` more."""
         end = self.length + keys.shape[2]
         if end > self.keys.shape[2]:
             more = (0, 0, 0, end + room - self.keys.shape[2])
@@ -115,8 +116,7 @@ class HeadGroup:
 def group_heads(available, needed, short):
     """Split heads into groups that share a length: [(length, heads), ...], longest first.
 
-    A head may keep more than it needs, but at most twice as much, `short` tokens apart, and no more than is
-    `available`.
+    A head may retain more than it needs, but at most twice as much, or `short` tokens, and no more than `available`.
 
     >>> group_heads(available=[1000, 1000, 40, 1000], needed=[900, 30, 40, 500], short=16)
     [(900, [0, 3]), (40, [1, 2])]
@@ -133,8 +133,8 @@ def group_heads(available, needed, short):
 class PrunedLayer(DynamicLayer):
     """One layer of a `PrunedCache`: `groups` hold all tokens, `keys` and `values` the last one, whose key carries c.
 
-    The layer is pruned at the beginning of a call, once `prune_every` tokens have been added since the last pruning.
-    The c of the last cached token then bounds c of every later query, however many tokens the call has.
+    The layer is pruned at the start of a call, once `prune_every` tokens have been added since the last pruning. The c
+    of the last cached token then bounds c of every later query.
     """
 
     def __init__(self, attention, logit_bound, tolerance, prune_every):
@@ -149,7 +149,7 @@ class PrunedLayer(DynamicLayer):
 
     def _clear(self):
         self.groups: list[HeadGroup] = []
-        self.order = None  # index of each query head of the model among those of all groups; None for a single group
+        self.order = None  # index of each query head of the model within all groups; None for a single group
         self.length = 0  # tokens seen
         self.pruned_at = 0  # `length` when tokens were dropped last; `crop` cannot go back further
         self.since_pruning = 0
@@ -158,17 +158,17 @@ class PrunedLayer(DynamicLayer):
         self.largest_query = self.largest_key = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append tokens, (B, Hkv, T, D'), and return only these tokens: `attend` reads the others from `groups`."""
+        """Append tokens, (B, Hkv, T, D'), and return these tokens only; `attend` reads the others from `groups`."""
         width = folded_width(self.head_dim, self.gates_per_key, key_states.device)
         if key_states.shape[1] != self.kv_heads or key_states.shape[3] != width:
             raise ValueError(
-                f"{key_states.shape[1]} heads of keys of width {key_states.shape[3]} do not fit a PrunedCache for "
-                f"{self.kv_heads} heads of width {width}: it was made for another model. Make one: PrunedCache(model)."
+                f"this PrunedCache was made for another model: it needs {self.kv_heads} heads of width {width}, got "
+                f"{key_states.shape[1]} of width {key_states.shape[3]}. Make one for this model: PrunedCache(model)."
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.since_pruning >= self.prune_every and not torch.compiler.is_compiling():
-            before = self._decay(self.keys, self.kv_heads)  # from which c of the new keys was summed on
+            before = self._decay(self.keys, self.kv_heads)  # from which c of the new keys continues
             self.prune()
             key_states = self._fold(key_states, self._decay(key_states, self.kv_heads) - before)
         if not self.groups:
@@ -183,9 +183,9 @@ class PrunedLayer(DynamicLayer):
         return key_states, value_states
 
     def attend(self, attention_function, module, query, key, value, attention_mask, **kwargs):
-        """Return the attention function's output with all tokens in the cache, up to the tolerance.
+        """Run the attention function on all tokens in the cache; the output is exact up to the tolerance.
 
-        Dropped tokens have weight 0 where the function returns weights.
+        Dropped tokens have weight 0 if the function returns weights.
         """
         self._check_mask(attention_mask)
         if self.weight_bound is None:
@@ -210,17 +210,17 @@ class PrunedLayer(DynamicLayer):
         return torch.cat(outputs, 2)[:, :, self.order], torch.cat(weights, 1)[:, self.order] if weights else None
 
     def _check_mask(self, mask):
-        if mask is None or hasattr(mask, "last"):  # a `VisibleKeys`, perhaps of a copy of the code beside weights
+        if mask is None or hasattr(mask, "last"):  # a `VisibleKeys`, possibly of remote code
             return
         if not isinstance(mask, torch.Tensor):
             raise NotImplementedError(
-                "a PrunedCache needs a mask that it can cut, and flex_attention's it cannot; use another backend: "
+                "a PrunedCache does not support the masks of flex_attention. Use another backend: "
                 "model.set_attn_implementation('sdpa')."
             )
         if mask.shape[-1] != self.length:
             raise ValueError(
-                f"the attention mask covers {mask.shape[-1]} tokens, cache and call hold {self.length}; it must cover "
-                "the dropped tokens too."
+                f"the attention mask must cover all {self.length} tokens of cache and call, including dropped ones; the "
+                f"mask covers {mask.shape[-1]} tokens."
             )
 
     def _observe(self, query, key):
@@ -235,11 +235,11 @@ class PrunedLayer(DynamicLayer):
         return c.unflatten(1, (heads, self.gates_per_key)).double()
 
     def _fold(self, keys, c):
-        """Fold keys (B, h, n, D') anew with another c, (B, h, G, n)."""
+        """Fold keys, (B, h, n, D'), again with another c, (B, h, G, n)."""
         return fold_keys(keys[..., : self.head_dim], c.float().flatten(1, 2), self.scaling)
 
     def logit_bound(self):
-        """Return U of each gate, (Hkv, G), from the weights or from the queries and keys seen so far."""
+        """Return U of each gate, (Hkv, G), from the weights or from the observed queries and keys."""
         bound = self.weight_bound
         if bound is None:
             assert self.largest_query is not None and self.largest_key is not None
@@ -248,7 +248,7 @@ class PrunedLayer(DynamicLayer):
 
     @torch.no_grad()
     def prune(self):
-        """Drop the tokens that (1) allows every later query to lose, equally many in all rows, and restart c at 0."""
+        """Drop the tokens that (1) allows, the same number in all rows, and reset c to 0."""
         self.since_pruning = 0
         if not self.groups or self.length == 0:
             return
@@ -284,19 +284,19 @@ class PrunedLayer(DynamicLayer):
         self.order = torch.cat([group.query_heads for group in groups]).argsort() if len(groups) > 1 else None
         if self.weight_bound is None and self.worst > self.log_tolerance:
             logger.warning_once(
-                f"queries or keys grew beyond {HEADROOM} times what was seen when a PrunedCache dropped tokens: the "
-                "attention weight that a query lost may exceed the tolerance. See cache.lost_weight for its bound; a "
-                "smaller tolerance leaves more room."
+                f"queries or keys exceeded {HEADROOM} times the largest ones seen when a PrunedCache dropped tokens: the "
+                "lost attention weight may exceed the tolerance. See cache.lost_weight for its bound, or use a smaller "
+                "tolerance."
             )
 
     def log_lost_weight(self):
-        """Return the log of a bound of the attention weight that any query so far has lost."""
+        """Return the log of a bound of the attention weight that any query has lost so far."""
         if self.log_lost is None:
             return self.worst
         return max(self.worst, (self.log_lost[..., 0] + 2 * self.logit_bound().to(self.device)).max().item())
 
     def dropped(self):
-        """Return the tokens dropped per key head, (Hkv,)."""
+        """Return the number of dropped tokens of each key head, (Hkv,)."""
         dropped = torch.zeros(self.kv_heads, dtype=torch.long)
         for group in self.groups:
             dropped[group.heads.cpu()] = self.length - group.length
@@ -309,8 +309,9 @@ class PrunedLayer(DynamicLayer):
         removed = abs(int(tokens_to_remove))  # 5.17 gives a tensor
         if removed and self.length - removed < self.pruned_at:
             raise ValueError(
-                f"the cache holds {self.length} tokens and was pruned after {self.pruned_at}; {removed} cannot be "
-                "taken back, because earlier queries may need the dropped tokens. Crop less, or use a DynamicCache."
+                f"crop must leave at least {self.pruned_at} tokens, after which the cache was pruned, because earlier "
+                f"queries may need the dropped tokens; {removed} of {self.length} cannot be taken back. Crop less, or use "
+                "a DynamicCache."
             )
         super().crop(tokens_to_remove)
         if not removed or not self.is_initialized:
@@ -344,11 +345,11 @@ class PrunedLayer(DynamicLayer):
 
 
 class PrunedHybridLayer(PrunedLayer, DynamicShiftLayer):
-    """A pruned layer that also keeps the state of a token shift."""
+    """A pruned layer with the state of a token shift."""
 
 
 class PrunedCache(Cache):
-    """A growing cache that drops the tokens which a FoX has faded. The theorem is at the top of this file::
+    """A dynamic cache that drops the tokens which a FoX has faded. The theorem is at the top of this file::
 
         cache = PrunedCache(model, tolerance=1e-4)
         model.generate(**inputs, cache=cache)
@@ -359,13 +360,13 @@ class PrunedCache(Cache):
     Under `torch.compile`, a step is one graph and prunes nothing: call `prune()` between steps.
 
     Args:
-        model: the FoX that will use the cache, with or without a head. The cache keeps its sizes and bounds only.
+        model: the FoX that uses the cache, with or without a head.
         tolerance: attention weight that a query may lose per layer and head, at least 0 and below 1. 0 drops nothing.
             Default: e^log_pruning_tolerance of the model's configuration, 4.5e-5 unless it says otherwise.
         logit_bound: "weights", for a bound that holds for every input, or "observed", the choice for models without
             QK-norm.
-        prune_every: tokens between two prunings. A pruning copies the tokens that stay, and every head holds up to so
-            many tokens more than it needs.
+        prune_every: number of tokens between two prunings. Pruning copies the remaining tokens, and every head holds
+            up to `prune_every` tokens more than it needs.
 
     Raises:
         ValueError: the model is not a FoX or has no forget gate, or an argument is out of its range.
@@ -394,16 +395,16 @@ class PrunedCache(Cache):
         if tolerance is None:
             if config.log_pruning_tolerance is None:
                 raise ValueError(
-                    "the configuration turns pruning off, log_pruning_tolerance=None. Give a tolerance here, or use "
+                    "the configuration disables pruning, log_pruning_tolerance=None. Pass a tolerance, or use "
                     "DynamicCache(config=model.config)."
                 )
             tolerance = math.exp(config.log_pruning_tolerance)
         if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
-            raise ValueError(f"tolerance is {tolerance!r}; it is a share of attention weight, at least 0 and below 1.")
+            raise ValueError(f"tolerance must be an attention weight, at least 0 and below 1, got {tolerance!r}.")
         if logit_bound not in ("weights", "observed"):
-            raise ValueError(f'logit_bound is {logit_bound!r}; it must be "weights" or "observed".')
+            raise ValueError(f'logit_bound must be "weights" or "observed", got {logit_bound!r}.')
         if not (isinstance(prune_every, int) and prune_every >= 1):
-            raise ValueError(f"prune_every is {prune_every!r}; it must be a number of tokens, at least 1.")
+            raise ValueError(f"prune_every must be a number of tokens, at least 1, got {prune_every!r}.")
         layer_class = PrunedHybridLayer if config.k_shift or config.v_shift else PrunedLayer
         bounds = [logit_bound_of_weights(layer) if logit_bound == "weights" else None for layer in decoder_layers]
         super().__init__(layers=[layer_class(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
@@ -414,7 +415,7 @@ class PrunedCache(Cache):
         return cast(list[PrunedLayer], self.layers)
 
     def prune(self) -> None:
-        """Drop all tokens that can be dropped now, for instance after a long prompt, instead of at a later call."""
+        """Drop all tokens that can be dropped now, for instance after a long prompt or between compiled steps."""
         for layer in self.pruned_layers:
             layer.prune()
 

@@ -37,18 +37,21 @@ def check_generation(config: GenerationConfig) -> None:
             raise ValueError(f"generate() of HMTWrapper cannot use {name}={value!r}: {reason}. Leave {name} out.")
 
 
-def same_state(state: HMTState | None, cache: object) -> HMTState | None:
-    """Return the state of a call, which transformers' clients pass as `cache` (`past_key_values` before 5.24)."""
-    if cache is None:
-        return state
-    if state is not None:
-        raise ValueError("`state` and `cache` are names of the same argument, an HMTState. Give only one of them.")
-    if not isinstance(cache, HMTState):
-        raise TypeError(
-            f"`cache` must be the HMTState of an earlier call, got a {type(cache).__name__}. Pass the `state` of its output. "
-            + SUPPORTED
+def same_state(*states: object) -> HMTState | None:
+    """Return the state of a call, which has several names: `state`, `cache`, and before 5.24 `past_key_values`."""
+    given = [x for x in states if x is not None]
+    if len(given) > 1:
+        raise ValueError(
+            "`state`, `cache` and `past_key_values` are names of the same argument. Give only one of them."
         )
-    return cache
+    for state in given:
+        if not isinstance(state, HMTState):
+            raise TypeError(
+                f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` of its "
+                f"output. {SUPPORTED}"
+            )
+        return state
+    return None
 
 
 def check_call(
@@ -79,11 +82,11 @@ def check_call(
                 f"{name} has shape {tuple(value.shape)}; it must be that of input_ids, {tuple(input_ids.shape)}, "
                 "the tokens of this call only."
             )
-    if labels is None and score_from is not None:
-        raise ValueError(f"score_from is {score_from}, and it selects labels; pass labels, or leave it out.")
-    last = config.segment_length - 1
-    if score_from is not None and not (isinstance(score_from, Integral) and 0 <= score_from <= last):
-        raise ValueError(f"score_from is {score_from!r}; it is a position within a segment, 0 to {last}.")
+    places = range(config.segment_length)
+    if score_from is not None and (labels is None or score_from not in places):
+        raise ValueError(
+            f"score_from must be a position within a segment, 0 to {places[-1]}, and needs labels, got {score_from!r}."
+        )
     if state is not None:
         check_state(config, lm, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1

@@ -16,7 +16,7 @@ OFFICIAL_NAMES = {
     "cross_attn.wk.weight": "memory.wk",
 }
 BACKBONE = "memory_cell.model."
-_UNUSED = "memory_cell.mem_map."  # an experiment of the official code, which the published algorithm never reads
+_UNUSED = "memory_cell.mem_map."  # an experiment of the official code that the published algorithm does not use
 
 
 def from_official(

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
 from .checks_hmt import check_generation, same_state
-from .compat_hmt import RENAMED, accept_both_names
+from .compat_hmt import RENAMED
 from .state_hmt import HMTState
 
 
@@ -68,8 +68,9 @@ class HMTGenerationMixin(GenerationMixin):
         mixin: Any = super()
         return mixin._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
 
-    @accept_both_names
-    def generate(self, *args, cache: HMTState | None = None, **kwargs) -> Tensor | GenerateDecoderOnlyOutput:
+    def generate(
+        self, *args, cache: HMTState | None = None, past_key_values: HMTState | None = None, **kwargs
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate as in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
 
         It has read everything but the last token of the sequences. Rows that end before others read padding until all
@@ -78,14 +79,15 @@ class HMTGenerationMixin(GenerationMixin):
 
         Args:
             args, kwargs: those of transformers, and `state`, an `HMTState` that the ids continue.
-            cache: an `HMTState` that has read the beginning of each row of the ids, which is not read again; also
-                accepted as `past_key_values`.
+            cache: an `HMTState` that has read the beginning of each row of the ids, which is not read again.
+            past_key_values: the former name of `cache`.
 
         Raises:
             ValueError: both a `state` and a `cache`, or ids without a new token.
             TypeError: `cache` is not an `HMTState`.
         """
         mixin: Any = super()  # transformers hides the type of its mixin
+        cache = same_state(cache, past_key_values)
         if cache is not None:
             kwargs |= {"state": same_state(kwargs.get("state"), cache), "read_again": True}
         output = mixin.generate(*args, **kwargs)

@@ -31,9 +31,9 @@ class HMTMemory(nn.Module):
         width: d.
         memory_tokens: m.
         recall_dim: h, or None for a memory without recall, which has no projections.
-        single_pass: whether it is that of the single-pass mode, whose summary token is there without recall too, and
-            whose scores are free of scale.
-        settings: returns those of the model. They travel with an adapter of PEFT that holds the memory.
+        single_pass: whether it belongs to the single-pass mode, which has a summary token without recall too, and
+            scale-free scores.
+        settings: returns the settings of the model. They travel with a PEFT adapter that holds the memory.
 
     Parameters: `initial` (m, d), the prompt of a first segment, which the single-pass mode reads without any;
     `summary_token` (1, d), the paper's H^T, and what ends both parts of a segment in the single-pass mode; `wq`, `wk`
@@ -73,18 +73,18 @@ class HMTMemory(nn.Module):
             hook.post_forward(self, None)
 
     def get_extra_state(self) -> Tensor:
-        """Return the settings of the model as the bytes of a JSON text, (n,), uint8."""
+        """Return the settings of the model as the bytes of JSON, (n,), uint8."""
         return torch.tensor(list(json.dumps(self.settings()).encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Compare the settings that came with weights with those of this model; ValueError where they differ."""
+        """Compare the settings that came with weights with those of this model; raise ValueError if they differ."""
         saved, own = json.loads(bytes(state.tolist())), self.settings()
         differing = {name: value for name, value in saved.items() if own.get(name) != value}
         if differing:
             raise ValueError(
                 f"These weights of a memory were trained with {differing}, and this model has "
-                f"{ {name: own.get(name) for name in differing} }. Load them around a model of their own settings; some "
-                "may be changed afterwards, in model.config."
+                f"{ {name: own.get(name) for name in differing} }. Load them into a model with their settings; some may "
+                "be changed afterwards, in model.config."
             )
 
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
@@ -115,9 +115,9 @@ class HMTMemory(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Attend to the remembered segments (paper, sec. 3.2): softmax(scores) C.
 
-        Hidden states of a pretrained backbone have most of their length in common, and a length that differs from
-        backbone to backbone: hence the scale-free scores. The logarithm of the number of memories in them lets the
-        best one keep its weight as they grow more than those of training (arXiv 2501.19399, eq. 2).
+        Hidden states of a pretrained backbone have most of their length in common, and their length differs between
+        backbones: hence the scale-free scores. The logarithm of the number of memories in them lets the best one keep
+        its weight with more memories than in training (arXiv 2501.19399, eq. 2).
 
         Args:
             query: summary of the segment that recalls, (B, 1, d).

@@ -47,7 +47,6 @@ from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
 from .checks_hmt import check_call, first_position, same_state
-from .compat_hmt import accept_both_names
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
@@ -249,7 +248,6 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     # ------------------------------------------------------------------------------------------------ one forward
 
-    @accept_both_names
     @can_return_tuple
     def forward(
         self,
@@ -263,6 +261,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         output_recall: bool = False,
         num_items_in_batch: Tensor | int | None = None,
         cache: HMTState | None = None,
+        past_key_values: HMTState | None = None,
         **kwargs,
     ) -> HMTOutput:
         """Read tokens, from the start of a sequence or from where `state` stopped.
@@ -284,7 +283,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             score_from: score only predictions made at this position of their segment or later.
             output_recall: return recall scores, distances and memories.
             num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
-            cache: another name of `state`, as in transformers; also accepted as `past_key_values`.
+            cache: another name of `state`, as in transformers.
+            past_key_values: its name before transformers 5.24.
 
         Returns:
             `HMTOutput`.
@@ -293,6 +293,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: empty or badly shaped input, padding that cannot be handled exactly, a state of another model,
                 an argument that is not used.
         """
+        cache = same_state(cache, past_key_values)
         if cache is not None:
             state = same_state(state, cache)
             if attention_mask is not None and input_ids is not None:  # transformers' mask is that of the whole text
@@ -306,8 +307,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         first = first_position(logits_to_keep, input_ids.shape[1])
         if self.training and torch.is_grad_enabled() and self._only_adapters_train():
             warnings.warn(
-                "Adapters of the backbone are trained, and the memory stays as it is. Unless it was trained before, pass "
-                'modules_to_save=["memory"] to LoraConfig.',
+                "Only adapters of the backbone are trained, and the memory stays frozen. Unless it was trained before, "
+                'pass modules_to_save=["memory"] to LoraConfig.',
                 stacklevel=2,
             )
         if state is None:
@@ -442,14 +443,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         Args:
             batch_size: B.
-            page_file: a file to keep the pages in, in place of CPU memory. It is overwritten.
-            device: default that of the model.
+            page_file: a file for the pages, instead of CPU memory. It is overwritten.
+            device: default: that of the model.
 
         Raises:
-            ValueError: a page file, but no pages; no rows.
+            ValueError: a page file for a model without pages; no rows.
         """
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}; a state has at least one row.")
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
         device = self.device if device is None else device
         like = self.lm.embed(torch.zeros(1, 1, dtype=torch.long, device=device))
         tail = torch.zeros(batch_size, self.config.sensory_tokens, dtype=torch.long, device=device)
@@ -543,7 +544,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             if changed and self.lm.model is self.backbone:  # adapters of PEFT are saved apart
                 raise ValueError(
                     f"backbone_in_checkpoint is False, and {len(changed)} parameters of the backbone, such as "
-                    f"{changed[0]}, have changed since it was wrapped: the checkpoint would lose that. Set "
+                    f"{changed[0]}, have changed since it was wrapped, and the checkpoint would lose that. Set "
                     "config.backbone_in_checkpoint=True, or freeze the backbone: model.backbone.requires_grad_(False)."
                 )
             weights = {name: value for name, value in weights.items() if name.startswith("memory.")}
@@ -613,8 +614,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(
-                f"The backbone {hmt_config.backbone_name_or_path!r} has code of its own, and trust_remote_code holds "
-                "for this checkpoint only. Read that code, then pass backbone_trust_remote_code=True."
+                f"The backbone {hmt_config.backbone_name_or_path!r} has code of its own, and trust_remote_code applies to "
+                "this checkpoint only. Read that code, then pass backbone_trust_remote_code=True."
             ) from error
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         hmt_config.name_or_path = str(path)  # as in transformers; PEFT looks for the base of an adapter there

@@ -1,13 +1,13 @@
 """The neural cache of remembered tokens: `neural_cache_weight` of `HMTConfig`.
 
-A remembered token is likely to come again where the text reads as it did before it (Grave, Joulin and Usunier,
-arXiv 1612.04426, eq. 3 to 5; the unbounded one: arXiv 1711.02604). Each token x_{i+1} of the remembered segments has a
+A remembered token is likely to occur again after a similar context (Grave, Joulin and Usunier, arXiv 1612.04426, eq.
+3 to 5; unbounded: arXiv 1711.02604). Each token x_{i+1} of the remembered segments has a
 key, the last hidden state h_i from which it was predicted, at length one. With the last hidden state h_t
 
     p(w) = (1 - weight) p_LM(w) + weight p_cache(w)
     p_cache(w) ~ sum over all i with x_{i+1} = w of exp(SHARPNESS cos(h_t, h_i))
 
-The cache takes no position of the backbone and no training. Gradients reach h_t, and no key.
+The cache needs neither positions of the backbone nor training. Gradients reach h_t, but not the keys.
 """
 
 import math

@@ -1,14 +1,12 @@
-"""Reading a text once into the memory of an HMT, and the files that keep it, to be shared.
+"""Reading a document once into the memory of an HMT, and the files that hold this memory.
 
-A file is that of `HMTState.save`, which also says what was read, by which model: `describe` tells.
+A file is that of `HMTState.save` with an entry about the document and the model, which `describe` returns.
 """
 
 import hashlib
 import json
 import os
-import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +20,8 @@ from .state_hmt import HMTState
 
 
 STATE = "state.safetensors"  # in a repository of the Hub
-HASH = re.compile("[0-9a-f]+")
 SEGMENTS = 16  # of a call
 SAVE_EVERY = 60.0  # seconds
-
-
-def reading(model: HMTWrapper, ids: torch.Tensor, state: HMTState | None = None) -> Iterator[HMTState]:
-    """Read tokens, (1, T), long, from where `state` stopped, and yield the state after each few segments.
-
-    The logits, and so the memory that a call takes, are those of one token.
-    """
-    length = model.config.segment_length
-    begin = 0 if state is None else -state.position % length  # a piece ends where a segment does
-    for piece in filter(lambda piece: piece.shape[1], (ids[:, :begin], *ids[:, begin:].split(SEGMENTS * length, 1))):
-        with torch.no_grad():
-            state = model(piece.to(model.device), state=state, use_cache=True, logits_to_keep=1).state
-        assert state is not None
-        yield state
 
 
 def read_text(
@@ -48,32 +31,29 @@ def read_text(
     path: str | Path | None = None,
     *,
     name: str = "text",
-    revision: str | None = None,
     progress: bool = False,
 ) -> HMTState:
-    """Read a text from its beginning, and return the state after its last token.
+    """Read a document from its beginning, and return the state after its last token.
 
     Args:
         model: in eval mode.
-        tokenizer: of transformers. Its special tokens stand where it puts them in a text.
-        path: a file to save the state in, every minute, at the end and at an error. One with a part of this text,
-            read by this model, is gone on from.
-        name: of the text, for `describe`.
-        revision: the commit of the model on the Hub, for `describe`; `hf-longctx push` asks for it.
+        tokenizer: a tokenizer of transformers, which adds its special tokens.
+        text: the document.
+        path: a file to save the state in, every minute, at the end and after an error. A file with a part of this
+            document, read by this model, is resumed from.
+        name: name of the document, for `describe`.
         progress: show a bar on stderr.
 
     Raises:
-        ValueError: the model has no memory, there is no token, or the file holds the memory of another text or of
-            other weights.
-        FileNotFoundError: there is no folder for the file.
+        ValueError: the model does not have a memory, the document is empty, or the file holds the memory of a
+            different document or model.
+        FileNotFoundError: the folder of the file does not exist.
     """
     check_memory(model)
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     if not ids.numel():
-        raise ValueError(f"the tokenizer makes no token of {name}; there is nothing to read.")
+        raise ValueError(f"{name} is empty: the tokenizer returned no token.")
     about = {
-        "model": str(model.config.name_or_path),
-        "revision": revision,
         "text": name,
         "sha256": hashlib.sha256(text.encode()).hexdigest(),
         "tokens": ids.shape[1],
@@ -81,18 +61,22 @@ def read_text(
     begun, saved = None, time.monotonic()
     if path is not None and Path(path).exists():
         found = describe(path)
-        if any(found[key] != about[key] for key in ("sha256", "tokens")):
+        if any(found.get(key) != about[key] for key in ("sha256", "tokens")):
             raise ValueError(
-                f"{path} holds the memory of {found['text']}, another text; name another file, or remove it."
+                f"{path} holds the memory of a different document, {found.get('text')}; choose another file, or remove it."
             )
         begun = HMTState.load(path, model, model.device)
     elif path is not None and not Path(path).parent.is_dir():
-        raise FileNotFoundError(f"There is no folder {Path(path).parent} to save a state in.")
-    done = 0 if begun is None else begun.position
-    state = begun
+        raise FileNotFoundError(f"The folder {Path(path).parent}, in which to save the state, does not exist.")
+    state, done, length = begun, 0 if begun is None else begun.position, model.config.segment_length
+    begin = done + -done % length  # a call ends where a segment does
+    pieces = [ids[:, done:begin], *ids[:, begin:].split(SEGMENTS * length, 1)]
     with tqdm(desc=name, total=ids.shape[1], initial=done, unit=" tokens", disable=not progress) as bar:
         try:
-            for state in reading(model, ids[:, done:], begun):
+            for piece in (x.to(model.device) for x in pieces if x.shape[1]):
+                with torch.no_grad():
+                    state = model(piece, state=state, use_cache=True, logits_to_keep=1).state
+                assert state is not None
                 bar.update(state.position - bar.n)
                 if path is not None and time.monotonic() > saved + SAVE_EVERY:
                     save(state, model, Path(path), about)
@@ -115,46 +99,41 @@ def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] |
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Return what a file of `read_text` says of itself: model, revision, text, sha256 and tokens of the text.
+    """Return what a file of `read_text` reports: name, sha256 and number of tokens of the document.
 
     Raises:
-        ValueError: it is no such file.
+        ValueError: not such a file.
     """
     try:
         with safe_open(str(path), "pt") as file:
-            about = json.loads((file.metadata() or {})["about"])
-        types = {"model": str, "text": str, "sha256": str, "tokens": int, "revision": str | None}
-        sound = all(isinstance(about[name], kind) for name, kind in types.items())
-        if sound and HASH.fullmatch(about["sha256"]) and HASH.fullmatch(about["revision"] or "0"):
-            return about
-    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError):
-        pass
-    raise ValueError(f"{path} is not a file of a text that was read; `hf-longctx read MODEL TEXT` writes one.")
+            return dict(json.loads((file.metadata() or {})["about"]))
+    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is not the memory of a document; `hf-longctx read MODEL TEXT` writes one."
+        ) from error
 
 
 def load_state(name: str | Path, model: HMTWrapper) -> HMTState:
-    """Load the state of a text that this model has read, from a file, or from the Hub by NAMESPACE/NAME@REVISION.
+    """Load the state of a document that this model has read, from a file, or from the Hub by NAMESPACE/NAME@REVISION.
 
     Raises:
-        ValueError: the model has no memory, the file is damaged, or was made by other weights.
-        FileNotFoundError, OSError: there is no such file, or the Hub does not have it.
+        ValueError: the model does not have a memory, or the file is damaged or was saved by a different model.
+        OSError: neither this machine nor the Hub has the file.
     """
     check_memory(model)
     path = Path(name)
     repo, _, revision = str(name).partition("@")
     if not path.is_file():
         if repo.count("/") != 1 or path.suffix == ".safetensors":
-            raise FileNotFoundError(
-                f"there is no file {name}; `hf-longctx read MODEL TEXT --output {name}` writes one."
-            )
+            raise FileNotFoundError(f"{name} does not exist; `hf-longctx read MODEL TEXT --output {name}` writes it.")
         path = Path(hf_hub_download(repo, STATE, revision=revision or None))
     return HMTState.load(path, model, model.device)
 
 
 def check_memory(model: object) -> None:
-    """Raise ValueError for a model that is no HMT."""
+    """Raise ValueError for a model that is not an HMT."""
     if not isinstance(model, HMTWrapper):
         raise ValueError(
-            f"{type(model).__name__} has no memory to read a text into; wrap it with HMTWrapper.from_backbone, or train one: "
+            f"{type(model).__name__} does not have a memory to read a document into; wrap it with HMTWrapper.from_backbone, or train one: "
             "hf-longctx finetune --recipe hmt."
         )

@@ -1,9 +1,9 @@
 """Search for the tokens that are read again: `recall_tokens` of `HMTConfig`.
 
-The text of the remembered segments is cut into stretches of r tokens. The best one for a query is that of the highest
-BM25 (Robertson and Zaragoza 2009, with the idf of Lucene), whose words are tokens. All stretches are equally long, so
-that its b is without effect. What comes next depends most on the latest tokens of the query: a token n places before
-its end counts exp(-n / 8).
+The remembered segments are cut into stretches of r tokens. The best one for a query has the highest BM25 (Robertson
+and Zaragoza 2009, with the idf of Lucene), whose words are tokens. All stretches are equally long, so b has no effect.
+What comes next depends most on the latest tokens of the query: a token n places before its end has weight
+exp(-n / 8).
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, re
 
 
 K1 = 1.2  # how soon more of the same token stops counting, the usual choice
-FADE = 8  # tokens, over which a token of the query loses its weight
+FADE = 8  # tokens over which the weight of a query's token falls to 1 / e
 
 
 @register_retriever("search")

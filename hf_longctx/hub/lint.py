@@ -107,7 +107,7 @@ def missing_fields(bundle: Bundle) -> list[str]:
     if not data.get("eval_results") and model_index(bundle):
         missing.append("its head lacks `model-index`, and there are results")
     if bundle.base is not None and not bundle.base[1]:
-        missing.append(f"the base {bundle.base[0]} is at no fixed commit")
+        missing.append(f"the base {bundle.base[0]} has no fixed commit")
     return [f"{CARD}: {line}" for line in missing]
 
 
@@ -122,7 +122,7 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
         if name == "other" and not data.get("license_name"):
             yield "license is other, and license_name does not say which"
     if bundle.config and data.get("pipeline_tag") not in (None, *TASKS):
-        yield f"pipeline_tag {data['pipeline_tag']!r} is not a task of a model of text, such as text-generation"
+        yield f"pipeline_tag {data['pipeline_tag']!r} is not a text task, such as text-generation"
     for field in ("base_model", "datasets"):
         for name in [data.get(field)] if isinstance(data.get(field), str) else data.get(field) or ():
             try:

@@ -1,6 +1,6 @@
-"""Verification of a push: the commit is loaded back, and the bytes of every file and the outputs are compared.
+"""Verify a push: load the commit back, and compare the bytes of every file and the outputs.
 
-This file is also a program that runs without hf_longctx, as for those who load the model:
+This file is also a program, which runs without hf_longctx as it is for users of the model:
 
     python verify.py REPO COMMIT HASHES.json OUTPUTS.safetensors AUTO_CLASS
 """
@@ -23,21 +23,23 @@ TOKENS = 64
 
 
 def verify_push(folder: str | os.PathLike, contents: str, repo: str, commit: str, auto_class: str) -> str:
-    """Load a commit in a fresh process, into an empty cache, and compare it with the folder that was pushed.
+    """Load a commit in a fresh process, into an empty cache, and compare it with the pushed folder.
 
     Args:
-        folder: the folder of a model, or of an adapter.
-        contents: of hf_longctx.json, which has the sha256 of every other file.
-        auto_class: the class of transformers, or of PEFT, that loads it; its first output, usually the logits, is
+        folder: folder of the model or adapter.
+        contents: content of hf_longctx.json, which has the sha256 of every other file.
+        repo: NAMESPACE/NAME.
+        commit: hash of the commit.
+        auto_class: name of the class of transformers or PEFT that loads it. Its first output, usually the logits, is
             compared.
 
     Returns:
-        a line that says what was compared.
+        A line that says what was compared.
 
     Raises:
-        RuntimeError: the commit cannot be loaded, or it differs.
+        RuntimeError: the commit cannot be loaded, or differs from the folder.
     """
-    path = str(Path(folder).resolve())  # of a shorter name, PEFT would ask the Hub
+    path = str(Path(folder).resolve())  # PEFT looks up a shorter name on the Hub
     model = load(path, auto_class)
     hashes = json.loads(contents)["sha256"] | {"hf_longctx.json": hashlib.sha256(contents.encode()).hexdigest()}
     ids = torch.arange(TOKENS)[None] % model.config.get_text_config().vocab_size
@@ -46,12 +48,12 @@ def verify_push(folder: str | os.PathLike, contents: str, repo: str, commit: str
         Path(temporary, "hashes.json").write_text(json.dumps(hashes))
         caches = ("HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE")
         environment = os.environ | {name: f"{temporary}/{name}" for name in caches}
-        # -P: the folder of this file, the package's, is not searched for modules
+        # -P: do not search this file's folder, the package's, for modules
         command = [sys.executable, "-P", __file__, repo, commit, "hashes.json", "outputs.safetensors", auto_class]
         done = subprocess.run(command, cwd=temporary, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise RuntimeError(f"{repo} at {commit} was pushed, and cannot be loaded back: {reason}")
+        raise RuntimeError(f"{repo} at {commit} was pushed, but cannot be loaded back: {reason}")
     return done.stdout.strip()
 
 

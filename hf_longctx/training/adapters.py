@@ -1,4 +1,4 @@
-"""LoRA adapters through PEFT, with checks of what would silently go wrong."""
+"""LoRA adapters with PEFT, and checks against silent mistakes."""
 
 import hashlib
 import json
@@ -11,18 +11,18 @@ from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from .config import FinetuneConfig, nearest
 
 
-BASE = "base.json"  # in the folder of an adapter: which weights it was trained on
-# PEFT 0.21 asks each model for a property that transformers 5.23 has renamed
+BASE = "base.json"  # file in an adapter's folder: fingerprint of the weights that it was trained on
+# PEFT 0.21 reads a property that transformers 5.23 has renamed
 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
 
 def add_lora(model, args: FinetuneConfig) -> PeftModel:
-    """Return the model with a new adapter, and with the modules that the recipe trains in full, both in float32.
+    """Add a new adapter to a model; it and the modules that the recipe trains in full are float32.
 
     Raises:
-        ValueError: a name is not that of a module, or the adapter would corrupt tied embeddings when it is merged.
+        ValueError: the model does not have a named module, or merging the adapter would corrupt tied embeddings.
     """
-    config = getattr(model.config, "backbone_config", model.config)  # of a model with memory: the backbone's
+    config = getattr(model.config, "backbone_config", model.config)  # an HMT wraps a backbone
     targets, in_full = args.lora_target_modules or ["all-linear"], args.lora_modules_to_save
     if in_full is None:
         in_full = modules_of_recipe(model, args.recipe)
@@ -33,7 +33,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
                 raise ValueError(f"{option} names {name}, which is not a module of this model. {nearest(name, names)}")
     if config.tie_word_embeddings and embeddings & set(targets):
         raise ValueError(
-            f"Input and output embeddings of this model are one tensor, and merging an adapter of "
+            f"The input and output embeddings of this model are one tensor, and merging an adapter of "
             f"{' or '.join(sorted(embeddings))} would change both. Name them in --lora_modules_to_save instead."
         )
     lora = LoraConfig(
@@ -50,7 +50,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
 
 
 def modules_of_recipe(model, recipe: str | None) -> list[str]:
-    """Return what is trained in full: new modules; for a new context norms and embeddings (arXiv 2309.12307)."""
+    """Return the modules to train in full: new ones, or norms and embeddings for a new context (arXiv 2309.12307)."""
     if recipe == "rope-extend":
         norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
         return sorted(norms | {_leaf_name(model, model.get_input_embeddings())})
@@ -64,11 +64,11 @@ def embedding_names(model) -> set[str]:
 
 
 def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
-    """Return the architecture of a base, and a hash of some of its weights, rounded to bfloat16.
+    """Return the architecture of a base model, and a hash of a sample of its weights, rounded to bfloat16.
 
     Args:
-        names: of the parameters whose values are hashed. Default: eight that are not quantized, which a quantized base
-            has in common with the whole one.
+        names: names of the hashed parameters. Default: eight that are not quantized, so that a quantized base and the
+            original have the same fingerprint.
     """
     config, digest, parameters = model.config, hashlib.sha256(), dict(model.named_parameters())
     if names is None:
@@ -85,21 +85,23 @@ def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
 
 
 def load_adapter(model, folder: str | Path) -> PeftModel:
-    """Load an adapter of `finetune` on its base.
+    """Load an adapter of `finetune` on its base model.
 
     Raises:
-        ValueError: the folder holds no adapter, or one that was trained on another base.
+        ValueError: the folder does not hold an adapter, or the adapter was trained on another base.
     """
     folder = Path(folder)
     if not (folder / "adapter_config.json").exists():
-        raise ValueError(f"{folder} holds no adapter (no adapter_config.json); give a folder that finetune wrote.")
+        raise ValueError(
+            f"{folder} does not hold an adapter (adapter_config.json); give a folder that finetune wrote."
+        )
     if (folder / BASE).exists():
         saved = json.loads((folder / BASE).read_text())
         base = model_fingerprint(model, saved["names"])
         differing = [f"{name} {saved[name]}, not {base[name]}" for name in saved if saved[name] != base[name]]
         if differing:
             raise ValueError(
-                f"the adapter in {folder} was trained on another model ({'; '.join(differing)}). Load the base that "
+                f"The adapter in {folder} was trained on another model ({'; '.join(differing)}). Load the base that "
                 "its adapter_config.json names."
             )
     adapter: Any = PeftConfig.from_pretrained(str(folder))
@@ -108,7 +110,7 @@ def load_adapter(model, folder: str | Path) -> PeftModel:
 
 
 def _widen(model, names):
-    """Cast the modules of these names to float32; PEFT does so for LoRA, and copies other modules in their dtype."""
+    """Cast modules to float32 by name: PEFT does so for LoRA only, and copies other modules in their dtype."""
     for name, module in _leaves(model):
         if name in names:
             module.float()

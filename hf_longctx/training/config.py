@@ -1,4 +1,4 @@
-"""Settings of a run: the fields of `transformers.TrainingArguments`, and what it lacks."""
+"""Settings of a run: the fields of transformers' `TrainingArguments`, and those that it lacks."""
 
 import argparse
 import difflib
@@ -30,7 +30,7 @@ Config = TypeVar("Config", bound="RunConfig")
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which 1e-4 is a number."""
+    """YAML loader that reads 1e-4 as a number."""
 
 
 Loader.add_implicit_resolver(
@@ -39,33 +39,35 @@ Loader.add_implicit_resolver(
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help with defaults where there are some, below a docstring as it is written."""
+    """Help that shows defaults, except empty ones, and keeps the line breaks of the description."""
 
     def _get_help_string(self, action):
         return action.help if action.default in (None, []) else super()._get_help_string(action)
 
 
 def required(text: str) -> Any:
-    """Make a field without a default, with its help."""
+    """Make a required field with its help text."""
     return field(kw_only=True, metadata={"help": text})
 
 
 def option(default: Any, text: str, **parser_options: Any) -> Any:
-    """Make a field with its help and other arguments of `add_argument`."""
+    """Make a field with its default, its help text and other arguments of `add_argument`."""
     return field(default=default, metadata={"help": text, **parser_options})
 
 
 @dataclass
 class RunConfig(TrainingArguments):
-    """Settings of every run. Defaults of optimizer and schedule are those of FoX (arXiv 2503.02130, appendix B.1)."""
+    """Settings of every run. The optimizer and schedule defaults are from FoX (arXiv 2503.02130, appendix B.1)."""
 
     output_dir: str = required("Folder of the run")
     lr_scheduler_type: str = option("cosine", "Learning-rate schedule")
     weight_decay: float = option(0.1, "Weight decay; norms and biases are exempt")
     adam_beta2: float = option(0.95, "AdamW beta2")
     bf16: bool | None = option(None, "Compute in bfloat16 (default: true on an accelerator)", nargs="?", const=True)
-    per_device_train_batch_size: int = option(1, "Sequences of a forward pass on each device")
-    per_device_eval_batch_size: int | None = option(None, "Sequences of an evaluation pass (default: as in training)")
+    per_device_train_batch_size: int = option(1, "Sequences per forward pass on each device")
+    per_device_eval_batch_size: int | None = option(
+        None, "Sequences per evaluation pass on each device (default: as in training)"
+    )
     torch_compile: bool | None = option(
         None, "Compile each decoder layer (default: true for a new model on CUDA)", nargs="?", const=True
     )
@@ -73,56 +75,57 @@ class RunConfig(TrainingArguments):
     save_total_limit: int | None = option(2, "Number of checkpoints to keep, at least 2")
     eval_steps: float | None = option(500, "Steps between evaluations on `eval_data`")
     logging_steps: float = option(1, "Steps between entries of the log")
-    disable_tqdm: bool | None = option(True, "Print lines instead of a progress bar")
+    disable_tqdm: bool | None = option(True, "Print log lines instead of a progress bar")
     remove_unused_columns: bool | None = option(False, "Drop columns that the model does not take")
-    prediction_loss_only: bool = option(True, "Evaluate the loss only")
-    logging_nan_inf_filter: bool = option(False, "Hide losses that are not finite")
-    ddp_find_unused_parameters: bool | None = option(False, "Look for parameters without a gradient")
-    ddp_timeout: int = option(7 * 24 * 3600, "Seconds that processes wait for the one that packs the data")
+    prediction_loss_only: bool = option(True, "Return only the loss from evaluations")
+    logging_nan_inf_filter: bool = option(False, "Filter losses that are not finite out of the log")
+    ddp_find_unused_parameters: bool | None = option(False, "Search for parameters without a gradient in DDP")
+    ddp_timeout: int = option(7 * 24 * 3600, "Seconds that processes wait, for example while one packs the data")
 
     data: str = required(
         "Training data: a .txt, .md, .jsonl, .parquet or .csv file, a folder, a dataset, token ids (.npy) or stdlib; "
-        "several with weights as books=0.7,web.jsonl=0.3"
+        "several sources with shares: books=0.7,web.jsonl=0.3"
     )
     eval_data: str | None = option(None, "Evaluation data, like `data`")
     text_column: str | None = option(
-        None, "Column of a table that holds the text (default: its conversations, else `text`)"
+        None, "Table column with the text (default: conversations if there are any, else `text`)"
     )
     tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's)")
-    max_length: int = option(2048, "Tokens of a sequence")
-    packing: bool = option(True, "Pack several documents into a sequence; they do not see each other")
-    streaming: bool = option(False, "Tokenize and pack while training, in the order of the data")
+    max_length: int = option(2048, "Tokens per sequence")
+    packing: bool = option(True, "Pack several documents into a sequence; they do not attend to each other")
+    streaming: bool = option(False, "Tokenize and pack during training, in the order of the data")
     attn_implementation: str | None = option(
-        None, "Attention implementation (default: the model's; of a FoX on a GPU, auto)"
+        None, "Attention implementation (default: the model's; for a FoX on a GPU, auto)"
     )
-    sequence_parallel: int = option(1, "Processes that share each sequence of a FoX")
-    recipe: str | None = option(None, "Defaults to start from")
+    sequence_parallel: int = option(1, "Number of processes that share each sequence of a FoX")
+    recipe: str | None = option(None, "Recipe with other defaults")
     set: list[str] = field(
-        default_factory=list, metadata={"help": "Fields of the model's config, as in forget_gate=fixed hidden_size=64"}
+        default_factory=list,
+        metadata={"help": "Fields of the model's config, such as forget_gate=fixed hidden_size=64"},
     )
 
     command: ClassVar[str]
 
     def __post_init__(self):
         names = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
-        # what differs from the defaults, as it was given
+        # the given values that differ from the defaults
         self.given = {n: v for n, v in vars(self).items() if n in names and v is not None and v != names[n]}
         if self.recipe is not None and self.recipe not in recipes(self.command):
             raise ValueError(f"`recipe` must be one of {', '.join(recipes(self.command))}, got {self.recipe!r}.")
         if self.logging_steps != 1 or self.save_only_model or self.save_total_limit == 1:
             raise ValueError(
-                "`logging_steps` must be 1, `save_only_model` false and `save_total_limit` at least 2. Otherwise a run "
-                "that is killed loses its log or its last checkpoint."
+                "`logging_steps` must be 1, `save_only_model` false and `save_total_limit` at least 2. Otherwise a killed "
+                "run loses its log or its last checkpoint."
             )
         if not self.packing and (self.streaming or self.sequence_parallel > 1):
-            raise ValueError("--packing false goes neither with --streaming nor with --sequence_parallel.")
+            raise ValueError("--packing false does not support --streaming or --sequence_parallel.")
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
             self.bf16 = not (self.use_cpu or self.fp16)
         if self.torch_compile is None:
             on_cuda = torch.cuda.is_available() and not self.use_cpu
             self.torch_compile = self.command == "train" and on_cuda and self.sequence_parallel == 1
-        # Trainer would compile the whole model, whose first step takes longer.
+        # Trainer would compile the whole model, which makes the first step slower.
         self.compile_layers = self.torch_compile and not (self.torch_compile_backend or self.torch_compile_mode)
         self.torch_compile = self.torch_compile and not self.compile_layers
         if self.per_device_eval_batch_size is None:
@@ -130,7 +133,7 @@ class RunConfig(TrainingArguments):
         if self.eval_data is not None and self.eval_strategy == "no":
             self.eval_strategy = "steps"
         if self.data_seed is None:
-            self.data_seed = self.seed  # that of dropout differs between processes, and the order must not
+            self.data_seed = self.seed  # the order is the same in all processes, unlike dropout
         if self.accelerator_config is None:
             self.accelerator_config = {"dispatch_batches": False}  # each process reads its own sequences of a stream
         super().__post_init__()
@@ -140,12 +143,12 @@ class RunConfig(TrainingArguments):
 
     @classmethod
     def from_recipe(cls: type[Config], name: str, **values: Any) -> Config:
-        """Return the settings of a recipe, with other values in place of some."""
+        """Return the settings of a recipe; `values` take precedence."""
         settings: dict[str, Any] = {"recipe": name, **read_recipe(cls, name), **values}
         return cls(**settings)
 
     def config_fields(self) -> dict[str, Any]:
-        """Return the fields that `set` gives the model's config.
+        """Return the config fields that `set` changes.
 
         >>> FinetuneConfig(data="a", output_dir="b", model="c", set=["window=null", "rate=1e-4"]).config_fields()
         {'window': None, 'rate': 0.0001}
@@ -160,7 +163,7 @@ class RunConfig(TrainingArguments):
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences of an optimizer step, of all processes."""
+        """Sequences per optimizer step of all processes."""
         processes = self.world_size // self.sequence_parallel
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
 
@@ -172,21 +175,21 @@ class PretrainConfig(RunConfig):
     learning_rate: float = option(1e-3, "Peak learning rate")
 
     tokenizer: str = required("Folder or Hub name of a tokenizer that has an EOS token")
-    model: str = option("fox-tiny", f"config.json, or a folder or Hub name with one, or one of {', '.join(PRESETS)}")
+    model: str = option("fox-tiny", f"A config.json, a folder or Hub name with one, or one of {', '.join(PRESETS)}")
 
     command = "train"
 
 
 @dataclass
 class FinetuneConfig(RunConfig):
-    """Settings of fine-tuning; `FinetuneConfig.from_recipe(name, ...)` begins with those of a recipe.
+    """Settings of fine-tuning; `FinetuneConfig.from_recipe(name, ...)` starts from those of a recipe.
 
-    LoRA and quantization are named as in TRL's `ModelConfig`.
+    The LoRA and quantization settings have the names of TRL's `ModelConfig`.
     """
 
-    learning_rate: float = option(2e-4, "Peak learning rate; for all parameters, some 2e-5")
+    learning_rate: float = option(2e-4, "Peak learning rate; about 2e-5 is common without LoRA")
     weight_decay: float = option(0.0, "Weight decay; norms and biases are exempt")
-    recipe: str | None = option("lora", "Defaults to start from, and what is done to the model")
+    recipe: str | None = option("lora", "Recipe, with its defaults and its change of the model")
 
     model: str = required("Folder or Hub name of a causal language model")
     use_peft: bool = option(True, "Train LoRA adapters instead of all parameters")
@@ -194,17 +197,17 @@ class FinetuneConfig(RunConfig):
     lora_alpha: int = option(32, "LoRA alpha; adapters are scaled by alpha / r")
     lora_dropout: float = option(0.0, "LoRA dropout")
     lora_target_modules: list[str] | None = field(
-        default=None, metadata={"help": "Modules that LoRA adapts (default: all linear layers)"}
+        default=None, metadata={"help": "Names of the modules with LoRA (default: all linear layers)"}
     )
     lora_modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules that are trained in full alongside LoRA (default: the recipe's)"}
+        default=None, metadata={"help": "Names of the modules to train in full alongside LoRA (default: the recipe's)"}
     )
-    merge: bool = option(False, "Save the model with the adapter merged into its weights")
+    merge: bool = option(False, "Merge the adapter into the saved model")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Data type of frozen weights")
     load_in_4bit: bool = option(False, "Quantize the base to NF4 (QLoRA); needs bitsandbytes")
     load_in_8bit: bool = option(False, "Quantize the base to int8; needs bitsandbytes")
     decay_time: float | None = option(
-        None, "fox-from-llama: decay time of new gates in tokens (default: `max_length`)"
+        None, "fox-from-llama: decay time of the new gates in tokens (default: `max_length`)"
     )
     gate_lr_ratio: float = option(1.0, "Learning rate of forget gates as a multiple of `learning_rate`")
     lr_decay_every: int | None = option(None, "Multiply the learning rate by 0.7 every N steps (HMT, section 4)")
@@ -218,7 +221,7 @@ def recipes(command: str) -> dict[str, Path]:
 
 
 def read_recipe(kind: type[RunConfig], name: str) -> dict[str, Any]:
-    """Read the settings of a recipe; a name that is not one has none, and the settings refuse it."""
+    """Read the settings of a recipe; {} for an unknown name, which `RunConfig` reports."""
     file = recipes(kind.command).get(name)
     return {} if file is None else read_yaml(file, kind)
 
@@ -227,14 +230,14 @@ def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
     """Read settings from a YAML file.
 
     Raises:
-        ValueError: the file is not a mapping in YAML, or sets a name that is not a setting.
+        ValueError: the file is not a YAML mapping, or has an unknown setting.
     """
     try:
         values = yaml.load(Path(file).read_text(), Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file} must hold settings, in lines such as `max_steps: 1000`.")
+        raise ValueError(f"{file} must contain settings, in lines such as `max_steps: 1000`.")
     for name in values:
         if name not in setting_names(kind):
             raise ValueError(f"{file} sets {name}, which is not a setting. {nearest(name, setting_names(kind))}")
@@ -247,13 +250,13 @@ def setting_names(kind: type[TrainingArguments]) -> set[str]:
 
 
 def nearest(name: str, names: Any) -> str:
-    """Return a sentence that names the nearest of some names; empty if none is near."""
+    """Return the sentence "Did you mean ...?" with the most similar name, or "" without one."""
     close = difflib.get_close_matches(str(name), names, 1)
     return f"Did you mean {close[0]}?" if close else ""
 
 
 def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
-    """Return the parser of all settings, whose help shows ours and `SHOWN`."""
+    """Return the parser of all settings; its help shows ours and `SHOWN`."""
     parser = HfArgumentParser(kind, allow_abbrev=False, formatter_class=HelpFormatter, **options)  # ty: ignore[invalid-argument-type]
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; options take precedence")
     inherited = setting_names(TrainingArguments) - SHOWN
@@ -263,18 +266,18 @@ def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
         elif action.dest == "recipe":
             action.help = f"{action.help}: {', '.join(recipes(kind.command))}"
         if action.dest in setting_names(kind):
-            action.option_strings = action.option_strings[:1]  # hyphens are understood and not shown
+            action.option_strings = action.option_strings[:1]  # hyphens are accepted but not shown
             action.metavar = {int: "N", float: "X"}.get(action.type, "BOOL" if action.nargs == "?" else None)
     return parser
 
 
 def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
-    """Read settings from options, over those of `--config FILE`, over those of `--recipe`, over the defaults.
+    """Parse settings: options take precedence over `--config FILE`, then `--recipe`, then the defaults.
 
     Args:
         kind: `PretrainConfig` or `FinetuneConfig`.
-        argv: the options.
-        options: of the parser, for its help.
+        argv: command-line options.
+        options: arguments of the parser, for its help.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config")
@@ -295,13 +298,13 @@ def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
 
 
 def write_yaml(settings: RunConfig) -> str:
-    """Return the settings that were given, in YAML; secrets, such as `hub_token`, are left out."""
+    """Return the given settings as YAML, without secrets such as `hub_token`."""
     given = {name: value for name, value in settings.given.items() if not name.endswith("_token")}
     return yaml.safe_dump({name: plain(value) for name, value in given.items()})
 
 
 def plain(value: Any) -> Any:
-    """Return a value as YAML and JSON hold it: that of an enum, or what is plain already."""
+    """Return the value of an enum, for YAML and JSON, and other values unchanged."""
     return value.value if isinstance(value, Enum) else value
 
 

@@ -1,4 +1,4 @@
-"""Conversations as tokens, of which only the assistant's are scored."""
+"""Conversations as token ids; only the assistant's tokens are scored."""
 
 import json
 import re
@@ -13,27 +13,27 @@ from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
-SCORED, FIRST = 1, 2  # bits of a flag: the label counts; a conversation begins
-PROBE = "hf-longctx-probe"  # content of a turn, which shows where a template writes it
+SCORED, FIRST = 1, 2  # bits of a flag: the label is scored; a document begins
+PROBE = "hf-longctx-probe"  # content that shows where a template writes a turn
 QUESTION = {"role": "user", "content": "Who?"}
 
 
 def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.ndarray]:
-    """Encode one conversation, or a prompt and its completion, as TRL does.
+    """Encode a conversation, or a prompt and its completion, as TRL does.
 
     Args:
-        row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two texts or two such lists. Of
-            lists, the template gets "tools" and "chat_template_kwargs" too.
-        tokenizer: of transformers; messages need its chat template.
+        row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two strings or two such lists.
+            With lists, the template also gets "tools" and "chat_template_kwargs".
+        tokenizer: tokenizer of transformers; messages need its chat template.
 
     Returns:
-        ids, (T,), int64; and a flag of each, (T,), uint8. The assistant's turns are scored, of a prompt and its
-        completion those of the completion, and a token that is partly theirs. A template says by `{% generation %}`
-        what these are; else see `find_answer`.
+        ids, (T,), int64, and flags, (T,), uint8. Scored are the assistant's turns, or those of the completion, and
+        tokens that partly belong to them. A template marks these by `{% generation %}`; without marks, see
+        `find_answer`.
 
     Raises:
-        ValueError: the tokenizer has no chat template, turns are not such lists, or the assistant's are not found in
-            what the template writes.
+        ValueError: the tokenizer does not have a chat template, the turns are not such lists, or the assistant's turns
+            cannot be found in the rendered text.
     """
     if "messages" not in row and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         text = row["prompt"] + row["completion"]
@@ -50,8 +50,8 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.
             or not all(isinstance(turn, dict) and "role" in turn for turn in turns)
         ):
             raise ValueError(
-                f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. Convert the table; "from" and "value" '
-                'of ShareGPT are "role" and "content", and "human" and "gpt" are "user" and "assistant".'
+                f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. Convert the table: ShareGPT\'s "from" '
+                'and "value" become "role" and "content", and "human" and "gpt" become "user" and "assistant".'
             )
         turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
         tools = [parse_json(tool) for tool in parse_json(row.get("tools")) or []]
@@ -64,23 +64,23 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.
 
 
 def parse_json(value: Any) -> Any:
-    """Return what a JSON text holds, as some tables have it; other values as they are."""
+    """Parse a JSON string, which some tables hold, and return other values unchanged."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the fields that are null, which tables add where rows have different fields."""
+    """Remove null fields, which tables add where their rows have different fields."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def encode_spans(text: str, spans: list[tuple[int, int]], tokenizer, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of a text, and which of the tokens overlap one of some spans of characters."""
+    """Return the ids of a text, and a mask of the tokens that overlap spans of characters."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
         starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
-        starts = np.minimum(starts, np.append(0, ends[:-1]))  # some tokenizers leave spaces out
+        starts = np.minimum(starts, np.append(0, ends[:-1]))  # some tokenizers exclude spaces from their offsets
     else:
         encoded = tokenizer(text, verbose=False, **options)
 
@@ -97,12 +97,12 @@ def encode_spans(text: str, spans: list[tuple[int, int]], tokenizer, **options) 
 
 
 def common_length(a: Sequence, b: Sequence) -> int:
-    """Return how long the common beginning of two sequences is."""
+    """Return the length of the common prefix of two sequences."""
     return bisect(range(1, min(len(a), len(b)) + 1), False, key=lambda n: a[:n] != b[:n])
 
 
 def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tuple[str, list[tuple[int, int]]]:
-    """Return what the chat template writes, and the spans of the assistant's turns from turn `first` on."""
+    """Return the rendered text, and the spans of the assistant's turns, starting with turn `first`."""
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     words = [token[1:] for token in Environment().lex(template) if token[1] != "whitespace"]
     if any(word[0] == "block_begin" and follower[1] == "generation" for word, follower in pairwise(words)):
@@ -133,30 +133,30 @@ def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tup
 
 
 def special_tokens(tokenizer) -> list[str]:
-    """Return the special tokens, the longest first."""
+    """Return the special tokens, longest first."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(added.union(tokenizer.all_special_tokens), key=len, reverse=True)
 
 
 def with_probe(turn: dict) -> dict:
-    """Return a turn that has the probe as its content, in a list if its own is one."""
+    """Return a turn with the probe as its content, in a list if its content is a list."""
     return {**turn, "content": [{"type": "text", "text": PROBE}] if isinstance(turn.get("content"), list) else PROBE}
 
 
 def find_answer(
     text: str, turns: list[dict], number: int, after: int, render: Callable[..., str], special: str
 ) -> tuple[int, int]:
-    """Return the span of turn `number`, an assistant's, in what a chat template writes.
+    """Return the span of turn `number`, an assistant's, in the rendered text.
 
-    The turn is replaced by a probe. The answer begins after the last header of an answer (what
-    `add_generation_prompt` adds) before the probe, or with the probe if there is none, and ends with what ends a
-    conversation there too. All else must be as it was.
+    We replace the turn by a probe. The answer begins after the last header (the text that `add_generation_prompt`
+    adds) before the probe, or with the probe if there is no header. It ends with the text that ends a conversation
+    there too. The rest must be unchanged.
 
     Args:
-        text: of all turns.
-        after: end of the assistant's turn before.
-        render: writes turns.
-        special: regular expression of special tokens.
+        text: rendered text of all turns.
+        after: end of the assistant's previous turn.
+        render: function that renders turns.
+        special: regular expression for special tokens.
     """
     before, turn = turns[:number], turns[number]
     asked = before if any(earlier["role"] == "user" for earlier in before) else [*before, QUESTION]
@@ -171,12 +171,12 @@ def find_answer(
             head, tail = render([*before, probe, *later]).split(PROBE)
             written = render([*before, turn, *later])
             other = render([*before, turn, with_probe(later[0]), *later[1:]]) if later else text
-        except (TemplateError, ValueError):  # one of a tool whose call the probe lacks
+        except (TemplateError, ValueError):  # a tool's response needs the call, which the probe lacks
             continue
         if header and header in head[after:]:
             begin = head.rfind(header, after)
             stop = begin + len(header)
-        else:  # an answer may begin with spaces
+        else:  # the answer may begin with spaces
             begin = stop = len(head.removesuffix("" if lead.strip(" ") else lead))
         start = common_length(written, head[:stop])
         ending = len(last_ending) if tail.startswith(last_ending) else 0
@@ -187,16 +187,16 @@ def find_answer(
         if is_same and after <= start <= end and text.startswith(written[:end]) and other.startswith(written[:end]):
             return start, end
     raise ValueError(
-        f"The assistant's turn {number + 1} cannot be found in what the chat template writes, because it changes other "
-        "turns or the template does not write it as it is. Mark the assistant's turns in the template: "
+        f"The assistant's turn {number + 1} cannot be found in the rendered chat template, because the turn changes other "
+        "turns or the template rewrites it. Mark the assistant's turns in the template: "
         "{% generation %}...{% endgeneration %}."
     )
 
 
 def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode conversations one by one, and leave out those in which nothing is scored.
+    """Encode conversations, and drop those without a scored token.
 
-    The first answer that no special token ends is reported on stderr.
+    A warning on stderr reports the first answer that does not end with a special token.
     """
     special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
     for number, row in enumerate(rows, 1):
@@ -204,7 +204,7 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.n
             ids, flags = encode_conversation(row, tokenizer)
         except TemplateError as error:
             raise ValueError(
-                f"The chat template refuses conversation {number}: {error}. Remove or mend it."
+                f"The chat template raises an error for conversation {number}: {error}. Remove or correct it."
             ) from error
         except ValueError as error:
             raise ValueError(f"Conversation {number}: {error}") from error
@@ -216,7 +216,7 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.n
             is_reported = True
             print(
                 "The last scored token of an answer is not a special token, so the model is not trained to end its turn. "
-                "Let the chat template write one, such as {{ eos_token }}, after the assistant's content.",
+                "Add one, such as {{ eos_token }}, after the assistant's content in the chat template.",
                 file=sys.stderr,
             )
         yield ids, flags

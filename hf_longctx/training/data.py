@@ -1,8 +1,7 @@
-"""Documents as sequences of tokens: packed once into a file, or packed as they are read.
+"""Documents as sequences of tokens: packed once into a file, or packed while they are read.
 
-A document ends with the tokenizer's EOS, so a file of token ids alone has the boundaries of its documents, also a file
-that somebody else has made (`.npy`, one or two dimensions of integers). No label crosses a boundary, and positions
-start again at each.
+A document ends with the tokenizer's EOS, so any file of token ids (`.npy`, one or two dimensions of integers) contains
+its document boundaries. No label crosses a boundary, and positions restart at each.
 """
 
 import hashlib
@@ -22,36 +21,36 @@ from ..corpus import open_source
 from .conversations import FIRST, SCORED, encode_conversations
 
 
-FLAGS = ".flags.npy"  # suffix of the file of flags next to a file of tokens
+FLAGS = ".flags.npy"  # suffix of the file of flags next to a token file
 SECONDS_BETWEEN_LINES = 10
-DOCUMENTS_AT_ONCE = 256  # a fast tokenizer encodes a batch in parallel
+DOCUMENTS_AT_ONCE = 256  # fast tokenizers encode a batch in parallel
 
 
 class TokenDataset(torch.utils.data.Dataset):
-    """Sequences of `length` tokens from a file of tokens, except the rest at its end and those without a scored label.
+    """Sequences of `length` tokens from a token file, without an incomplete last one and those without a scored label.
 
     Args:
-        path: `.npy` file of integers, read through a memory map. A file of flags next to it, `FLAGS`, marks where
+        path: `.npy` file of integers, which is memory-mapped. A file of flags next to it (suffix `FLAGS`) marks where
             documents begin and which labels are scored.
-        length: tokens of a sequence, T.
-        eos_token_id: ends a document. None: the file holds one document.
-        vocab_size: all token ids are below it.
+        length: T, tokens per sequence.
+        eos_token_id: token that ends a document. None: the file is one document.
+        vocab_size: upper bound of the token ids.
 
-    An item is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_row`.
+    An item is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`.
 
     Raises:
-        ValueError: the file does not hold integers, holds less than one sequence, or a token beyond the vocabulary.
+        ValueError: the file does not hold integers, is shorter than a sequence, or has a token beyond the vocabulary.
     """
 
     def __init__(self, path: str | Path, length: int, eos_token_id: int | None, vocab_size: int):
         try:
             tokens = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is not a whole file of numpy ({error}); write one by np.save.") from error
+            raise ValueError(f"{path} is not a complete .npy file ({error}); write it by np.save.") from error
         if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
             raise ValueError(
-                f"{path} holds {tokens.dtype} of {tokens.ndim} dimensions; a file of tokens holds integers, such as "
-                "uint16, in one dimension or two."
+                f"{path} must hold integers, such as uint16, in one or two dimensions, got {tokens.dtype} in "
+                f"{tokens.ndim} dimensions."
             )
         self.path, self.tokens = Path(path), tokens.reshape(-1)
         self.length, self.eos_token_id = length, eos_token_id
@@ -59,7 +58,7 @@ class TokenDataset(torch.utils.data.Dataset):
         self.flags = np.load(flags, mmap_mode="r") if flags.exists() else None
         if self.tokens.size < length:
             raise ValueError(
-                f"{path} holds {self.tokens.size} tokens; one sequence needs {length}. Give more text, or lower "
+                f"{path} holds {self.tokens.size} tokens; one sequence needs {length}. Give more data, or lower "
                 "--max_length."
             )
         self.begins = np.arange(0, self.tokens.size - length + 1, length)
@@ -69,8 +68,8 @@ class TokenDataset(torch.utils.data.Dataset):
         lowest, highest = int(self.tokens.min()), int(self.tokens.max())
         if lowest < 0 or highest >= vocab_size:
             raise ValueError(
-                f"{path} holds tokens from {lowest} to {highest}; the tokenizer has {vocab_size}. Name the tokenizer "
-                "that made the file."
+                f"{path} holds token ids from {lowest} to {highest}, and the tokenizer has {vocab_size} tokens. Give the "
+                "tokenizer that encoded the file."
             )
 
     def __len__(self):
@@ -80,14 +79,14 @@ class TokenDataset(torch.utils.data.Dataset):
         return self.read(slice(self.begins[row], self.begins[row] + self.length))
 
     def read(self, place: slice) -> dict[str, torch.Tensor]:
-        """Return some consecutive tokens as one sequence."""
+        """Return a slice of the tokens as one sequence."""
         ids = self.tokens[place]
         flags = flags_by_eos(ids, self.eos_token_id) if self.flags is None else self.flags[place]
-        return make_row(ids, flags, is_one_document=self.eos_token_id is None)
+        return make_sequence(ids, flags, is_one_document=self.eos_token_id is None)
 
 
 class DocumentDataset(TokenDataset):
-    """Chunks of at most `length` tokens of one document each, padded on the right; arguments as for `TokenDataset`.
+    """Chunks of single documents of at most `length` tokens, padded on the right; the arguments are `TokenDataset`'s.
 
     An item is {"input_ids", "attention_mask", "labels"}, each (T,), int64.
     """
@@ -114,13 +113,13 @@ class DocumentDataset(TokenDataset):
 
 
 class StreamedTokenDataset(torch.utils.data.IterableDataset):
-    """The same sequences without files: documents are read, encoded and packed again and again, in their order.
+    """The same sequences without files: documents are read, encoded and packed in their order, without an end.
 
     A resumed run replays the stream up to its step.
 
     Args:
-        documents: opens each source, as `encode` does.
-        shares: of the sources, which sum to 1.
+        documents: functions that open a source each, as `encode` does.
+        shares: shares of the sources, which sum to 1.
         length, eos_token_id: as for `TokenDataset`.
     """
 
@@ -132,7 +131,7 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
         return interleave([self.read(open_documents) for open_documents in self.documents], self.shares)
 
     def read(self, open_documents: Callable) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the sequences of one source without an end."""
+        """Yield the sequences of one source, which is read again and again."""
         ids, flags = np.zeros(0, np.int64), np.zeros(0, np.uint8)
         while True:
             for document, its_flags in open_documents():
@@ -141,12 +140,12 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
                 for begin in range(0, whole, self.length):
                     place = slice(begin, begin + self.length)
                     if (flags[place][1:] & SCORED).any():
-                        yield make_row(ids[place], flags[place], self.is_one_document)
+                        yield make_sequence(ids[place], flags[place], self.is_one_document)
                 ids, flags = ids[whole:], flags[whole:]
 
 
 def interleave(streams: Sequence[Iterator], shares: Sequence[float]) -> Iterator:
-    """Yield from several streams: the next item is of the stream whose items lack most of their share."""
+    """Yield from several streams, always from the one that is furthest behind its share."""
     counts = np.zeros(len(streams))
     while True:
         number = int(((counts + 1) / shares).argmin())
@@ -155,24 +154,24 @@ def interleave(streams: Sequence[Iterator], shares: Sequence[float]) -> Iterator
 
 
 def flags_by_eos(ids: np.ndarray, eos_token_id: int | None) -> np.ndarray:
-    """Return the flags of token ids, (T,), uint8: all are scored, and a document begins after each EOS."""
+    """Return flags of token ids, (T,), uint8: all labels are scored, and a document begins after each EOS."""
     flags = np.full(len(ids), SCORED, np.uint8)
     flags[0] |= FIRST
     flags[1:][ids[:-1] == eos_token_id] |= FIRST
     return flags
 
 
-def make_row(ids: np.ndarray, flags: np.ndarray, is_one_document: bool = False) -> dict[str, torch.Tensor]:
+def make_sequence(ids: np.ndarray, flags: np.ndarray, is_one_document: bool = False) -> dict[str, torch.Tensor]:
     """Make one sequence for a causal language model.
 
     Args:
         ids: (T,), any integer dtype.
-        flags: (T,), uint8: `FIRST` where a document begins, `SCORED` where the label counts.
-        is_one_document: positions do not start again within the sequence.
+        flags: (T,), uint8: `FIRST` where a document begins, `SCORED` where the label is scored.
+        is_one_document: do not restart the positions within the sequence.
 
     Returns:
-        input_ids; position_ids, which start at 0 in every document and in every sequence; labels, equal to input_ids,
-        but -100 at the first token of a document, which no token before it predicts. Each (T,), int64.
+        input_ids; position_ids, which restart at 0 in every document; labels, which are the input_ids, and -100 where
+        they are not scored, such as at the first token of a document. Each (T,), int64.
     """
     tokens, index = torch.from_numpy(ids.astype(np.int64)), torch.arange(len(ids))
     first = torch.from_numpy((flags & FIRST > 0) & (not is_one_document))
@@ -185,22 +184,22 @@ def make_row(ids: np.ndarray, flags: np.ndarray, is_one_document: bool = False) 
 def encode(
     source: str, tokenizer, part: str = "train", column: str | None = None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Open a source and yield its documents as token ids, (T,), int64, and flags, (T,), uint8; see `make_row`.
+    """Open a source and yield its documents as token ids, (T,), int64, and flags, (T,), uint8; see `make_sequence`.
 
-    A text has a BOS before it, if the tokenizer has one that is not its EOS, and an EOS behind it.
+    A text begins with the BOS, if the tokenizer has one that differs from its EOS, and ends with the EOS.
 
     Args:
         source: as for `hf_longctx.corpus.load_text`, or a table of conversations.
-        tokenizer: of transformers, with an EOS.
-        part: of a source that has several, "train" or "held_out".
-        column: of a table, with the text. Default: its conversations, else "text".
+        tokenizer: tokenizer of transformers with an EOS.
+        part: "train" or "held_out", for a source that has both.
+        column: column of a table with the text. Default: its conversations, else "text".
 
     Raises:
         ValueError: the source cannot be read, or the tokenizer does not have an EOS.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "The tokenizer does not have an EOS, which ends a document. Set one: tokenizer.eos_token = '</s>'."
+            "The tokenizer does not have an EOS token, which ends a document. Set one: tokenizer.eos_token = '</s>'."
         )
     documents = open_source(source, part, column, conversations=True)[1]
     groups = groupby(documents, key=lambda document: isinstance(document, dict))
@@ -212,7 +211,7 @@ def encode(
 
 
 def encode_texts(texts: Iterator[str], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode texts, several at a time."""
+    """Encode texts in batches."""
     # GPT-2's BOS is its EOS, and would be a document of one token
     before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
     while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
@@ -222,7 +221,7 @@ def encode_texts(texts: Iterator[str], tokenizer) -> Iterator[tuple[np.ndarray, 
 
 
 def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | None = None) -> None:
-    """Encode all documents of a source into a file of tokens, `path`, and one of flags next to it, `FLAGS`.
+    """Encode all documents of a source into a token file and a file of flags next to it (suffix `FLAGS`).
 
     Both appear when they are complete. Progress is printed on stderr every few seconds.
 
@@ -231,7 +230,7 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
         path: `.npy` file to write.
 
     Raises:
-        ValueError: as for `encode`, or no conversation has a token that is scored.
+        ValueError: as for `encode`, or no conversation has a scored token.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     dtype, documents, printed = np.uint16 if len(tokenizer) <= 2**16 else np.uint32, 0, time.monotonic()
@@ -248,7 +247,7 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
 
 
 class GrowingArray:
-    """A .npy file of one dimension that is written piece by piece, and appears when it is complete and not empty."""
+    """A one-dimensional .npy file that is written incrementally, and appears when it is complete and not empty."""
 
     def __init__(self, path: Path, dtype: type[np.unsignedinteger]):
         self.path, self.dtype, self.count = path, dtype, 0
@@ -274,7 +273,7 @@ class GrowingArray:
             os.unlink(file.name)
 
     def write_header(self) -> None:
-        """Write the header, in which numpy leaves room for the count to grow."""
+        """Write the header; numpy leaves room in it for a larger count."""
         header = np.lib.format.header_data_from_array_1_0(np.empty(0, self.dtype)) | {"shape": (self.count,)}
         np.lib.format.write_array_header_1_0(self.file, header)
 
@@ -286,7 +285,7 @@ def digest(path: Path) -> str:
 
 
 def source_digest(source: str) -> str:
-    """Return the hash of the files of a local source, in their order; of a dataset, its name."""
+    """Return the hash of the files of a local source, or the name of a dataset."""
     path = Path(source)
     if not path.exists():
         return source
@@ -300,12 +299,12 @@ def collate(
     options: Mapping[str, Any] | None = None,
     flat: bool = False,
 ) -> dict[str, Any]:
-    """Collate sequences to the arguments of a model, (B, T).
+    """Collate sequences into model inputs, (B, T).
 
     Args:
         without: entries that the model does not take.
         options: other arguments of the model.
-        flat: one after another, as (1, B * T), in which FlashAttention sees documents by their positions.
+        flat: concatenate the sequences, (1, B * T); FlashAttention then separates documents by their positions.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in without}
     return {name: x.view(1, -1) if flat else x for name, x in batch.items()} | dict(options or {})
@@ -320,7 +319,7 @@ __all__ = [
     "digest",
     "encode",
     "interleave",
-    "make_row",
+    "make_sequence",
     "pack",
     "source_digest",
 ]

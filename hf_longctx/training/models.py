@@ -1,4 +1,4 @@
-"""The model that a run starts from: a new one, or a pretrained one that a recipe changes."""
+"""The model that a run starts from: new, or pretrained and changed by a recipe."""
 
 import functools
 import inspect
@@ -22,15 +22,15 @@ from ..metrics.rope.bounds import rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest
-from .run_folder import say
+from .run_folder import print_once
 
 
 GATE = re.compile(r"\bf_proj\b")
-base_bound = functools.cache(rope_base_bound)  # a run asks for the same one several times
+base_bound = functools.cache(rope_base_bound)  # a run needs the same bound several times
 
 
 def make_config(args: RunConfig, tokenizer) -> Any:
-    """Return the config of the model to train, changed as the recipe and `set` say. Nothing large is loaded.
+    """Return the config of the model to train, with the changes of the recipe and of `set`, before weights are loaded.
 
     Raises:
         ValueError: the settings do not fit the model.
@@ -44,7 +44,7 @@ def make_config(args: RunConfig, tokenizer) -> Any:
     if args.recipe == "hmt":
         config = memory_config(args, config)
     elif args.recipe == "rope-extend":
-        say(extend_rope(config, args))
+        print_once(extend_rope(config, args))
     elif args.recipe == "fox-from-llama":
         quantization, values = getattr(config, "quantization_config", None), config.to_dict()
         config = read_llama_config(values | {"quantization_config": None}, args.decay_time or float(args.max_length))
@@ -58,9 +58,9 @@ def make_config(args: RunConfig, tokenizer) -> Any:
 
 
 def new_config(args: PretrainConfig, tokenizer) -> Any:
-    """Return the config of a new model: a preset's, a file's or a model's, changed by `set`.
+    """Return the config of a new model, from a preset, a file or another model, with the changes of `set`.
 
-    Vocabulary, special ids and the least context are those of the tokenizer and `max_length`.
+    The vocabulary size and special ids come from the tokenizer; the context is at least `max_length`.
     """
     choices = f"one of {', '.join(PRESETS)}, a config.json, or a folder or Hub name with one"
     try:
@@ -77,9 +77,9 @@ def new_config(args: PretrainConfig, tokenizer) -> Any:
 
 
 def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
-    """Return the config of a model with memory at the stage that comes next (arXiv 2405.06067, section 4).
+    """Return the config of an HMT for the next training stage (arXiv 2405.06067, section 4).
 
-    A model without a memory gets one that recalls nothing; one that a stage has trained recalls from now on.
+    A model without a memory gets one without recall; a model from the first stage gets the recall.
     """
     fields = set_fields(args, HMTConfig)
     if config.model_type != "hmt":
@@ -89,14 +89,14 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
         if getattr(config, name) != value:
             raise ValueError(
                 f"{args.model} was trained with {name}={getattr(config, name)!r}; both stages need the same, got {value!r}. "
-                f"Leave {name} out of --set."
+                f"Remove {name} from --set."
             )
     config.recall = True
     return config
 
 
 def set_fields(args: RunConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the fields of `set`; ValueError for one that a class of configs does not have."""
+    """Return the fields of `set`; ValueError for a field that the config class does not have."""
     names, fields = inspect.signature(kind).parameters, args.config_fields()
     for name in fields:
         if name not in names:
@@ -105,26 +105,28 @@ def set_fields(args: RunConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
-    """Raise ValueError for a tokenizer or settings that do not fit a pretrained model."""
+    """Raise ValueError if the tokenizer or the settings do not fit a pretrained model."""
     size = getattr(config, "backbone_config", config).get_text_config().vocab_size
     if len(tokenizer) > size:
-        raise ValueError(f"The tokenizer has {len(tokenizer)} tokens, the model {size}; give the model's own.")
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, the model {size}; give the model's own tokenizer."
+        )
     is_quantized = args.load_in_4bit or args.load_in_8bit or getattr(config, "quantization_config", None)
     if is_quantized and (args.merge or not args.use_peft):
         raise ValueError(
-            "A quantized base takes an adapter that is not merged: --use_peft true --merge false. "
-            "`hf_longctx.training.merge(RUN, MODEL)` merges it into the whole model later."
+            "A quantized base needs an adapter that is not merged: --use_peft true --merge false. "
+            "`hf_longctx.training.merge(RUN, MODEL)` merges it into the original model later."
         )
 
 
 def make_model(args: RunConfig, config: Any) -> Any:
-    """Return a new model in float32, or a pretrained one, of a config that `make_config` made.
+    """Return a new model in float32, or a pretrained one, from the config of `make_config`.
 
     Raises:
         ValueError: weights are missing, or the model cannot be trained on such sequences.
     """
-    torch.manual_seed(args.seed)  # a new memory is the same whenever this is called
-    # Whole, to be converted or checked before ZeRO-3 of DeepSpeed divides it: the next Trainer notes DeepSpeed again.
+    torch.manual_seed(args.seed)  # every call creates the same new memory
+    # Build the whole model, to convert and check it before ZeRO-3 partitions it: Trainer registers DeepSpeed again.
     unset_hf_deepspeed_config()
     if not isinstance(args, FinetuneConfig):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -142,7 +144,7 @@ def make_model(args: RunConfig, config: Any) -> Any:
 
 
 def base_dtype(args: FinetuneConfig, config: Any) -> torch.dtype:
-    """Return the dtype of the weights that a run begins with; those that are trained become float32 in any case."""
+    """Return the dtype of the loaded weights; trained weights become float32 in any case."""
     if not args.use_peft or args.dtype == "float32":
         return torch.float32
     is_half = config.dtype in (torch.bfloat16, torch.float16)
@@ -150,11 +152,11 @@ def base_dtype(args: FinetuneConfig, config: Any) -> torch.dtype:
 
 
 def quantization(args: FinetuneConfig) -> dict[str, Any]:
-    """Return the argument with which `from_pretrained` quantizes the base, if the settings say so."""
+    """Return the arguments of `from_pretrained` that quantize the base, if any."""
     if not (args.load_in_4bit or args.load_in_8bit):
         return {}
     if not is_bitsandbytes_available():
-        raise ImportError("quantization needs bitsandbytes: pip install 'hf-longctx[quantized]'")
+        raise ImportError("Quantization needs bitsandbytes: pip install 'hf-longctx[quantized]'")
     compute: Any = torch.bfloat16 if args.bf16 else torch.float32
     how: Any = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
     config = BitsAndBytesConfig(load_in_4bit=args.load_in_4bit, load_in_8bit=args.load_in_8bit, **how)
@@ -162,12 +164,12 @@ def quantization(args: FinetuneConfig) -> dict[str, Any]:
 
 
 def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
-    """Load a model that gets a memory, or one that has it."""
+    """Load a model and add a memory, or load an HMT."""
     saved = read_config(str(args.model))
     if saved.model_type != "hmt":
         return HMTWrapper.from_backbone(load_whole(args, saved, config.dtype), config)
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # a first stage has no weights for the recall, which transformers calls missing
+    logging.set_verbosity_error()  # the first stage does not train the weights of the recall, and transformers would report them
     try:
         model = HMTWrapper.from_pretrained(args.model, recall=True, dtype=config.dtype, **quantization(args))
         model.memory.float()
@@ -177,10 +179,10 @@ def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
 
 
 def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates: bool = False) -> Any:
-    """Load a pretrained model, all of whose weights are in its files, except `new_gates`.
+    """Load a pretrained model and check that its files hold all weights, except those of `new_gates`.
 
     Raises:
-        ValueError: weights are missing, or have other shapes than the config says.
+        ValueError: weights are missing, or their shapes differ from the config's.
     """
     loaded: Any = load_language_model(
         str(args.model),
@@ -195,15 +197,15 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates:
     lacking = sorted(absent) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
     if lacking:
         raise ValueError(
-            f"{args.model} lacks weights that its config.json describes, which would begin at random: "
-            f"{', '.join(lacking[:3])}{' ...' if lacking[3:] else ''}. Take the config.json and the weights of one model."
+            f"{args.model} lacks weights that its config.json describes, and they would be random: "
+            f"{', '.join(lacking[:3])}{' ...' if lacking[3:] else ''}. Use the config.json and the weights of one model."
         )
     return model
 
 
 @torch.no_grad()
 def open_gates(model: Any, decay_time: float) -> None:
-    """Give the gates the weights that `from_llama` gives them, in float32 whatever the dtype of the model."""
+    """Initialize the gates as `from_llama` does, in float32 for any dtype of the model."""
     for module in model.modules():
         if isinstance(module, FoxForgetGate):
             module.float()
@@ -212,43 +214,43 @@ def open_gates(model: Any, decay_time: float) -> None:
 
 
 def extend_rope(config, args: FinetuneConfig) -> str:
-    """Give a config the context of the settings, or its own if that is longer, and a RoPE base for it.
+    """Extend the context of a config to `max_length`, and choose a RoPE base above the bound for it.
 
-    The bound of the base is eq. 18 of arXiv 2405.14591.
+    A longer context of the config is kept. The bound of the base is eq. 18 of arXiv 2405.14591.
 
     Returns:
-        a line that says what was changed.
+        a line that describes the change.
 
     Raises:
-        ValueError: the model does not have one RoPE base without scaling, or its base supports the context already.
+        ValueError: the model does not have a single RoPE base without scaling, or its base suffices already.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope or "rope_theta" not in rope or rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"--recipe rope-extend needs a model with one RoPE base and no scaling; {args.model} has {rope}."
-        )
+        raise ValueError(f"--recipe rope-extend needs a model with a single RoPE base without scaling, got {rope}.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     claimed, old = config.max_position_embeddings, rope["rope_theta"]
     context = max(args.max_length, claimed)
     reach = rope_context_bound(base=old, head_dim=head_dim)
-    if args.max_length <= claimed and (reach is None or reach >= claimed - 1):  # a distance, one less than a context
+    if args.max_length <= claimed and (
+        reach is None or reach >= claimed - 1
+    ):  # the reach is a distance, one less than a context
         raise ValueError(
             f"--max_length {args.max_length} does not extend the context of {claimed} tokens, and base {old:g} suffices "
-            "for these. Give longer sequences, or --recipe lora."
+            "for it. Give a larger --max_length, or --recipe lora."
         )
     bound = base_bound(context - 1, head_dim)
     base = bound.settled_base or bound.base
     unit = 10.0 ** (math.floor(math.log10(base)) - 1)  # two digits
     rope["rope_theta"], config.max_position_embeddings = math.ceil(base / unit) * unit, context
     return (
-        f"RoPE base {old:g}, which reaches {reach} tokens, becomes {rope['rope_theta']:g}; {context} tokens need "
+        f"RoPE base: {old:g} (reaches {reach} tokens) -> {rope['rope_theta']:g}; {context} tokens need at least "
         f"{bound.base:.0f}"
     )
 
 
 def read_config(name: str) -> Any:
-    """Read the config of a model in a folder or on the Hub; ValueError for an adapter or an encoder-decoder."""
+    """Read a model's config from a folder or the Hub; ValueError for an adapter or an encoder-decoder."""
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(f"{name} holds an adapter; merge it first: `hf_longctx.training.merge(RUN)`.")
     config = AutoConfig.from_pretrained(name)
@@ -257,7 +259,7 @@ def read_config(name: str) -> Any:
 
 
 def check_sees_the_past_only(model) -> None:
-    """Raise ValueError for BERT and its relatives, which would learn to copy their labels from their input."""
+    """Raise ValueError for models such as BERT, which would learn to copy the labels from their input."""
     ids = np.arange(1, 16)[None]
 
     @torch.no_grad()
@@ -269,9 +271,10 @@ def check_sees_the_past_only(model) -> None:
 
 @torch.no_grad()
 def check_packing(model) -> None:
-    """Raise ValueError if a document has other logits packed behind another than alone.
+    """Raise ValueError if the logits of a document change when it is packed behind another one.
 
-    The tolerance is that of `check_causal`. No cache is made, as in training: with one, no boundaries are seen.
+    The tolerance is that of `check_causal`. As in training, the model does not use a cache, with which transformers
+    ignores document boundaries.
     """
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     documents = torch.arange(1, 16, device=model.device).split([6, 9])
@@ -281,29 +284,29 @@ def check_packing(model) -> None:
     alone = model(documents[1][None], use_cache=False).logits[0].float()
     if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
         raise ValueError(
-            f"{type(model).__name__} reads on behind the end of a document: packed behind another one, a document has "
-            f"logits that are up to {(packed - alone).abs().max():.1g} off. Give --packing false."
+            f"{type(model).__name__} reads across document boundaries: packing changes the logits of a document by up to "
+            f"{(packed - alone).abs().max():.1g}. Give --packing false."
         )
 
 
 def check_length(model, length: int) -> None:
-    """Raise ValueError if a model with positions is trained beyond them."""
+    """Raise ValueError if the sequences are longer than the model's positions."""
     table = position_limit(model)
     if table is not None and length > table:
-        raise ValueError(f"--max_length {length} is more than the {table} positions of this model.")
+        raise ValueError(f"--max_length {length} exceeds the {table} positions of this model.")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None):
         raise ValueError(
-            f"--max_length {length} is more than the {limit} tokens of this model; extend its context first, by "
-            "--recipe rope-extend."
+            f"--max_length {length} exceeds the context of {limit} tokens of this model; extend it first by --recipe "
+            "rope-extend."
         )
 
 
 @torch.no_grad()
 def check_flash_attention(model: Any) -> None:
-    """Raise ValueError if FlashAttention would not get the positions, by which it separates packed documents.
+    """Raise ValueError if a model does not give FlashAttention the positions, which separate packed documents.
 
-    The model reads two tokens, on any device, with a function in place of the kernel.
+    The model reads two tokens with a stub instead of the kernel, on any device.
     """
     name, seen = model.config._attn_implementation, []
     attention = ALL_ATTENTION_FUNCTIONS[name]
@@ -320,7 +323,7 @@ def check_flash_attention(model: Any) -> None:
         ALL_ATTENTION_FUNCTIONS[name] = attention
     if not (seen and all(seen)):
         raise ValueError(
-            f"{type(model).__name__} does not give position_ids to {name}, so packed documents would see each other. "
+            f"{type(model).__name__} does not pass position_ids to {name}, so packed documents would see each other. "
             "Give --packing false."
         )
 

@@ -1,4 +1,4 @@
-"""The sequences of a run: packed in its folder, or streamed, and mixed."""
+"""The sequences of a run: packed in its folder or streamed, and mixed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from .run_folder import checkpoints, digest_of
 
 
 class Datasets(NamedTuple):
-    """Sequences to train on, sequences to evaluate on, and a hash of the former."""
+    """Training sequences, evaluation sequences, and a hash of the training data."""
 
     train: Any
     evaluation: Any | None
@@ -26,26 +26,26 @@ def prepare_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> Datas
     """Read or pack the data.
 
     Args:
-        is_one_document: a sequence is one document, as for a model with memory, which reads across boundaries.
+        is_one_document: treat each sequence as one document, for a model with memory, which reads across boundaries.
 
     Raises:
-        ValueError: the data hold fewer sequences than an optimizer step, or are not those of the run.
+        ValueError: the data hold fewer sequences than an optimizer step needs, or differ from those of the run.
     """
     eos = None if is_one_document and args.packing else tokenizer.eos_token_id
     sources, shares = zip(*split_mixture(str(args.data)))
     eval_sources, eval_shares = zip(*split_mixture(args.eval_data)) if args.eval_data else ((), ())
-    # all are opened before any is packed
-    eval_readers = [open_rows(args, source, "held_out", tokenizer, eos) for source in eval_sources]
+    # every source is opened before one is packed
+    eval_readers = [open_sequences(args, source, "held_out", tokenizer, eos) for source in eval_sources]
     if args.streaming:
         if len(sources) > 1 and None in shares:
-            raise ValueError("A stream has no end, so a mixture of streams needs shares: --data a=0.5,b=0.5.")
+            raise ValueError("A mixture of streams needs shares, because streams do not end: --data a=0.5,b=0.5.")
         streams = [partial(encode, source, tokenizer, column=args.text_column) for source in sources]
         for stream in streams:
             stream()
         train: Any = StreamedTokenDataset(streams, [share or 1.0 for share in shares], args.max_length, eos)
         hashes = [source_digest(source) for source in sources]
     else:
-        readers = [open_rows(args, source, "train", tokenizer, eos) for source in sources]
+        readers = [open_sequences(args, source, "train", tokenizer, eos) for source in sources]
         parts = [read() for read in readers]
         train, hashes = mix(parts, shares), [hash_of(part) for part in parts]
         if len(train) < args.sequences_per_step:
@@ -57,11 +57,11 @@ def prepare_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> Datas
     return Datasets(train, evaluation, digest_of([hashes, shares if len(shares) > 1 else None]))
 
 
-def open_rows(args: RunConfig, source: str, part: str, tokenizer, eos: int | None) -> Callable[[], TokenDataset]:
+def open_sequences(args: RunConfig, source: str, part: str, tokenizer, eos: int | None) -> Callable[[], TokenDataset]:
     """Check that a source can be read, and return a function that returns its sequences.
 
-    They are those of a token file, or the function first packs the source into RUN/data, into a file whose name is a
-    hash of all that it depends on.
+    The function packs the source into RUN/data unless it is a token file. The name of the packed file is a hash of
+    everything that it depends on.
     """
     kind, options = TokenDataset if args.packing else DocumentDataset, (args.max_length, eos, len(tokenizer))
     if source.endswith(".npy"):
@@ -73,8 +73,8 @@ def open_rows(args: RunConfig, source: str, part: str, tokenizer, eos: int | Non
     if not path.exists():
         if part == "train" and checkpoints(folder):
             raise ValueError(
-                f"{source} is not the data that the run in {folder} has packed. Resume with the same data, or with the "
-                f"tokens in {folder / 'data'}, or give another --output_dir."
+                f"{source} is not the data that the run in {folder} has packed. Resume with the same data or with the "
+                f"packed tokens in {folder / 'data'}, or give another --output_dir."
             )
         encode(source, tokenizer, part, args.text_column)
 
@@ -87,14 +87,14 @@ def open_rows(args: RunConfig, source: str, part: str, tokenizer, eos: int | Non
 
 
 def hash_of(rows: TokenDataset) -> str:
-    """Return the hash of the tokens and flags of a file."""
+    """Return the hash of the tokens and flags of a dataset."""
     return digest(rows.path) + ("" if rows.flags is None else digest(rows.path.with_suffix(FLAGS)))
 
 
 def mix(parts: list[TokenDataset], shares: tuple[float | None, ...]) -> Any:
-    """Return the sequences of all datasets in their shares, each at least once; without shares, each once.
+    """Return the sequences of several datasets in their shares, each at least once; without shares, exactly once.
 
-    Sequences of a dataset that is small for its share are read several times. Trainer shuffles them.
+    Sequences of a dataset that is small for its share are repeated. Trainer shuffles all sequences.
     """
     if len(parts) == 1:
         return parts[0]

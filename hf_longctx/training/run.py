@@ -1,4 +1,4 @@
-"""A run: it begins, resumes where it was stopped, and ends with a model in its folder."""
+"""A run: it starts or resumes, trains, and writes a model into its folder."""
 
 import copy
 import inspect
@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoTokenizer, PrinterCallback
 from transformers.utils.generic import is_flash_attention_requested
 
 from .adapters import BASE, add_lora, load_adapter, model_fingerprint
+from .chunked_loss import ChunkedCrossEntropy, can_chunk_loss
 from .config import FinetuneConfig, RunConfig, parse, write_yaml
 from .data import collate
-from .loss_in_pieces import LossInPieces, fits
 from .models import check_flash_attention, make_config, make_model
 from .prepare import Datasets, prepare_datasets
 from .run_folder import (
@@ -27,8 +27,8 @@ from .run_folder import (
     choose_checkpoint,
     claim,
     fingerprint,
+    print_once,
     remove_later_checkpoints,
-    say,
 )
 from .sequence_parallel import SequenceParallelTrainer, SequenceShard, check_model
 from .trainer import LongContextTrainer, Progress, StopAtNaN, StopAtSignal
@@ -41,11 +41,11 @@ def train(args: RunConfig) -> int:
         args: a `PretrainConfig` or a `FinetuneConfig`.
 
     Returns:
-        0 when the model is complete, else the number of the signal that stopped the run.
+        0 if the model is complete, else the number of the signal that stopped the run.
 
     Raises:
-        ValueError: the folder holds other files, a run with other settings, or one that another process trains; or the
-            data are too short.
+        ValueError: the folder holds other files, a run with other settings, or the run of another process; or the data
+            are too short.
         FloatingPointError: a loss or a gradient is not finite.
         OSError: the disk is full, or a file cannot be read.
     """
@@ -55,12 +55,13 @@ def train(args: RunConfig) -> int:
             f"One process sees {args.n_gpu} GPUs. Start `torchrun --nproc-per-node {args.n_gpu} -m hf_longctx "
             f"{args.command} ...` to use all, or set CUDA_VISIBLE_DEVICES=0."
         )
-    tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer or args.model)
+    settings: Any = args  # both kinds have a `model`
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer or settings.model)
     config = make_config(args, tokenizer)
     with args.main_process_first(local=False):
         in_use = claim(folder)  # closing the file would release the folder
         if (folder / "model").exists():
-            say(f"{folder} is finished: the model is in {folder / 'model'}.")
+            print_once(f"{folder} is finished: the model is in {folder / 'model'}.")
             return 0
         checkpoint = choose_checkpoint(folder, args.resume_from_checkpoint)
         datasets = prepare_datasets(args, tokenizer, is_one_document=config.model_type == "hmt")
@@ -73,33 +74,35 @@ def train(args: RunConfig) -> int:
     found = fingerprint(args, tokenizer, datasets.digest, model.config, base, sharded_by)
     if checkpoint is not None:
         check_fingerprint(folder, found)
-    PartialState().wait_for_everyone()  # until all processes have read what the first one changes now
+    PartialState().wait_for_everyone()  # all processes have read what the first one changes now
     if args.should_save:
         (folder / "config.yaml").write_text(write_yaml(args))
         (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
         remove_later_checkpoints(folder, checkpoint)
     PartialState().wait_for_everyone()
-    say(describe(args, model, checkpoint))
+    print_once(describe(args, model, checkpoint))
 
-    set_seed(args.seed, device_specific=True)  # each process has a dropout of its own
+    set_seed(args.seed, device_specific=True)  # the processes have different dropout
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         stop.restore()
     if trainer.state.global_step < trainer.state.max_steps:
-        say(f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; the same command resumes.")
+        print_once(
+            f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; the same command resumes."
+        )
         return stop.signal
     save_model(args, config, trainer, tokenizer, base)
     trainer.accelerator.wait_for_everyone()  # a second stage may read the model in all processes
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    say(f"wrote {folder / 'model'}; the last loss is {losses[-1]:.4f}")
+    print_once(f"wrote {folder / 'model'}; the last loss is {losses[-1]:.4f}")
     if in_use is not None:
         in_use.close()
     return 0
 
 
 def prepare_model(args: RunConfig, model: Any) -> Any:
-    """Return the model with its attention implementation and the adapters that are trained."""
+    """Set the attention implementation of the model, and add the adapters."""
     attention = args.attn_implementation
     if attention is None and model.config.model_type == "fox" and torch.cuda.is_available():
         attention = "auto"
@@ -109,12 +112,13 @@ def prepare_model(args: RunConfig, model: Any) -> Any:
 
 
 def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSignal) -> LongContextTrainer:
-    """Return the Trainer of a run, with a collator that makes a batch of what the model takes."""
+    """Return the Trainer of a run, with a collator for the arguments that the model takes."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = inspect.signature(base.forward).parameters
     options: dict[str, Any] = {}
-    if args.label_smoothing_factor == 0:  # which needs logits; the model's own loss does not
-        if "return_logits" in parameters and base.get_output_embeddings().weight.requires_grad:  # needs a float32 head
+    if args.label_smoothing_factor == 0:  # label smoothing needs the logits
+        # a frozen head may be bfloat16, and would be copied
+        if "return_logits" in parameters and base.get_output_embeddings().weight.requires_grad:
             options["return_logits"] = False
         elif getattr(base, "reads_in_segments", False):
             options["logits_to_keep"] = 1
@@ -122,7 +126,7 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
     flat = args.packing and base.config.model_type not in ("fox", "hmt") and is_flash_attention_requested(base.config)
     if flat:
         check_flash_attention(base)
-        args.per_device_eval_batch_size = 1  # Trainer weights the batches of an evaluation by their rows
+        args.per_device_eval_batch_size = 1  # Trainer would weight a batch as one sequence
     collator: Any = partial(collate, without=without, options=options, flat=flat)
     kind: Any = LongContextTrainer
     if args.sequence_parallel > 1:
@@ -130,7 +134,9 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
         shard = SequenceShard(args.sequence_parallel)
         kind = partial(SequenceParallelTrainer, shard=shard)
         collator = partial(shard.collate, options=options)
-    base._keys_to_ignore_on_save = set(base.all_tied_weights_keys)  # or Trainer warns that checkpoints lack them
+    base._keys_to_ignore_on_save = set(
+        base.all_tied_weights_keys
+    )  # otherwise Trainer warns that they are missing from checkpoints
     tokens = args.sequences_per_step * args.max_length
     trainer = kind(
         model=model,
@@ -144,21 +150,23 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
     for name in ("cp_size", "sp_size"):
         if (size := getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)) > 1:
             raise ValueError(
-                f"accelerate's parallelism_config has {name}={size}, which divides sequences without what gates, token "
-                f"shift and memory need from other parts. Set it to 1, and use --sequence_parallel {size} for a FoX."
+                f"accelerate's parallelism_config has {name}={size}, which splits sequences without the gates, token shift "
+                f"and memory of the other parts. Set it to 1, and use --sequence_parallel {size} for a FoX."
             )
     makes_logits = not options and args.label_smoothing_factor == 0
     if args.compile_layers:
         compile_layers(model)
-    if makes_logits and not trainer.is_deepspeed_enabled and fits(base):
-        LossInPieces(base).__enter__()  # for the whole run; ZeRO-3 has the weights of the head only in its own call
+    if makes_logits and not trainer.is_deepspeed_enabled and can_chunk_loss(base):
+        ChunkedCrossEntropy(
+            base
+        ).__enter__()  # for the whole run; ZeRO-3 has the weights of the head only in its own call
     return trainer
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the decoder layers in place: they share one graph, so the first step starts sooner than a whole model's.
+    """Compile the decoder layers in place: they share one graph, which compiles faster than the whole model.
 
-    Layers are what transformers does not split between devices, `_no_split_modules`.
+    The layers are transformers' `_no_split_modules`.
     """
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     for module in model.modules():
@@ -167,7 +175,7 @@ def compile_layers(model: Any) -> None:
 
 
 def describe(args: RunConfig, model: Any, checkpoint: Path | None) -> str:
-    """Describe in two lines what is trained, and how."""
+    """Describe the run in two lines."""
     trained, total = (model.num_parameters(only_trainable=flag) for flag in (True, False))
     begins = "from the beginning" if checkpoint is None else f"resuming {checkpoint.name}"
     name = f"{model.config.model_type} with {total:,} parameters, of which {trained:,} are trained"
@@ -181,74 +189,74 @@ def describe(args: RunConfig, model: Any, checkpoint: Path | None) -> str:
 def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokenizer, base: dict | None) -> None:
     """Save the model and its tokenizer in RUN/model, which appears when it is complete.
 
-    An adapter is RUN/model itself, next to its base where a recipe has changed that. With `merge`, it is RUN/adapter.
+    An adapter is saved in RUN/model, with its base if the recipe changes the base, or in RUN/adapter if it is merged.
     """
     folder = Path(args.output_dir)
     unfinished = folder / ".model"
-    if trainer.is_fsdp_enabled:  # whose checkpoints hold a part of the model for each process
+    if trainer.is_fsdp_enabled:  # its checkpoints hold a shard for each process
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("FULL_STATE_DICT")
     model: Any = trainer.model
     broken = [name for name, p in model.named_parameters() if p.requires_grad and not p.isfinite().all()]
     if broken:
         raise FloatingPointError(
-            f"After the last step {broken[0]} is not finite, and {len(broken) - 1} other tensors. Lower --learning_rate, "
+            f"After the last step, {broken[0]} and {len(broken) - 1} other tensors are not finite. Lower --learning_rate, "
             "and give another --output_dir."
         )
     trainer.save_model(str(unfinished))
     trainer.save_state()
     if not trainer.is_world_process_zero():
         return
-    (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which nobody should have to trust
+    (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which users should not have to trust
     if isinstance(args, FinetuneConfig) and args.use_peft:
         (unfinished / BASE).write_text(json.dumps(base, indent=1) + "\n")
         if args.merge:
             shutil.rmtree(folder / "adapter", ignore_errors=True)
             unfinished.rename(folder / "adapter")
             if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-                trainer.accelerator.unwrap_model(model).to("meta")  # two whole bases would not fit into memory
+                trainer.accelerator.unwrap_model(model).to(
+                    "meta"
+                )  # free it: two copies of the base may not fit into memory
             save_base(args, config, unfinished, adapter=folder / "adapter")
         elif args.recipe != "lora":
             save_base(args, config, unfinished)
-            file = (
-                unfinished / "adapter_config.json"
-            )  # transformers takes the base in the folder, PEFT the one it names
+            file = unfinished / "adapter_config.json"  # PEFT loads the base by this name
             name = {"base_model_name_or_path": str((folder / "model").resolve())}
             file.write_text(json.dumps(json.loads(file.read_text()) | name, indent=2, sort_keys=True))
-    tokenizer.model_max_length = max(tokenizer.model_max_length, args.max_length)  # now it is the model's
+    tokenizer.model_max_length = max(tokenizer.model_max_length, args.max_length)  # the model now has this context
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder / "model")
 
 
 def save_base(args: FinetuneConfig, config: Any, folder: Path, adapter: Path | None = None) -> None:
-    """Read the base again, as the recipe changes it, and save it, with an adapter merged into it if one is given."""
+    """Load the base again, with the changes of the recipe, merge an adapter into it if one is given, and save it."""
     model, dtype = make_model(args, copy.deepcopy(config)), config.dtype
     if adapter is not None:
         model = load_adapter(model, adapter).merge_and_unload()
     model.save_pretrained(folder)
     saved = AutoConfig.from_pretrained(folder)
-    saved.dtype = dtype  # transformers has written that of the first parameter
+    saved.dtype = dtype  # transformers writes the dtype of the first parameter
     saved.save_pretrained(folder)
 
 
 def merge(run: str | Path, base: str | None = None, output: str | Path | None = None) -> Path:
-    """Merge the adapter of a run into its base, such as the whole model of which the run has quantized a copy.
+    """Merge the adapter of a run into its base, for example into the original of a base that the run has quantized.
 
     Args:
         run: folder of a finished `hf-longctx finetune`.
-        base: folder or Hub name of the pretrained model. Default: the one that the run began with.
+        base: folder or Hub name of the pretrained model. Default: the run's `model`.
         output: folder of the merged model. Default: RUN/merged.
 
     Returns:
         the folder of the merged model.
 
     Raises:
-        ValueError: the run has no adapter, or one of another base; or `output` exists.
+        ValueError: the run does not have an adapter, the adapter belongs to another base, or `output` exists.
     """
     run = Path(run)
     adapter = next((run / n for n in ("adapter", "model") if (run / n / "adapter_config.json").exists()), None)
     if adapter is None or not (run / "config.yaml").exists():
-        raise ValueError(f"{run} holds no adapter; give the folder of a finished run of `finetune` with LoRA.")
+        raise ValueError(f"{run} does not hold an adapter; give the folder of a finished `finetune` run with LoRA.")
     target = run / "merged" if output is None else Path(output)
     if target.exists():
         raise ValueError(f"{target} exists already; give a new folder.")

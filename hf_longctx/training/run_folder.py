@@ -1,12 +1,12 @@
 """The folder of a run, from which the same command resumes.
 
-config.yaml         the settings that differ from the defaults
-run.json            what the losses depend on, see `RunFingerprint`
-data/               the packed tokens
-checkpoint-N/       a checkpoint of Trainer; `COMPLETE` is its last file
-trainer_state.json  the losses of all steps, once all are done
-model/              model and tokenizer, once all steps are done
-adapter/            the adapter that was merged into the model
+config.yaml         settings that differ from the defaults
+run.json            everything that the losses depend on, see `fingerprint`
+data/               packed tokens
+checkpoint-N/       checkpoint of Trainer; `COMPLETE` is its last file
+trainer_state.json  losses of all steps, written at the end
+model/              model and tokenizer, written at the end
+adapter/            adapter that was merged into the model
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ from .config import RunConfig, plain
 
 
 RUN, IN_USE = "run.json", ".in_use"
-COMPLETE = "complete"  # the name of an empty file
-# Settings on which the losses do not depend, or whose effect the fingerprint has in another form
+COMPLETE = "complete"  # name of an empty file
+# Settings that do not change the losses, or whose effect is elsewhere in the fingerprint
 MAY_CHANGE = {
     "output_dir", "run_name", "data", "model", "tokenizer", "text_column", "set", "recipe", "merge",
     "resume_from_checkpoint", "sequence_parallel", "gradient_accumulation_steps", "attn_implementation", "use_cpu",
@@ -42,26 +42,25 @@ MAY_CHANGE_FROM = (
 )  # fmt: skip
 
 
-def say(text: str) -> None:
-    """Print on stderr, in the first process only."""
+def print_once(text: str) -> None:
+    """Print on stderr in the first process."""
     if PartialState().is_main_process:
         print(text, file=sys.stderr)
 
 
 def claim(folder: Path) -> TextIO | None:
-    """Make the folder of a run, and remove what a killed run has left incomplete.
+    """Create the folder of a run, lock it, and remove incomplete files of a killed run.
 
     Returns:
-        a file that keeps other processes out of the folder until it is closed, however this process ends; None in all
-        processes of a run but the first.
+        a file whose lock lasts until it is closed or the process ends; None in all processes of a run but the first.
 
     Raises:
         ValueError: the folder holds something else, or another process trains in it.
     """
     if os.path.lexists(folder) and not folder.is_dir():
-        raise ValueError(f"--output_dir must be a folder, and {folder} is a file or a broken link.")
+        raise ValueError(f"--output_dir must be a folder; {folder} is a file or a broken link.")
     if folder.is_dir() and {path.name for path in folder.iterdir()} - {IN_USE, "data"} and not (folder / RUN).exists():
-        raise ValueError(f"{folder} holds other files than those of a run; give --output_dir a new folder.")
+        raise ValueError(f"{folder} holds files that do not belong to a run; give a new --output_dir.")
     if not PartialState().is_main_process:
         return None
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,18 +70,18 @@ def claim(folder: Path) -> TextIO | None:
     except BlockingIOError as error:
         raise ValueError(f"Another process trains in {folder}; wait for it, or give a new --output_dir.") from error
     incomplete = [path for path in checkpoints(folder).values() if not (path / COMPLETE).exists()]
-    for path in (folder / ".model", *incomplete):  # of a run that was killed while it saved
+    for path in (folder / ".model", *incomplete):  # the run was killed while it saved
         shutil.rmtree(path, ignore_errors=True)
     return in_use
 
 
 def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, sharded_by: str) -> dict[str, Any]:
-    """Return what the losses of a run depend on.
+    """Return everything that the losses of a run depend on.
 
     Args:
         data: hash of the training data.
-        config: the model's.
-        base: what is known of the pretrained weights, as `model_fingerprint` returns it; None for a new model.
+        config: the model's config.
+        base: `model_fingerprint` of the pretrained weights; None for a new model.
         sharded_by: "FSDP", "DeepSpeed" or "".
     """
     names = {entry.name for entry in dataclasses.fields(args) if entry.init} - MAY_CHANGE
@@ -100,7 +99,7 @@ def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, s
 
 
 def check_fingerprint(folder: Path, found: dict[str, Any]) -> None:
-    """Raise ValueError if the run in a folder depends on something else."""
+    """Raise ValueError if the run in a folder has another fingerprint."""
     try:
         before = dict(json.loads((folder / RUN).read_text()))
     except (ValueError, TypeError) as error:
@@ -116,7 +115,7 @@ def check_fingerprint(folder: Path, found: dict[str, Any]) -> None:
 
 
 def digest_of(value: Any) -> str:
-    """Return the hash of a value that JSON can hold."""
+    """Return the hash of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -127,7 +126,7 @@ def checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
-    """Return the checkpoint to resume from, the last one unless one is named; None at the beginning."""
+    """Return the named checkpoint, or the last one, or None if there is none yet."""
     if name in (None, "true", "True"):
         return next(reversed(checkpoints(folder).values()), None)
     path = Path(str(name))
@@ -137,7 +136,7 @@ def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
 
 
 def remove_later_checkpoints(folder: Path, last: Path | None) -> None:
-    """Remove the checkpoints after the one to resume from."""
+    """Remove the checkpoints after the one that the run resumes from."""
     resumed = 0 if last is None else int(last.name.removeprefix("checkpoint-"))
     for step, path in checkpoints(folder).items():
         if step > resumed:
@@ -145,7 +144,7 @@ def remove_later_checkpoints(folder: Path, last: Path | None) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Write all files of a folder to the disk, so that a power cut cannot leave empty ones."""
+    """Flush all files of a folder to the disk, so that a power failure cannot leave empty files."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -153,7 +152,7 @@ def flush(folder: Path) -> None:
 
 
 class MarkComplete(TrainerCallback):
-    """Marks a checkpoint as complete when all processes have written their files to the disk."""
+    """Mark a checkpoint as complete when the files of all processes are on the disk."""
 
     def on_save(self, args, state, control, **kwargs):
         PartialState().wait_for_everyone()
@@ -172,6 +171,6 @@ __all__ = [
     "claim",
     "digest_of",
     "fingerprint",
+    "print_once",
     "remove_later_checkpoints",
-    "say",
 ]

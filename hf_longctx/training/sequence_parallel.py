@@ -1,12 +1,12 @@
-"""Sequence parallelism: N processes share each row, so that rows can be N times as long (Ulysses, arXiv 2309.14509).
+"""Sequence parallelism: N processes share each sequence, which can be N times as long (Ulysses, arXiv 2309.14509).
 
-Each process has one of N equal parts of every row; embeddings, projections, MLPs and the loss need no more. Attention
-needs all keys: there the processes exchange parts for heads (all-to-all), so that each has whole rows of H / N heads.
-Gates travel with their heads, so their running sum, packed documents and windows are those of a single process. The
-token shift needs the last token of the part before.
+Each process has one of N equal parts of every sequence. Embeddings, projections, MLPs and the loss need nothing else.
+Attention needs all keys: the processes exchange parts for heads (all-to-all), so that each has whole sequences of
+H / N heads. Gates travel with their heads, so their cumulative sum, packed documents and windows are those of a single
+process. The token shift needs the last token of the previous part.
 
-Gradients need nothing of their own: Trainer divides the sum over a process' own labels by the count of all labels, and
-DDP and FSDP add up what all processes have.
+Gradients need no extra communication: Trainer divides the sum over a process's own labels by the count of all labels,
+and DDP and FSDP add the gradients of all processes.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,12 @@ from .trainer import LongContextTrainer
 
 
 class SequenceShard:
-    """The part of each row that this process has, and its exchange with the processes that have the other parts.
+    """This process's part of each sequence, and the exchange with the processes that have the other parts.
 
     FoX takes it as `shard` (fox/state_fox.py); t = T / N.
 
     Args:
-        size: N, processes that share a row: neighbours by rank.
+        size: N, the number of processes that share a sequence; their ranks are consecutive.
 
     Raises:
         ValueError: N does not divide the number of processes.
@@ -37,7 +37,7 @@ class SequenceShard:
         self.size, self.rank = size, dist.get_rank(self.group)
 
     def collate(self, rows: list[dict[str, torch.Tensor]], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Make a batch of rows of `make_row`: ids and labels of this part, (B, t), and all positions, (B, T).
+        """Collate sequences of `make_sequence`: ids and labels of this part, (B, t), and all positions, (B, T).
 
         Labels are shifted before they are divided, because the last token of a part predicts the first of the next.
         """
@@ -46,14 +46,14 @@ class SequenceShard:
         return {
             "input_ids": self.part(batch["input_ids"]),
             "position_ids": batch["position_ids"],
-            "labels": labels,  # Trainer takes a batch without them for one without a loss
+            "labels": labels,  # without them, Trainer assumes that the batch does not have a loss
             "shift_labels": labels,
             "shard": self,
             **(options or {}),
         }
 
     def part(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the part of this process, (B, t, ...), of whole rows, (B, T, ...)."""
+        """Return this process's part, (B, t, ...), of whole sequences, (B, T, ...)."""
         return x.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def token_before(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,12 +63,12 @@ class SequenceShard:
         return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the first part receives 0 from the last
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange parts of all heads, (B, H, t, ...), for whole rows of some heads, (B, H / N, T, ...)."""
+        """Exchange parts of all heads, (B, H, t, ...), for whole sequences of some heads, (B, H / N, T, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, H / N, t, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
     def to_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange whole rows of some heads, (B, T, H / N, ...), for parts of all heads, (B, t, H, ...)."""
+        """Exchange whole sequences of some heads, (B, T, H / N, ...), for parts of all heads, (B, t, H, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
@@ -77,8 +77,8 @@ class SequenceParallelTrainer(LongContextTrainer):
     """Trainer whose processes share sequences in groups.
 
     Args:
-        shard: the part of this process.
-        kwargs: as for `Trainer`.
+        shard: this process's part.
+        kwargs: arguments of `Trainer`.
     """
 
     def __init__(self, *, shard: SequenceShard, **kwargs):
@@ -92,11 +92,11 @@ class SequenceParallelTrainer(LongContextTrainer):
         return self.share_rows(super().get_eval_dataloader(eval_dataset))
 
     def share_rows(self, loader: Any) -> Any:
-        """Give the processes of a group the same rows, of a loader that accelerate has divided among all processes."""
-        dealer = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
-        dealer.num_processes //= self.shard.size
-        dealer.process_index //= self.shard.size
-        dealer.even_batches = dealer.num_processes > 1  # a single group has the last rows without others to fill up
+        """Give the processes of a group the same sequences; accelerate divides the loader among all processes."""
+        sampler = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
+        sampler.num_processes //= self.shard.size
+        sampler.process_index //= self.shard.size
+        sampler.even_batches = sampler.num_processes > 1  # a single group does not need to fill up the last batch
         return loader
 
     def prediction_step(self, *args, **kwargs):
@@ -104,13 +104,13 @@ class SequenceParallelTrainer(LongContextTrainer):
         return super().prediction_step(*args, **kwargs)
 
     def gather_losses(self, losses: torch.Tensor) -> torch.Tensor:
-        """Gather the losses of all groups' rows, of which each process has a part.
+        """Gather the losses of the sequences of all groups; each process has those of its parts.
 
         Args:
-            losses: (B,), the sum over the part divided by the mean number of labels of a process.
+            losses: (B,), the sum over the part divided by the mean number of labels per process.
 
         Returns:
-            (groups * B,), or less in the last batch.
+            (groups * B,), or fewer for the last batch.
         """
         gathered: Any = self.accelerator.gather(losses)
         state = self.accelerator.gradient_state
@@ -119,9 +119,9 @@ class SequenceParallelTrainer(LongContextTrainer):
 
 
 class AllToAll(torch.autograd.Function):
-    """All-to-all exchange: x[i] of (N, ...) goes to process i; the result, (N, ...), is in the order of the senders.
+    """All-to-all exchange: x[i] of (N, ...) goes to process i; the result, (N, ...), is ordered by sender.
 
-    Gradients go back the same ways.
+    Gradients take the reverse paths.
     """
 
     @staticmethod
@@ -137,17 +137,17 @@ class AllToAll(torch.autograd.Function):
 
 
 def check_model(model, size: int) -> None:
-    """Raise ValueError if `size` processes cannot share the rows of this model."""
+    """Raise ValueError if `size` processes cannot share the sequences of this model."""
     config = model.config
     if config.model_type != "fox":
         raise ValueError(
-            f"--sequence_parallel {size} is for FoX, and this model is a {config.model_type}. Leave it out, or take a "
-            "FoX, which --recipe fox-from-llama makes of a Llama."
+            f"--sequence_parallel {size} supports FoX only, and this model is a {config.model_type}. Leave it out, or "
+            "convert a Llama to a FoX first, by --recipe fox-from-llama."
         )
     if config.num_key_value_heads % size:
         raise ValueError(
-            f"--sequence_parallel {size} does not divide the {config.num_key_value_heads} key heads of the model, which "
-            "the processes share. Take a divisor."
+            f"--sequence_parallel must divide the number of key heads, {config.num_key_value_heads}, got {size}, because "
+            "the processes share them."
         )
 
 

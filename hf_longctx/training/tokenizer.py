@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 BOS, EOS, PAD = "<s>", "</s>", "<pad>"
-# It continues what was said
+# Turns are joined by newlines, without roles
 CHAT_TEMPLATE = (
     r"{{ bos_token }}{% for message in messages %}{{ '' if loop.first else '\n' }}{{ message.content }}"
     "{{ eos_token if message.role == 'assistant' }}{% endfor %}"
@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE, which encodes every text, after a BOS, as every document of a training begins."""
+    """Train a byte-level BPE tokenizer, which encodes any text and adds a BOS, as in training."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""transformers' Trainer for runs that are stopped, killed and resumed from their last checkpoint."""
+"""transformers' Trainer, and callbacks for runs that are stopped, killed and resumed from their last checkpoint."""
 
 import math
 import re
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_LINES = 10
 
 
 class LongContextTrainer(Trainer):
-    """Trainer with the `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, which resumes after the last step."""
+    """Trainer that knows `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, and resumes after the last step."""
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
@@ -42,11 +42,13 @@ class LongContextTrainer(Trainer):
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)
-        self.control.should_training_stop = True  # resumed after the last step, where Trainer would take one more
+        self.control.should_training_stop = (
+            True  # the run resumes after its last step, and Trainer would take one more
+        )
 
 
 class StopAtNaN(TrainerCallback):
-    """Ends a run at a loss or gradient that is not finite, before the step can be saved."""
+    """End a run when the loss or the gradient is not finite, before the step can be saved."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         for name in ("loss", "grad_norm"):
@@ -54,22 +56,22 @@ class StopAtNaN(TrainerCallback):
             if not math.isfinite(value):
                 raise FloatingPointError(
                     f"`{name}` is {value} at step {state.global_step}; earlier checkpoints are sound. Lower "
-                    "--learning_rate, or look at the data of this step."
+                    "--learning_rate, or inspect the data of this step."
                 )
 
 
 class StopAtSignal(TrainerCallback):
-    """Saves a checkpoint and ends a run after the step in which SIGTERM or Ctrl-C came; a second Ctrl-C ends it now.
+    """Save a checkpoint and end a run after the step in which SIGTERM or Ctrl-C arrives; a second Ctrl-C interrupts.
 
-    Another SIGTERM changes nothing: a scheduler may signal all processes, and torchrun passes the signal on to workers
-    that have it already. Call `restore` after the training, however it ends.
+    Another SIGTERM changes nothing: a scheduler may signal all processes, and torchrun forwards the signal to workers
+    that already have it. Call `restore` after the training, however it ends.
 
     Attributes:
-        signal: number of the signal that came, or 0; the highest if processes received several.
+        signal: number of the signal, or 0; the highest one if processes received several.
     """
 
     def __init__(self):
-        self.signal, self.before = 0, {}  # handlers before the training, by number
+        self.signal, self.before = 0, {}  # the handlers before the training, by number
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -92,10 +94,10 @@ class StopAtSignal(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Prints losses, speed and remaining time every few seconds, each evaluation, and the last step.
+    """Print loss, speed and remaining time every few seconds, and each evaluation and the last step.
 
     Args:
-        tokens: of an optimizer step.
+        tokens: number of tokens per optimizer step.
     """
 
     def __init__(self, tokens: int):
@@ -110,7 +112,7 @@ class Progress(TrainerCallback):
             return
         if "eval_loss" in logs:
             print(f"{text}  eval_loss {logs['eval_loss']:.4f}", file=sys.stderr)
-            self.last = (now, step)  # the speed is that of training
+            self.last = (now, step)  # the speed excludes evaluations
         is_due = step == state.max_steps or now > self.printed + SECONDS_BETWEEN_LINES
         if "loss" in logs and is_due:
             begin, first = self.last

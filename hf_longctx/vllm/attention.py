@@ -1,7 +1,7 @@
-"""Forgetting attention by the attention of vLLM: the decay is folded into keys that are a few dimensions wider.
+"""Forgetting attention by vLLM's attention: the decay is folded into keys that are a few dimensions wider.
 
-`../fox/attention_fox.py` explains the folding. Here the running sum comes from `FoxState`, and the column for the
-gradient is left out. The N tokens of all requests lie in one dimension; heads are those of this rank.
+`../fox/attention_fox.py` explains the folding. Here the cumulative sum comes from `FoxState`, and there is no column
+for the gradient. The N tokens of all requests share one dimension. Heads are those of this rank.
 """
 
 from copy import copy
@@ -25,7 +25,7 @@ from .widths import gates_per_key, vllm_head_size
 
 
 class FoxAttention(nn.Module):
-    """`FoxAttention` of modeling_fox.py, with the same weights; `LlamaDecoderLayer` of vLLM makes it.
+    """`FoxAttention` of modeling_fox.py, with the same weights; vLLM's `LlamaDecoderLayer` constructs it.
 
     Raises:
         ValueError: the checkpoint has a quantized KV cache.
@@ -40,14 +40,14 @@ class FoxAttention(nn.Module):
         quant_config=None,
         cache_config=None,
         prefix: str = "",
-        **kwargs,  # other arguments of a Llama
+        **kwargs,  # further arguments of a Llama
     ):
         super().__init__()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         local = copy(config)  # with this rank's heads
         local.num_attention_heads, local.num_key_value_heads = num_heads // ranks, max(1, num_kv_heads // ranks)
         if config.forget_gate == "fixed":
-            local.forget_gate = "bias_only"  # vLLM loads parameters, and no buffers
+            local.forget_gate = "bias_only"  # vLLM loads parameters, but not buffers
         self.config, self.head_dim = local, config.sizes.head_dim
         self.scaling = self.head_dim**-0.5
         sizes = local.sizes
@@ -63,22 +63,22 @@ class FoxAttention(nn.Module):
         self.g_proj = linear(ColumnParallelLinear, hidden_size, q_size, name="g_proj") if config.output_gate else None
         self.g_act = ACT2FN[config.output_gate] if config.output_gate else None
 
-        def of_heads(kind, *args):
+        def sharded_heads(kind, *args):
             return sharded(kind(*args), rank, ranks)
 
-        self.f_proj = of_heads(FoxForgetGate, local) if config.forget_gate != "none" else None
-        self.k_shift_proj = of_heads(FoxShiftWeight, local) if config.k_shift else None
-        self.v_shift_proj = of_heads(FoxShiftWeight, local) if config.v_shift else None
+        self.f_proj = sharded_heads(FoxForgetGate, local) if config.forget_gate != "none" else None
+        self.k_shift_proj = sharded_heads(FoxShiftWeight, local) if config.k_shift else None
+        self.v_shift_proj = sharded_heads(FoxShiftWeight, local) if config.v_shift else None
         if not config.qk_norm:
             self.q_norm = self.k_norm = nn.Identity()
         elif config.qk_norm_shared:
             self.q_norm, self.k_norm = (FoxRMSNorm(self.head_dim, config.qk_norm_eps) for _ in range(2))
         else:
             self.q_norm, self.k_norm = (
-                of_heads(FoxHeadRMSNorm, n, config.qk_norm_eps) for n in (self.q_size, self.kv_size)
+                sharded_heads(FoxHeadRMSNorm, n, config.qk_norm_eps) for n in (self.q_size, self.kv_size)
             )
         norm = config.output_norm
-        self.o_norm = of_heads(FoxHeadRMSNorm, self.q_size, config.rms_norm_eps) if norm else nn.Identity()
+        self.o_norm = sharded_heads(FoxHeadRMSNorm, self.q_size, config.rms_norm_eps) if norm else nn.Identity()
         self.rotary_emb = None
         if config.rope_parameters:
             limit = config.max_position_embeddings
@@ -103,10 +103,10 @@ class FoxAttention(nn.Module):
             per_layer_sliding_window=config.sliding_window,
             prefix=f"{prefix}.attn",
         )
-        check_cache_dtype(self.attn.kv_cache_dtype)  # that of the checkpoint, if it has one
+        check_cache_dtype(self.attn.kv_cache_dtype)  # of the checkpoint, if it sets one
 
     def columns_of_queries(self):
-        """Return the columns for each query, (Hq, D' - D), which multiply the parts of its own gate, and zeros."""
+        """Return the extra columns of each query, (Hq, D' - D): factors of its own gate's parts, and zeros."""
         columns = torch.zeros(self.config.num_attention_heads, self.width - self.head_dim)
         if self.gates_per_key:
             parts = torch.eye(self.gates_per_key).repeat_interleave(GATE_PARTS, dim=1)  # (G, G * parts)
@@ -130,7 +130,7 @@ class FoxAttention(nn.Module):
         return self.o_proj(o)[0]
 
     def look_back(self, x, kv):
-        """Return the running sum of log f, None without gates, and keys and values after the token shift (eq. 14)."""
+        """Return the cumulative sum of log f, None without gates, and the shifted keys and values (eq. 14)."""
         c, shifts = None, self.k_shift_proj is not None or self.v_shift_proj is not None
         log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
         if self.f_proj is not None:
@@ -147,7 +147,7 @@ class FoxAttention(nn.Module):
         return c, k, v
 
     def fold_keys(self, k, c):
-        """Append the decay to the keys, (N, Hkv, D) -> (N, Hkv, D'); c as above."""
+        """Append the decay `c` (N, Hkv * G) to the keys, (N, Hkv, D) -> (N, Hkv, D')."""
         if self.gates_per_key:
             x = (c / (-GATE_QUERY * self.scaling)).view(len(k), -1, self.gates_per_key)
             parts = torch.stack(gate_parts(x), dim=-1).flatten(2).to(k.dtype)  # (N, Hkv, G * parts)

@@ -1,4 +1,4 @@
-"""The Llama of vLLM with forgetting attention in the place of its own."""
+"""vLLM's Llama with forgetting attention instead of its own."""
 
 import torch
 from vllm.compilation.decorators import support_torch_compile

@@ -1,7 +1,7 @@
-"""The rows of a weight that belong to a rank, for weights with a row, or some, for every head.
+"""Tensor parallelism of weights that have one row, or several, per head.
 
-The linear layers of vLLM share out the large matrices. Gates and token shifts are none of them, so that no
-quantization method touches them: errors of a gate add up over the whole context.
+vLLM's linear layers shard the large matrices. Gates and token shifts do not use them, so that no quantization method
+touches them: errors of a gate add up over the whole context.
 """
 
 from functools import partial
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def rank_rows(total: int, local: int, rank: int, ranks: int) -> slice:
-    """Return the `local` of `total` rows that a rank holds; ranks that share a key head hold the same.
+    """Return the slice of `local` of `total` rows that a rank holds; ranks that share a key head hold the same rows.
 
     >>> [rank_rows(8, 4, rank, 2) for rank in range(2)]
     [slice(0, 4, None), slice(4, 8, None)]
@@ -23,22 +23,22 @@ def rank_rows(total: int, local: int, rank: int, ranks: int) -> slice:
 
 
 def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
-    """Copy this rank's rows of a weight in the checkpoint, as a `weight_loader` of vLLM.
+    """Copy this rank's rows of a checkpoint weight; a `weight_loader` of vLLM.
 
     Raises:
-        ValueError: the checkpoint has another number of heads, or another width, than its configuration.
+        ValueError: number or width of the heads in the checkpoint differ from its config.
     """
     total, local = len(loaded), len(parameter)
     if loaded.shape[1:] != parameter.shape[1:] or total % local or ranks % (total // local):
         raise ValueError(
             f"a weight of a gate, token shift or norm is {tuple(loaded.shape)}; config.json says {tuple(parameter.shape)} "
-            f"on each of {ranks} ranks. Save the model anew with save_pretrained."
+            f"on each of {ranks} ranks. Save the model again with save_pretrained."
         )
     parameter.data.copy_(loaded[rank_rows(total, local, rank, ranks)])
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
-    """Give the parameters of a module, which hold a rank's rows, the loader for them."""
+    """Set the loader of the parameters of a module, which hold one rank's rows."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
         setattr(parameter, "weight_loader", partial(load_rows, rank=rank, ranks=ranks))  # noqa: B010 (vLLM's protocol)

@@ -1,7 +1,7 @@
-"""The state of a FoX layer as a cache of vLLM: beside the keys, in the same blocks.
+"""The state of a FoX layer as a vLLM cache, in the same blocks as the keys.
 
-So vLLM's scheduler shares and frees it with the keys, in chunked prefill, prefix caching, preemption and forking, and
-no attention backend has to know of it. `sums.py` says what a row holds.
+So vLLM's scheduler shares and frees it together with the keys, in chunked prefill, prefix caching, preemption and
+forking, and attention backends do not have to know it. `sums.py` describes its rows.
 """
 
 from typing import ClassVar
@@ -20,12 +20,12 @@ from .sums import TOKENS_PER_STATE, Step, carry, read_step, row_width
 
 
 class FoxState(nn.Module, AttentionLayerBase):
-    """A layer without weights, with a cache.
+    """A layer without weights that has a cache.
 
     Args:
-        gates: forget gates of this rank; may be 0.
-        shifted: numbers of a token that the token shift keeps, on this rank; may be 0.
-        dtype: of the keys.
+        gates: number of forget gates of this rank; may be 0.
+        shifted: number of elements that the token shift keeps of a token, on this rank; may be 0.
+        dtype: dtype of the keys.
         sliding_window: as in `FoxConfig`.
         prefix: name of the layer in vLLM.
     """
@@ -42,9 +42,9 @@ class FoxState(nn.Module, AttentionLayerBase):
         self.kv_cache = torch.tensor([])
         compilation = config.compilation_config
         if prefix in compilation.static_forward_context:
-            raise ValueError(f"there are two layers of the name {prefix}.")
+            raise ValueError(f"two layers have the name {prefix}.")
         compilation.static_forward_context[prefix] = self
-        # A CUDA graph would capture the step that it is recorded with. As for attention, graphs end before the op.
+        # A CUDA graph would capture the step that it is recorded with, so graphs end before the op, as for attention.
         if compilation.splitting_ops and CARRY not in compilation.splitting_ops:
             compilation.splitting_ops.append(CARRY)
 
@@ -81,7 +81,7 @@ class FoxState(nn.Module, AttentionLayerBase):
 
 
 class FoxStateBackend(AttentionBackend):
-    """No attention: only what vLLM has to know to make the cache and to describe a step."""
+    """Description of the cache and of a step for vLLM; it computes no attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -95,7 +95,7 @@ class FoxStateBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls():
-        raise NotImplementedError("the state of a FoX computes no attention.")
+        raise NotImplementedError("the state of a FoX does not compute attention.")
 
     @staticmethod
     def get_builder_cls():
@@ -140,8 +140,8 @@ def fox_carry_fake(
     return
 
 
-# An op, because compiled code cannot read the forward context. Its results are tensors that it is given: pieces of a
-# CUDA graph read their inputs at fixed addresses.
+# An op, because compiled code cannot read the forward context. It writes into its arguments, because piecewise CUDA
+# graphs read their inputs at fixed addresses.
 CARRY = "hf_longctx::fox_carry"
 NAMESPACE = library.Library("hf_longctx", "FRAGMENT")  # the operator lives as long as this
 options = dict(mutates_args=["c", "before"], fake_impl=fox_carry_fake, target_lib=NAMESPACE)

@@ -1,15 +1,15 @@
-"""The running sum of log f, and the token before, for the requests of one step of vLLM all at once.
+"""The cumulative sum of log f, and the previous token, for all requests of one vLLM step.
 
-A step computes the next tokens of R requests, which lie one after another in a flat batch of N tokens. Each goes on
-from its last computed token, whose state lies in a cache that has the block table of the keys: a row of float32 for
-`tokens_per_state` tokens, of which it holds the last one that was written.
+A step computes the next tokens of R requests, which are concatenated to a flat batch of N tokens. Each request
+continues from its last computed token, whose state is in a cache with the block table of the keys: a float32 row per
+`tokens_per_state` tokens, which holds the state of the one that was written last.
 
-That token may also be in the same batch: prefix caching hands out a block as soon as another request is scheduled to
-fill it. Such requests form chains, along which sums have to be added up before any of them is stored.
+That token can also be in the same batch: prefix caching assigns a block as soon as another request is scheduled to
+fill it. Such requests form chains, along which sums have to be added before any of them is stored.
 
-Sums are float64, also in the cache, and are rounded when they go to the keys. So a request that was decoded token by
-token has the sum of one that reads them all at once, as it does after preemption: a float32 of -70000 does not change
-by the 0.003 of an open gate, however often it is added.
+Sums are float64, also in the cache, and are rounded when they are folded into the keys. So decoding token by token
+gives the same sum as one prefill, for example after preemption. In float32, adding the -0.003 of an open gate to
+-70000 would never change it.
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ import torch
 import torch.nn.functional as F
 
 
-TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends: prefixes are shared by whole blocks
+TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends; requests share whole blocks
 
 
 @dataclass
 class Step:
-    """The token that each token goes on from, the same for all layers. Indices are int64.
+    """The predecessor of each token, the same for all layers. Indices are int64.
 
     Attributes:
-        request: of each token, (N,).
+        request: index of each token's request, (N,).
         first: index of each request's first token, (R,).
-        writes: block and place in it of the state that a token leaves, (N,) each; 0, 0, in vLLM's null block, which
-            nobody reads, where a later token leaves it.
-        reads: block and place of the state that a request goes on from, (R,) each.
-        begins: whether a request goes on from no token in the cache, (R, 1) bool.
-        in_batch: whether it goes on from a token of this batch, (R, 1) bool.
-        parent: index of this token in the batch, (R,).
-        chains: (R, R) float64, 1 for a request and those that it goes on from, one after another; None if no request
-            goes on from another.
+        writes: block, and place in it, that each token writes its state to, (N,) each; 0, 0, in vLLM's unused null
+            block, if a later token writes to the same place.
+        reads: block and place of the state that a request continues from, (R,) each.
+        begins: True if a request does not continue from a cached token, (R, 1) bool.
+        in_batch: True if it continues from a token of this batch, (R, 1) bool.
+        parent: index of that token in the batch, (R,).
+        chains: (R, R) float64, 1 for a request itself and all that it continues from, directly or not; None if no
+            request continues from another.
     """
 
     request: torch.Tensor
@@ -49,21 +49,22 @@ class Step:
 
 
 def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens_per_state: int) -> Step:
-    """Describe a batch as a `Step`, without waiting for a GPU, and with shapes that depend on R and N only.
+    """Describe a batch as a `Step`, without GPU synchronization, and with shapes that depend on R and N only.
 
     Args:
-        query_start: index of each request's first token, and the number of all, (R + 1,), strictly rising.
-        seq_lens: tokens of each request, computed ones and those of this batch, (R,).
-        block_table: its blocks in the cache, (R, blocks).
-        slots: where each token goes in the cache, block * block_size + place, (N,); -1 for those that are not kept:
-            padding at the end of the batch, and rejected drafts at the end of a request.
-        block_size: tokens of a block, a multiple of tokens_per_state.
+        query_start: index of each request's first token, and the total, (R + 1,), strictly ascending.
+        seq_lens: number of tokens of each request, computed ones and those of this batch, (R,).
+        block_table: blocks of each request in the cache, (R, blocks).
+        slots: slot of each token in the cache, block * block_size + place, (N,); -1 for uncached tokens: padding at
+            the end of the batch, and rejected drafts at the end of a request.
+        block_size: tokens per block, a multiple of tokens_per_state.
+        tokens_per_state: tokens per row of the state.
     """
-    borders, slots = query_start.long(), slots.long()
+    boundaries, slots = query_start.long(), slots.long()
     every = torch.arange(len(seq_lens), device=slots.device)
-    request = torch.bucketize(torch.arange(len(slots), device=slots.device), borders, right=True) - 1
+    request = torch.bucketize(torch.arange(len(slots), device=slots.device), boundaries, right=True) - 1
     request = request.clamp(max=len(every) - 1)
-    computed = seq_lens.long() - borders.diff()  # (R,)
+    computed = seq_lens.long() - boundaries.diff()  # (R,)
     last = (computed - 1).clamp(min=0)
     last_slot = block_table[every, last // block_size].long() * block_size + last % block_size
 
@@ -76,11 +77,11 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
     parent = order[torch.searchsorted(ascending, last_slot).clamp(max=len(slots) - 1)]
     in_batch = (slots[parent] == last_slot) & (computed > 0)
     chains = None
-    if slots.device.type != "cpu" or in_batch.any():  # a GPU would have to be waited for
+    if slots.device.type != "cpu" or in_batch.any():  # on a GPU, asking would synchronize
         chains = ancestors(request[parent], in_batch)
     return Step(
         request,
-        borders[:-1],
+        boundaries[:-1],
         places(torch.where(state != next_state, state, 0).clamp(min=0)),
         places(last_slot // tokens_per_state),
         ((computed <= 0) | in_batch)[:, None],
@@ -93,7 +94,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 def ancestors(up, has_one):
     """Return (R, R) float64 with a 1 for each request and all its ancestors; `up` (R,) is its parent, if it `has_one`.
 
-    Each round doubles how far up a row reaches.
+    Each iteration doubles the number of generations in a row.
     """
     rows = torch.eye(len(up), dtype=torch.float64, device=up.device)
     for _ in range((len(up) - 1).bit_length()):
@@ -103,22 +104,23 @@ def ancestors(up, has_one):
 
 
 def carry(step: Step, states, log_f, tokens, c, before) -> None:
-    """Sum up the gates, hand each token the one before it, and store what the next step goes on from.
+    """Add up the gates, look up the previous tokens, and store the state that the next step continues from.
 
     Args:
+        step: the predecessors.
         states: the cache, (blocks, places, `row_width`) float32 with any strides.
         log_f: log of the forget gates, (M, G) fp32, M >= N.
-        tokens: what the token shift keeps of each token, (M, S) of any dtype; S may be 0.
-        c: the result, c_t = log f_1 + ... + log f_t of each token, (M, G) fp32.
-        before: the result, `tokens` one token earlier, 0 where there is none, (M, S).
+        tokens: keys and values for the token shift, (M, S) of any dtype; S may be 0.
+        c: output, c_t = log f_1 + ... + log f_t of each token, (M, G) fp32.
+        before: output, `tokens` of the previous token, 0 if there is none, (M, S).
 
-    The sum over the batch runs on over all requests, and what precedes each of them is subtracted.
+    The sum runs over the whole batch, and the part before each request is subtracted.
     """
     n, gates = len(step.request), log_f.shape[1]
     log_f, tokens, before = log_f[:n].double(), tokens[:n], before[:n]
-    one_each = n == len(step.first)  # decoding, where every operation counts
+    one_each = n == len(step.first)  # decoding, which is launch-bound
     total = log_f if one_each else log_f.cumsum(0)
-    others = total[:0] if one_each else (total - log_f)[step.first]  # (R, G), of the requests before
+    others = total[:0] if one_each else (total - log_f)[step.first]  # (R, G), sums of the requests before
     rows = states[step.reads].masked_fill_(step.begins, 0.0)  # (R, width)
     past = rows[:, : 2 * gates].view(torch.float64)  # (R, G)
     if step.chains is not None:
@@ -140,5 +142,5 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
-    """Count the float32 numbers of a row, an even number: sums in float64, then what the token shift keeps."""
+    """Return the width of a row in float32 numbers, which is even: float64 sums, then keys and values of a token."""
     return 2 * gates + -(-shifted * dtype.itemsize // 8) * 2

@@ -1,4 +1,4 @@
-"""The width of a FoX's heads in vLLM, where the decay lies beside each key."""
+"""The width of FoX heads in vLLM: each key holds its decay in extra dimensions."""
 
 from vllm.platforms import current_platform
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
@@ -18,13 +18,13 @@ def vllm_head_size(config: FoxConfig) -> int:
     """Return the smallest head size of vLLM's attention kernels that holds a key and the decay of its gates.
 
     Raises:
-        ValueError: none is large enough.
+        ValueError: no head size is large enough.
     """
     if current_platform.is_cpu():
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()
-    else:  # those of FlashAttention, beyond 256 of Triton; FlashInfer's next one would nearly double the cache
+    else:  # FlashAttention's, above 256 Triton's; FlashInfer's next size would nearly double the cache
         sizes = range(32, 513, 8)
     width = config.sizes.head_dim + GATE_PARTS * gates_per_key(config)
     if width > max(sizes):
@@ -33,7 +33,7 @@ def vllm_head_size(config: FoxConfig) -> int:
 
 
 class FoxSizes(ModelArchConfigConvertorBase):
-    """Sizes by which vLLM prepares: backends such as Triton's make buffers for heads before they see one."""
+    """Sizes for vLLM's preparation: backends such as Triton's allocate buffers for heads in advance."""
 
     def get_head_size(self) -> int:
         return vllm_head_size(self.hf_config)

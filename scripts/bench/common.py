@@ -184,7 +184,10 @@ def make_parser(module, description, name=None, **defaults):
     name = name or module.removeprefix("scripts.bench.").replace(".", "_")
     parser.set_defaults(name=name)
     parser.add_argument(
-        "--output", type=Path, metavar="FILE", help=f"default: scripts/results/{name}.json, on a GPU {name}_cuda.json"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"JSON file (default: scripts/results/{name}.json, on a GPU {name}_cuda.json)",
     )
     parser.add_argument(
         "--table", type=existing_file, metavar="FILE", help="print the table of such a FILE, and measure nothing"
@@ -199,7 +202,7 @@ def make_parser(module, description, name=None, **defaults):
             default=default,
             choices=("cpu", "cuda") if option == "device" else None,
             metavar={int: "N", float: "X"}.get(kind),
-            help="default: %(default)s",
+            help=f"{option.replace('_', ' ')} (default: %(default)s)",
         )
     return parser
 

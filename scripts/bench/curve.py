@@ -110,7 +110,9 @@ def table(result):
 
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, scale=1.0)
-    parser.add_argument("--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="default: all")
+    parser.add_argument(
+        "--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="setups to measure (default: all)"
+    )
     model = "folder of a small Llama, and token ids of a corpus, for the setups with a small vocabulary"
     parser.add_argument("--model", nargs=2, metavar=("FOLDER", "TOKENS.npy"), help=model)
     parser.add_argument(

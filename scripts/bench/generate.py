@@ -127,7 +127,9 @@ def main(arguments=None):
     parser = common.make_parser(
         __spec__.name, __doc__, **sizes, rounds=7, device="cpu", dtype="float32", attention="auto"
     )
-    parser.add_argument("--cache", choices=("dynamic", "static"), default="dynamic", help="default: dynamic")
+    parser.add_argument(
+        "--cache", choices=("dynamic", "static"), default="dynamic", help="kind of cache (default: dynamic)"
+    )
     common.run(parser, measure, table, arguments)
 
 

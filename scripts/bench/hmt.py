@@ -244,8 +244,8 @@ def main(arguments=None):
     }
     options = {**sizes, "rounds": 3, "device": "cpu", "dtype": "float32"}
     parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}", **options)
-    parser.add_argument("what", choices=list(TABLES), nargs="?", default="speed")
-    parser.add_argument("--size", choices=SIZES, help="default: small for speed, tiny for memory")
+    parser.add_argument("what", choices=list(TABLES), nargs="?", default="speed", help="default: speed")
+    parser.add_argument("--size", choices=SIZES, help="model size (default: small for speed, tiny for memory)")
     common.run(parser, measure, table, arguments)
 
 

@@ -28,15 +28,15 @@ Not measured yet on a GPU: {missing}.
 
 
 def section(
-    title: str, text: str, module: str, results: dict, more: tuple, picture: str | None, only: dict, where: str
+    title: str, text: str, module: str, results: dict, more: tuple, figure: str | None, only: dict, where: str
 ) -> str:
     """Return one section of the page as Markdown; the arguments are the fields of sections.toml.
 
     `results` are the measured ones, by the name of their file, and `where` is the machine of the page.
     """
     parts = [f"## {title}", text]
-    if picture:
-        parts.append(f"![plot](../../model_cards/evidence/{picture})")
+    if figure:
+        parts.append(f"![plot](../../model_cards/evidence/{figure})")
     for name, result in results.items():
         rows = [row for row in result["rows"] if all(row.get(field) == value for field, value in only.items())]
         table = importlib.import_module(f"scripts.{module}").table(result | {"rows": rows})
@@ -57,7 +57,7 @@ def page() -> str:
     places = [common.place(result) for fields in sections for result in fields["results"].values()]
     where = max(places, key=places.count)
     missing = ", ".join(name for fields in sections for name in fields.pop("missing"))
-    optional = {"more": (), "picture": None, "only": {}, "where": where}
+    optional = {"more": (), "figure": None, "only": {}, "where": where}
     parts = [section(**optional | fields) for fields in sections if fields["results"]]
     return "\n".join([HEAD.format(where=where, missing=missing), *(f"{part}\n" for part in parts)])
 

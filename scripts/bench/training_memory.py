@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
 from hf_longctx.training.config import PRESETS
-from hf_longctx.training.data import flags_by_eos, make_row
-from hf_longctx.training.loss_in_pieces import LossInPieces
+from hf_longctx.training.data import flags_by_eos, make_sequence
 from hf_longctx.training.sequence_parallel import SequenceShard
 from scripts.bench import common
 
@@ -65,12 +65,12 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
     if architecture == "fox":
         options["return_logits"] = not pieces
     elif pieces:
-        in_pieces = LossInPieces(model)
+        in_pieces = ChunkedCrossEntropy(model)
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(0)).numpy()
-    row = make_row(ids, flags_by_eos(ids, None))
+    row = make_sequence(ids, flags_by_eos(ids, None))
     batch = {name: x[None].to(device) for name, x in row.items()}
     if size > 1:
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -127,11 +127,15 @@ def table(result):
 
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, device="cpu")
-    parser.add_argument("--models", nargs="+", choices=MODELS, help="default: tiny, on a GPU all")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="model sizes (default: tiny, on a GPU all)")
     parser.add_argument(
-        "--lengths", nargs="+", type=int, metavar="TOKENS", help="default: 1024 4096, on a GPU to 65536"
+        "--lengths",
+        nargs="+",
+        type=int,
+        metavar="TOKENS",
+        help="sequence lengths (default: 1024 4096, on a GPU up to 65536)",
     )
-    parser.add_argument("--vocab", type=int, metavar="N", help="default: 8192, on a GPU 50257")
+    parser.add_argument("--vocab", type=int, metavar="N", help="vocabulary size (default: 8192, on a GPU 50257)")
     common.run(parser, measure, table, arguments)
 
 

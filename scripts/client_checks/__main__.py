@@ -83,7 +83,9 @@ def table(result):
 def main(arguments=None):
     parser = common.make_parser("scripts.client_checks", __doc__, name="clients", jobs=2)
     parser.prog = "scripts/clients"
-    parser.add_argument("words", nargs="*", metavar="WORD")
+    parser.add_argument(
+        "words", nargs="*", metavar="WORD", help="part of the name or package of a check (default: all)"
+    )
     if parser.parse_args(arguments).words:
         parser.set_defaults(output=BUILD / "clients.json")
     common.run(parser, measure, table, arguments)

@@ -79,11 +79,11 @@ FILES = [
     ("gates {llama} --text {text}", "FoX"),
     ("convert {nowhere} {new} --from official", "nowhere"),
     ("convert {fox} {empty_file} --to official", "empty_file"),
-    ("convert {fox} {new} --to fla", "cannot be written for flash-linear-attention"),
+    ("convert {fox} {new} --to fla", "cannot be converted for flash-linear-attention"),
     ("convert {fox} {new} --from official", "official|forgetting_transformer|model_type"),
     ("convert {llama} {new} --from llama --decay-time -1", "decay"),
     ("convert {fox} {new} --to official --decay-time 5", "decay"),
-    ("convert {half_weights} {new} --to official", "not a sound safetensors file"),
+    ("convert {half_weights} {new} --to official", "not a valid safetensors file"),
     ("push {nowhere} alice/fox --dry-run", "nowhere"),
     ("push {empty} alice/fox --dry-run", "has no config.json or"),
     ("push {pickled} alice/fox --dry-run", r"pytorch_model\.bin is a pickle"),
@@ -108,12 +108,13 @@ MEASURING = [
     ("curve {fox} --data-type random --text {text}", "--text must be left out"),
     ("curve {fox} --confidence 0.9", "protocol=reference and confidence exclude"),
     ("curve {fox} --text {text} --lengths 99999", r"The longest possible length is \d\d:"),
+    ("curve {fox} --text {rows}", "must have a column .text., got ..content... Rename the one with the text"),
     ("curve {fox} --output /proc/x", "--output /proc/x cannot be written: /proc is not a folder"),
     ("curve {fox} --output a.gif", "a.gif ends with .gif; a figure may end with .png"),
     ("needle {fox} --lengths 100", "length 100 is too short"),
     ("report {fox} --output {empty_file}", "empty_file is not a folder that you may write into"),
     ("curve {nowhere}", "there is no folder"),
-    ("curve {fox} --text {empty}", "no text|holds no|no .*txt"),
+    ("curve {fox} --text {empty}", r"does not hold a file of these kinds: \*.txt"),
     ("curve {fox} --text {nowhere}.txt", r"nowhere\.txt is neither a file nor a folder"),
     ("curve {fox} --served-as x", "require --endpoint"),
     ("curve {fox} --endpoint localhost:8000 --retries 0", "unknown url type: localhost"),
@@ -138,10 +139,16 @@ def places(folder, tmp_path_factory):
     (root / "empty").mkdir()
     (root / "empty_file").touch()
     (root / "short.txt").write_text("A word.")
+    (root / "rows.jsonl").write_text('{"content": "A word."}\n')
     ForgettingCurve.of_points([CurvePoint(8, [4, 4], [1, 1])], {"model": "fox"}).save(root / "curve.json")
     PositionLoss.of_mean([2.0, 1.0], 1).save(root / "loss.json")
     paths = {"fox": folder, "llama": llama, "curve": root / "curve.json", "loss": root / "loss.json"}
-    paths |= {"text": root / "text.txt", "short": root / "short.txt", "hmt": DEMO.parent / "hmt-demo"}
+    paths |= {
+        "text": root / "text.txt",
+        "short": root / "short.txt",
+        "rows": root / "rows.jsonl",
+        "hmt": DEMO.parent / "hmt-demo",
+    }
     paths |= {name: root / name for name in ("nowhere", "empty", "empty_file")}
 
     def copy(name, *leave_out, of=folder):

@@ -39,11 +39,11 @@ def test_a_text_is_read_once_and_asked_about(novel, capsys, monkeypatch):
 
 def test_mistakes_are_answered_in_a_sentence(novel, capsys, folder):
     for command, says in (
-        (["read", str(folder), "novel.txt"], "FoxForCausalLM has no memory"),
-        (["read", str(folder), "x.safetensors", "x"], "FoxForCausalLM has no memory"),
-        (["read", HMT, "x.safetensors", "Ada"], "there is no file x.safetensors"),
-        (["read", HMT, "novel.txt", "--output", "novel.txt"], "novel.txt is not a file of a text that was read"),
-        (["read", HMT, "novel.txt", "--output", "no/x"], "There is no folder no"),
+        (["read", str(folder), "novel.txt"], "FoxForCausalLM does not have a memory"),
+        (["read", str(folder), "x.safetensors", "x"], "FoxForCausalLM does not have a memory"),
+        (["read", HMT, "x.safetensors", "Ada"], "x.safetensors does not exist"),
+        (["read", HMT, "novel.txt", "--output", "novel.txt"], "novel.txt is not the memory of a document"),
+        (["read", HMT, "novel.txt", "--output", "no/x"], "The folder no, in which"),
     ):
         assert cli.main(command) == 2
         error = capsys.readouterr().err

@@ -28,6 +28,7 @@ def test_options_reach_the_report(folder, tmp_path, monkeypatch, capsys):
     assert f"wrote {output}/report.html" in out and f"text: {text}" in err
     settings = json.loads((output / "loss.json").read_text())["settings"]
     assert (settings["corpus"], settings["train_length"]) == (text.name, 16)
+    assert {path.name for path in output.iterdir()} == {"report.html", "loss.json", "loss.png", "journals"}
     for file in filter(Path.is_file, output.rglob("*")):  # none holds a path of this machine
         assert not any(str(path).encode() in file.read_bytes() for path in (folder, text)), file
 

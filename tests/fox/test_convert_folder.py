@@ -169,16 +169,22 @@ def setting(**values):
 
 
 DAMAGE = {
-    "truncated": (truncate, r"model-1.safetensors is not a sound safetensors file .*truncated"),
+    "truncated": (truncate, r"model-1.safetensors is not a valid safetensors file .*truncated"),
     "a shard is missing": (lose, r"lacks model-1.safetensors"),
     "a tensor twice": (repeat, r" is in model-1.safetensors and in model-2.safetensors"),
     "pickled": (pickle, r"lacks model.safetensors.* It has pytorch_model.bin: load and save"),
     "wrong tensors": (shrink, r"(?s)shape of .*unknown: extra"),
-    "another dtype": (quantize, r"weights of torch.float8_e4m3fn"),
+    "another dtype": (quantize, r"weights of torch.float8_e4m3fn are not supported"),
     "configuration": (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), r"not a checkpoint folder.*hf download"),
-    "index": (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), r"index.json holds list"),
-    "weights beside the folder": (index({"a": "../outside.safetensors"}), r"leads to '../outside.safetensors'.*same"),
+    "index": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+        r"index.json must hold a JSON object, but holds list",
+    ),
+    "weights beside the folder": (
+        index({"a": "../outside.safetensors"}),
+        r"same folder, but leads to '../outside.safetensors'",
+    ),
     "an index without names": (index(["model-1.safetensors"]), r"leads to \['model-1.safetensors'\]"),
     "a tokenizer beside the folder": (
         link("tokenizer.json", "../secret.json"),
@@ -230,11 +236,11 @@ def test_links_within_the_folder_and_the_cache_of_the_hub_are_followed(official,
 
 
 REFUSED = {
-    "the wrong format": (("llama",), r"model_type is 'forgetting_transformer-project_fox'; these can become a FoX"),
-    "not a FoX": (("fox", "fla"), r"not 'fox'; name the source's format"),
+    "the wrong format": (("llama",), r"to become a FoX, got 'forgetting_transformer-project_fox'"),
+    "not a FoX": (("fox", "fla"), r"must be 'fox'.*Set the source format"),
     "no conversion": (("official", "fla"), r"cannot convert from 'official' to 'fla'"),
     "back to a Llama": (("fox", "llama"), r"cannot convert from 'fox' to 'llama'"),
-    "gates that are there": (("official", "fox", 100.0), r"decay_time=100.0 opens the gates of a model without gates"),
+    "gates that are there": (("official", "fox", 100.0), r"decay_time=100.0 requires a model without gates"),
 }
 
 

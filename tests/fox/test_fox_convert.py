@@ -65,7 +65,7 @@ def test_fox_to_official_and_back(config, dtype):
 
 OFFICIAL_CANNOT = {
     "grouped heads": (dict(num_key_value_heads=2), "num_kv_heads=2.*no grouped heads"),
-    "biases and another activation": (dict(qkv_bias=True, hidden_act="gelu"), "hidden_act='gelu'.*has"),
+    "biases and another activation": (dict(qkv_bias=True, hidden_act="gelu"), "hidden_act must be .*got 'gelu'"),
     "biases": (dict(qkv_bias=True), "qkv_bias=True"),
     "a wide head": (dict(head_dim=16), "head_dim=16"),
     "a window": (dict(sliding_window=8), "sliding_window=8"),
@@ -156,10 +156,10 @@ def test_mixed_dtypes_lose_nothing():
 
 READ = {"official": fox.from_official, "fla": fox.from_fla}
 BAD_CONFIGS = {
-    "another model": ("official", dict(model_type="llama"), "model_type is 'llama'"),
+    "another model": ("official", dict(model_type="llama"), "model_type must be .*got 'llama'"),
     "grouped heads": ("official", dict(num_kv_heads=2), "no grouped heads"),
-    "activation": ("official", dict(hidden_act="silu"), "hidden_act='silu'"),
-    "FLA activation": ("fla", dict(hidden_act="powlu"), "hidden_act='powlu'"),
+    "activation": ("official", dict(hidden_act="silu"), "hidden_act must be .*got 'silu'"),
+    "FLA activation": ("fla", dict(hidden_act="powlu"), "hidden_act must be .*got 'powlu'"),
     "FLA window": ("fla", dict(window_size=64), "window_size=64.*take window_size out"),
     "FLA residuals": ("fla", dict(attnres_block_size=4), "no attention residuals"),
 }
@@ -257,8 +257,11 @@ CANNOT = {
         {**QWEN, "rope_parameters": {"full_attention": ROPE}},
         "not one known RoPE for all layers",
     ),
-    "another family": (transformers.GemmaConfig().to_dict(), "model_type is 'gemma'; these can become a FoX"),
-    "quantized": ({**LLAMA, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantized"),
+    "another family": (transformers.GemmaConfig().to_dict(), "to become a FoX, got 'gemma'"),
+    "quantized": (
+        {**LLAMA, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
+        "quantized models are not supported",
+    ),
 }
 
 

@@ -50,7 +50,7 @@ def test_maps_are_those_of_the_definition(variant):
 
 
 def test_a_long_text_is_reduced_block_by_block(monkeypatch):
-    monkeypatch.setattr("hf_longctx.fox.plot.ELEMENTS_AT_A_TIME", 100)  # several pieces
+    monkeypatch.setattr("hf_longctx.fox.plot.CHUNK_ELEMENTS", 100)  # several pieces
     model, ids = make("llama"), tokens(50)
     (whole,) = head_maps(model, ids, layers=[1], heads=[2])
     (reduced,) = head_maps(model, ids[None], layers=[1], heads=[2], resolution=13)

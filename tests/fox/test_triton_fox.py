@@ -105,7 +105,7 @@ def test_decoding_from_the_folded_keys_of_a_cache(Tq, gates_per_key, dtype):
     check_output(pruned, inputs, attention_mask=mask, scale=scale)
 
 
-# --- the running sum ---
+# --- the cumulative sum ---
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -241,11 +241,11 @@ def test_decay_is_exact_at_131072_tokens():
     pairs = run(long(c_exact), *inputs)
     check_budget(pairs, (*plain[:4], dc_plain), (*exact[:4], dc_exact), inputs)
     naive = run(long(log_f.cumsum(-1)), *inputs)
-    assert error(naive[0], exact[0]) > 100 * error(pairs[0], exact[0])  # what a plain fp32 running sum gives
+    assert error(naive[0], exact[0]) > 100 * error(pairs[0], exact[0])  # what a plain fp32 cumulative sum gives
 
 
 EXTREME = [(50, [20, 35, 36, 37], value) for value in (0.0, -torch.inf)]
-EXTREME += [(90, list(range(50)), -1e4)]  # a running sum of -5e5 would resolve the decay to 0.03 in float32
+EXTREME += [(90, list(range(50)), -1e4)]  # a cumulative sum of -5e5 would resolve the decay to 0.03 in float32
 
 
 @pytest.mark.parametrize("length, changed, value", EXTREME)

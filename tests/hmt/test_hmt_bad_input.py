@@ -229,10 +229,14 @@ READ = [
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "does not use lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep must be .* got -1"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep must be .* got 1.5"),
-        ("score_from without labels", lambda it: {"score_from": 4}, "score_from is 4.*pass labels"),
-        ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "score_from is 'j'"),
+        ("score_from without labels", lambda it: {"score_from": 4}, "needs labels, got 4"),
+        ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "got 'j'"),
         ("two states", lambda it: {"state": it.state, "cache": it.state}, "Give only one of them"),
-        ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "within a segment, 0 to 7"),
+        (
+            "score_from of a text",
+            lambda it: {"labels": it.tokens, "score_from": 100},
+            "within a segment, 0 to 7.*got 100",
+        ),
         ("a state of another mode", lambda it: {"state": it.paper_state}, "belongs to another model or setting"),
     ]
 ]
@@ -257,7 +261,7 @@ READ += [
         "built with another value",
     ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
-    refused("no rows", lambda it: it.model.new_state(0), "batch_size is 0"),
+    refused("no rows", lambda it: it.model.new_state(0), "batch_size must be at least 1, got 0"),
     refused(
         "a state in the wrong dtype",
         lambda it: copy.deepcopy(it.model).float()(it.tokens, state=it.state),

@@ -345,7 +345,7 @@ def test_adapters_without_the_memory_warn(make_wrapper, tokens):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(make_wrapper(), config)
-    with pytest.warns(UserWarning, match="the memory stays as it is"):
+    with pytest.warns(UserWarning, match="the memory stays frozen"):
         model.train()(input_ids=tokens, labels=tokens)
 
 

@@ -34,7 +34,7 @@ def step(kind):
             for _ in range(2):  # DDP finds out about unused parameters in the second step
                 model.zero_grad()
                 half = batch[2 * rank : 2 * rank + 2]
-                loss = model(half, labels=half, logits_to_keep=int(length < 19)).loss
+                loss = model(half, labels=half).loss
                 loss.backward()
             mean = loss.detach().clone()
             dist.all_reduce(mean)
@@ -48,6 +48,9 @@ def step(kind):
                 torch.testing.assert_close(
                     gradient, whole, atol=ROUNDING, rtol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
                 )
+            last = model(half, labels=half, logits_to_keep=1).loss
+            last.backward()
+            torch.testing.assert_close(last, loss, atol=0, rtol=64 * eps)
             with torch.no_grad():
                 torch.testing.assert_close(model(half).logits, alone(half).logits, atol=ROUNDING, rtol=0)
 

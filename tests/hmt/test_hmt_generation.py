@@ -1,6 +1,5 @@
 """generate(): the arg-max of a teacher-forced forward across segment borders, with what GenerationMixin offers."""
 
-from contextlib import nullcontext
 from threading import Thread
 
 import pytest
@@ -8,8 +7,6 @@ import torch
 from demo_model import DEMO
 from tiny_hmt import ROUNDING
 from transformers import TextIteratorStreamer, pipeline
-
-from hf_longctx.hmt.compat_hmt import RENAMED
 
 
 def teacher_forced(model, ids, prompt_length, mask=None):
@@ -110,18 +107,13 @@ def test_what_a_cache_has_read_is_cut_from_the_ids(make_wrapper, tokens, monkeyp
 
 
 def test_the_former_name_of_the_cache(make_wrapper, tokens):
-    """transformers warns from 5.24 on, where its own models do."""
     model, whole = make_wrapper(), make_wrapper()(tokens).logits
-    warning = pytest.warns(FutureWarning, match="Use `cache` instead") if RENAMED else nullcontext()
     state = model(tokens[:, :19], use_cache=True).state
     options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    with warning:
-        torch.testing.assert_close(model(tokens[:, 19:], past_key_values=state).logits, whole[:, 19:])
-        ids = model.generate(tokens, past_key_values=state, **options)
-        named = model(tokens[:, 19:], cache=None, past_key_values=state)
-    torch.testing.assert_close(named.logits, whole[:, 19:])
-    assert torch.equal(ids, model.generate(tokens, **options))
-    with pytest.raises(ValueError, match="Give only `cache`"):
+    for name in ("cache", "past_key_values"):
+        torch.testing.assert_close(model(tokens[:, 19:], **{name: state}).logits, whole[:, 19:])
+        assert torch.equal(model.generate(tokens, **{name: state}, **options), model.generate(tokens, **options))
+    with pytest.raises(ValueError, match="Give only one"):
         model(tokens[:, 19:], cache=state, past_key_values=state)
 
 

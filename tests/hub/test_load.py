@@ -1,7 +1,8 @@
-"""What was pushed loads where hf_longctx is not installed, from the Hub and then offline, to the last bit."""
+"""Pushed models load where hf_longctx is not installed, from the Hub and then offline, to the last bit."""
 
 import json
 
+import pytest
 import torch
 from demo_model import DEMO, VOCABULARY
 from safetensors.torch import save_file
@@ -22,6 +23,8 @@ SETTINGS = dict(segment_length=16, sensory_tokens=4)
 
 
 def test_without_the_package(run_client, publish, tmp_path):
+    for name in ("peft", "accelerate"):
+        pytest.importorskip(name)
     tokenizer, expected, commits = AutoTokenizer.from_pretrained(DEMO), {}, {}
     ids = expected["ids"] = torch.randint(3, VOCABULARY, (1, 50), generator=torch.Generator().manual_seed(0))
 

@@ -48,6 +48,13 @@ def test_bars_are_as_long_as_was_measured(axes):
     assert ends == pytest.approx({0: 5120, 1: 5120, 2: 640})
 
 
+def test_a_bar_is_white_where_nothing_is_significant(axes):
+    """Also where the mean passes by chance at single lengths."""
+    points = [CurvePoint(n, [n // 2, 0], [0, 0]) for n in (80, 640, 1200)]
+    _, below = axes({"a": ForgettingCurve.of_points(points)})
+    assert {patch.get_facecolor() for patch in below.patches} == {(1, 1, 1, 1)}
+
+
 @pytest.mark.parametrize(
     "lengths, scale", [((80, 640, 5120), "log"), ((80, 640, 1200), "linear")], ids=["geometric grid", "linear grid"]
 )

@@ -233,15 +233,19 @@ def text_file(name, content):
 
 TEXTS = [
     refused(
-        "text: no such column", text_file("a.jsonl", b'{"content": "x", "n": 1}\n'), r"\['content', 'n'\]; .*rename"
+        "text: no such column", text_file("a.jsonl", b'{"content": "x", "n": 1}\n'), r"\['content', 'n'\]\. Rename"
     ),
-    refused("text: numbers", text_file("a.jsonl", b'{"text": 3}\n'), 'the column "text" of .*a.jsonl holds int'),
+    refused(
+        "text: numbers",
+        text_file("a.jsonl", b'{"text": 3}\n'),
+        'The column "text" of .*a.jsonl must hold text, got int',
+    ),
     refused("text: half a line", text_file("a.jsonl", b'{"text": "x"}\n{"text":\n'), "cannot be read as json: "),
-    refused("text: no rows", text_file("a.jsonl", b""), "a.jsonl holds no text"),
+    refused("text: no rows", text_file("a.jsonl", b""), "a.jsonl does not contain text"),
     refused("text: no Parquet", text_file("a.parquet", b"PAR1"), "a.parquet cannot be read as parquet: "),
     refused("text: binary", text_file("a.txt", b"ab\0cd"), "a.txt is a binary file"),
-    refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is not a whole gzip file"),
-    refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is not a whole gzip file"),
+    refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is not a complete gzip file"),
+    refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is not a complete gzip file"),
 ]
 
 

@@ -1,11 +1,11 @@
-"""What a FoX cannot do in vLLM is refused in the main process, before any worker starts."""
+"""Options that a FoX does not support in vLLM raise in the main process, before any worker starts."""
 
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-from served_fox import SIZES, save_fox, vllm
+from served_fox import GROUPED, SIZES, save_fox, vllm
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 
@@ -26,18 +26,33 @@ def configured(folder, **options):
     return engine_args.create_engine_config()
 
 
+DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)
+LONGROPE = dict(rope_type="longrope", factor=4.0, rope_theta=1e4, original_max_position_embeddings=256)
+LONGROPE |= dict(short_factor=[1.0] * 16, long_factor=[2.0] * 16)
+BEYOND = r"max_model_len is 512, beyond the 256 positions .* --max-model-len 256"
+PARALLEL = dict(tensor_parallel_size=2, decode_context_parallel_size=2)
+
+
 @pytest.mark.parametrize(
-    "options, message",
+    "config, options, message",
     [
-        (dict(kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8'.*--kv-cache-dtype bfloat16"),
-        (dict(kv_offloading_size=1), "state for 16 tokens, which would stay behind. Leave both out"),
-        (dict(model_impl="transformers", trust_remote_code=True), "leave out the forget gate.*FoxForCausalLM"),
+        ({}, dict(kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8'.*--kv-cache-dtype bfloat16"),
+        ({}, dict(kv_offloading_size=1), "state that a FoX has for 16 tokens .* Omit both"),
+        ({}, dict(model_impl="transformers", trust_remote_code=True), "omit the forget gate.*FoxForCausalLM"),
+        (GROUPED, dict(tensor_parallel_size=3), "tensor_parallel_size is 3; it must divide the 2 key heads"),
+        (dict(num_key_value_heads=1), PARALLEL, "decode_context_parallel_size is 2; .* Omit"),
+        (dict(hidden_act="gelu"), {}, "hidden_act is 'gelu'.*hf-longctx serve"),
+        (dict(max_position_embeddings=256, rope_parameters=DYNAMIC), dict(max_model_len=512), BEYOND),
+        (dict(rope_parameters=LONGROPE), dict(max_model_len=512), BEYOND),
     ],
-    ids=["fp8 cache", "offloaded cache", "model of transformers"],
+    ids=["fp8 cache", "offloading", "transformers", "ranks", "context parallel", "activation", "dynamic", "longrope"],
 )
-def test_refused_with_the_way_out(folder, options, message):
+def test_what_is_not_supported_is_an_error_with_a_remedy(tmp_path, config, options, message):
+    FoxForCausalLM(FoxConfig(**SIZES | config)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        configured(folder, **options)
+        configured(tmp_path, **options)
+    if message == BEYOND:
+        configured(tmp_path, max_model_len=256)
 
 
 def test_checks_of_vllm_for_models_of_transformers_stay():
@@ -55,18 +70,6 @@ def test_checks_of_vllm_for_models_of_transformers_stay():
             not_by_transformers(Theirs).verify_and_update_model_config(config)
 
 
-def test_ranks_that_do_not_fit_the_key_heads_are_refused(tmp_path):
-    save_fox("one gate per key head", tmp_path)
-    with pytest.raises(ValueError, match="tensor_parallel_size is 3; it must divide the 2 key heads"):
-        configured(tmp_path, tensor_parallel_size=3)
-
-
-def test_context_parallelism_is_refused(tmp_path):
-    FoxForCausalLM(FoxConfig(**SIZES, num_key_value_heads=1)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"decode_context_parallel_size is 2; .* Leave"):
-        configured(tmp_path, tensor_parallel_size=2, decode_context_parallel_size=2)
-
-
 def test_vllm_knows_how_wide_heads_are(folder, tmp_path):
     """Triton's backend would write beyond its buffers."""
     assert configured(folder).model_config.get_head_size() == 64  # 32, and three parts of a gate
@@ -74,31 +77,6 @@ def test_vllm_knows_how_wide_heads_are(folder, tmp_path):
     assert configured(tmp_path).model_config.get_head_size() == 64
     save_fox("heads of 128", tmp_path)
     assert configured(tmp_path).model_config.get_head_size() == 160
-
-
-def test_another_activation_is_refused(tmp_path):
-    FoxForCausalLM(FoxConfig(**SIZES, hidden_act="gelu")).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"hidden_act is 'gelu'.*hf-longctx serve"):
-        configured(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "rope",
-    [
-        dict(rope_type="dynamic", factor=4.0),
-        dict(rope_type="longrope", factor=4.0, short_factor=[1.0] * 16, long_factor=[2.0] * 16),
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_frequencies_that_depend_on_the_length_are_refused(tmp_path, rope):
-    rope |= dict(rope_theta=1e4, original_max_position_embeddings=256)
-    limit = 256 if rope["rope_type"] == "dynamic" else 1024
-    FoxForCausalLM(FoxConfig(**SIZES | dict(max_position_embeddings=limit), rope_parameters=rope)).save_pretrained(
-        tmp_path
-    )
-    configured(tmp_path, max_model_len=256)
-    with pytest.raises(ValueError, match=r"max_model_len is 512, beyond the 256 positions .* --max-model-len 256"):
-        configured(tmp_path, max_model_len=512)
 
 
 def test_without_rope_any_length_can_be_served(folder, tmp_path, monkeypatch):

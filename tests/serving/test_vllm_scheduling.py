@@ -1,6 +1,4 @@
-"""FoX in engines that cut, drop, share and take back tokens; each with what it must not do without."""
-
-from dataclasses import replace
+"""FoX in engines that cut, drop, share and take back tokens."""
 
 import pytest
 import torch
@@ -37,22 +35,6 @@ def test_kernels_with_smaller_blocks_than_the_scheduler(variant, tmp_path, monke
             check(model, generate(llm, [prefix + text for text in rest]))
 
 
-def forget_the_batch(step):
-    """As if what a request goes on from were always in the cache already."""
-    nobody = torch.zeros_like(step.in_batch)
-    return replace(step, begins=step.begins & ~step.in_batch, in_batch=nobody, chains=None)
-
-
-def test_a_state_that_is_read_before_the_batch_is_wrong(tmp_path, monkeypatch):
-    """The negative control of `test_replies_to_one_prompt` and `test_prompts_that_begin_with_each_other`."""
-    model, read_step = save_fox("llama", tmp_path), state.read_step
-    monkeypatch.setattr(state, "read_step", lambda *args: forget_the_batch(read_step(*args)))
-    (text,) = prompts(420, seed=5)
-    with engine(tmp_path, block_size=32) as llm:
-        assert difference(model, generate(llm, prompts(40, 150, seed=3), n=4, temperature=1.0)).worst > 0.5
-        assert difference(model, generate(llm, [text[:n] for n in (100, 170, 260, 330, 420)])).worst > 0.5
-
-
 def repeats(count):
     """Prompts in which drafts can be looked up."""
     return [text * 4 for text in prompts(*range(10, 10 + count))]
@@ -74,19 +56,6 @@ def test_drafts_from_a_fox(tmp_path):
         for _ in range(2):  # the second time from the cache
             check(model, generate(llm, prompts(40, 100)))
         assert counter(llm, "spec_decode_num_accepted_tokens") > 0
-
-
-def test_a_row_for_16_tokens_does_not_survive_rejected_drafts(tmp_path, monkeypatch):
-    model = save_fox("llama", tmp_path)
-    make = state.FoxState.__init__
-
-    def make_with_16(layer, *args):
-        make(layer, *args)
-        layer.tokens_per_state = 16
-
-    monkeypatch.setattr(state.FoxState, "__init__", make_with_16)
-    with engine(tmp_path, block_size=32, speculative_config=NGRAM) as llm:
-        assert difference(model, generate(llm, repeats(12), max_tokens=60)).worst > 0.5
 
 
 @both_blocks

@@ -1,11 +1,11 @@
-"""Runs in processes of their own."""
+"""Runs in separate processes."""
 
 import pytest
 
 
 @pytest.fixture(scope="module")
 def apart():
-    """Train in processes of their own; see `make_apart`."""
+    """Train in separate processes; see `make_apart`."""
     pytest.importorskip("peft")
     from faults import make_apart
 

@@ -1,4 +1,4 @@
-"""Runs in processes of their own, of a small model, and what ends them."""
+"""Runs of a small model in separate processes, and faults that end them."""
 
 import gc
 import json
@@ -71,7 +71,7 @@ def terminate_at(step):
 
 
 def train_and_be_late(values):
-    """Train, and let the second process look at its next folder when the first one has long gone on."""
+    """Train, and let the second process be late for the next run, which the first one has long started."""
     train(make(values))
     if os.environ["RANK"] == "1":
         claim = run_module.claim
@@ -121,7 +121,7 @@ def make_apart():
     forks = context()
 
     def run(values, fault=None, *arguments, processes=1, sharded=False, environments=None):
-        """Train; `environments` are those of the processes, in place of what torch.distributed needs."""
+        """Train; `environments` replace the variables that torch.distributed needs."""
         members = []
         for environment in environments or make_environments(processes):
             what = (values, fault, arguments, environment, sharded)

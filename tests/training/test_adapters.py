@@ -1,4 +1,4 @@
-"""What is trained beside a base is saved, read again and merged without a difference."""
+"""Adapters and modules trained in full are the same after saving, loading and merging."""
 
 import json
 

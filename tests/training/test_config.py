@@ -1,4 +1,4 @@
-"""Settings come from the defaults, a recipe over them, a file over it, and the command line over all."""
+"""The command line takes precedence over a file, a file over a recipe, and a recipe over the defaults."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Of conversations the assistant's tokens are scored, and packed ones have the losses that they have alone."""
+"""The assistant's tokens are scored, and packed conversations have the same losses as single ones."""
 
 import json
 import re
@@ -220,7 +220,7 @@ def test_a_turn_written_with_that_of_a_tool_is_not_scored_beyond_its_own_tokens(
     call = CALL | {"content": "<think>x</think>A"}
     row = {"messages": [*turns("2 + 2?"), call, {"role": "tool", "content": "4"}, *turns("Four.", first="assistant")]}
     for template in (chatml_tokenizer.chat_template, LAST_ONLY):
-        with pytest.raises(ValueError, match="turn 2 cannot be found in what the chat template writes"):
+        with pytest.raises(ValueError, match="turn 2 cannot be found in the rendered chat template"):
             read(row, chatml_tokenizer, template)
 
 
@@ -271,7 +271,7 @@ def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(toke
             encode_conversation(row, tokenizer)[0].tolist() for row in ROWS[:3]
         ]
         assert {tokenizer.decode(ids) for ids, _ in texts} == {"<s>The same, as text.</s>"}
-    with pytest.raises(ValueError, match='a corpus needs a column "body"'):
+    with pytest.raises(ValueError, match='must have a column "body"'):
         encode(str(source), tokenizer, column="body")
 
 
@@ -302,7 +302,7 @@ def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
     )
     source = tmp_path / "chats.jsonl"
     source.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (TURNS[1:3], TURNS)))
-    with pytest.raises(ValueError, match="refuses conversation 2: The user begins"):
+    with pytest.raises(ValueError, match="raises an error for conversation 2: The user begins"):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
 
 

@@ -1,4 +1,4 @@
-"""A pretrained model is changed and trained, and what is saved is what was trained."""
+"""A pretrained model is changed and trained, and the saved model is the trained one."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ from hf_longctx.hub.bundle import build_bundle
 from hf_longctx.metrics import rope_base_bound
 from hf_longctx.training import run as run_module
 from hf_longctx.training.adapters import load_adapter
-from hf_longctx.training.loss_in_pieces import LossInPieces
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
 from hf_longctx.training.models import extend_rope, make_config, make_model
 from hf_longctx.training.run import merge, train
 from hf_longctx.training.trainer import LongContextTrainer
@@ -106,24 +106,24 @@ def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(reci
 def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, monkeypatch):
     made = []
 
-    def make_small_pieces(model):
-        made.append(LossInPieces(model, logits_at_once=10 * VOCABULARY))
+    def make_small_chunks(model):
+        made.append(ChunkedCrossEntropy(model, logits_at_once=10 * VOCABULARY))
         return made[-1]
 
-    monkeypatch.setattr(run_module, "LossInPieces", make_small_pieces)
+    monkeypatch.setattr(run_module, "ChunkedCrossEntropy", make_small_chunks)
     found = {}
-    for in_pieces in (True, False):
-        if not in_pieces:
-            monkeypatch.setattr(run_module, "fits", lambda model: False)
-        folder = tmp_path / str(in_pieces)
+    for is_chunked in (True, False):
+        if not is_chunked:
+            monkeypatch.setattr(run_module, "can_chunk_loss", lambda model: False)
+        folder = tmp_path / str(is_chunked)
         assert train(settings(llama, folder, eval_data=str(llama / "text.txt"), eval_steps=3)) == 0
-        found[in_pieces] = [line.get("loss", line.get("eval_loss")) for line in log(folder)]
+        found[is_chunked] = [line.get("loss", line.get("eval_loss")) for line in log(folder)]
     assert len(made) == 1 and len(found[True]) == 4
     assert found[True] == pytest.approx(found[False], rel=1e-5)
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_conversations_are_trained_on_and_what_is_scored_is_part_of_the_data(packing, llama, tmp_path):
+def test_flags_of_conversations_are_part_of_the_data(packing, llama, tmp_path):
     rows = [{"prompt": f"What is {n}?", "completion": f" It is {n}, which comes after {n - 1}."} for n in range(40)]
     data = tmp_path / "chats.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -137,7 +137,7 @@ def test_conversations_are_trained_on_and_what_is_scored_is_part_of_the_data(pac
 
 
 @pytest.mark.parametrize("recipe", ["fox-from-llama", "rope-extend", "hmt"])
-def test_what_is_trained_in_full_is_never_rounded_alongside_a_base_in_bfloat16(recipe, llama, tmp_path):
+def test_modules_trained_in_full_stay_float32_alongside_a_bfloat16_base(recipe, llama, tmp_path):
     base = tmp_path / "base"
     AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16).save_pretrained(base)
     sizes = dict(max_length=128) if recipe == "rope-extend" else {}
@@ -295,10 +295,10 @@ def test_a_base_below_the_bound_for_the_claimed_context_is_mended_with_shorter_r
     run = settings(Path("smollm2"), "run", recipe="rope-extend", max_length=2048)
     assert (
         extend_rope(smollm2, run)
-        == "RoPE base 100000, which reaches 3615 tokens, becomes 2e+06; 8192 tokens need 323744"
+        == "RoPE base: 100000 (reaches 3615 tokens) -> 2e+06; 8192 tokens need at least 323744"
     )
     assert (smollm2.rope_parameters["rope_theta"], smollm2.max_position_embeddings) == (2e6, 8192)
-    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for these"):
+    with pytest.raises(ValueError, match=r"base 2e\+06 suffices for it"):
         extend_rope(smollm2, run)
 
 
@@ -317,7 +317,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
     options["max_length"] = 160
     with pytest.raises(ValueError, match="was trained with recall_mode='single_pass'; both stages need the same"):
         train(settings(first_stage, tmp_path / "x", **options | texts | {"set": ["recall_mode=paper"]}))
-    assert not (tmp_path / "x" / "data").exists(), "it is refused before anything is packed"
+    assert not (tmp_path / "x" / "data").exists(), "the error comes before anything is packed"
     assert train(settings(first_stage, tmp_path / "second", **options | texts | {"set": []})) == 0
     second = AutoModelForCausalLM.from_pretrained(tmp_path / "second" / "model")
     assert second.config.recall and second.config.segment_length == 40 and second.config.recall_mode == "single_pass"

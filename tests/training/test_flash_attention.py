@@ -68,5 +68,5 @@ def test_packed_sequences_have_the_losses_that_they_have_with_a_mask(tmp_path, m
     for layer in model.model.layers:
         forward = layer.forward
         layer.forward = lambda x, position_ids=None, forward=forward, **kwargs: forward(x, **kwargs)
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM does not give position_ids to flash_att.*--packing false"):
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM does not pass position_ids to flash_att.*--packing false"):
         check_flash_attention(model)

@@ -1,4 +1,4 @@
-"""A run prints on stderr how far it is."""
+"""A run prints its progress on stderr."""
 
 from types import SimpleNamespace
 

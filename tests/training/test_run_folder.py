@@ -1,4 +1,4 @@
-"""A run loses nothing that it has: what is there is compared first."""
+"""A run compares its settings with those of its folder before it changes a file."""
 
 import shutil
 
@@ -109,7 +109,7 @@ def test_incomplete_and_later_checkpoints_are_removed_and_copies_left_alone(stop
 def test_a_last_step_that_breaks_the_weights_writes_no_model(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     broken = dict(learning_rate=1e38, weight_decay=1e38, max_steps=1, lr_scheduler_type="constant")
-    with pytest.raises(FloatingPointError, match=r"After the last step .* is not finite"):
+    with pytest.raises(FloatingPointError, match=r"After the last step, .* are not finite"):
         train(settings(tmp_path, **broken))
     assert not (tmp_path / "run" / "model").exists()
 
@@ -130,7 +130,7 @@ TINY = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2)
 HEADS = TINY | dict(num_attention_heads=2, num_key_value_heads=2, intermediate_size=32)
 
 
-def test_a_model_that_reads_on_behind_a_document_is_not_trained_on_packed_ones(tmp_path):
+def test_a_model_that_reads_across_boundaries_is_not_trained_on_packed_ones(tmp_path):
     torch.manual_seed(0)
     (tmp_path / "text").mkdir()
     for number in range(8):
@@ -140,7 +140,7 @@ def test_a_model_that_reads_on_behind_a_document_is_not_trained_on_packed_ones(t
     )
     here = dict(recipe="lora", model=str(tmp_path / "base"), data=str(tmp_path / "text"), max_steps=1)
     here |= dict(lora_target_modules=["in_proj"], gradient_accumulation_steps=1)
-    with pytest.raises(ValueError, match=r"reads on behind the end of a document.*--packing false"):
+    with pytest.raises(ValueError, match=r"reads across document boundaries.*--packing false"):
         train(settings(tmp_path, **here))
     assert train(settings(tmp_path, packing=False, **here)) == 0
 

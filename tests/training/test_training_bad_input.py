@@ -1,4 +1,4 @@
-"""What users of `hf-longctx train` get wrong."""
+"""Mistakes of users of `hf-longctx train` and `finetune`."""
 
 import shutil
 import subprocess
@@ -135,7 +135,7 @@ SETTINGS = [
     refused(
         "misspelt key", yaml("learning_rat: 1"), "learning_rat, which is not a setting. Did you mean learning_rate?"
     ),
-    refused("no mapping", yaml("- steps"), "must hold settings, in lines such as"),
+    refused("no mapping", yaml("- steps"), "must contain settings, in lines such as"),
     refused("no YAML", yaml("a: [1"), "is not YAML"),
     refused(
         "misspelt field", run(set=["hidden_sise=8"]), "hidden_sise, which FoxConfig does not have. Did you mean hid"
@@ -146,9 +146,9 @@ SETTINGS = [
     refused("checkpoints without optimizer", settings(save_only_model=True), "`save_only_model` false"),
     refused("epochs of a stream", run(streaming=True, max_steps=-1), "max_steps"),
     refused(
-        "chunks of a stream", settings(streaming=True, max_steps=1, packing=False), "--packing false goes neither"
+        "chunks of a stream", settings(streaming=True, max_steps=1, packing=False), "--packing false does not support"
     ),
-    refused("a stream without shares", run(data="a,b", streaming=True), "needs shares: --data a=0.5"),
+    refused("a stream without shares", run(data="a,b", streaming=True), "needs shares, .*--data a=0.5"),
     refused("rows in unequal parts", settings(sequence_parallel=3), "must divide `max_length`, 2048, got 3"),
     refused(
         "processes in unequal groups", settings(sequence_parallel=2), "must divide the number of processes, 1, got 2"
@@ -208,10 +208,12 @@ FINETUNING = [
     refused("misspelt target", finetune(lora_target_modules=["q_pro"]), "q_pro, which is not a module.*mean q_proj?"),
     refused("LoRA on the tied head", finetune(lora_target_modules=["lm_head"]), "adapter of embed_tokens or lm_head"),
     refused(
-        "rows beyond the context", finetune(max_length=128), "128 is more than the 64 tokens.*--recipe rope-extend"
+        "rows beyond the context",
+        finetune(max_length=128),
+        "128 exceeds the context of 64 tokens.*--recipe rope-extend",
     ),
     refused(
-        "merging into a base of 4 bits", finetune(load_in_4bit=True, merge=True), "takes an adapter that is not mer"
+        "merging into a base of 4 bits", finetune(load_in_4bit=True, merge=True), "needs an adapter that is not mer"
     ),
     refused("nothing to extend", finetune(recipe="rope-extend"), "32 does not extend the context of 64 tokens"),
     refused("rate of gates of a Llama", finetune(gate_lr_ratio=2.0), "needs forget gates that are trained"),
@@ -228,7 +230,7 @@ FINETUNING = [
     refused(
         "rows beyond a table of positions",
         other_model(GPT2LMHeadModel, GPT2Config, n_embd=8, n_positions=16, num_hidden_layers=1),
-        "32 is more than the 16 positions",
+        "32 exceeds the 16 positions",
     ),
     refused("other weights for a run", other_weights, r"other settings \(model: "),
     refused(
@@ -236,7 +238,7 @@ FINETUNING = [
         damaged_model(
             "config.json", '{"model_type": "llama", "quantization_config": {"quant_method": "x"}}', merge=True
         ),
-        "A quantized base takes an adapter that is not merged",
+        "A quantized base needs an adapter that is not merged",
     ),
     refused(
         "damaged configuration",
@@ -249,19 +251,19 @@ FINETUNING = [
 RUNS = [
     refused("text of less than a row", run(max_length=4096), "tokens; one sequence needs 4096"),
     refused(
-        "tokens that are no integers",
+        "tokens that are not integers",
         after(write("real.npy", np.zeros(999)), run(data="./real.npy")),
-        "holds float64 of 1 dimensions; a file of tokens holds integers",
+        "must hold integers, .* got float64 in 1 dim",
     ),
     refused(
         "tokens of another tokenizer",
         after(write("far.npy", np.full(999, 70000)), run(data="./far.npy")),
-        f"holds tokens from 70000 to 70000; the tokenizer has {VOCABULARY}",
+        f"holds token ids from 70000 to 70000, and the tokenizer has {VOCABULARY}",
     ),
     refused(
         "something else as tokens",
         after(write("no.npy", b"tokens"), run(data="./no.npy")),
-        "not a whole file of numpy",
+        "not a complete .npy file",
     ),
     refused(
         "evaluation text of less than a row",
@@ -270,7 +272,7 @@ RUNS = [
     ),
     refused("no column text", after(write("a.jsonl", '{"content": "x"}'), run(data="./a.jsonl")), "--text_column"),
     *(
-        refused(name, after(write("a.jsonl", row), run(data="./a.jsonl")), 'in "messages", lists of .*"completion"')
+        refused(name, after(write("a.jsonl", row), run(data="./a.jsonl")), 'from "messages", lists of .*"completion"')
         for name, row in {
             "conversations as in ShareGPT": '{"conversations": [{"from": "human", "value": "x"}]}',
             "conversations as in Alpaca": '{"instruction": "x", "input": "", "output": "y"}',
@@ -285,12 +287,12 @@ RUNS = [
             "checkpoint of another run": "./checkpoint-1",
         }.items()
     ),
-    refused("damaged tokens", after(damaged("data/*.npy", "cut"), run()), "npy is not a whole file"),
+    refused("damaged tokens", after(damaged("data/*.npy", "cut"), run()), "npy is not a complete"),
     refused("damaged run", after(damaged("run.json"), run()), "run.json is damaged"),
     refused("two trainings in one folder", in_use, "Another process trains in .*run; wait for it"),
     refused("output is a file", after(write("text.txt"), run(output_dir="./text.txt")), "is a file or a broken link"),
     refused(
-        "folder of something else", after(write("run/thesis.tex"), run()), "holds other files than those of a run"
+        "folder of something else", after(write("run/thesis.tex"), run()), "holds files that do not belong to a run"
     ),
     refused("tokenizer without an EOS", without_eos, "does not have an EOS"),
 ]
@@ -298,7 +300,7 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """The folder of a finished run, beside its text."""
+    """The folder of a finished run, next to its text."""
     folder = tmp_path_factory.mktemp("finished")
     text = folder / "text.txt"
     text.write_text("The fox forgets what it no longer needs. " * 40)

@@ -1,4 +1,4 @@
-"""Texts become rows whose documents do not see one another."""
+"""Documents become sequences in which they do not see each other."""
 
 import random
 from itertools import islice
@@ -18,7 +18,7 @@ from hf_longctx.training.data import (
     encode,
     flags_by_eos,
     interleave,
-    make_row,
+    make_sequence,
     pack,
 )
 from hf_longctx.training.prepare import mix
@@ -43,11 +43,11 @@ def folder(tmp_path):
 
 def test_positions_restart_and_no_label_crosses_a_boundary():
     ids = PACKED[1:13]
-    row = make_row(ids, flags_by_eos(ids, EOS))
+    row = make_sequence(ids, flags_by_eos(ids, EOS))
     assert row["input_ids"].tolist() == [5, 6, 7, 2, 1, 8, 2, 1, 9, 10, 11, 12]
     assert row["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
     assert row["labels"].tolist() == [-100, 6, 7, 2, -100, 8, 2, -100, 9, 10, 11, 12]
-    assert make_row(ids, flags_by_eos(ids, EOS), is_one_document=True)["position_ids"].tolist() == list(range(12))
+    assert make_sequence(ids, flags_by_eos(ids, EOS), is_one_document=True)["position_ids"].tolist() == list(range(12))
 
 
 @pytest.mark.parametrize("pro", [False, True], ids=["llama", "pro"])
@@ -55,7 +55,7 @@ def test_a_packed_document_has_the_logits_and_loss_that_it_has_alone(pro):
     torch.manual_seed(0)
     make = FoxConfig.pro if pro else FoxConfig
     fox = FoxForCausalLM(make(vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)).eval()
-    row = {name: value[None] for name, value in make_row(PACKED, flags_by_eos(PACKED, EOS)).items()}
+    row = {name: value[None] for name, value in make_sequence(PACKED, flags_by_eos(PACKED, EOS)).items()}
     with torch.no_grad():
         packed = fox(**row)
         losses, logits = [], []

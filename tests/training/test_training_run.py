@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped and resumed end as if nothing had happened."""
+"""Runs that are killed, stopped and resumed end like uninterrupted ones."""
 
 import json
 import os
@@ -119,7 +119,7 @@ def test_the_first_line_has_the_size_and_the_last_one_the_loss(text, tmp_path, c
 
 
 def test_a_run_resumes_as_if_nothing_had_happened(apart, text, tmp_path):
-    """It dies in every way, one after another."""
+    """It dies in every way, one after the other."""
     run = settings(text, tmp_path / "run")
     for name, fault in FAULTS.items():
         assert apart(run, *fault) == (143 if "SIGTERM" in name else -signal.SIGKILL), name
@@ -181,7 +181,7 @@ def test_shards_that_share_rows_divide_a_step_and_resume_too(apart, in_one_proce
 
 
 def test_accelerate_launches_processes_that_divide_a_step(apart, in_one_process, text, tmp_path):
-    """What is launched keeps its environment, in which forks then train: they need not import torch anew."""
+    """A launched script stores its environment; forks train in it, so that they need not import torch again."""
     script = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
     (tmp_path / "script.py").write_text(script)
     accelerate = ["python", "-m", "accelerate.commands.launch", "--config_file", ROOT / "scripts/accelerate/ddp.yaml"]
@@ -225,7 +225,7 @@ def test_processes_train_one_adapter(recipe, sharded, apart, text, tmp_path):
 
 
 def test_a_second_run_reads_in_all_processes_what_the_first_has_written(apart, text, tmp_path):
-    """One process is late, and the other one has long gone on."""
+    """One process is late, and the other one has long started."""
     first = settings(text, tmp_path / "first", processes=2, max_steps=1)
     second = dict(
         recipe="lora", model=str(tmp_path / "first" / "model"), data=text, output_dir=str(tmp_path / "second")

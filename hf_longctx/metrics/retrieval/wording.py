@@ -134,7 +134,7 @@ class RetrievalTask(Task):
         frame = chat_frame(subject.tokenizer, self.chat_template_kwargs) if self.chat_template else None
         self.fill(frame=frame, opened=opened_thought(frame.tail if frame else ""))
 
-    def check_ids(self, name: str, ids: Sequence[int]) -> np.ndarray:
+    def check_ids(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return ids, which the model must know, as an array."""
         return check_token_ids(ids, f"the {name} as the tokenizer encodes it", self.subject.reader.vocab_size)
 

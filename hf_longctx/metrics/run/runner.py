@@ -110,7 +110,7 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
                 place = (rank + len(journal.done) // processes) % processes  # in turn, round by round
                 costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
                 mine = share(costs, place, processes) if processes > 1 else costs.keys()
-                bar.total += sum(costs[key] for key in mine)
+                bar.total = (bar.total or 0) + sum(costs[key] for key in mine)
                 try:
                     for trial in trials:
                         if trial.key in mine:

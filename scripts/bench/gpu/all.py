@@ -137,7 +137,9 @@ def table(result):
 
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, device="cuda", minutes=25.0)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all, in this order")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (default: all, in this order)"
+    )
     result = common.run(parser, measure, table, arguments)
     return int(any("tail" in row for row in result["rows"]))
 

@@ -269,10 +269,14 @@ def main(arguments=None):
     options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "kv_heads": [2], "bounded": [0, 1]}
     version = ".".join(triton.__version__.split(".")[:2])
     parser = common.make_parser(__spec__.name, __doc__, name=f"gpu_compile_{version}", **options)
-    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES)
-    parser.add_argument("--kernel", nargs="+", default=list(KERNELS), choices=KERNELS)
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES, help="default: bf16 fp32")
+    parser.add_argument(
+        "--kernel", nargs="+", default=list(KERNELS), choices=KERNELS, help="kernels to compile (default: all)"
+    )
     cores = min(32, len(os.sched_getaffinity(0)))  # each compiler takes memory
-    parser.add_argument("--jobs", type=int, default=cores, metavar="N", help="processes (default: all cores)")
+    parser.add_argument(
+        "--jobs", type=int, default=cores, metavar="N", help="number of processes (default: all cores)"
+    )
     rows = common.run(parser, measure, table, arguments)["rows"]
     if any("error" in row for row in rows):
         raise SystemExit("error: some kernels did not compile")

@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
 from hf_longctx.training.config import PRESETS
-from hf_longctx.training.loss_in_pieces import LossInPieces
 from scripts.bench import common
 from scripts.bench.generate import make_configs
 
@@ -87,7 +87,7 @@ def make_step(model, ids, size, mode):
     if size == "7B" and model.config.model_type == "fox":
         options = {"return_logits": False}
     elif size == "7B":
-        in_pieces = LossInPieces(model)
+        in_pieces = ChunkedCrossEntropy(model)
 
     def compute_loss():
         if size == "7B":

@@ -269,7 +269,9 @@ def main(arguments=None):
     sizes = {"length": 16384, "tokens": 32768, "width": 2048, "head_dim": [64, 128]}
     parser = common.make_parser(__spec__.name, __doc__, **sizes, minutes=8.0, device="cuda")
     kernels = tiles_fox.Tiles._fields
-    parser.add_argument("--kernel", nargs="+", default=list(kernels), choices=kernels, help="default: all")
+    parser.add_argument(
+        "--kernel", nargs="+", default=list(kernels), choices=kernels, help="kernels to tune (default: all)"
+    )
     common.run(parser, measure, table, arguments)
 
 

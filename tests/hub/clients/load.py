@@ -1,4 +1,4 @@
-"""Loads what a test has published, in a process that has no hf_longctx: the logits must be the same, bit for bit."""
+"""Load and fine-tune published models without hf_longctx: the logits must be the same, bit for bit."""
 
 import importlib.util
 import json
@@ -9,13 +9,16 @@ from pathlib import Path
 
 import checks
 import torch
-from huggingface_hub import ModelCard
+from huggingface_hub import HfApi, ModelCard
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    Trainer,
+    TrainingArguments,
     pipeline,
 )
 
@@ -33,7 +36,7 @@ def load(name, auto_class=AutoModelForCausalLM, **options):
 
 @torch.no_grad()
 def same(model, name):
-    outputs = model.eval()(EXPECTED["ids"])
+    outputs = model.eval()(input_ids=EXPECTED["ids"])
     actual = outputs.logits if "logits" in outputs else outputs.last_hidden_state
     difference = (actual - EXPECTED[name]).abs().max().item()
     assert difference == 0, f"{name}: {difference}"
@@ -114,6 +117,39 @@ def check_hmt_around_a_fox():
         if not OFFLINE:  # and from a folder
             model.save_pretrained(f"again-{name}")
             same(AutoModelForCausalLM.from_pretrained(f"again-{name}", trust_remote_code=True), "hmt-fox")
+
+
+def check_an_adapter():
+    if OFFLINE:
+        return
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model = get_peft_model(load("fox", revision=COMMITS["new"]), config)
+    model.push_to_hub("alice/adapter")
+    with torch.no_grad():
+        EXPECTED["adapter"] = model.eval()(input_ids=EXPECTED["ids"]).logits
+    assert not torch.equal(EXPECTED["adapter"], EXPECTED["fox"])
+    for model in (
+        PeftModel.from_pretrained(load("fox", revision=COMMITS["new"]), "alice/adapter"),
+        load("adapter", AutoPeftModelForCausalLM),
+        load("adapter"),
+    ):
+        same(model, "adapter")
+
+
+def check_the_trainer_pushes_what_loads():
+    if OFFLINE:
+        return
+    settings = {"push_to_hub": True, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    rows = [{"input_ids": EXPECTED["ids"][0], "labels": EXPECTED["ids"][0]}] * 8
+    trainer = Trainer(load("fox"), TrainingArguments("trained", max_steps=2, **settings), train_dataset=rows)
+    trainer.train()
+    trainer.push_to_hub()
+    assert {"modeling_fox.py", "config.json"} <= set(HfApi().list_repo_files("alice/trained"))
+    with torch.no_grad():
+        saved = AutoModelForCausalLM.from_pretrained("trained", trust_remote_code=True).eval()
+        EXPECTED["trained"] = saved(EXPECTED["ids"]).logits
+    assert not torch.equal(EXPECTED["trained"], EXPECTED["fox"])
+    same(load("trained"), "trained")
 
 
 if __name__ == "__main__":

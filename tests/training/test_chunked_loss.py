@@ -1,11 +1,11 @@
-"""The loss in pieces is the model's own loss, with its gradients and less memory."""
+"""The chunked loss is the model's own loss, with the same gradients and less memory."""
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
-from hf_longctx.training.loss_in_pieces import LossInPieces, fits
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy, can_chunk_loss
 
 
 SIZES = dict(
@@ -58,16 +58,16 @@ def loss_and_gradients(model, **options):
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_the_models_own(name):
     model, options = make_model(name), {"num_items_in_batch": torch.tensor(77)}
-    assert fits(model)
+    assert can_chunk_loss(model)
     own, gradients = loss_and_gradients(model, **options)
-    with LossInPieces(model, logits_at_once=4 * 101):
-        in_pieces, others = loss_and_gradients(model, **options)
-    torch.testing.assert_close(in_pieces.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
+    with ChunkedCrossEntropy(model, logits_at_once=4 * 101):
+        chunked, others = loss_and_gradients(model, **options)
+    torch.testing.assert_close(chunked.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
     assert gradients.keys() == others.keys()
     for key, gradient in gradients.items():
         scale = gradient.abs().max().item()
         torch.testing.assert_close(others[key], gradient, rtol=0, atol=1e-6 * scale, msg=key)
-    assert in_pieces.logits.shape[-1] == 32
+    assert chunked.logits.shape[-1] == 32
     assert model(**make_batch()).logits.shape[-1] == 101  # the context leaves no trace
     assert "_loss_function" not in vars(model)
 
@@ -76,25 +76,25 @@ def test_an_adapter_of_the_head_is_trained_too():
     model = make_model("llama")
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).double()
     own, gradients = loss_and_gradients(adapted)
-    with LossInPieces(adapted.get_base_model(), logits_at_once=4 * 101):
-        in_pieces, others = loss_and_gradients(adapted)
-    torch.testing.assert_close(in_pieces.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
+    with ChunkedCrossEntropy(adapted.get_base_model(), logits_at_once=4 * 101):
+        chunked, others = loss_and_gradients(adapted)
+    torch.testing.assert_close(chunked.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
     assert any("lm_head" in name for name in gradients)
     for key, gradient in gradients.items():
         torch.testing.assert_close(others[key], gradient, rtol=1e-5, atol=1e-8)
 
 
-def test_logits_that_are_changed_in_an_unknown_way_do_not_fit():
+def test_logits_that_are_changed_in_an_unknown_way_are_not_chunked():
     model = make_model("llama")
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)
-    assert not fits(model)
+    assert not can_chunk_loss(model)
     assert model(**make_batch()).logits.shape[-1] == 101
 
 
 def test_models_of_other_losses_and_of_other_decoders():
     model = make_model("llama")
     model.loss_function = lambda logits, labels, **kwargs: logits.sum()
-    assert not fits(model)
+    assert not can_chunk_loss(model)
     mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1))
     # before transformers 5.23 or so, it reads more of the decoder's output
-    assert fits(mamba) == hasattr(TrainingArguments, "activation_checkpointing")
+    assert can_chunk_loss(mamba) == hasattr(TrainingArguments, "activation_checkpointing")

@@ -1,7 +1,7 @@
-"""The loss of a causal language model without all logits at once: for large vocabularies they take most of the memory.
+"""Chunked cross entropy of any causal language model: with a large vocabulary, the logits take most of the memory.
 
-The forward pass is the model's own, but its head hands on the hidden states. The loss has the head make the logits of
-some tokens at a time, and again in the backward pass, so that those of one piece are in memory.
+The forward pass is the model's own, but its head returns the hidden states. The loss then computes the logits of one
+chunk of tokens at a time, and recomputes them in the backward pass, so only one chunk of logits is in memory.
 """
 
 from typing import Any
@@ -13,22 +13,22 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
-LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; fewer rows make slow products where the vocabulary is large
+LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; smaller chunks make slow matrix products with a large vocabulary
 
 
-class LossInPieces:
-    """A context in which a model returns its loss as it otherwise would, and hidden states in the place of logits.
+class ChunkedCrossEntropy:
+    """A context in which a model returns the same loss as before, and hidden states instead of logits.
 
-    Soft caps (Gemma) and scales (Granite, Cohere, Falcon-H1) of the logits are those of the model's configuration.
+    The logits get the soft cap (Gemma) and the scale (Granite, Cohere, Falcon-H1) of the model's config.
 
     Args:
-        model: a causal language model for which `fits` is true.
-        logits_at_once: how many a piece has, at least those of one token.
+        model: a causal language model for which `can_chunk_loss` is true.
+        logits_at_once: size of a chunk in logits; a chunk has at least one token.
     """
 
     def __init__(self, model: Any, logits_at_once: int = LOGITS_AT_ONCE):
         self.model, self.head, self.logits_at_once = model, model.get_output_embeddings(), logits_at_once
-        self.project, self.functions = self.head.forward, (self.keep, self.loss)
+        self.project, self.functions = self.head.forward, (self.remember, self.loss)
 
     def __enter__(self):
         self.head.forward, self.model.loss_function = self.functions
@@ -37,38 +37,38 @@ class LossInPieces:
     def __exit__(self, *error):
         del self.head.forward, self.model._loss_function
 
-    def keep(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Remember what the head is given, and return it."""
+    def remember(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Store the input of the head, and return it."""
         self.hidden_states = hidden_states
         return hidden_states
 
     def loss(
         self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
     ) -> torch.Tensor:
-        """Compute `ForCausalLMLoss` of the logits of the remembered hidden states; a scalar, fp32."""
+        """Compute transformers' `ForCausalLMLoss` from the stored hidden states; a scalar, fp32."""
         hidden_states = self.hidden_states.flatten(0, -2)  # (tokens, hidden)
         del self.hidden_states
         if shift_labels is None:
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
         shift_labels = shift_labels.flatten().to(hidden_states.device)
         tokens = max(1, self.logits_at_once // self.model.config.get_text_config().vocab_size)
-        pieces = list(zip(hidden_states.split(tokens), shift_labels.split(tokens)))
+        chunks = list(zip(hidden_states.split(tokens), shift_labels.split(tokens)))
 
-        def sum_of(piece, targets):
-            scores = finish(self.model, self.project(piece)).float()
+        def sum_of(chunk, targets):
+            scores = scale_logits(self.model, self.project(chunk)).float()
             return F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="sum")
 
-        if len(pieces) == 1:
-            loss = sum_of(*pieces[0])
+        if len(chunks) == 1:
+            loss = sum_of(*chunks[0])
         else:
-            loss = torch.stack([checkpoint(sum_of, *piece, use_reentrant=False) for piece in pieces]).sum()
+            loss = torch.stack([checkpoint(sum_of, *chunk, use_reentrant=False) for chunk in chunks]).sum()
         if num_items_in_batch is None:
             num_items_in_batch = (shift_labels != ignore_index).sum()
         return loss / num_items_in_batch
 
 
-def finish(model: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Return the logits with the scale and the soft cap of the model's configuration."""
+def scale_logits(model: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Apply the scale and the soft cap of the model's config to the logits."""
     config = model.config.get_text_config()
     for name in ("logit_scale", "lm_head_multiplier"):
         if getattr(config, name, None) is not None:
@@ -80,8 +80,8 @@ def finish(model: Any, logits: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def fits(model: Any) -> bool:
-    """Return whether the loss in pieces is the model's own, by a trial in which the decoder returns random states."""
+def can_chunk_loss(model: Any) -> bool:
+    """Return whether the chunked loss equals the model's own, by a trial with random states from the decoder."""
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None or decoder is model or model.loss_function is not ForCausalLMLoss:
         return False
@@ -93,20 +93,20 @@ def fits(model: Any) -> bool:
     decoder.forward = lambda *args, **kwargs: DecoderOutput(last_hidden_state=states)
     try:
         own = model(input_ids=ids, labels=ids, use_cache=False)
-        with LossInPieces(model):
-            in_pieces = model(input_ids=ids, labels=ids, use_cache=False)
+        with ChunkedCrossEntropy(model):
+            chunked = model(input_ids=ids, labels=ids, use_cache=False)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # the loss is made in another way
+        return False  # the model computes its loss in another way
     finally:
         del decoder.forward
-    return torch.allclose(own.loss, in_pieces.loss, rtol=1e-5)
+    return torch.allclose(own.loss, chunked.loss, rtol=1e-5)
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """Output of a decoder whose states are known, and nothing else that some have, such as a cache of Mamba."""
+    """Output of a decoder with hidden states only: other fields, such as the cache of Mamba, are None."""
 
     def __getattr__(self, name):
         return None
 
 
-__all__ = ["LossInPieces", "fits"]
+__all__ = ["ChunkedCrossEntropy", "can_chunk_loss"]
