@@ -50,8 +50,8 @@ class HMTGenerationMixin(GenerationMixin):
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs) -> Any:
         """Raise: a repository's code would replace `generate`, although only the code of this model is trusted."""
         raise OSError(
-            f"HMT runs no custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and give its function: "
-            "model.generate(..., custom_generate=function)."
+            f"HMT does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and pass its "
+            "function: model.generate(..., custom_generate=function)."
         )
 
     def init_continuous_batching(self, *args, **kwargs) -> Any:

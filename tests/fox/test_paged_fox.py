@@ -89,9 +89,9 @@ def test_a_float16_mask_outweighs_any_decay():
 @pytest.mark.parametrize(
     "variant, backend, message",
     [
-        ("pro with grouped heads and rope", "sdpa", "must have neither"),
-        ("pro with a window", "sdpa", "must have neither"),
-        ("llama", "flash_attention_2", r"does not run with 'flash_attention_2'.*set_attn_implementation\('sdpa'\)"),
+        ("pro with grouped heads and rope", "sdpa", "token shift together with RoPE or a sliding window"),
+        ("pro with a window", "sdpa", "token shift together with RoPE or a sliding window"),
+        ("llama", "flash_attention_2", r"does not support 'flash_attention_2'.*set_attn_implementation\('sdpa'\)"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(variant, backend, message):
