@@ -80,7 +80,7 @@ def test_masks_take_both_names(name):
 @pytest.mark.skipif(compat_fox.CACHE == "cache", reason="transformers itself then warns, and takes `cache`")
 def test_two_caches_are_refused():
     model = make("llama")
-    with pytest.raises(ValueError, match="Give only `cache`"):
+    with pytest.raises(ValueError, match="only `cache`"):
         model(NEXT, cache=filled(model), past_key_values=filled(model))
 
 
