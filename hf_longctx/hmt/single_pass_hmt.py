@@ -121,14 +121,14 @@ class SinglePass(Segments):
         for row, place in enumerate(self.places(chunk)):
             groups.setdefault(place, []).append(row)
         if len(groups) == 1:
-            return self.read_rows(state, chunk, first, keeps)
+            return self.read_aligned(state, chunk, first, keeps)
         if keeps and self.is_step(state, chunk):
             return self.step(state, chunk)
         parts = []
         for rows in groups.values():
             part, of_rows = state.select_rows(rows), chunk.of_rows(rows)
             if of_rows.counts[0] > of_rows.read[0]:
-                part = self.read_rows(part, of_rows, None, keeps)
+                part = self.read_aligned(part, of_rows, None, keeps)
             parts.append((rows, part))
         caches: list[Any] = [(rows, part.kv_cache) for rows, part in parts]
         kv_cache = kv_mask = None
@@ -201,7 +201,7 @@ class SinglePass(Segments):
             firsts += map(FirstPart, *copies, caches, tokens)
         return firsts
 
-    def read_rows(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
+    def read_aligned(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
         """Read one segment of rows at the same place, or its tokens so far.
 
         Args:

@@ -9,7 +9,7 @@ from pathlib import Path, PureWindowsPath
 import numpy as np
 
 
-def whole_number(name: str, value, least: float = -math.inf) -> int:
+def as_int(name: str, value, least: float = -math.inf) -> int:
     """Return a whole number as a plain integer.
 
     Raises:

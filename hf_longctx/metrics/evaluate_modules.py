@@ -20,7 +20,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from .checks import whole_number
+from .checks import as_int
 from .curve.lengths import METHODS, CurvePoint
 from .curve.protocol import scored_tokens
 from .tasks.curve import ForgettingCurve
@@ -280,7 +280,7 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
         raise ValueError(
             f"got {len(bases)} bases for {len(context_lengths)} contexts; give one context for each base, and at least one."
         )
-    context_lengths = [whole_number("a context", n, 2) for n in context_lengths]
+    context_lengths = [as_int("a context", n, 2) for n in context_lengths]
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]
     base_bounds = {n: rope_base_bound(int(n) - 1, head_dim) for n in set(context_lengths)}
     holds = [bound is None or bound >= n - 1 for bound, n in zip(bounds, context_lengths)]

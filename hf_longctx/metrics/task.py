@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, get_args, get
 
 import numpy as np
 
-from .checks import check_token_ids, public_name, whole_number
+from .checks import as_int, check_token_ids, public_name
 from .result import Result
 from .run.journal import content_hash
 
@@ -172,7 +172,7 @@ class Option(NamedTuple):
             if self.choices and one not in self.choices:
                 raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {one!r}.")
             if self.kind is int:
-                one = whole_number(self.name, one)
+                one = as_int(self.name, one)
             elif self.kind is dict and isinstance(one, str):
                 try:
                     one = json.loads(one)
@@ -259,9 +259,9 @@ class Subject:
         self.labels = {"corpus": corpus_name and public_name(corpus_name), "train_length": train_length}
         self.labels = {name: value for name, value in self.labels.items() if value is not None}
         if train_length is not None:
-            self.labels["train_length"] = whole_number("train_length", train_length, 1)
+            self.labels["train_length"] = as_int("train_length", train_length, 1)
         self.limit = context
-        self.claimed = self.reader.claimed_context if context is None else whole_number("context", context, 1)
+        self.claimed = self.reader.claimed_context if context is None else as_int("context", context, 1)
         self.context = self.claimed or NO_CLAIM
         bos = getattr(tokenizer, "bos_token_id", None) if bos_token_id is None else bos_token_id
         eos = getattr(tokenizer, "eos_token_id", None) if eos_token_id is None else eos_token_id

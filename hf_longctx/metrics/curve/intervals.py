@@ -41,7 +41,7 @@ from ..overlap import separate
 
 RESOLUTION = 0.01  # between copying exactly and the fine threshold, and between guessing and the coarse one
 POWER = 0.8  # chance that the repeats of `repeats_needed` suffice
-MOST = 1000  # repeats that it names
+MAX_REPEATS = 1000  # repeats that it names
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
 SEPARATE = 0.75  # share of repeats without an overlap below which a longer text says more than further repeats
 ENOUGH, ALONE = 6, 0.64  # texts for a sign test of one length, at its share of the risk of 2.5 %
@@ -185,7 +185,7 @@ class LengthInterval(NamedTuple):
         low: the largest tested length that memory reaches significantly; 0 if none.
         high: the smallest tested length that memory does not reach, significantly; None if none.
         repeats_needed: about how many repeats would show more where `high` is missing; None where memory reaches the
-            longest length, or where `MOST` repeats would not do.
+            longest length, or where `MAX_REPEATS` repeats would not do.
         longest: whether `low` is the longest tested length.
         text_too_short: whether repeats overlap so much that a longer text is needed to say more.
 
@@ -324,12 +324,12 @@ def repeats_needed(
         method: "fine" or "coarse".
 
     Returns:
-        At most two significant digits, more than the repeats at hand; None if it takes more than `MOST`.
+        At most two significant digits, more than the repeats at hand; None if it takes more than `MAX_REPEATS`.
     """
     repeats = max(m.shape[-1] for m in margins)
     if method == "coarse" and repeats < 2:
         return STAGES[0]  # nothing to judge by
-    more = np.arange(repeats + 1, MOST + 1)
+    more = np.arange(repeats + 1, MAX_REPEATS + 1)
     sides = [(1, 1, levels[0])] + [(-1, size, level) for size, level in zip(windows(len(scored)), levels)]
     needed = [
         more[enough.argmax()]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import scipy
 
-from ..checks import integers, whole_number
+from ..checks import as_int, integers
 from ..overlap import separate
 from .protocol import scored_tokens
 
@@ -55,7 +55,7 @@ class CurvePoint:
     begin_locs: Sequence[int] | None = None
 
     def __post_init__(self):
-        length = whole_number("length", self.length, 1)
+        length = as_int("length", self.length, 1)
         scored = scored_tokens(length)
         object.__setattr__(self, "length", length)
         for name, most in (("copy_correct", scored), ("lm_correct", scored), ("begin_locs", math.inf)):

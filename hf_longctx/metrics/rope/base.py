@@ -20,7 +20,7 @@ from itertools import count
 
 import numpy as np
 
-from ..checks import whole_number
+from ..checks import as_int
 from .bounds import (
     EPS,
     complex_exponential,
@@ -100,7 +100,7 @@ def rope_base_bound(
     family = _DecayFamily(head_dim, non_rotary_dims)
     if not (math.isfinite(search_ratio) and search_ratio > 1):
         raise ValueError(f"search_ratio must be a finite number above 1, got {search_ratio!r}.")
-    length = whole_number("context_length", context_length, 1)
+    length = as_int("context_length", context_length, 1)
     if length > MAX_CONTEXT:
         raise ValueError(
             f"context_length must be at most {MAX_CONTEXT:,}, got {length:,}. Longer contexts take minutes."
@@ -143,7 +143,7 @@ def rope_base_scan(
     Arguments and errors are those of `rope_base_bound`; the result maps each length to a base.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
-    return _scan(family, _lengths(context_lengths), whole_number("digits", digits, 1), 1.0)
+    return _scan(family, _lengths(context_lengths), as_int("digits", digits, 1), 1.0)
 
 
 class _DecayFamily:
@@ -340,4 +340,4 @@ def _bases_of(digits: int, start: float) -> Iterator[float]:
 
 def _lengths(context_lengths: Iterable[int]) -> list[int]:
     """Return the lengths sorted, each once."""
-    return sorted({whole_number("context_lengths", length, 1) for length in context_lengths})
+    return sorted({as_int("context_lengths", length, 1) for length in context_lengths})

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import whole_number
+from ..checks import as_int
 from .base import MAX_CONTEXT
 from .bounds import rope_inv_freq
 from .reading import LENGTHS, ROPE_UNLESS, Source, positive
@@ -114,7 +114,7 @@ def stated_lengths(source: Source) -> dict[str, int]:
         attribute = getattr(type(config), "attribute_map", {}).get(name, name)
         assumed = not source.known or length == getattr(type(config), attribute, None)
         if length is not None and not (named and assumed and not source.names(name)):
-            lengths[name] = whole_number(name, length, 1)
+            lengths[name] = as_int(name, length, 1)
     return lengths
 
 
@@ -248,7 +248,7 @@ def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
     """Return how many tokens such a layer sees; None if it sees all."""
     name = "sliding_window" if "sliding" in kind else "attention_chunk_size" if "chunked" in kind else None
     tokens = getattr(layer_config(config, layers), name, None) if name else None
-    return None if tokens is None else whole_number(str(name), tokens, 2)
+    return None if tokens is None else as_int(str(name), tokens, 2)
 
 
 # Frequencies --------------------------------------------------------------------------------------------------------
@@ -362,7 +362,7 @@ def required_int(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if value is None:
         raise ValueError(f"{type(config).__name__} has no {name}, which the bound needs. No default is assumed.")
-    return whole_number(name, value, 1)
+    return as_int(name, value, 1)
 
 
 def required_base(parameters: dict[str, Any]) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import whole_number
+from ..checks import as_int
 from .base import MAX_CONTEXT, rope_base_bound
 from .bounds import rope_context_bound, rope_decay
 from .config import (
@@ -73,7 +73,7 @@ def _report(source: Source, model: Any, context_length: int | None, minimum_base
     """Check each group of layers of a config."""
     config, notes = with_rope_parameters(source), source.notes
     claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
-    claimed = whole_number(f"the context to check ({claimed_by})", claimed, 2)
+    claimed = as_int(f"the context to check ({claimed_by})", claimed, 2)
     if claimed > MAX_CONTEXT:
         raise ValueError(
             f"the context to check ({claimed_by}) must be at most {MAX_CONTEXT} tokens, got {claimed}. Longer contexts take "

@@ -45,7 +45,7 @@ ROPE_UNLESS = {
     **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
 }
 # Settings that mean the same for types that transformers does not know.
-SAME = (
+SHARED_FIELDS = (
     *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers", "rope_condense_ratio"),
     *("original_max_position_embeddings", "dual_chunk_attention_config"),
 )
@@ -262,7 +262,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
     for name, others in SPELLINGS.items():
         spelling = next((spelling for spelling in (name, *others) if spelling in file), None)
         fields |= {} if spelling is None else {name: file[spelling]}
-    fields |= {name: file[name] for name in (*SAME, *ROPE_UNLESS) if name in file}
+    fields |= {name: file[name] for name in (*SHARED_FIELDS, *ROPE_UNLESS) if name in file}
     rope = dict(fields.get("rope_parameters") or {})
     if "rotary" in file:  # internlm's
         rope |= {"factor": 1.0} | read_rope(file["rotary"])

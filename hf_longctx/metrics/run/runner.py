@@ -13,7 +13,7 @@ import transformers
 from tqdm.auto import tqdm
 
 from ... import __version__
-from ..checks import whole_number
+from ..checks import as_int
 from ..task import Answered, Key, Missing, Predict, Request, Score, Subject, Task, TaskResult, Trial
 from . import distributed
 from .engine import TOKENS_PER_PASS, UnsupportedInput
@@ -51,7 +51,7 @@ class Run:
 
     def __post_init__(self):
         if self.tokens_per_pass is not None:
-            whole_number("tokens_per_pass", self.tokens_per_pass, 1)
+            as_int("tokens_per_pass", self.tokens_per_pass, 1)
 
 
 def run(task: Task, subject: Subject, run: Run | None = None) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import scipy
 
-from ..checks import whole_number
+from ..checks import as_int
 from ..function import function
 from ..overlap import separate
 from ..result import Number, Table, plural
@@ -156,7 +156,7 @@ class PositionLoss(TaskResult):
         if not self.scores:
             return
         for name in ("sequences", "texts"):
-            whole_number(name, self.scores["mean"][name], 1)
+            as_int(name, self.scores["mean"][name], 1)
         loss = self.loss
         if not loss or not np.isfinite(loss).all():
             raise ValueError(f"loss must be one finite number for each of one or more positions, got {loss!r:.200}.")
