@@ -93,7 +93,7 @@ class Backbone:
         self._check_causal(self.device)
 
     def _check_causal(self, device: torch.device) -> None:
-        """Raise ValueError if the first of three positions sees the last: a tiny pass for each of two last embeddings.
+        """Raise ValueError if the first of three positions sees the last: two tiny passes differ in the last alone.
 
         Recurrent backbones cannot see ahead.
         """

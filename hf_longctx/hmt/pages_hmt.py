@@ -161,7 +161,7 @@ class MemoryPages:
         return max(self.page_size, int((count / self.recalled) ** 0.5))
 
     def _split(self, page: int, mean: Tensor) -> None:
-        """Move half of a page to a new one, in place. `mean`: of all embeddings, (d,)."""
+        """Move half of a page to a new one, in place. `mean` (d,) is the mean of all embeddings."""
         mean = mean.to(self.rest.device)
         numbers = torch.tensor(self.members[page])
         embeddings = self._rows(self.members[page]).to(mean)

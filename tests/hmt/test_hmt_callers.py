@@ -86,7 +86,7 @@ def test_a_backbone_on_disk_is_probed_and_keeps_a_memory(make_backbone, tokens, 
         torch.manual_seed(0)
         models.append(HMTWrapper.from_backbone(tmp_path / "backbone", config, **options).eval())
     model, on_disk = models
-    # A FoX computes its gates in float32, to which the last bit of a product of offloaded weights may round up or down.
+    # A FoX computes its gates in float32, which may round the last bit of a product of offloaded weights up or down.
     rounding = 1e-6 if make_backbone is tiny_fox else ROUNDING
     assert model.config.reread == on_disk.config.reread == (make_backbone is tiny_fox)
     expected = model(tokens).logits

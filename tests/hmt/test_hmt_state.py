@@ -31,7 +31,7 @@ def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
     with torch.no_grad():  # the query of a segment is complete after 4 tokens
         logits, _ = stream(model, tokens[:, :40], [13, 1, 7, 1, 18])
     torch.testing.assert_close(logits, whole[:, :40], atol=ROUNDING, rtol=0)
-    with pytest.raises(ValueError, match="stops after 3 tokens of a segment"):
+    with pytest.raises(ValueError, match="ends 3 tokens into a segment"):
         stream(model, tokens, [11, 8])
 
 
