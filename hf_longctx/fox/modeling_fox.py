@@ -474,7 +474,7 @@ def chunked_loss(
     ignore_index: int = -100,
     **kwargs,
 ) -> torch.Tensor:
-    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` without all logits at once; a scalar, fp32.
+    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` without storing all logits; a scalar, fp32.
 
     For 64k tokens and a vocabulary of 50k, logits in float32 take 13 GB, and a plain loss three times as much. PyTorch
     computes the gradients together with the loss, so only the logits of a chunk exist. The weight is copied to

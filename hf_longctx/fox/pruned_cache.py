@@ -290,7 +290,7 @@ class PrunedLayer(DynamicLayer):
             )
 
     def log_lost_weight(self):
-        """Return the log of a bound of the attention weight that any query has lost so far."""
+        """Return the log of a bound on the attention weight that any query has lost so far."""
         if self.log_lost is None:
             return self.worst
         return max(self.worst, (self.log_lost[..., 0] + 2 * self.logit_bound().to(self.device)).max().item())

@@ -149,7 +149,7 @@ class MemoryPages:
             self._split(page, mean)
 
     def _replace(self, page: int, *pages: tuple[int, ...]) -> None:
-        """Put pages of these members in the place of one, in place."""
+        """Replace one page by pages of these members, in place."""
         self.members = (*self.members[:page], *pages, *self.members[page + 1 :])
 
     def _mean(self) -> Tensor:

@@ -36,7 +36,7 @@ class TokenDataset(torch.utils.data.Dataset):
             documents begin and which labels are scored.
         length: T, tokens per sequence.
         eos_token_id: token that ends a document. None: the file is one document.
-        vocab_size: upper bound of the token ids.
+        vocab_size: upper bound on the token ids.
 
     An item is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`.
 

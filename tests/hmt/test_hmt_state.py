@@ -213,7 +213,7 @@ def test_the_tokens_of_the_memories_are_read_again(make_wrapper, tokens, length)
     """The last segment repeats segment 1."""
     model = make_wrapper(recall_tokens=length, memory_size=4)
     with torch.no_grad():
-        model.memory.wk.zero_()  # all memories alike: what is read again is all the difference
+        model.memory.wk.zero_()  # all memories are equal, so only the retrieved tokens differ
         text = torch.cat([tokens[:, :32], tokens[:, 8:16]], 1)
         state = model(text[:, :32], use_cache=True).state
         found = model(text[:, 32:], state=state).logits

@@ -222,7 +222,7 @@ def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[in
 
 
 def record_tokens(lines: int, encode: Callable[[str], Sequence[int]]) -> float:
-    """Return an upper bound of the tokens in a record of this many lines, its question and the response."""
+    """Return an upper bound on the tokens in a record of this many lines, its question and the response."""
     return 1.1 * len(encode(draw_record(lines, seed=0, repeat=0).text)) + 200
 
 
