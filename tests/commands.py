@@ -5,7 +5,7 @@
     ["hf-longctx", ...]    ["python", "-m", MODULE, ...]    ["python", FILE, ...]    ["python", "-c", CODE, ...]
 
 Such a process starts in 0.1 s in place of 6 s. It has its own arguments, folder, environment, standard streams, exit
-code and signals, and it imports this package anew. Libraries are imported already: a test of what an import does, or
+code and signals, and it imports this package again. Libraries are imported already: a test of what an import does, or
 of a variable that a library reads as it is imported (TRITON_INTERPRET), needs an interpreter of its own. Of these,
 HF_MODULES_CACHE and HF_HUB_OFFLINE are heeded, and those in `HUB` are the same for all processes.
 

@@ -1,4 +1,4 @@
-"""Shared fixtures: the golden data, which lives beside the repository and not in it."""
+"""Shared fixtures: the golden data, which is next to the repository and not in it."""
 
 import functools
 import gc
@@ -29,7 +29,7 @@ def golden() -> Path:
 
 @pytest.fixture(scope="session")
 def two_processes():
-    """Runs a function in two processes at once, see processes.py."""
+    """Run a function in two processes at the same time; see processes.py."""
     from processes import TwoProcesses
 
     processes = TwoProcesses()

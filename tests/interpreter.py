@@ -1,9 +1,9 @@
 """Where there is no GPU, Triton interprets its kernels; import this before Triton. Here it is several times as fast.
 
 By itself, the interpreter replaces the functions of Triton's language at each call of a kernel and of a function in
-one, each time by the same; it computes for each sum of integers whether it overflows, to tell nobody; and it makes the
-type and the shape of each intermediate result anew. What is replaced here is private: `test_hooks.py` says when it has
-moved, and the kernels are then interpreted slowly.
+one, each time by the same. It computes for each sum of integers whether it overflows, without reporting it, and it
+recreates the type and the shape of each intermediate result. What is replaced here is private: `test_hooks.py` says
+when it has moved, and the kernels are then interpreted slowly.
 """
 
 import contextlib

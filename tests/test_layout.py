@@ -96,7 +96,7 @@ def test_no_module_imports_itself_through_others():
 
 @pytest.mark.parametrize("bundle", ["fox", "hmt"])
 def test_bundles_are_closed(bundle):
-    """The suffix says that a file is copied beside saved weights; see `save_pretrained` of transformers."""
+    """The suffix says that a file is copied next to saved weights; see `save_pretrained` of transformers."""
     files = set((PACKAGE / bundle).glob(f"*_{bundle}.py"))
     names = {path.stem for path in files}
     offenders = []

@@ -35,7 +35,7 @@ def commands(path):
 
 @pytest.fixture(scope="module")
 def small_cards(tmp_path_factory):
-    """model_cards with a FoX of one layer in the place of the trained one, whose other files it keeps."""
+    """model_cards with a FoX of one layer instead of the trained one, whose other files it keeps."""
     folder = tmp_path_factory.mktemp("model_cards")
     for path in (ROOT / "model_cards").iterdir():
         (folder / path.name).symlink_to(path)

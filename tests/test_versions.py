@@ -1,4 +1,4 @@
-"""An untested version of transformers is named once, by the package and by code beside weights."""
+"""An untested version of transformers is named once, by the package and by code next to weights."""
 
 import importlib.util
 import re

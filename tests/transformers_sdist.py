@@ -27,7 +27,7 @@ PACKAGE = "transformers_tests"
 # What the mixins import and the source distribution lacks, with what stands in for it.
 ABSENT = {
     "distributed_testing_utils": {
-        "run_distributed": None,  # whoever uses the mixins brings processes along
+        "run_distributed": None,  # users of the mixins provide the processes
         "_start_rank_processes": None,
         "_get_distributed_backend": lambda: "gloo",
         "_get_distributed_device_type": lambda: "cpu",

@@ -78,7 +78,9 @@ def check_writable(option: str, name: str, folder: bool = False) -> None:
     """Raise ValueError if no file, or folder, of that name can be written."""
     path = Path(name).absolute()
     if not folder and path.suffix.lower() in OTHER_FORMATS:
-        raise ValueError(f"{option} {name} ends with {path.suffix}; a figure may end with {', '.join(FIGURES)}.")
+        raise ValueError(
+            f"{option} {name} ends with {path.suffix}. A figure must end with one of {', '.join(FIGURES)}."
+        )
     if not folder and (path.is_dir() or name.endswith("/")):
         raise ValueError(f"{option} {name} is a folder; name a file in it.")
     if not folder and path.exists() and not os.access(path, os.W_OK):
@@ -100,7 +102,7 @@ def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
     path = Path(name)
     if path.suffix not in endings:
         if path.suffix[1:].isalpha():
-            raise ValueError(f"--output {name} ends with {path.suffix}; it may end with {', '.join(endings)}.")
+            raise ValueError(f"--output {name} ends with {path.suffix}. It must end with one of {', '.join(endings)}.")
         path = path.with_name(f"{path.name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -187,7 +189,7 @@ def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longes
 
 
 def log(message: str) -> None:
-    """Print a line on stderr, in the first process only."""
+    """Print a line to stderr, in the first process only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(message, file=sys.stderr)
 

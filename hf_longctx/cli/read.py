@@ -49,7 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--temperature",
         type=float,
         metavar="T",
-        help="sampling temperature, 0 for greedy decoding (default: that of generation_config.json)",
+        help="sampling temperature, 0 for greedy decoding (default: from generation_config.json)",
     )
     group.add_argument("--chat", action="store_true", help="make QUESTION the user's turn in the chat template")
 

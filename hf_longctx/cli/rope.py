@@ -1,7 +1,7 @@
 """Does a model's RoPE base support the context that it claims? (arXiv 2405.14591)
 
-Reads the configuration only. The bound is a screening number: many good models violate it at the context that they
-claim. The figure shows B_m over the distance m, where it is first negative, and how far the claimed context needs it.
+Only the configuration is read. The bound is a screening number: many good models violate it at the context that they
+claim. The figure shows B_m over the distance m, its first negative value, and the range of the claimed context.
 
 Examples:
   hf-longctx rope meta-llama/Llama-3.1-8B

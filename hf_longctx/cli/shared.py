@@ -23,7 +23,7 @@ EXPECTED = (*MISTAKES, *FAILURES)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return 2 for a mistake in the call, as argparse does, and 1 if the same call may succeed later.
+    """Return exit code 2 for a usage error, as argparse does, and 1 if the same call may succeed later.
 
     >>> exit_code(FileNotFoundError(2, "No such file")), exit_code(OSError(28, "No space left on device"))
     (2, 1)
@@ -76,7 +76,9 @@ def check_model_name(name: str) -> None:
     if path.is_file():
         raise ValueError(f"{name} is a file; give the folder that holds the model: {path.parent}.")
     if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise ValueError(f"there is no folder {name}; give a folder with a model, or its name on the Hub.")
+        raise ValueError(
+            f"the folder {name} does not exist. Give a folder that contains a model, or its name on the Hub."
+        )
 
 
 def choose_device(name: str | None) -> str:
@@ -132,6 +134,6 @@ def load_tokenizer(args: Namespace) -> Any:
         return AutoTokenizer.from_pretrained(args.model, **options)
     except (ValueError, OSError) as error:
         raise ValueError(
-            f"{args.model} holds no tokenizer that can be loaded ({str(error).splitlines()[0]}). "
-            f"Put one there: tokenizer.save_pretrained({args.model!r})."
+            f"{args.model} does not contain a tokenizer that can be loaded ({str(error).splitlines()[0]}). "
+            f"Save one there: tokenizer.save_pretrained({args.model!r})."
         ) from error

@@ -128,7 +128,7 @@ def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_s
 
 
 def logit_bound_of_norms(attention, heads):
-    """Return a bound of the logits of `heads` query heads under QK-norm: |scaling * q.k| <= bound_scale * largest.
+    """Return a bound on the logits of `heads` query heads under QK-norm: |scaling * q.k| <= bound_scale * largest.
 
     The bound is not stored, because FSDP2 gathers new weights into the same tensor under the same version.
 

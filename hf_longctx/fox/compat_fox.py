@@ -60,7 +60,7 @@ def rename_cache(function: Callable, old: str, new: str) -> Callable:
 
 
 def check_unknown(name: str, value: Any) -> None:
-    """Raise TypeError if an argument with an unknown name is a cache, which would be ignored."""
+    """Raise TypeError if an unknown keyword argument is a cache, which would otherwise be ignored."""
     if type(value).__name__.endswith("Cache"):
         repair = "pass it as `cache`." if IS_TESTED else REPAIR
         raise TypeError(f"FoX does not know the argument {name!r}, a {type(value).__name__}: {repair}")

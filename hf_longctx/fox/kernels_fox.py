@@ -78,7 +78,7 @@ def number(x):
 
 @jit
 def whole(s_b, s_h, s_t, W: tl.constexpr):
-    """Strides that are multiples of W, in a form that shows it: loads of 16 bytes need W elements of so many.
+    """Return strides, all multiples of W, in a form that shows this: a load of 16 bytes takes W elements.
 
     The compiler would look for multiples of 16 only, and rows of folded keys are 72 or 136 elements apart.
     """

@@ -433,12 +433,12 @@ class FoxModel(FoxPreTrainedModel):
 
 
 def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """Return the hidden states whose logits are requested, as `slice_logits_to_keep` of transformers 5.23.
+    """Return the hidden states whose logits are requested, like `slice_logits_to_keep` of transformers 5.23.
 
     Args:
         hidden_states: (B, T, hidden).
-        logits_to_keep: number of the last positions, 0 for all; or positions, int64, of all rows (P,) or of each row
-            (B, P); or a mask of positions, (B, T) bool.
+        logits_to_keep: how many of the last positions, 0 for all; or int64 positions, the same in all rows (P,) or
+            different ones (B, P); or a mask of positions, (B, T) bool.
 
     Returns:
         (B, P, hidden), or (positions in all rows, hidden) for a mask.
@@ -474,7 +474,7 @@ def chunked_loss(
     ignore_index: int = -100,
     **kwargs,
 ) -> torch.Tensor:
-    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` without all logits at once; a scalar, fp32.
+    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` without storing all logits; a scalar, fp32.
 
     For 64k tokens and a vocabulary of 50k, logits in float32 take 13 GB, and a plain loss three times as much. PyTorch
     computes the gradients together with the loss, so only the logits of a chunk exist. The weight is copied to

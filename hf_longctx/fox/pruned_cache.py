@@ -290,7 +290,7 @@ class PrunedLayer(DynamicLayer):
             )
 
     def log_lost_weight(self):
-        """Return the log of a bound of the attention weight that any query has lost so far."""
+        """Return the log of a bound on the attention weight that any query has lost so far."""
         if self.log_lost is None:
             return self.worst
         return max(self.worst, (self.log_lost[..., 0] + 2 * self.logit_bound().to(self.device)).max().item())
@@ -411,7 +411,7 @@ class PrunedCache(Cache):
 
     @property
     def pruned_layers(self) -> list[PrunedLayer]:
-        """The layers, all of which are of this file."""
+        """The cache's layers, typed as `PrunedLayer`."""
         return cast(list[PrunedLayer], self.layers)
 
     def prune(self) -> None:
@@ -426,7 +426,7 @@ class PrunedCache(Cache):
 
     @property
     def lost_weight(self) -> float:
-        """A proven bound of the attention weight that any query has lost so far in any layer and head."""
+        """A proven bound on the attention weight that any query has lost so far in any layer and head."""
         return math.exp(max(layer.log_lost_weight() for layer in self.pruned_layers))
 
 

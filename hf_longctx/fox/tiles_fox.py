@@ -8,7 +8,7 @@ import torch
 class Tile(NamedTuple):
     """Launch parameters of one kernel: query rows and keys per block, warps, depth of the software pipeline.
 
-    products: work that the forward pass moves to tensor cores if a bound of the logits is known. 1: sums of weights;
+    products: work that the forward pass moves to tensor cores if a bound on the logits is known. 1: sums of weights;
         2: also the decay of the keys. Each saves instructions; which is faster depends on the GPU.
     """
 

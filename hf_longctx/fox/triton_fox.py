@@ -92,7 +92,7 @@ def _readable(x: Tensor) -> Tensor:
 
 
 def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, int]:
-    """Return a bound of each row, (B or 1, H or 1, T), with the strides that broadcast it."""
+    """Return the rows' bounds (B or 1, H or 1, T) and the strides that broadcast them over batch and heads."""
     if bound is None:
         return None, 0, 0
     bound = bound.contiguous()
@@ -243,7 +243,7 @@ def launch_backward(
 
 
 def parts_of_group(programs: int, group: int, processors: int) -> int:
-    """Return into how many parts of query heads a program of the dk/dv pass is split, so that no processor is idle.
+    """Return how many parts to split a group's query heads into, so that the dk/dv pass leaves no processor idle.
 
     The oldest keys take twice as long as the average key, so 1.5 programs per processor are enough.
     """

@@ -93,7 +93,7 @@ class Backbone:
         self._check_causal(self.device)
 
     def _check_causal(self, device: torch.device) -> None:
-        """Raise ValueError if the first of three positions sees the last: a tiny pass for each of two last embeddings.
+        """Raise ValueError if the first of three positions sees the last: two tiny passes differ in the last alone.
 
         Recurrent backbones cannot see ahead.
         """
@@ -131,8 +131,8 @@ class Backbone:
         for autocast in {False, torch.is_autocast_enabled(device.type)}:  # FlashAttention may need the caller's
             try:
                 with self._probing(device, 6, autocast) as embeds:
-                    # small beside learned position embeddings, so that wrong ones show in bfloat16 too; and clones,
-                    # because CTRL writes into its embeddings
+                    # small compared with learned position embeddings, so that wrong ones show in bfloat16 too
+                    # clones, because CTRL writes into its embeddings
                     embeds, kv_cache = 0.01 * embeds, DynamicCache(config=self.model.config)
                     self.run(embeds[:, :3].clone(), kv_cache=kv_cache)
                     _, continued = self.run(embeds[:, 3:].clone(), kv_cache=kv_cache)
@@ -503,7 +503,7 @@ class PromptAlone:
 
 
 def rotates_by_length(config: Any, positions: int) -> bool:
-    """Say whether RoPE has other frequencies in a pass over so many positions than in a shorter one."""
+    """Return whether RoPE has different frequencies in a pass over this many positions than in a shorter one."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for entry in parameters.values() if all(isinstance(x, dict) for x in parameters.values()) else [parameters]:
         default = getattr(config, "max_position_embeddings", math.inf)

@@ -11,9 +11,9 @@ from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, re
 
 @register_retriever("bank")
 class Bank(Retriever):
-    """Remembers the memory embeddings of the latest `memory_size` segments; the prompt is softmax(scores) C.
+    """Remember the memory embeddings C of the latest `memory_size` segments; the prompt is softmax(scores) C.
 
-    Without recall, it is the latest memory.
+    Without recall, the prompt is the latest memory.
 
     Memory: `embeddings` (B, c, d), the latest at the end; `ends` (B, c).
     """

@@ -19,7 +19,7 @@ def states_of(layer: Any) -> dict[str, dict]:
 
 
 def fork(kv_cache: Cache) -> Cache:
-    """Copy a cache, so that it stays as it is when the copy grows.
+    """Copy a cache, so that it does not change when the copy grows.
 
     Attention layers replace their tensors, so these are shared; convolutions overwrite their states.
     """

@@ -130,9 +130,9 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
     incomplete_query = state.segment > 0 and 0 < open_tokens < config.summary_length
     if config.recall and config.recall_mode == "paper" and incomplete_query:
         raise ValueError(
-            f"The state stops after {open_tokens} tokens of a segment, and recall_mode='paper' reads the first "
-            f"{config.summary_length} before it predicts them: what was predicted so far would change. End chunks "
-            "at multiples of segment_length. To generate beyond a segment, train a model of recall_mode='single_pass'."
+            f"The state ends {open_tokens} tokens into a segment. recall_mode='paper' reads the first "
+            f"{config.summary_length} tokens before it predicts them, so earlier predictions would change. End chunks at "
+            "multiples of segment_length. To generate beyond a segment, train a model with recall_mode='single_pass'."
         )
 
 

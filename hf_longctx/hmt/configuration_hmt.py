@@ -15,7 +15,7 @@ from .custom_backbone_hmt import __doc__ as ABOUT
 from .versions_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
 
 
-# Names that the base class takes beside its fields.
+# Names that the base class takes in addition to its fields.
 BASE_NAMES = {"attn_implementation", "auto_map", "quantization_config"}
 
 

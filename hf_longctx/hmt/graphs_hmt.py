@@ -94,7 +94,7 @@ class PassGraphs:
         Args:
             function: returns logits or None, and hidden states. It must do the same for all inputs of one shape.
             key: what else than the inputs decides what it computes.
-            kv_cache: is read, and stays as it is.
+            kv_cache: is read, but not changed.
             given: its arguments; those that are None are left out.
         """
         names = [name for name, value in given.items() if value is not None]

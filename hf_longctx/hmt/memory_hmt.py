@@ -107,7 +107,7 @@ class HMTMemory(nn.Module):
                 factor = count.to(wide).log1p()[:, None, None] * (-self.log_temperature.to(wide)).exp()
             else:
                 factor = wq.shape[0] ** -0.5
-            # (q Wq^T) Wk: h * d products in all, where keys would cost h * d for each memory
+            # (q Wq^T) Wk: h * d products in total, where keys would cost h * d for each memory
             return (query @ wq.mT @ wk * factor @ bank.mT).squeeze(1)
 
     def recall(

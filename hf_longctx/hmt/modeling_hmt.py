@@ -571,7 +571,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone_trust_remote_code: bool = False,
         **kwargs,
     ) -> "HMTWrapper":
-        """Load a checkpoint; one that points to its backbone loads that first. Arguments as in transformers.
+        """Load a checkpoint; if it points to a backbone, load that first.
+
+        The arguments are the same as in transformers.
 
         With `output_loading_info=True`, the loading info of a pointer is that of the backbone, under the backbone's
         own parameter names; the memory's weights must be complete. `trust_remote_code` holds for this checkpoint,
@@ -579,7 +581,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         `backbone_trust_remote_code=True`.
 
         Raises:
-            ValueError: settings and a configuration object; not an HMT checkpoint; a backbone with code of its own.
+            ValueError: settings and a configuration object are given, the checkpoint is not an HMT, or the backbone
+                has its own code.
         """
         path = pretrained_model_name_or_path
         hmt_config: Any = config  # remote code has an HMTConfig of its own

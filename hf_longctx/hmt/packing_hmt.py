@@ -16,7 +16,7 @@ from .state_hmt import HMTState
 
 
 def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Move what `mask` (B, n) marks to the left of each row, in order, and drop the columns without any.
+    """Move the entries that `mask` (B, n) marks to the left of each row, in order, and drop columns without any.
 
     Returns:
         The moved mask and tensors, (B, n'), zero where the mask is False.

@@ -149,7 +149,7 @@ class MemoryPages:
             self._split(page, mean)
 
     def _replace(self, page: int, *pages: tuple[int, ...]) -> None:
-        """Put pages of these members in the place of one, in place."""
+        """Replace one page by pages of these members, in place."""
         self.members = (*self.members[:page], *pages, *self.members[page + 1 :])
 
     def _mean(self) -> Tensor:
@@ -161,7 +161,7 @@ class MemoryPages:
         return max(self.page_size, int((count / self.recalled) ** 0.5))
 
     def _split(self, page: int, mean: Tensor) -> None:
-        """Move half of a page to a new one, in place. `mean`: of all embeddings, (d,)."""
+        """Move half of a page to a new one, in place. `mean` (d,) is the mean of all embeddings."""
         mean = mean.to(self.rest.device)
         numbers = torch.tensor(self.members[page])
         embeddings = self._rows(self.members[page]).to(mean)

@@ -203,7 +203,7 @@ def build_retrievers(config: HMTConfig, memory: HMTMemory, embed: Callable[[Tens
 
 
 def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new: Tensor) -> dict[str, Tensor]:
-    """Append an entry for a segment to tensors (B, c, ...), and drop what is older than the latest `size`.
+    """Append a segment's entry to tensors (B, c, ...), and keep the latest `size` entries.
 
     Args:
         state: `ends` (B, c), and tensors of the names in `new`.

@@ -1,6 +1,6 @@
 """The retrievers of the package, registered in the order in which a segment reads what they give.
 
-transformers copies the files that this one imports beside saved weights.
+transformers copies the files that this one imports next to saved weights.
 """
 
 from .bank_hmt import Bank

@@ -107,7 +107,7 @@ class Segments:
 
     @cached_property
     def graphs(self) -> PassGraphs:
-        """The captured passes of the backbone as it is now."""
+        """The captured passes of the backbone in its current state."""
         return self.lm.graphs.of(self.lm.model)
 
     def read(self, state: HMTState, chunks: list[Chunk], use_cache: bool) -> HMTState:
@@ -151,7 +151,7 @@ class Segments:
         """Run passes of one shape together.
 
         Args:
-            kv_cache: is continued, and stays as it is.
+            kv_cache: is continued, but not changed.
             mask: (B, cached + P), bool, False on padding.
             memory: that of the retriever, for logits that it changes.
 

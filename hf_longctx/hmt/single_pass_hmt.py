@@ -202,12 +202,12 @@ class SinglePass(Segments):
         return firsts
 
     def read_aligned(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
-        """Read one segment of rows at the same place, or its tokens so far.
+        """Read one segment, or its tokens so far, of rows that are at the same position in it.
 
         Args:
             state, chunk: as in `read`.
             first: the first part, if it has been read.
-            keeps: whether a later call continues the cache.
+            keeps: whether to keep the cache, for a later call to continue.
         """
         count, read, later = chunk.counts[0], chunk.read[0], chunk.segments[0] > 0
         full, recall, memory, hidden = count == self.length, None, None, None

@@ -1,7 +1,7 @@
 """The versions of transformers with which this code was tested.
 
-configuration_hmt.py, which is loaded first of a saved folder, imports this file, so that an untested version is named
-before anything can fail.
+configuration_hmt.py is the first file loaded from a saved folder. It imports this file, so the warning about an
+untested version appears before anything can fail.
 """
 
 import transformers

@@ -37,7 +37,7 @@ PIPELINES = {
 
 
 def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -> Bundle:
-    """Return the bundle of a model with its card: a hand-written card as it is, or a newly generated one.
+    """Return the bundle of a model with its card: an unchanged hand-written card, or a newly generated one.
 
     A generated card also replaces the templates that PEFT and transformers save alongside weights. It keeps license,
     language, tags and datasets of the card that it replaces.

@@ -1,6 +1,6 @@
 """Verify a push: load the commit back, and compare the bytes of every file and the outputs.
 
-This file is also a program, which runs without hf_longctx as it is for users of the model:
+This file is also a program, which runs without hf_longctx, as for users of the model:
 
     python verify.py REPO COMMIT HASHES.json OUTPUTS.safetensors AUTO_CLASS
 """

@@ -1,7 +1,7 @@
 """Measure how far a language model really remembers.
 
-Names are imported on first use, so that the metric you want is all you load. No module has the name of a function:
-once imported, it would take the function's place.
+Names are imported on first use, so that you load only the metric that you use. No module has the same name as a
+function: once imported, it would replace the function.
 """
 
 import importlib

@@ -330,7 +330,7 @@ class Task:
         return cls(**{entry.name: arguments["seed"] for entry in options(cls) if entry.name == "seed"})
 
     def fill(self, **values: Any) -> None:
-        """Set fields or attributes, in `prepare`; elsewhere the task is frozen."""
+        """Set fields or attributes in `prepare`, although the task is frozen."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -342,7 +342,7 @@ class Task:
         return task
 
     def prepare(self) -> None:
-        """Choose the open options by the subject; raise ValueError if it does not suit the task."""
+        """Fill in options that depend on the subject; raise ValueError if the task cannot measure it."""
 
     def trials(self, scores: dict[Key, Any]) -> list[Trial]:
         """Return the trials that are needed given `scores`; the run ends when all of them have a score.

@@ -27,14 +27,16 @@ DOCUMENTS_AT_ONCE = 256  # fast tokenizers encode a batch in parallel
 
 
 class TokenDataset(torch.utils.data.Dataset):
-    """Sequences of `length` tokens from a token file, without an incomplete last one and those without a scored label.
+    """Sequences of `length` tokens from a token file.
+
+    Sequences without a scored label are dropped, and so is an incomplete last one.
 
     Args:
         path: `.npy` file of integers, which is memory-mapped. A file of flags next to it (suffix `FLAGS`) marks where
             documents begin and which labels are scored.
         length: T, tokens per sequence.
         eos_token_id: token that ends a document. None: the file is one document.
-        vocab_size: upper bound of the token ids.
+        vocab_size: upper bound on the token ids.
 
     An item is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`.
 
@@ -113,12 +115,12 @@ class DocumentDataset(TokenDataset):
 
 
 class StreamedTokenDataset(torch.utils.data.IterableDataset):
-    """The same sequences without files: documents are read, encoded and packed in their order, without an end.
+    """The same sequences without files: documents are read, encoded and packed in order, in an endless stream.
 
     A resumed run replays the stream up to its step.
 
     Args:
-        documents: functions that open a source each, as `encode` does.
+        documents: functions that each open a source, as `encode` does.
         shares: shares of the sources, which sum to 1.
         length, eos_token_id: as for `TokenDataset`.
     """

@@ -216,7 +216,7 @@ def open_gates(model: Any, decay_time: float) -> None:
 def extend_rope(config, args: FinetuneConfig) -> str:
     """Extend the context of a config to `max_length`, and choose a RoPE base above the bound for it.
 
-    A longer context of the config is kept. The bound of the base is eq. 18 of arXiv 2405.14591.
+    A longer context in the config is kept. The bound on the base is eq. 18 of arXiv 2405.14591.
 
     Returns:
         a line that describes the change.

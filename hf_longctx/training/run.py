@@ -1,4 +1,4 @@
-"""A run: it starts or resumes, trains, and writes a model into its folder."""
+"""Start or resume a training run, train, and write the model into the run's folder."""
 
 import copy
 import inspect

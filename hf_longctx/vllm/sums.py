@@ -53,7 +53,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 
     Args:
         query_start: index of each request's first token, and the total, (R + 1,), strictly ascending.
-        seq_lens: number of tokens of each request, computed ones and those of this batch, (R,).
+        seq_lens: number of tokens of each request, both computed ones and those of this batch, (R,).
         block_table: blocks of each request in the cache, (R, blocks).
         slots: slot of each token in the cache, block * block_size + place, (N,); -1 for uncached tokens: padding at
             the end of the batch, and rejected drafts at the end of a request.

@@ -145,7 +145,7 @@ def train(model, method, tokens, segments, steps, file, args, generator):
         for part in starts.split(args.rows_at_once):
             rows = torch.stack([tokens[start : start + length] for start in part]).long().to(args.device)
             rows = rows.reshape(-1, args.segment_length) if method == "Llama" else rows
-            kept = {"logits_to_keep": 1} if method in HMT else {}  # without all logits at once
+            kept = {"logits_to_keep": 1} if method in HMT else {}  # without storing all logits
             with autocast(args):
                 loss = model(input_ids=rows, labels=rows, **kept).loss
             yield loss * len(part) / args.rows

@@ -9,7 +9,7 @@ text; the difference is due to the gates. `--full-steps` also trains all paramet
 
 Both read a novel that is not trained on. The script measures the loss of sequences as long as the trained ones, and
 its paired difference from the untrained Llama; the decay time of each head, in which it forgets by a factor e; the
-forgetting curve; and what a pruned cache (observed bound of the logits) drops of a longer text.
+forgetting curve; and what a pruned cache (observed bound on the logits) drops of a longer text.
 """
 
 import json

@@ -44,7 +44,7 @@ OPTIONS = [
 # -- models that are not there, or are damaged
 
 MODELS = [
-    ("read {nowhere} {text}", "there is no folder .*nowhere"),
+    ("read {nowhere} {text}", "the folder .*nowhere.* does not exist"),
     ("read {fox}/config.json {text}", "is a file; give the folder"),
     ("read {empty} {text}", r"config\.json"),
     ("read no-such/model {text}", "couldn't connect"),
@@ -59,8 +59,8 @@ MODELS = [
     ("read {no_model_type} {text}", "model_type|Unrecognized model"),
     ("read {llama_hidden_act=bogus} {text}", "cannot be loaded.*bogus"),
     ("read {hidden_size=64} {text}", "size|mismatch"),
-    ("read {no_tokenizer} {text}", "no tokenizer that can be loaded"),
-    ("serve {nowhere}", "there is no folder|pip install"),
+    ("read {no_tokenizer} {text}", "does not contain a tokenizer that can be loaded"),
+    ("serve {nowhere}", "the folder .* does not exist|pip install"),
     ("rope {fox}", "RoPE"),
     (
         "rope {refused}",
@@ -103,17 +103,17 @@ FILES = [
 # -- measuring: before a model is loaded, and nothing is written
 
 MEASURING = [
-    ("needle {fox} --depths 1.5", "depths must be numbers from 0 to 1, or a single number from 2"),
+    ("needle {fox} --depths 1.5", "depths must be numbers from 0 to 1, or a single integer of at least 2"),
     ("curve {fox} --lengths 8,16 --points 5", "lengths and points exclude each other"),
     ("curve {fox} --data-type random --text {text}", "--text must be left out"),
     ("curve {fox} --confidence 0.9", "protocol=reference and confidence exclude"),
     ("curve {fox} --text {text} --lengths 99999", r"The longest possible length is \d\d:"),
     ("curve {fox} --text {rows}", "must have a column .text., got ..content... Rename the one with the text"),
     ("curve {fox} --output /proc/x", "--output /proc/x cannot be written: /proc is not a folder"),
-    ("curve {fox} --output a.gif", "a.gif ends with .gif; a figure may end with .png"),
+    ("curve {fox} --output a.gif", "a.gif ends with .gif. A figure must end with one of .png"),
     ("needle {fox} --lengths 100", "length 100 is too short"),
     ("report {fox} --output {empty_file}", "empty_file is not a folder that you may write into"),
-    ("curve {nowhere}", "there is no folder"),
+    ("curve {nowhere}", "the folder .* does not exist"),
     ("curve {fox} --text {empty}", r"does not hold a file of these kinds: \*.txt"),
     ("curve {fox} --text {nowhere}.txt", r"nowhere\.txt is neither a file nor a folder"),
     ("curve {fox} --served-as x", "require --endpoint"),
@@ -123,7 +123,7 @@ MEASURING = [
         "NO_SUCH: this environment variable is not set",
     ),
     ("curve {fox} --endpoint http://localhost:1/v1 --retries 0", "cannot be reached"),
-    ("curve {nowhere} --endpoint http://localhost:1/v1 --retries 0", "there is no folder"),
+    ("curve {nowhere} --endpoint http://localhost:1/v1 --retries 0", "the folder .* does not exist"),
 ]
 
 

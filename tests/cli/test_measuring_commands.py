@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def measure(folder, output, command, options=""):
-    """Run a command; return its exit status and the result in OUTPUT.json, with a picture beside it."""
+    """Run a command; return its exit status and the result in OUTPUT.json, with a figure next to it."""
     status = cli.main([command, str(folder), "--output", str(output), *options.split()])
     assert output.with_name(f"{output.name}.png").read_bytes().startswith(b"\x89PNG")
     return status, read_result(output.with_name(f"{output.name}.json"))

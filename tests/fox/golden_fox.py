@@ -1,4 +1,4 @@
-"""Reader of the golden FoX vectors (format: the README beside the data)."""
+"""Read the golden FoX vectors (the README next to the data describes the format)."""
 
 import json
 import re

@@ -31,7 +31,7 @@ def check_names(output, cache):
         assert getattr(output, name) is output[name] is output.get(name) is cache
         assert name in output
     assert pickle.loads(pickle.dumps(output)).cache.get_seq_length() == cache.get_seq_length()
-    output.cache = None  # as whoever only needs the logits does
+    output.cache = None  # as code that only needs the logits does
     assert output.past_key_values is None
 
 

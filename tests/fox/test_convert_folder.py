@@ -140,7 +140,7 @@ def quantize(folder):
 
 
 def index(weight_map):
-    """An index that may lead to sound weights beside the folder."""
+    """An index that may point to valid weights next to the folder."""
 
     def write(folder):
         shutil.copy(folder / "model-1.safetensors", folder.parent / "outside.safetensors")
@@ -150,7 +150,7 @@ def index(weight_map):
 
 
 def link(name, target):
-    """A tokenizer file that is a link; to a file beside the folder if it leads outside."""
+    """A tokenizer file that is a link; if it leads outside, to a file next to the folder."""
 
     def damage(folder):
         (folder.parent / "secret.json").write_text("{}")

@@ -107,7 +107,7 @@ def same(name, **changes):
 
 
 def made(model, changes):
-    """Of these arguments, functions are called with the model: caches are filled anew for each call."""
+    """Arguments that are functions are called with the model, so that each call gets a newly filled cache."""
     return {name: value(model) if callable(value) else value for name, value in changes.items()}
 
 

@@ -142,7 +142,7 @@ def test_positions_may_start_anywhere(variant):
 
 
 def test_a_part_of_a_row_in_one_of_several_processes_is_refused(monkeypatch):
-    """As context parallelism hands it to a model, whose cumulative sum would start anew in each process."""
+    """As context parallelism hands it to a model, whose cumulative sum would restart in each process."""
     model, ids = make("llama"), tokens(1, 12)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)

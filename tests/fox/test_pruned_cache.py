@@ -354,7 +354,7 @@ def test_a_compiled_step_is_one_graph_between_prunings():
 
 
 def test_what_was_dropped_before_counts():
-    """A second pruning at once finds the budget spent."""
+    """A second pruning immediately afterwards finds the budget spent."""
     cache = pruned(make("grouped heads"))
     in_chunks(make("grouped heads"), tokens(), cache, 80)
     cache.prune()
@@ -394,7 +394,7 @@ def test_dropped_tokens_have_no_weight():
 
 
 def test_queries_beyond_the_observed_bound_are_reported(caplog):
-    """Keys dropped under small queries are missed by large ones: the bound of the loss then exceeds the tolerance."""
+    """Keys dropped under small queries are missed by large ones: the bound on the loss then exceeds the tolerance."""
     model, ids = make("llama"), tokens(1, 120)
     cache = pruned(model, tolerance=1e-4)
     in_chunks(model, ids[:, :100], cache, 25)

@@ -50,7 +50,7 @@ OPERATIONS = {
 )
 @with_and_without_window
 def test_the_states_follow_the_keys(variant, operation, recorded):
-    """Twice: after that, the cache goes on as one that has read what is left, at once or token by token."""
+    """Crop twice: the cache then continues like one that read the remaining tokens only, together or one by one."""
     if "window" in variant and (OLD if recorded else "crop" in operation):
         pytest.skip("transformers takes tokens back from a full sliding window if they are recorded, and from 5.23 on")
     model, (change, changed) = make(variant), OPERATIONS[operation]

@@ -99,7 +99,7 @@ class FoxTests(common.ModelTesterMixin, common.GenerationTesterMixin, TrainingTe
         self.addCleanup(torch.set_printoptions, profile="default")
 
     def _get_attention_shape(self, batch_size, seq_length, config):
-        """Shape of cached keys and values: beside its head_dim columns a key carries its decay."""
+        """Shape of cached keys and values: in addition to its head_dim columns, a key carries its decay."""
         groups = config.num_attention_heads // config.num_key_value_heads
         width = folded_width(config.head_dim, groups, torch.device(common.torch_device))
         return 2 * ((batch_size, config.num_key_value_heads, seq_length, width),)

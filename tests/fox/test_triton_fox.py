@@ -1,4 +1,4 @@
-"""The kernels by themselves: decoding, decay at any length, bounds of the logits, layouts, autograd.
+"""The kernels by themselves: decoding, decay at any length, bounds on the logits, layouts, autograd.
 
 test_operator.py compares them with the definition on inputs of every kind.
 """
@@ -352,7 +352,7 @@ def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink, products
     q, k, v, log_f, _ = inputs = draw(1, 1, 1, T, T, 32, dtype=torch.bfloat16)
     log_f.fill_(0.0 if sink else -torch.inf)
     if sink:
-        q[..., 0], k[..., 0], k[:, :, 0, 0] = 4.0, 0.0, 20.0  # e^14 beside the others
+        q[..., 0], k[..., 0], k[:, :, 0, 0] = 4.0, 0.0, 20.0  # e^14 times the others
     plain, exact = run_plain(*inputs), run_exact(*inputs)
     bounded, online = (run(triton_attention, *inputs, logit_bound=bound) for bound in (20.0, None))
     check_budget(bounded[:1], plain[:1], exact[:1], inputs)
@@ -362,7 +362,7 @@ def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink, products
 
 
 def test_half_precision_keeps_the_running_maximum():
-    """The weakest key's weight, e^-40 beside the bound, is no number of float16."""
+    """The weakest key's weight, e^-40 relative to the bound, is not representable in float16."""
     q, k, v, log_f, _ = draw(1, 1, 1, 40, 40, 16, dtype=torch.float16)
     args = q.mul(1e-3).requires_grad_(), k * 1e-3, v, log_f
     assert torch.equal(triton_attention(*args, logit_bound=20.0), triton_attention(*args))

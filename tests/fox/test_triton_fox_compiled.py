@@ -12,7 +12,7 @@ from commands import run
 
 pytest.importorskip("triton")
 ROOT = Path(__file__).resolve().parents[2]
-# Some 25 minutes in all on two cores: for whoever changes a kernel or a tile.
+# About 25 minutes in total on two cores. Run it when you change a kernel or a tile.
 exhaustive = pytest.mark.skipif(
     not os.environ.get("HF_LONGCTX_COMPILE_ALL"), reason="compiles for minutes; HF_LONGCTX_COMPILE_ALL=1 runs it"
 )

@@ -94,7 +94,7 @@ def test_states_and_checkpoints(make_added, tokens, tmp_path, names):
         state = model(tokens[:, :21], use_cache=True).state
         state.save(tmp_path / "state", model)
         loaded = HMTState.load(tmp_path / "state", again)
-        for _ in range(2):  # a call leaves its state as it is
+        for _ in range(2):  # a call does not change its state
             torch.testing.assert_close(
                 again(tokens[:, 21:], state=loaded).logits, expected[:, 21:], atol=ROUNDING, rtol=0
             )

@@ -31,7 +31,7 @@ def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
     with torch.no_grad():  # the query of a segment is complete after 4 tokens
         logits, _ = stream(model, tokens[:, :40], [13, 1, 7, 1, 18])
     torch.testing.assert_close(logits, whole[:, :40], atol=ROUNDING, rtol=0)
-    with pytest.raises(ValueError, match="stops after 3 tokens of a segment"):
+    with pytest.raises(ValueError, match="ends 3 tokens into a segment"):
         stream(model, tokens, [11, 8])
 
 
@@ -213,7 +213,7 @@ def test_the_tokens_of_the_memories_are_read_again(make_wrapper, tokens, length)
     """The last segment repeats segment 1."""
     model = make_wrapper(recall_tokens=length, memory_size=4)
     with torch.no_grad():
-        model.memory.wk.zero_()  # all memories alike: what is read again is all the difference
+        model.memory.wk.zero_()  # all memories are equal, so only the retrieved tokens differ
         text = torch.cat([tokens[:, :32], tokens[:, 8:16]], 1)
         state = model(text[:, :32], use_cache=True).state
         found = model(text[:, 32:], state=state).logits

@@ -93,7 +93,7 @@ def test_truncation_really_cuts(make_wrapper, distinct, settings, scored, bptt, 
     labels[:, 8 * scored + 1 : 8 * scored + 8] = distinct[:, 8 * scored + 1 : 8 * scored + 8]
     model(distinct, labels=labels).loss.backward()
     per_token = model.get_input_embeddings().weight.grad[distinct[0]].abs().sum(1)
-    sensory = 3 if reached else 0  # they are embedded anew
+    sensory = 3 if reached else 0  # they are embedded again
     assert (per_token[: reached - sensory] == 0).all()
     assert (per_token[reached - sensory : 8 * scored + 7] > 0).all()
 
@@ -171,7 +171,7 @@ def test_a_loss_in_bfloat16_is_summed_in_float32(make_wrapper, tokens):
 
 
 def largest_tensor_alive(model, ids, **arguments):
-    """Numbers in all the logits that are alive after each pass of the head, at most; weak references count them."""
+    """Maximum number of logits alive after a pass of the head; weak references count them."""
     alive, largest = [], 0
 
     def count(module, args, output):

@@ -14,7 +14,7 @@ def answers(*right, reply=None):
 
 
 def lines(right, lines=5, tokens=90, asked=0, **settings):
-    """Line retrieval of so many lines."""
+    """Line retrieval with this many lines."""
     each = [tokens] * len(right), [asked] * len(right)
     return LineRetrieval.of_parts([LinesPoint(answers(*right), lines, *each)], settings)
 

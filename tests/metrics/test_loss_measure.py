@@ -30,7 +30,7 @@ def model(request):
 
 
 def losses_of(model, bos, targets):
-    """As defined, from all logits at once."""
+    """The loss as defined, from all logits together."""
     ids = torch.tensor([bos, *targets[:-1]])[None]
     with torch.inference_mode():
         output = model(ids)

@@ -41,7 +41,7 @@ def test_a_trend_within_a_short_context_is_seen():
 
 
 def test_the_error_is_that_of_the_smoothed_mean():
-    """Neighbouring tokens of a sequence err alike, so smoothing does not divide the error by the window."""
+    """Errors of neighbouring tokens are correlated, so smoothing does not divide the error by the window."""
     rng = np.random.default_rng(0)
     losses = 3 + rng.normal(size=(6, 1)) + 0.01 * rng.normal(size=(6, 50))
     result = PositionLoss.of_sequences(losses, {})

@@ -221,10 +221,10 @@ class OneId:
         ({"lengths": [9000]}, "a haystack needs 8"),
         ({"depths": [50.5]}, r"numbers from 0 to 1, .* got \[50.5\]"),
         ({"tokens": [400, 5]}, r"tokens\[0\] is 400"),
-        ({"tokenizer": OneId()}, "does not know this language"),
+        ({"tokenizer": OneId()}, "does not cover this language"),
         ({"replies": True}, "Copier has no generate method; measure without responses: replies=False"),
         ({"lines": [0, 3]}, "lines must be from 1 to 15872, got 0"),
-        ({"lines": [2], "tokenizer": OneId()}, "does not know this language"),
+        ({"lines": [2], "tokenizer": OneId()}, "does not cover this language"),
         (
             {"lines": [2], "model": Copier(12, vocab_size=40)},
             "the record as the tokenizer encodes it.* vocabulary has 40",

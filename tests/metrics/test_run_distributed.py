@@ -17,7 +17,7 @@ def test_every_task_has_one_process_and_the_load_is_even(processes):
 
 
 def test_names_in_the_settings_do_not_change_the_journal(tmp_path):
-    """A run goes on under another name of the text: its hash tells what the text is."""
+    """A run resumes if the corpus has a different name, because its hash identifies it."""
     model, run = tiny_llama(), Run(journal=tmp_path / "journal")
     first = position_loss(model, CORPUS, context_length=9, run=run, corpus_name="a")
     again = position_loss(model, CORPUS, context_length=9, run=run, corpus_name="b", train_length=64)

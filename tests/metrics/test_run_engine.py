@@ -181,7 +181,7 @@ def test_a_cache_that_does_not_do_what_it_says_is_not_used():
 
     @functools.wraps(forward)
     def forgetful(input_ids, **options):
-        """Positions start anew in each call."""
+        """Positions restart in each call."""
         options["position_ids"] = torch.arange(input_ids.shape[1])[None]
         return forward(input_ids, **options)
 

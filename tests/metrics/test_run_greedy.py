@@ -161,7 +161,7 @@ def test_an_end_that_is_not_named(model, true_is_end):
         server.spoil = end
         rows = np.full((1, 30), 2 if true_is_end else 5)
         if true_is_end:
-            with pytest.raises(UnsupportedInput, match="do not show the predicted tokens at 25 of 25 positions"):
+            with pytest.raises(UnsupportedInput, match="the predicted tokens are unknown at 25 of 25 positions"):
                 right(endpoint, rows)
         else:
             assert not right(endpoint, rows).any()
@@ -206,7 +206,7 @@ def test_text_without_its_space_is_not_taken_for_a_token(model):
         assert np.array_equal(right(endpoint, rows), predicted(model, rows))
         server.decode = tokenizer.decode
         endpoint = connect(server, tokenizer=tokenizer)
-        with pytest.raises(UnsupportedInput, match="do not show the predicted tokens"):
+        with pytest.raises(UnsupportedInput, match="the predicted tokens are unknown"):
             right(endpoint, rows)
 
 

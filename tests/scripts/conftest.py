@@ -1,4 +1,4 @@
-"""Modules of scripts, and a tiny model in the place of SmolLM2."""
+"""Modules of scripts, and a tiny model instead of SmolLM2."""
 
 import importlib
 from pathlib import Path

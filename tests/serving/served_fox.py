@@ -1,4 +1,4 @@
-"""Small FoX models in engines of vLLM, and their log-probabilities beside those of transformers."""
+"""Small FoX models in engines of vLLM, and their log-probabilities compared with transformers."""
 
 import gc
 import os

@@ -100,7 +100,7 @@ def forget_the_batch(step):
 
 @pytest.mark.parametrize("change", [lambda step: step, forget_the_batch])
 def test_one_token_of_each_request(change):
-    """Decoding, where one request goes on from the token that another computes in the same step."""
+    """Decode where one request continues from the token that another computes in the same step."""
     requests = Requests()
     first = requests.add(40)
     for length, prefix in ((50, None), (60, None), (33, first)):

@@ -101,7 +101,7 @@ class CurvePoint:
 
     @property
     def texts(self) -> list[int]:
-        """Indices of the repeats that count as separate texts: the largest set without a shared scored token."""
+        """Indices of the repeats that count as separate passages: the largest set that shares no scored token."""
         return [*range(self.repeats)] if self.places is None else sorted(separate(self.places))
 
     @property

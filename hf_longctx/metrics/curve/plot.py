@@ -125,7 +125,7 @@ def ribbon(moments) -> tuple[list[float], list[float]]:
 
 
 def draw_accuracy(axes, lengths, moments, colour, marker, label) -> None:
-    """A line of means in a ribbon of one standard deviation to each side."""
+    """Draw a line of means with a ribbon of one standard deviation on each side."""
     axes.fill_between(lengths, *ribbon(moments), color=colour, alpha=0.2, linewidth=0, zorder=3)
     means = [mean for mean, _ in moments]
     axes.plot(lengths, means, color=colour, marker=marker, markersize=4.5, linewidth=2, label=label, zorder=4)

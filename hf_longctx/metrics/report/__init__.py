@@ -1,1 +1,1 @@
-"""Several results together: a page, a model card, a comparison."""
+"""Combine several results into an HTML page, a model card or a comparison."""

@@ -344,7 +344,7 @@ def plot_comparison(
 
 
 def draw_curves(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
-    """Draw a line of copy accuracies with a ribbon for each model, over a band of all LM accuracies."""
+    """Draw each model's copy accuracy as a line with a ribbon, over one band with the LM accuracies of all models."""
     draw_guesses(axes, curves)
     for (name, curve), colour, marker in zip(curves.items(), cycle(style.MODELS), cycle(style.MARKERS)):
         lengths = [p.length for p in curve.points]
@@ -401,7 +401,7 @@ def draw_bars(
 
 
 def notes(curves: Mapping[str, ForgettingCurve]) -> list[str]:
-    """Return the small print: number of repeats and kind of data."""
+    """Return the footnotes of a figure: the number of repeats and the kind of data."""
     repeats = sorted({p.repeats for curve in curves.values() for p in curve.points})
     kinds = sorted({str(curve.settings["data_type"]) for curve in curves.values() if "data_type" in curve.settings})
     sizes = f"mean and standard deviation of {' or '.join(map(str, repeats))} repeats, lengths with 95 % CI"

@@ -107,7 +107,7 @@ def p_values(differences: np.ndarray, least: float) -> np.ndarray:
 
 
 def interval(differences: np.ndarray, least: float) -> tuple[float, float]:
-    """Return the smallest interval that holds those of both tests, for differences (R,)."""
+    """Return the smallest interval that contains the intervals of both tests, for differences (R,)."""
     low, high = flip_interval(differences)
     if low == -math.inf:
         return low, high

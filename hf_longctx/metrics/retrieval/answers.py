@@ -135,7 +135,7 @@ class Answers:
 
 
 def rate_interval(rate: float, units: int) -> tuple[float, float] | None:
-    """Return Wilson's interval of 95 % of a rate over haystacks or records, which are drawn independently.
+    """Return the 95 % Wilson interval of a rate over haystacks or records, which are drawn independently.
 
     Several questions about one haystack count as one, as they may be right or wrong together. Fewer than five
     haystacks have no interval.
@@ -147,7 +147,7 @@ def rate_interval(rate: float, units: int) -> tuple[float, float] | None:
 
 
 def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
-    """Return Wilson's interval of a rate; z standard errors to each side, 1.96 for 95 %.
+    """Return the Wilson score interval of a rate, with z standard errors on each side (1.96 for 95 %).
 
     >>> [round(end, 3) for end in (*wilson(0, 1), *wilson(0.5, 10))]
     [0.0, 0.793, 0.237, 0.763]
@@ -280,7 +280,7 @@ class Retrieval(TaskResult):
         return numbers
 
     def with_gaps(self, text: str) -> str:
-        """Return the text with the number of responses that end inside of a thought, which holds no answer."""
+        """Append the number of responses that ended while the model was thinking, and thus contain no answer."""
         answers = [answer for part in self.parts for answer in part.answers]
         thinking = sum(answer.ends_in_thought for answer in answers)
         if thinking:

@@ -60,8 +60,8 @@ def needle_pieces(
     question, answer_ids = split_encoding(encode, prompt, answer)
     if len(set(answer_ids)) < min(2, len(answer.split())):
         raise ValueError(
-            f"the tokenizer turns {answer!r} into the ids {answer_ids}: it does not know this language. Give the "
-            "tokenizer of the model."
+            f"the tokenizer encodes {answer!r} as the ids {answer_ids}, so it does not cover this language. Pass the "
+            "model's own tokenizer."
         )
     pieces = (before, encode(words.needle), question, answer_ids)
     return Pieces(*(np.array(ids, dtype=np.int64) for ids in pieces))
@@ -115,12 +115,12 @@ def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> lis
 
 
 def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
-    """Return how many tokens of the haystack precede the needle: up to the last end of a sentence before `depth`.
+    """Return how many tokens of the haystack precede the needle, which follows the last full sentence before `depth`.
 
-    Where no sentence ends before it, the needle stays at its depth. At 0 and 1 it comes first and last.
+    If no sentence ends before that depth, the needle goes exactly there. Depths 0 and 1 are the beginning and the end.
 
     Args:
-        sentence_ends: (n,) bool, True where a sentence ends with this token of the haystack.
+        sentence_ends: (n,) bool, True where a token of the haystack ends a sentence.
 
     >>> insertion_point(np.array([False, True, False, False]), 0.75)
     2

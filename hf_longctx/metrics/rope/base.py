@@ -84,14 +84,14 @@ def rope_base_bound(
         context_length: L in tokens: B_m must be >= 0 for m = 0..L. A context of N tokens needs only L = N - 1.
         head_dim: dimensions that rotate, even, at least 4.
         non_rotary_dims: dimensions of the head that do not rotate (partial rotary embeddings), even.
-        search_ratio: end of the search for window_end and settled_base, as a multiple of base, above 1. This search
-            takes most of the time; `rope_base_table` omits it.
+        search_ratio: where the search for window_end and settled_base ends, as a multiple (above 1) of base. This
+            search takes most of the time; `rope_base_table` omits it.
 
     Returns:
         RopeBaseBound. `base` is correct to one unit in the last place of a float64.
 
     Raises:
-        ValueError: an argument is out of range. So is head_dim=2, because B_m = cos(m) depends on no base.
+        ValueError: an argument is out of range. head_dim=2 is too, because B_m = cos(m) does not depend on the base.
 
     >>> bound = rope_base_bound(1000, 128)
     >>> round(bound.base, 6), bound.two_digit_base, round(bound.settled_base, 6)
@@ -176,7 +176,7 @@ class _DecayFamily:
         return real_product(coarse, fine) + self.constant, slope, self.curvature(m, theta), m
 
     def curvature(self, m: np.ndarray, theta: np.ndarray) -> np.ndarray:
-        """Return K with the shape of m."""
+        """Return the curvature bound K at the distances m, in the shape of m."""
         x_theta = self.x * theta
         return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # above 0 at m = 0 too
 

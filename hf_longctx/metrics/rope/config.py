@@ -191,7 +191,7 @@ def with_rope_parameters(source: Source) -> Any:
 
 
 def may_rotate(config: Any) -> bool:
-    """Return whether the attention of a model type rotates: classes of transformers have a field for RoPE then."""
+    """Return whether a model type may apply RoPE: its config class in transformers then has a field for it."""
     settings = {"rope_parameters", "rope_theta"} & getattr(type(config), "__dataclass_fields__", {}).keys()
     of_transformers = type(config).__module__.startswith("transformers.models.")
     return bool(settings) or not of_transformers or config.model_type in BASE_IN_CODE

@@ -1,4 +1,4 @@
-"""The figure of a RoPE bound: B_m over the distance m, where it is first negative, and how far it is needed."""
+"""Draw a RoPE bound: B_m over the distance m, its first negative value, and the range of the claimed context."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any
 
 
 def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[str, Any]) -> Source:
-    """Return the source of a config or of the content of config.json."""
+    """Return the `Source` of a config object or of the contents of a config.json."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     while isinstance(model, dict):

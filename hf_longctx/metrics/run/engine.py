@@ -48,7 +48,7 @@ class Engine:
     Args:
         model: a causal language model.
         trial: a typical input, (T,) int64, T >= 3. Up to 32 of its ids are read to see what the model can do.
-        tokens_per_pass: bound of the tokens in a forward pass, and of those in the caches of inputs that share one.
+        tokens_per_pass: maximum number of tokens in a forward pass, and in the caches of inputs that share one.
             A model whose cache cannot be continued reads an input in one pass, however long it is. Default: 512 on a
             CPU, 4096 elsewhere.
 

@@ -117,7 +117,8 @@ class GreedyCompletions:
         unsure = int((verdicts == "unsure").sum())
         if unsure:
             raise UnsupportedInput(
-                f"the responses do not show the predicted tokens at {unsure} of {verdicts.size} positions, as they have no ids"
+                f"the responses do not contain token ids, so the predicted tokens are unknown at {unsure} of "
+                f"{verdicts.size} positions"
             )
         return np.where(verdicts == "right", rows[:, first:stop], ANOTHER)[inverse.reshape(-1)]
 

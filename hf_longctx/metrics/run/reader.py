@@ -55,7 +55,7 @@ class Reader:
         return None
 
     def cost(self, tokens: int) -> float:
-        """Return how long an input of this length takes, in units of one token of a short input."""
+        """Return the relative cost of an input of this length; one token of a short input costs 1."""
         return tokens
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
@@ -88,11 +88,11 @@ class Reader:
 
         Args:
             ids: (T,) int64.
-            targets: (len(positions),) int64, the last of them what follows `ids`.
+            targets: (len(positions),) int64, the last of which follows `ids`.
             positions: consecutive input positions, ascending, up to T - 1.
 
         Returns:
-            The log-probability of each target (nats, float64) and the likeliest id (int64) at its position.
+            The log-probability of each target (nats, float64) and the most likely id (int64) at its position.
 
         Raises:
             engine.OutOfMemory: memory runs out even in the smallest passes.
@@ -154,7 +154,7 @@ class LocalReader(Reader):
         return configured_id(name, self.config, getattr(self.model, "generation_config", None))
 
     def cost(self, tokens: int) -> float:
-        """Return the cost: attention to n tokens is n * width / matrices times all matrix products of a token."""
+        """Return the cost. Attending to n tokens costs n * width / matrices times the matrix products of a token."""
         embedding = sum(p.numel() for m in self.model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
         matrices = max(sum(p.numel() for p in self.model.parameters()) - embedding, 1)
         attends = getattr(self.config, "num_attention_heads", None) is not None
@@ -213,11 +213,11 @@ class LocalReader(Reader):
 
 
 class UnloadedModel(Reader):
-    """The configuration of a model, to check options before weights are loaded. It reads nothing.
+    """A model's configuration, used to check options before its weights are loaded. It cannot read sequences.
 
     Args:
-        config: of the language model.
-        name: of the model.
+        config: config of the language model.
+        name: name of the model.
     """
 
     def __init__(self, config: Any, name: str):

@@ -1,4 +1,4 @@
-"""Run a task on a subject: journal, several processes, progress bar, partial results after an interruption."""
+"""Run a task on a subject, with a journal, several processes, a progress bar and partial results when interrupted."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ class ForgettingCurve(TaskResult):
         }
 
     def in_words(self) -> str:
-        """Return up to which length the model copies, also word for word, with 95 % CIs in brackets."""
+        """Return the lengths up to which the model copies, roughly and word for word, with 95 % CIs in brackets."""
         fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
@@ -177,7 +177,7 @@ class ForgettingCurve(TaskResult):
         return f"{self.copies_in_words()}; {self.exact_in_words()}. {measured}{advice}{self.shortage}"
 
     def copies_in_words(self) -> str:
-        """Return up to which length text is copied better than guessed, and the accuracy there."""
+        """Return the length up to which passages are copied better than guessed, and the accuracy there."""
         coarse = self.interval("coarse")
         if coarse.low:
             p = next(p for p in self.points if p.length == coarse.low)
@@ -188,7 +188,7 @@ class ForgettingCurve(TaskResult):
         return f"Whether it copies what it reads is not significant [{coarse.in_words()}]"
 
     def exact_in_words(self) -> str:
-        """Return up to which length most passages are copied above 99 %."""
+        """Return the length up to which most passages are copied with an accuracy above 99 %."""
         fine, most = self.interval("fine"), [p for p in self.points if 2 * p.copied > p.repeats]
         if fine.low:
             return f"word for word up to {fine.low:,} tokens [{fine.in_words()}]"

@@ -172,14 +172,14 @@ class Lines(RetrievalTask):
         self.fill(lines=lines, questions={n: [self.draw(n, i) for i in range(self.repeats)] for n in lines})
 
     def draw(self, n: int, repeat: int) -> tuple[Record, np.ndarray, np.ndarray]:
-        """Return record, prompt and answer of a repeat."""
+        """Return the record, the prompt and the answer of a repeat."""
         record, subject = draw_record(n, self.seed, repeat), self.subject
         prompt, answer = split_encoding(subject.encode, record_prompt(record, self.frame), record.answer)
         prompt = self.check_ids("record", [*([] if self.frame else [subject.bos]), *prompt])
         if len(set(prompt[1:].tolist())) < 2:
             raise ValueError(
-                "the tokenizer turns a record of lines into one id over and over: it does not know this language. Give "
-                "the tokenizer of the model."
+                "the tokenizer encodes a record of lines as a single repeated id, so it does not cover this language. "
+                "Pass the model's own tokenizer."
             )
         return record, prompt, self.check_ids("answer", answer)
 
@@ -214,7 +214,7 @@ def record_prompt(record: Record, frame: Frame | None) -> str:
 
 
 def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return 5, 10, 20 ... lines, as far as they fit into the context; at least 5."""
+    """Return the line counts 5, 10, 20 ... that fit into the context, and 5 in any case."""
     counts = [5]
     while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
         counts.append(2 * counts[-1])
@@ -222,7 +222,7 @@ def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[in
 
 
 def record_tokens(lines: int, encode: Callable[[str], Sequence[int]]) -> float:
-    """Return an upper bound of the tokens in a record of this many lines, its question and the response."""
+    """Return an upper bound on the tokens in a record of this many lines, its question and the response."""
     return 1.1 * len(encode(draw_record(lines, seed=0, repeat=0).text)) + 200
 
 

@@ -130,9 +130,9 @@ class NeedleGrid(Retrieval):
 
 @dataclass(frozen=True)
 class Needle(RetrievalTask):
-    """Hide one sentence in long texts, and see whether the model finds it: needle in a haystack, without a judge.
+    """Hide one sentence in long documents and check whether the model finds it (needle in a haystack, no judge model).
 
-    Each question has its own haystack, as long as the text has room.
+    Each question gets its own haystack until the corpus is used up.
     """
 
     name, result = "needle", NeedleGrid
@@ -168,7 +168,7 @@ class Needle(RetrievalTask):
         if len(depths) == 1 and depths[0] >= 2 and depths[0] == int(depths[0]):
             depths = [i / (int(depths[0]) - 1) for i in range(int(depths[0]))]
         if depths[-1] > 1:
-            raise ValueError(f"depths must be numbers from 0 to 1, or a single number from 2, got {depths}.")
+            raise ValueError(f"depths must be numbers from 0 to 1, or a single integer of at least 2, got {depths}.")
         mode = self.mode or ("easy" if self.needle is None else "standard")
         self.fill(depths=depths, mode=mode, words=wording(mode, self.needle, self.question, self.answer))
 

@@ -4,7 +4,7 @@
 
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
 cuobjdump that comes with Triton. Kernels are compiled as their launchers launch them, so that a GPU finds them in
-Triton's cache, each in a process of its own. --bounded 0 compiles without padding, pruning and a bound of the logits,
+Triton's cache, each in a process of its own. --bounded 0 compiles without padding, pruning and a bound on the logits,
 1 with them; --kv-heads of eight heads share the gates of the keys, which are those of a cache. The norms of
 fused_fox.py have a gate after them with --bounded 0, and a token shift before them with 1.
 

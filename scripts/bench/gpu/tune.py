@@ -55,7 +55,7 @@ def neighbours(kernel, tile):
 
     def fits(x):
         rows = x.BN if kernel == "dkdv" else x.BM
-        # fewer rows per warp leave tensor cores idle, more do not fit in registers; decoding has 16 in all
+        # fewer rows per warp leave tensor cores idle, more do not fit in registers; decoding has 16 in total
         return min(x.BM, x.BN) >= 16 and x.stages >= 1 and (kernel == "decode" or 16 <= rows // x.warps <= 32)
 
     def distance(x):
