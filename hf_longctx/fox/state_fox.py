@@ -5,12 +5,16 @@ A FoX carries two states from token to token. The cumulative sum of log f is fol
 that reorder and crop it together with the keys.
 """
 
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from transformers.cache_utils import (
     Cache,
+    DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -26,6 +30,7 @@ from .attention_fox import is_exporting, unfold_decay
 
 # Tokens before the token shift in a dynamic cache. All but one of them can be cropped.
 SHIFT_TOKENS = 32
+FREE_TOKENS = 64  # for which an `InPlaceBuffer` allocates memory in advance
 
 
 class Call(NamedTuple):
@@ -166,6 +171,32 @@ def replace_shift_layers(cache: Cache) -> None:
             vars(cache.layers[i]).update(vars(layer))
 
 
+class InPlaceBuffer:
+    """Free memory behind a tensor of (..., tokens, numbers), so that appending a token does not copy all others.
+
+    Only the tensor that was returned last is extended in place. A tensor that was cropped, reordered or loaded, and the
+    tensor of a copied cache, is copied first, so no two tensors write to the same memory.
+    """
+
+    latest: Callable[[], Any] = staticmethod(lambda: None)
+    free = 0
+
+    def __reduce__(self):  # a copy shares no memory
+        return InPlaceBuffer, ()
+
+    def append(self, x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return x with one more token, `new` (..., 1, numbers); without derivatives."""
+        *rows, length, numbers = x.shape
+        if self.latest() is not x or self.free == 0 or (x.is_inference() and not torch.is_inference_mode_enabled()):
+            memory = x.new_empty(*rows, length + FREE_TOKENS, numbers)
+            x, self.free = memory[..., :length, :].copy_(x), FREE_TOKENS
+        self.free -= 1
+        longer = x.as_strided((*rows, length + 1, numbers), x.stride(), x.storage_offset())
+        longer[..., length:, :] = new
+        self.latest = weakref.ref(longer)
+        return longer
+
+
 class CachedLayer:
     """One layer of a cache.
 
@@ -228,7 +259,31 @@ class CachedLayer:
         """Return keys and values of all tokens, cached and new, (B, Hkv, all, D')."""
         if torch.compiler.is_compiling() and self.layer is not None and not self.cache.offloading:
             return self.layer.update(k, v)
-        return self.cache.update(k, v, self.index)
+        if not self.appends_in_place(k):
+            return self.cache.update(k, v, self.index)
+        buffers = vars(self.layer).setdefault("buffers", (InPlaceBuffer(), InPlaceBuffer()))
+        self.layer.keys = buffers[0].append(self.layer.keys, k)
+        self.layer.values = buffers[1].append(self.layer.values, v)
+        return self.layer.keys, self.layer.values
+
+    def appends_in_place(self, k: torch.Tensor) -> bool:
+        """Return whether new keys, (B, Hkv, T, D'), can be appended without copying the cached ones: on a CPU, for T = 1."""
+        layer = self.layer
+        return (
+            k.shape[2] == 1
+            and k.device.type == "cpu"
+            and type(k) is torch.Tensor
+            and type(self.cache) is DynamicCache
+            and not self.cache.offloading
+            and type(layer) in (DynamicLayer, DynamicShiftLayer)
+            and layer.is_initialized
+            and layer.keys.numel() > 0
+            and layer.keys.dtype == k.dtype
+            and not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+            and forward_ad._current_level < 0  # of derivatives
+        )
 
 
 def drops_tokens(cache) -> bool:
