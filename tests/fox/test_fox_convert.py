@@ -81,7 +81,7 @@ FLA_CANNOT = {
     "a silu gate": (dict(output_gate="silu"), "output_gate='silu'"),
     "no gate": (dict(forget_gate="none"), "forget_gate='none'"),
     "shared QK-norm": (dict(qk_norm=True, qk_norm_shared=True), "qk_norm_shared=True"),
-    "a window": (dict(sliding_window=8), "window_size=8.*decodes with it"),
+    "a window": (dict(sliding_window=8), "window_size=8.*only in decoding"),
     "a gate per key head": (dict(num_key_value_heads=2, forget_gate_per_kv_head=True), "forget_gate_per_kv_head=True"),
 }
 
