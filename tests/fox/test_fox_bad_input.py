@@ -290,7 +290,7 @@ def generate(name, says, **changes):
 
 GENERATE = [
     generate("quantized cache", "quantized cache", cache_implementation="quantized"),
-    generate("mask of other tokens", r"attention_mask must be \(2, 9\)", attention_mask=ONES[:, :7]),
+    generate("mask of other tokens", r"must be \(2, 9\)", attention_mask=ONES[:, :7]),
     generate(
         "cache of another batch",
         "for another batch",
