@@ -1,23 +1,23 @@
-"""The folded form of forgetting attention, which every attention kernel can run.
+"""Forgetting attention, folded into queries and keys so that any attention kernel can run it.
 
 Forgetting attention (Lin et al. 2025, arXiv 2503.02130, eq. 11) adds the decay `D_ij = c_i - c_j` to the attention
-logits, where `c_t = sum_{l<=t} log f_l`. Softmax ignores what is added to a whole row, so `c_i` can be left out, and
-`-c_j` is a property of the key alone. It becomes a few more dimensions of the head:
+logits, where `c_t = sum_{l<=t} log f_l`. Softmax is invariant to a constant added to a row, so `c_i` can be dropped.
+`-c_j` depends on the key alone and is stored in a few extra head dimensions:
 
     q' = [q, 64, 64, 64, 0]     k' = [k, p1, p2, p3, 64]     v' = [v, 0]     p1 + p2 + p3 = -c_j / (64 * scale)
 
-Then `scale * q'.k'_j = scale * q.k_j - c_j`: any kernel computes forgetting attention, in linear memory, and any KV
-cache carries the decay along. Each part has eight significant bits, so it is exact in bfloat16, float16 and TF32, and
-the three together hold the 24 bits of a float32. The factor 64 keeps the parts inside float16's range up to `|c|` of
-64 * scale * 65504, which is 5e5 at D = 64.
+Then `scale * q'.k'_j = scale * q.k_j - c_j`: any kernel computes forgetting attention in linear memory, and any KV
+cache stores the decay with its keys. Each part has eight significant bits, so it is exact in bfloat16, float16 and
+TF32; the three together hold the 24 bits of a float32. The factor 64 keeps the parts within float16's range up to
+`|c|` of 64 * scale * 65504, which is 5e5 at D = 64.
 
-The last column adds 0 to the logits and exists for the gradient. Let dS be the gradient of the logits. The gradient of
-c_t is (row sum - column sum) of dS at t, and the gradient of log f_t sums it over all later positions. Rows of dS sum
-to 0 up to rounding. Without the last column, nothing would cancel the rounding of the column sums, and it would
-accumulate over the whole context.
+The last column adds 0 to the logits and is only needed for the gradient. Let dS be the gradient of the logits. The
+gradient of c_t is (row sum - column sum) of dS at t, and the gradient of log f_t sums it over all later positions.
+Rows of dS sum to 0 up to rounding. Without the last column, the rounding errors of the column sums would not cancel
+and would accumulate over the whole context.
 
-Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the decay is resolved to 0.008 in the exponent. A kernel
-that returns the gradient of k' in bfloat16 rounds the column sums: the gradient of log f then has an unbiased error of
+Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the exponent has a resolution of 0.008. A kernel that
+returns the gradient of k' in bfloat16 rounds the column sums: the gradient of log f then has an unbiased error of
 1 % to 4 % (T = 512 to 1024; float16 0.3 %, float32 1e-5 to 1e-4).
 """
 
@@ -33,18 +33,18 @@ GATE_QUERY = 64.0
 # A closed gate (log f = -inf) must not turn `c_i - c_j` into inf - inf. exp(-120) is 0 in float32; a lower value would
 # cost resolution, because every closed gate adds it to c.
 CLOSED_GATE = -120.0
-# An additive mask below -1e4 hides a key. It is applied again as the minimum of float32, because a decay can be lower
-# than the minimum of float16, -65504.
+# Additive mask values below -1e4 hide a key. They are replaced with float32's minimum, because a decay can be lower
+# than float16's minimum, -65504.
 MASKED = -1e4
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` traces the call, by its flag: torch 2.11 compiles `is_exporting()` to True."""
+    """Return whether `torch.export` is tracing. Read its flag, as torch 2.11 compiles `is_exporting()` to True."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of an enclosing `torch.autocast`; None without one and on the meta device."""
+    """Return the dtype of an enclosing `torch.autocast`, or None without autocast or on the meta device."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -58,16 +58,16 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def folded_width(head_dim, group, device):
     """Return the head dimension after folding, with room for the gate parts of `group` query heads per key head."""
-    multiple = 4 if device.type == "cpu" else 8  # what GPU kernels need for aligned loads
+    multiple = 4 if device.type == "cpu" else 8  # GPU kernels need aligned loads
     return -(-(head_dim + GATE_PARTS * group + 1) // multiple) * multiple
 
 
 def cumulative_sum(x):
     """Compute the cumulative sum of x along its last dimension.
 
-    Under `torch.use_deterministic_algorithms`, the order of additions depends on the length only, which torch.cumsum
-    of floats does not support on a GPU. Compiled calls sum chunks and then their sums, because Inductor of torch 2.11
-    fails on CUDA if it fuses a longer cumsum.
+    Under `torch.use_deterministic_algorithms`, the order of additions depends only on the length; torch.cumsum does
+    not support this for floats on a GPU. Compiled calls sum chunks and then the chunk sums, because Inductor of torch
+    2.11 fails on CUDA if it fuses a longer cumsum.
     """
     length = x.shape[-1]
     if length == 1:
@@ -88,15 +88,15 @@ def cumulative_sum(x):
 def running_sum(log_f, position_in_sequence=None):
     """Compute `c`, the cumulative sum of the log gates, (B, H, T) -> (B, H, T) fp32.
 
-    position_in_sequence: (B, T), where rows hold several sequences. The sum then restarts near 0 in every sequence,
-        and so has the resolution of a sequence, not of the row. The offset cancels in the softmax.
+    position_in_sequence: (B, T) if sequences are packed. The sum then restarts near 0 in every sequence, so its
+        resolution depends on the length of the sequence, not of the row. The offset cancels in the softmax.
     """
     c = cumulative_sum(log_f)
     if position_in_sequence is None:
         return c
     before = (c - log_f).detach()
     index = torch.arange(log_f.shape[-1], device=log_f.device)
-    first = index - position_in_sequence  # token of the sequence
+    first = index - position_in_sequence  # index of the sequence's first token
     at_start = before.gather(-1, first[:, None].expand_as(before))
     return cumulative_sum(log_f - at_start.diff(dim=-1, prepend=torch.zeros_like(at_start[..., :1])))
 
@@ -106,14 +106,14 @@ def constant_columns(head_dim, heads, gates_per_key, dtype, device):
     added = folded_width(head_dim, gates_per_key, device) - head_dim
     gates = GATE_QUERY * torch.eye(gates_per_key, dtype=dtype, device=device).repeat_interleave(GATE_PARTS, dim=1)
     query = F.pad(gates, (0, added - gates.shape[1]))[:, None]
-    if gates_per_key > 1:  # a row for each query head that shares a key head
+    if gates_per_key > 1:  # one row per query head of a key head
         query = query.repeat(heads // gates_per_key, 1, 1)
     key = torch.zeros(added - gates.shape[1], dtype=dtype, device=device)
     key[0] = GATE_QUERY
     return query, key
 
 
-cached_columns = lru_cache(maxsize=64)(constant_columns)  # saves small operations in a decoding step
+cached_columns = lru_cache(maxsize=64)(constant_columns)  # avoids small operations in decoding
 
 
 def columns_for(x, heads, gates_per_key):
@@ -128,7 +128,7 @@ def fold_queries(q, c, scale, gates_per_key):
     Args:
         q: (B, Hq, T, D).
         c: cumulative sum of log f at the queries, (B, Hq, T), or (B, Hkv, T) if the query heads of a key head share a
-            gate; fp32. It affects the gradient only.
+            gate; fp32. Only its gradient is used.
         scale: the factor that the kernel applies to q'.k'.
         gates_per_key: gates per key head: 1, or the number of query heads that share a key head.
 
@@ -145,9 +145,9 @@ def fold_queries(q, c, scale, gates_per_key):
 
 
 def gate_parts(x):
-    """Split x, fp32, into a sum of three numbers of eight bits, which every dtype of keys represents exactly.
+    """Split fp32 `x` into three summands of eight significant bits, which are exact in every dtype of keys.
 
-    The first one has the derivative of x.
+    Only the first one propagates gradients to `x`.
     """
     y = x.detach() if x.requires_grad or unpack_dual(x).tangent is not None else x
     first = y.bfloat16().to(y.dtype)
@@ -189,15 +189,15 @@ def unfold_decay(folded_keys, head_dim, group, scale):
 def tree_decay(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """Return the decay of each key for each query: the sum of log f over the later keys that the query sees.
 
-    Each path through a tree of tokens is then independent of other branches. This decay is not a property of the key,
-    so it cannot be folded into the keys and is added to the logits.
+    The branches of a token tree are then independent. This decay also depends on the query, so it is added to the
+    logits instead of being folded into the keys.
 
     Args:
         log_f: log gates of all keys, (B, H, keys), fp32.
         visible: (1 or B, 1, T, keys) bool.
 
     Returns:
-        (B, H, T, keys) fp32, a minimum at hidden keys.
+        (B, H, T, keys) fp32; the minimum of fp32 at hidden keys.
     """
     seen = log_f[:, :, None] * visible  # (B, H, T, keys)
     later = F.pad(cumulative_sum(seen[..., 1:].flip(-1)).flip(-1), (0, 1))

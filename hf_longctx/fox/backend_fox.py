@@ -1,8 +1,8 @@
-"""Attention backends: implementations of transformers on folded keys, or our Triton kernels.
+"""Attention backends: transformers' implementations on folded keys, or our Triton kernels.
 
 `attn_implementation="forgetting_triton"` selects the kernels of triton_fox.py. `find_triton_mask` computes once per
 forward pass which keys the queries see, as one integer per query, and `forgetting_triton_attention` runs the kernels
-in each layer. New gates are an argument; those of cached keys are read from the folded keys (attention_fox.py).
+in each layer. Gates of new keys are an argument; gates of cached keys are read from folded keys (attention_fox.py).
 """
 
 import math
@@ -46,16 +46,16 @@ from .triton_fox import (
 
 NAME = "forgetting_triton"
 AUTO = "auto"
-# Tokens of a batch from which "auto" selects our kernels. At 16,384 tokens they are the fastest on an H200, in
-# training and prefill; at 2048, launching them takes longer than the whole call takes with SDPA.
+# Minimum number of tokens in a batch for which "auto" selects our kernels. On an H200 they are the fastest at 16,384
+# tokens, in training and prefill; at 2048, launching them takes longer than a whole SDPA call.
 KERNEL_TOKENS = 16384
-# In bfloat16, queries and keys exceed the norm that QK-norm imposes by the rounding of norm, weight and rotation, 2^-8
-# each, and the product of the weights is rounded once more.
+# Margin for bfloat16 under QK-norm: normalizing, weighting and rotating each round queries and keys by 2^-8, and the
+# product of the weights is rounded once more.
 ROUNDING = 1.03
 
 
 def check_implementation(name, head_dim):
-    """Raise ImportError or NotImplementedError if our kernels are requested and do not support heads of this size."""
+    """Raise ImportError or NotImplementedError if our kernels are requested but do not support `head_dim`."""
     if name == NAME and (reason := why_not(head_dim)) is not None:
         raise reason
 
@@ -64,7 +64,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
     """Return the implementation that `attn_implementation="auto"` selects for one call.
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
-    Everything else is "sdpa": decoding, dropout, transforms of torch.func, and padding within a `PrunedCache`.
+    SDPA handles everything else: decoding, dropout, torch.func transforms, and padding within a `PrunedCache`.
 
     Args:
         config: the `FoxConfig`.
@@ -86,7 +86,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
 def with_implementation(config, name: str) -> Any:
     """Return a copy of a configuration with another attention implementation.
 
-    The copy is made attribute by attribute, because PyTorch 2.11 compiles neither `copy.copy` nor `__dict__.update`.
+    Attributes are copied one by one, because PyTorch 2.11 compiles neither `copy.copy` nor `__dict__.update`.
     """
     copy = object.__new__(type(config))
     for key, value in config.__dict__.items():
@@ -96,9 +96,9 @@ def with_implementation(config, name: str) -> Any:
 
 
 def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> VisibleKeys | None:
-    """Return the keys that the queries see, for our kernels; None if every query sees all keys up to its own.
+    """Return the keys that the queries see, for our kernels; None for plain causal attention.
 
-    Later stages of a pipeline need None, because their cache has no first layer that knows the number of cached keys.
+    Later pipeline stages need None: their cache lacks the first layer, which stores the number of cached keys.
 
     Args:
         config, attention_mask, cache: as in `read_call`; the mask is (B, past + T).
@@ -111,7 +111,7 @@ def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_s
     )
     end = cached - dropped + length  # number of filled slots
     if isinstance(end, torch.Tensor) and length > DECODE_ROWS and not torch.compiler.is_compiling():
-        end = int(end)  # waits for the device once, so that no layer computes with free slots
+        end = int(end)  # synchronizes once, so that every layer skips the free slots
     if not isinstance(end, torch.Tensor):
         if attention_mask is None and position_in_sequence is None and config.sliding_window is None and end == keys:
             return None
@@ -130,12 +130,12 @@ def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_s
 def logit_bound_of_norms(attention, heads):
     """Return a bound on the logits of `heads` query heads under QK-norm: |scaling * q.k| <= bound_scale * largest.
 
-    The bound is not stored, because FSDP2 gathers new weights into the same tensor under the same version.
+    The bound is not cached, because FSDP2 gathers new weights into the same tensor without changing its version.
 
     Returns:
-        (largest, bound_scale): fp32, (heads,) or (1,), from the weights of the norms; and a number. (None, 1.0)
-        without QK-norm, and if the norms do not hold the weights of exactly these heads: they are offloaded, sharded
-        or replaced by an adapter, or a `PrunedCache` computes some of the heads.
+        (largest, bound_scale): fp32, (heads,) or (1,), from the norm weights; and a number. (None, 1.0) without
+        QK-norm, or if the norm weights of exactly these heads are not available: they are offloaded, sharded or
+        replaced by an adapter, or a `PrunedCache` computes some of the heads.
     """
     config, head_dim, group = attention.config, attention.head_dim, attention.num_key_value_groups
     norms = attention.q_norm, attention.k_norm
@@ -150,7 +150,7 @@ def logit_bound_of_norms(attention, heads):
         return None, 1.0
     q, k = q.view(-1, group, head_dim), k.view(-1, 1, head_dim)
     largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1, dtype=torch.float32)  # absolute values
-    # RoPE rotates dimensions into each other, so the two maxima may meet; YaRN and LongRoPE scale q and k
+    # RoPE mixes dimensions, so the two maxima may coincide; YaRN and LongRoPE scale q and k
     largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
     return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
@@ -170,25 +170,22 @@ def check_support(module, query, mask, dropout, output_attentions):
     if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
         raise reason
     if dropout > 0:
-        raise ValueError(
-            f"{NAME} does not support attention dropout; attention_dropout must be 0, got {dropout}. Set it to 0, or use "
-            "'sdpa'."
-        )
+        raise ValueError(f"attention_dropout must be 0 for {NAME}, got {dropout}. Set it to 0, or use 'sdpa'.")
     if output_attentions:
         raise ValueError(f"{NAME} does not return attention weights. Use model.set_attn_implementation('eager').")
     if mask is not None and not isinstance(mask, tuple):
         raise NotImplementedError(
             f"attention_mask must be (B, Tk) with 1 for real tokens for {NAME}, got a {type(mask).__name__} of shape "
-            f"{tuple(mask.shape)}. Use 'sdpa' for a mask of your own."
+            f"{tuple(mask.shape)}. Use 'sdpa' for a custom mask."
         )
 
 
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
-    """Run the kernels, as an attention function: (B, H, T, D) in, (B, T, H, D) out, no attention weights.
+    """Run the kernels as an attention function of transformers: (B, H, T, D) -> (B, T, H, D), without weights.
 
     Args:
         module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
-        query, key, value: keys and values include cached ones, of plain width or folded.
+        query, key, value: keys and values include cached ones and may be folded.
         attention_mask: result of `find_triton_mask`.
         log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
 
@@ -225,7 +222,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
         if visible.token_mask is not None:
             c = c.masked_fill(~visible.token_mask[:, None], 0.0)  # pruning needs a c that decreases, at padding too
-        k, v = k.contiguous(), v.contiguous()  # for 16-byte loads, which the width of folded keys does not allow
+        k, v = k.contiguous(), v.contiguous()  # aligns them for 16-byte loads, unlike views of folded keys
         stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
         bound = None if largest is None else bound_scale * largest
         o, _ = attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
@@ -237,26 +234,27 @@ if triton is not None:
 
 
 def sdpa_without_cudnn(module, query, key, value, *args, **kwargs):
-    """Run SDPA by FlashAttention, or where a call has a mask by another kernel; cuDNN plans again for each length."""
+    """Run SDPA with FlashAttention, or with another kernel if masked, because cuDNN creates a plan for each length."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-# Backends that take values narrower than keys. SDPA's kernels and FlashAttention-2 do not, and transformers (5.23)
+# Backends that accept values narrower than keys. SDPA's kernels and FlashAttention-2 do not, and transformers (5.23)
 # pads values for every FlashAttention.
 OWN_WIDTH = ("eager", "flex_attention")
-# Backends that compute softmax(scaling * q.k + mask) v exactly, as do all that transformers wraps as FlashAttention.
-# Others may ignore an unknown argument.
+# Backends that compute softmax(scaling * q.k + mask) v exactly, in addition to transformers' FlashAttention wrappers.
+# Others may silently ignore an argument.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-# FlashAttention-4 returns wrong gradients of queries, silently, unless the width of heads is a multiple of 32
-# (Dao-AILab/flash-attention, pull request 2896). With gradients, all others than these get zeros on top of the fold.
+# FlashAttention-4 silently returns wrong query gradients unless head_dim is a multiple of 32
+# (Dao-AILab/flash-attention, pull request 2896). In training, folded heads are zero-padded for every
+# FlashAttention except these.
 EXACT_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
     """Compute softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns attention weights.
 
-    The logits are float32 for any dtype of the model, because the decay in folded keys reaches thousands.
+    The logits are float32 for any model dtype, because the decay in folded keys reaches thousands.
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -275,7 +273,7 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
 
     Values keep their width if the backend supports it and there is no cache.
     """
-    # Under autocast, the backend would round folded keys together with their decay: round first, then fold.
+    # Cast before folding: under autocast, the backend would also round the decay.
     q, k, v = autocast_inputs(q, k, v)
     c = running_sum(log_f, call.position_in_sequence)
     if past is not None:
@@ -290,11 +288,10 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
 
 
 def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwargs):
-    """Compute the attention of the new tokens to all cached and new ones, by the implementation that the call names.
+    """Compute attention of the new tokens to all cached and new tokens, with the implementation of the call.
 
     Our kernels take new gates as an argument. For other backends, and for a cache, gates are folded into the keys.
-    Processes that share rows exchange parts of them for heads, so each has whole rows of some heads (Ulysses, arXiv
-    2309.14509).
+    Under sequence parallelism, an all-to-all gives each process whole rows of some heads (Ulysses, arXiv 2309.14509).
 
     Args:
         module: the `FoxAttention`.
@@ -315,8 +312,8 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
     if log_f is not None:
         if log_f.shape[1] != module.gates_per_key * k.shape[1]:
             raise ValueError(
-                f"tensor parallelism splits key heads into parts of {k.shape[1]}, but leaves the {log_f.shape[1]} fixed "
-                'gates whole. Use gates that can be split: forget_gate="bias_only".'
+                f"tensor parallelism gives each rank {k.shape[1]} key heads, but cannot shard the {log_f.shape[1]} fixed "
+                'gates. Use gates that can be sharded: forget_gate="bias_only".'
             )
         if call.token_mask is not None:  # padding does not fade
             log_f = log_f * call.token_mask[:, None].to(log_f.dtype)
@@ -334,12 +331,12 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
 
 
 def attend_tree(module, q, k, v, log_f, visible: torch.Tensor, call: Call, past: CachedLayer | None):
-    """Compute `attend` under a 4D attention mask, in plain PyTorch for every implementation."""
+    """Compute `attend` under a 4D attention mask; always in plain PyTorch."""
     if past is not None:
         _, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
         k, v = past.append(k, v)
         c = unfold_decay(k, module.head_dim, module.gates_per_key, module.scaling)
-        log_f = c.diff(dim=-1, prepend=c[..., :1])  # the gate of the first key fades no key
+        log_f = c.diff(dim=-1, prepend=c[..., :1])  # the first key's gate does not fade any key
         k, v = (x[..., : module.head_dim] for x in (k, v))
     bias = tree_decay(log_f, visible)
     bias = bias.repeat_interleave(q.shape[1] // bias.shape[1], dim=1)
@@ -348,7 +345,7 @@ def attend_tree(module, q, k, v, log_f, visible: torch.Tensor, call: Call, past:
 
 
 def run_backend(name, module, q, k, v, attention_mask, past: CachedLayer | None = None, **kwargs):
-    """Compute softmax attention over all keys by the implementation `name`.
+    """Compute softmax attention over all keys with the implementation `name`.
 
     Raises:
         ValueError: the implementation is not known to compute forgetting attention exactly.

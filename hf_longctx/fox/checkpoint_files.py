@@ -1,4 +1,4 @@
-"""Files of a checkpoint folder: JSON, safetensors and tokenizer files, none of them outside the folder."""
+"""Readers for the JSON, safetensors and tokenizer files of a checkpoint folder, never of files outside it."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
-# Tokenizer and generation files, which are copied.
+# Tokenizer and generation files to copy.
 TOKENIZER_FILES = (
     "tokeniz*",
     "special_tokens_map.json",
@@ -28,15 +28,15 @@ def read_json(path: Path) -> dict:
     """Read a JSON object; raise ValueError for anything else."""
     try:
         content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or endless numbers or nesting
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too long a number or nesting
         raise ValueError(f"{path} is not JSON ({error}).") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object, but holds {type(content).__name__}.")
+        raise ValueError(f"{path} must contain a JSON object, got {type(content).__name__}.")
     return content
 
 
 def leads_outside(path: Path, folder: Path) -> bool:
-    """Return True if a path within a folder links to a file outside it, or outside the blobs of the Hub's cache."""
+    """Return True if a path links to a file that is neither in its folder nor in the blobs of the Hub cache."""
     home = folder.resolve()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     return not any(path.resolve().is_relative_to(home) for home in homes)
@@ -48,8 +48,8 @@ def tokenizer_files(folder: Path) -> list[Path]:
     for path in files:
         if leads_outside(path, folder):
             raise ValueError(
-                f"{path} is a link to {path.resolve()}, outside of {folder}, and would be copied into the result. Remove "
-                "it, or replace it by the file."
+                f"{path} is a link to {path.resolve()}, outside {folder}, and would be copied into the result. Remove the "
+                "link, or replace it with the file."
             )
     return files
 
@@ -64,7 +64,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists and is not an empty folder. Choose another name, or remove it.")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # next to the destination, because a rename is atomic within one file system only
+    # next to the destination, because a rename is atomic only within one file system
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
         folder = Path(temporary) / destination.name
         folder.mkdir()
@@ -76,7 +76,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def open_safetensors(file: Path) -> Iterator:
-    """Open a file as `safe_open` does; raise ValueError if it is corrupt or truncated."""
+    """Open a file with `safe_open`; raise ValueError if it is corrupt or truncated."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -90,8 +90,8 @@ class Checkpoint:
     """The tensors in the safetensors files of a folder.
 
     Attributes:
-        files, shapes, dtypes: of every tensor, by name. Scalars have no entry in `dtypes`.
-        largest_file: bytes.
+        files, shapes, dtypes: file, shape and dtype of each tensor, by name. `dtypes` omits scalars.
+        largest_file: size of the largest file in bytes.
 
     Raises:
         ValueError: there are no safetensors files, one is missing, corrupt or truncated, or two hold the same tensor.
@@ -106,7 +106,7 @@ class Checkpoint:
             with open_safetensors(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (a file, not a dictionary)
                     if name in self.files:
-                        raise ValueError(f"{name} is in {self.files[name].name} and in {file.name} of {folder}.")
+                        raise ValueError(f"{name} is in both {self.files[name].name} and {file.name} of {folder}.")
                     rows = tensors.get_slice(name)
                     self.files[name], self.shapes[name] = file, tuple(rows.get_shape())
                     if self.shapes[name]:
@@ -114,13 +114,13 @@ class Checkpoint:
         self.largest_file = max(file.stat().st_size for file in files)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, mapped from its file."""
+        """Return a memory-mapped tensor."""
         with open_safetensors(self.files[name]) as tensors:
             return tensors.get_tensor(name)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder, by its index if it has one."""
+    """List the safetensors files of a folder, from its index if present."""
     names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         weight_map = read_json(index).get("weight_map", {})
@@ -128,7 +128,7 @@ def weight_files(folder: Path) -> list[Path]:
     for name in names:
         if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name:
             raise ValueError(
-                f"weight_map of {index} must map every tensor to the name of a file in the same folder, but leads to {name!r}."
+                f"weight_map of {index} must map every tensor to the name of a file in the same folder, got {name!r}."
             )
     files = [folder / name for name in sorted(set(names))]
     missing = [file.name for file in files if not file.is_file()]

@@ -20,30 +20,30 @@ from .configuration_fox import IS_TESTED, REPAIR
 
 CACHE = next((f.name for f in fields(BaseModelOutputWithPast) if f.name in ("cache", "past_key_values")), "")
 if not CACHE:
-    raise ImportError(f"transformers has a name for the cache that FoX does not know; {REPAIR}")
+    raise ImportError(f"FoX does not know the name of the cache in this transformers; {REPAIR}")
 
 
 def accept_both_names(function: Callable) -> Callable:
-    """Return a function with an argument `cache` that also accepts `past_key_values`, with transformers' own warning.
+    """Make a function with an argument `cache` also accept `past_key_values`, with transformers' own warning.
 
-    Before 5.24, where `generate` uses the old name, the signature shows that name and nothing warns.
+    Before 5.24, `generate` uses the old name, so the signature shows that name and no warning is issued.
     """
     if CACHE == "cache":
         return deprecation.deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(function)
     renamed: Any = rename_cache(function, CACHE, "cache")
     signature = inspect.signature(function)
     parameters = [p.replace(name=CACHE) if p.name == "cache" else p for p in signature.parameters.values()]
-    renamed.__signature__ = signature.replace(parameters=parameters)  # which transformers inspects
+    renamed.__signature__ = signature.replace(parameters=parameters)  # transformers inspects it
     return renamed
 
 
 def adapt(function: Callable) -> Callable:
-    """Return a function of transformers that accepts and returns both names, as it does since 5.24."""
+    """Make a transformers function accept and return both names, as it does since 5.24."""
     return function if CACHE == "cache" else rename_cache(function, "cache", CACHE)
 
 
 def rename_cache(function: Callable, old: str, new: str) -> Callable:
-    """Return a function that also takes its argument `new` under the name `old`, and whose output has both names."""
+    """Make a function accept its argument `new` under the name `old` too, and return outputs with both names."""
 
     @functools.wraps(function)
     def renamed(*args, **kwargs):
@@ -60,14 +60,14 @@ def rename_cache(function: Callable, old: str, new: str) -> Callable:
 
 
 def check_unknown(name: str, value: Any) -> None:
-    """Raise TypeError if an unknown keyword argument is a cache, which would otherwise be ignored."""
+    """Raise TypeError if an unknown keyword argument is a cache, instead of ignoring it."""
     if type(value).__name__.endswith("Cache"):
         repair = "pass it as `cache`." if IS_TESTED else REPAIR
         raise TypeError(f"FoX does not know the argument {name!r}, a {type(value).__name__}: {repair}")
 
 
 class BothNames:
-    """Add the name `cache` to an output of a version before 5.24."""
+    """An output that also has the name `cache`, for transformers before 5.24."""
 
     past_key_values: Any
 
@@ -98,5 +98,5 @@ if CACHE != "cache":
         GenerateDecoderOnlyOutput,
         GenerateBeamDecoderOnlyOutput,
     ):
-        # a name of this module, for pickle
+        # defined in this module, so that pickle finds it
         BOTH_NAMES[kind] = globals()[kind.__name__] = type(kind.__name__, (BothNames, kind), {"__module__": __name__})

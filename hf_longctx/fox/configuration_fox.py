@@ -11,7 +11,7 @@ from transformers.utils import logging
 from transformers.utils.versions import require_version
 
 
-TESTED = (5, 15), (5, 24)  # the oldest and the newest minor version with which this code was tested
+TESTED = (5, 15), (5, 24)  # oldest and newest minor version tested with this code
 OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
 IS_TESTED = tuple(map(int, transformers.__version__.split(".")[:2])) <= TESTED[1]
 REPAIR = (
@@ -21,16 +21,16 @@ REPAIR = (
     "--local-dir FOLDER`, then `hf-longctx push FOLDER REPO`)."
 )
 
-# This file of a saved folder is loaded first, so an untested version is named before anything can fail.
+# This file of a saved folder is loaded first, so the warning about an untested version precedes any failure.
 require_version(f"transformers>={OLDEST}", "FoX is tested from there on: pip install -U transformers")
 if not IS_TESTED:
-    # this logger and text are the same in all copies of this file, so that there is one warning
+    # all copies of this file share this logger and message, so the warning appears once
     logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
 FORMAT_VERSION = 1
 FORGET_GATES = ("full", "bias_only", "fixed", "none")
 OUTPUT_GATES = ("sigmoid", "silu")
-# Values that a FoX requires for fields of other models of transformers.
+# Fields of other transformers models that must have these values in a FoX.
 FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
 # Names that the base class accepts in addition to its fields and properties.
 BASE_NAMES = {"attn_implementation", "rope_theta", "auto_map", "quantization_config", *FIXED}
@@ -38,10 +38,10 @@ LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding"
 
 
 class FoxSizes(NamedTuple):
-    """Resolved sizes of a `FoxConfig`: optional fields and what follows from them.
+    """Resolved sizes of a `FoxConfig`, with all defaults filled in.
 
-    num_key_value_groups: query heads that share a key head.
-    gates_per_key: gates that fade a key head: 1, or one for each of its query heads.
+    num_key_value_groups: number of query heads per key head.
+    gates_per_key: number of forget gates per key head: 1, or one per query head.
     """
 
     head_dim: int
@@ -55,37 +55,38 @@ class FoxSizes(NamedTuple):
 class FoxConfig(PreTrainedConfig):
     """Configuration of a Forgetting Transformer (Lin et al. 2025, arXiv 2503.02130).
 
-    The defaults are FoX (LLaMA): a LLaMA block whose positional encoding is a forget gate. `FoxConfig.pro(...)` turns
-    on everything of FoX (Pro). Every switch of the paper's ablation is a field of its own. Fields that are not listed
-    are those of `LlamaConfig`.
+    The defaults are FoX (LLaMA): a LLaMA block with a forget gate instead of a positional encoding.
+    `FoxConfig.pro(...)` enables all components of FoX (Pro). Each component of the paper's ablation has its own field.
+    Other fields are as in `LlamaConfig`.
 
     Args:
-        max_position_embeddings: the training context; without RoPE it limits nothing.
+        max_position_embeddings: training context length; not a limit without RoPE.
         intermediate_size: width of the MLP. Default 8/3 hidden_size, rounded up to a multiple of 256.
         num_key_value_heads: key and value heads, each shared by num_attention_heads / num_key_value_heads query heads.
             Default num_attention_heads.
-        forget_gate_per_kv_head: share a forget gate among the query heads of a key head. Default: one for each.
-        head_dim: default hidden_size / num_attention_heads.
+        forget_gate_per_kv_head: share a forget gate among the query heads of a key head. Default: one per query head.
+        head_dim: size of each head. Default hidden_size / num_attention_heads.
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
         decay_time_min: initial decay time in tokens of the fastest head. Decay times are log-spaced over the heads, so
             that head h forgets by a factor e in T_h tokens (Appendix D). Required for "fixed": 2 ** (8 / H) and 2 ** 8
-            are the slopes of ALiBi for H heads, a power of two. Default: learned gates start half open, with a decay
-            time of 1.4 tokens: the paper's choice, but slow to learn from a small corpus.
+            give the slopes of ALiBi for H heads, a power of two. Default: learned gates start half open, with a decay
+            time of 1.4 tokens, as in the paper; they learn slowly from a small corpus.
         decay_time_max: initial decay time of the slowest head.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
         qkv_bias: a bias on the query, key and value projections, as in Qwen2.
         qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as
             the released checkpoints do. `qk_norm_eps` is its epsilon.
-        output_gate: None, "sigmoid" or "silu" of a projection of the input, multiplied onto the attention output.
+        output_gate: activation of an output gate, a projection of the input that multiplies the attention output:
+            "sigmoid", "silu" or None.
         output_norm: RMSNorm per head on the attention output, before the output gate.
         k_shift: data-dependent token shift on keys (eq. 14).
         v_shift: data-dependent token shift on values.
-        sliding_window: number of tokens that a token attends to, itself included. Default None: all.
-        log_pruning_tolerance: log of the attention weight of a row that `attn_implementation="forgetting_triton"` may
-            skip, in keys that the gates have faded (arXiv 2504.06949; -10 there). At most 0; None skips nothing, as
-            the other implementations do.
+        sliding_window: number of tokens that a token attends to, including itself. Default None: all.
+        log_pruning_tolerance: log of the attention weight that `attn_implementation="forgetting_triton"` may skip per
+            query, in faded keys (arXiv 2504.06949, which uses -10). At most 0. None disables pruning; other
+            implementations never prune.
         format_version: layout of the saved folder.
 
     Raises:
@@ -101,7 +102,7 @@ class FoxConfig(PreTrainedConfig):
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
-        # Shift weights and gate are not nn.Linear: "packed_colwise" runs them on the heads of a rank and sums the
+        # Shift weights and gate are not nn.Linear: "packed_colwise" runs them on a rank's heads and sums the
         # gradients of their input.
         "layers.*.self_attn.k_shift_proj": "packed_colwise",
         "layers.*.self_attn.k_shift_proj.weight": "colwise",
@@ -190,7 +191,7 @@ class FoxConfig(PreTrainedConfig):
 
     @property
     def layer_types(self):
-        """The layer types from which transformers makes a cache; they follow from the other fields."""
+        """The layer types from which transformers creates a cache, derived from the other fields."""
         # The token shift is a one-token convolution, which transformers caches in a "hybrid" layer.
         if self.k_shift or self.v_shift:
             layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
@@ -208,7 +209,7 @@ class FoxConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        # `kwargs` may change depth or window, from which the saved layer types follow.
+        # `kwargs` may change the depth or window that the saved layer types were derived from.
         layer_types = config_dict.get("layer_types") or []
         if len(set(layer_types)) == 1 and layer_types[0] in LAYER_TYPES:
             config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
@@ -237,15 +238,15 @@ class FoxConfig(PreTrainedConfig):
         return plan
 
     def validate_rope(self):
-        """Raise ValueError for RoPE parameters that only transformers accepts; `@strict` calls this."""
+        """Raise ValueError for RoPE parameters that transformers accepts and FoX does not; called by `@strict`."""
         super().validate_rope()
         parameters = self.rope_parameters or {}
         if not (theta := parameters.get("rope_theta", 1.0)) > 0:
             raise ValueError(f"rope_theta must be a positive number such as 500000.0, got {theta}.")
         if (share := parameters.get("partial_rotary_factor", 1.0)) != 1:
             raise ValueError(
-                f"partial_rotary_factor must be 1, got {share}: a FoX rotates the whole head, as a Llama of transformers "
-                "does, while vLLM would rotate a part. Leave it out."
+                f"partial_rotary_factor must be 1, got {share}: FoX rotates whole heads, like Llama in transformers, but "
+                "vLLM would rotate only a part. Leave it out."
             )
 
     def _check_fields(self, kwargs):
@@ -261,7 +262,7 @@ class FoxConfig(PreTrainedConfig):
                 raise ValueError(f"{name} must be at least 1, got {size}.")
         for name, value in FIXED.items():
             if (got := kwargs.get(name, getattr(self, name, value))) != value:
-                raise ValueError(f"{name} must be {value}, because a FoX is a causal decoder; got {got}.")
+                raise ValueError(f"{name} must be {value}, got {got}. A FoX is a causal decoder.")
         for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
             ids = getattr(self, name)
             if any(i is not None and not 0 <= i < self.vocab_size for i in (ids if isinstance(ids, list) else [ids])):
@@ -315,7 +316,7 @@ class FoxConfig(PreTrainedConfig):
         if self.forget_gate == "none":
             raise ValueError(f'{both} require a forget gate, but forget_gate is "none". Leave them out.')
         if shortest is None or longest is None or not 0 < shortest <= longest < math.inf:
-            raise ValueError(f"{both} must be tokens with 0 < min <= max < inf.")
+            raise ValueError(f"{both} must satisfy 0 < min <= max < inf, in tokens.")
 
     @classmethod
     def pro(cls, **kwargs):

@@ -1,6 +1,6 @@
-"""Lossless converters between FoX and other implementations of the same mathematics.
+"""Lossless converters between FoX and other implementations of the same architecture.
 
-One table of names describes the layout of an implementation, for both directions. `convert_folder.py` converts files.
+One table of names per implementation serves both directions. `convert_folder.py` converts files.
 """
 
 import copy
@@ -32,11 +32,11 @@ OFFICIAL_MODULES = FLA_MODULES | {
     "o_norm": "output_norm",
     "k_shift_proj": "k_proj.shift_proj",
     "v_shift_proj": "v_proj.shift_proj",
-    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, followed by our up_proj
+    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, then those of our up_proj
 }
 LLAMA_MODULES = {"f_proj": None}  # a Llama has no forget gate
 
-# Configuration: their field -> ours. Fields that are computed are in `read_config` and `write_config`.
+# Configuration: their field -> ours. `read_config` and `write_config` compute the other fields.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -61,7 +61,7 @@ FIELDS = {
     "use_k_shift": "k_shift",
     "use_v_shift": "v_shift",
 }
-# Their defaults, the same in all three configuration classes. Fields of one class stand in its `Layout`.
+# Defaults that their three configuration classes share. `Layout` adds the fields of each class.
 DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -116,7 +116,7 @@ OFFICIAL = Layout(
         "use_output_norm": False,
     },
     activations=("swish", "sigmoid"),
-    refused={"num_kv_heads": "it has no grouped heads"},
+    refused={"num_kv_heads": "it does not support grouped heads"},
 )
 OFFICIAL_TRANSFORMER = Layout(
     title="the authors' Transformer",
@@ -139,15 +139,15 @@ FLA = Layout(
         "attnres_block_size": None,
     },
     refused={
-        "window_size": "it trains and prefills without the window and decodes with it, so what the weights mean is "
-        "not defined. If they were trained with it, take window_size out of the configuration",
-        "attnres_block_size": "FoX has no attention residuals",
+        "window_size": "it applies the window only in decoding, not in training or prefill, so the meaning of the weights "
+        "is undefined. If they were trained with it, remove window_size from the configuration",
+        "attnres_block_size": "FoX does not support attention residuals",
     },
 )
 LAYOUTS = {"official": (OFFICIAL, OFFICIAL_TRANSFORMER), "fla": (FLA,)}  # models are written in the first layout
 
 LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-LLAMA_FIELDS = (  # the same in LlamaConfig and FoxConfig
+LLAMA_FIELDS = (  # shared by LlamaConfig and FoxConfig
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -165,7 +165,7 @@ LLAMA_FIELDS = (  # the same in LlamaConfig and FoxConfig
     "eos_token_id",
     "rope_parameters",
 )
-# Decay time of the default gate of `from_llama`, in contexts.
+# Default decay time of `from_llama`, in multiples of the context length.
 OPEN_GATE_CONTEXTS = 1e5
 
 
@@ -177,7 +177,7 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
         config_dict: its config.json; missing fields have the authors' defaults.
 
     Returns:
-        The model in the (common_dtype) dtype of `state_dict`, on the CPU, in evaluation mode, with logits equal to the
+        The model in the `common_dtype` of `state_dict`, on the CPU, in evaluation mode. Its logits equal the
         original's.
 
     Raises:
@@ -195,16 +195,16 @@ def from_fla(state_dict: dict[str, torch.Tensor], config_dict: dict) -> FoxForCa
 def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxForCausalLM:
     """Turn a causal LM of the Llama, Mistral, Qwen2 or Qwen3 family into a FoX, ready to be fine-tuned.
 
-    The FoX retains RoPE of any type, grouped heads, biases of Qwen2, QK-norm of Qwen3 and a sliding window. It gets a
-    forget gate per query head, with weight 0 and an open bias, f = exp(-1 / decay_time).
+    The FoX retains RoPE of any type, grouped heads, Qwen2's biases, Qwen3's QK-norm and a sliding window. It gets a
+    forget gate per query head, initialized to weight 0 and an open bias, f = exp(-1 / decay_time).
 
     Args:
-        model: the model, with its language-modelling head. It is copied, not changed.
-        decay_time: tokens in which a gate forgets by a factor e. Default 1e5 * max_position_embeddings: over the whole
-            context an attention logit changes by at most 1e-5. The logits of the model then change by less than 1e-3
-            in fp32: with four layers and 2048 tokens by 5e-7 with initial weights, and by 1.4e-4 (1e-3) with weights
-            10 (25) times larger, whose logits reach 9 (20). The gradient of a gate is proportional to 1 / decay_time;
-            for gates that learn from the first step, use about ten contexts and accept a larger difference.
+        model: the model with its language-modelling head. It is copied, not modified.
+        decay_time: number of tokens in which a gate forgets by a factor e. Default 1e5 * max_position_embeddings: over
+            the whole context an attention logit changes by at most 1e-5. The logits of the model then change by less
+            than 1e-3 in fp32: for four layers and 2048 tokens, by 5e-7 with initial weights, and by 1.4e-4 (1e-3) with
+            weights 10 (25) times larger and logits up to 9 (20). The gradient of a gate is proportional to
+            1 / decay_time; to train gates from the first step, use about ten contexts and accept a larger difference.
 
     Returns:
         The model in the dtype and on the device of `model`, in evaluation mode, with its generation settings.
@@ -233,14 +233,14 @@ def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
-    """Convert a FoX to (state_dict, config_dict) of flash-linear-attention; as `to_official`."""
+    """Convert a FoX to (state_dict, config_dict) of flash-linear-attention; see `to_official`."""
     return export_state_dict("fla", model)
 
 
 def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
     """Build a FoX of `config` with the tensors of `state_dict`; `modules` maps our module names to theirs."""
     tensors = tensors_of_fox(config, modules, state_dict)
-    dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # float32 in any model
+    dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # f_proj is always float32
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # a tied head is not in `tensors`
@@ -258,7 +258,7 @@ def export_state_dict(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch
 
 
 def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the dtype that holds all of them without loss."""
+    """Return the dtype to which all `dtypes` can be cast without loss."""
     return functools.reduce(torch.promote_types, dtypes)
 
 
@@ -296,8 +296,8 @@ def tensors_of_others(
 def check_tensors(
     config: FoxConfig, shapes: dict[str, tuple[int, ...]], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise ValueError with all tensors that are missing, unknown or of another shape than `shapes` says."""
-    # Old Llama checkpoints contain the frequencies of RoPE, which follow from the configuration.
+    """Raise ValueError listing all tensors that are missing, unknown, or not of the shape in `shapes`."""
+    # Old Llama checkpoints contain RoPE frequencies, which the configuration determines.
     names = {name for name in state_dict if not name.endswith("rotary_emb.inv_freq")}
     problems = [f"missing: {name}" for name in shapes.keys() - names]
     problems += [
@@ -317,9 +317,9 @@ def check_tensors(
 
 
 def correspondence(config, modules):
-    """Return the shapes of our and of their tensors, and for each of ours its place in theirs.
+    """Return the shapes of our tensors, the shapes of theirs, and the location of each of ours in theirs.
 
-    A place is (their name, first row, end row), or None for a new forget gate.
+    A location is (their name, first row, end row), or None for a new forget gate.
     """
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
@@ -335,7 +335,7 @@ def correspondence(config, modules):
             places[name] = None
             continue
         their_name = ".".join(parts)
-        if config.forget_gate != "full":  # a parameter, not a projection
+        if config.forget_gate != "full":  # the gate is a parameter, not a projection
             their_name = their_name.replace("fgate_proj.bias", "fgate_bias")
         first = theirs[their_name][0] if their_name in theirs else 0
         theirs[their_name] = (first + rows, *columns)
@@ -344,7 +344,7 @@ def correspondence(config, modules):
 
 
 def read_config(kind: str, config_dict: dict) -> FoxConfig:
-    """Return the FoxConfig that equals `config_dict` of the implementation `kind` ("official", "fla")."""
+    """Convert `config_dict` of the implementation `kind` ("official" or "fla") to a FoxConfig."""
     layouts = {layout.model_type: layout for layout in LAYOUTS[kind]}
     model_type = config_dict.get("model_type", LAYOUTS[kind][0].model_type)
     if model_type not in layouts:
@@ -377,7 +377,7 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
 
 
 def write_config(kind: str, config: FoxConfig) -> dict:
-    """Invert `read_config`; raise ValueError with every field that the layout cannot represent."""
+    """Invert `read_config`; raise ValueError listing the fields that the layout cannot represent."""
     layout = LAYOUTS[kind][0]
     rope = config.rope_parameters or {}
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()} | {
@@ -400,7 +400,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
     config_dict = {name: values.get(name, default) for name, default in layout.defaults.items()}
 
     back = read_config(kind, config_dict)
-    # Fields that determine initial values or defaults, but not logits.
+    # These fields affect initial values or defaults, but not logits.
     free = {"decay_time_min", "decay_time_max", "max_position_embeddings", "format_version"}
     if not config.qk_norm:
         free |= {"qk_norm_shared", "qk_norm_eps"}
@@ -410,15 +410,15 @@ def write_config(kind: str, config: FoxConfig) -> dict:
         if name not in free and getattr(config, name) != getattr(back, name)
     ]
     if lost:
-        raise ValueError(f"this FoX cannot be converted for {layout.title}: " + ", ".join(lost) + ".")
+        raise ValueError(f"this FoX cannot be converted to {layout.title}: " + ", ".join(lost) + ".")
     return {"model_type": layout.model_type, "architectures": ["ForgettingTransformerForCausalLM"], **config_dict}
 
 
 def read_llama_config(config_dict: dict, decay_time: float | None = None) -> FoxConfig:
-    """Return the FoxConfig that equals `config_dict` of a model of the Llama family, with open gates."""
+    """Convert `config_dict` of a Llama-family model to a FoxConfig with open gates."""
     model_type = config_dict.get("model_type")
     if model_type not in LLAMA_FAMILY:
-        raise ValueError(f"model_type must be one of {LLAMA_FAMILY} to become a FoX, got {model_type!r}.")
+        raise ValueError(f"model_type must be one of {LLAMA_FAMILY} for conversion to FoX, got {model_type!r}.")
     if config_dict.get("quantization_config"):
         raise ValueError("quantized models are not supported. Convert the original weights and quantize the FoX.")
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config_dict))
@@ -430,7 +430,7 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
     rope = config.rope_parameters
     per_layer = any(isinstance(value, dict) for value in rope.values())
     if per_layer or rope.get("rope_type") not in ("default", *ROPE_INIT_FUNCTIONS):
-        problems.append(f"rope_parameters={rope} is not one known RoPE for all layers")
+        problems.append(f"rope_parameters={rope} is not one supported RoPE for all layers")
     window = getattr(config, "sliding_window", None) if model_type != "llama" else None
     if model_type in ("qwen2", "qwen3"):
         windowed = {layer_type == "sliding_attention" for layer_type in config.layer_types}
@@ -438,13 +438,13 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
             problems.append("only some layers have a sliding window")
         window = window if windowed == {True} else None
     if problems:
-        raise ValueError(f"this {model_type} model cannot become a FoX: {'; '.join(problems)}.")
+        raise ValueError(f"this {model_type} model cannot be converted to a FoX: {'; '.join(problems)}.")
     if decay_time is None:
         decay_time = OPEN_GATE_CONTEXTS * config.max_position_embeddings
     elif not 0 < decay_time < float("inf"):
         raise ValueError(f"decay_time must be a positive number of tokens, got {decay_time}.")
     fields = {name: getattr(config, name) for name in LLAMA_FIELDS}
-    if fields["pad_token_id"] == -1:  # in the first Llamas, -1 means None
+    if fields["pad_token_id"] == -1:  # the first Llama configs use -1 for None
         fields["pad_token_id"] = None
     return FoxConfig(
         **fields,

@@ -39,16 +39,16 @@ def convert_folder(
     """Convert a checkpoint folder to FoX, or a FoX folder to another layout.
 
     Weights keep their dtype. The files of the source are memory-mapped, and the result is written file by file. It
-    appears at `destination` only when it is complete. A FoX folder holds everything that `save_pretrained` writes,
-    including the code. Tokenizer and generation settings are copied.
+    appears at `destination` only when it is complete. A FoX folder contains everything that `save_pretrained` writes,
+    including the code. Tokenizer files and generation settings are copied.
 
     Args:
         source: folder with config.json and safetensors files, sharded or not.
-        destination: folder to create; it must not exist, or must be empty.
+        destination: folder to create; if it exists, it must be empty.
         source_format: "fox", "official" (the authors' implementation), "fla" (flash-linear-attention) or "llama" (the
             Llama, Mistral, Qwen2 and Qwen3 families).
         destination_format: "fox"; or "official" or "fla", if the source is "fox".
-        decay_time: as in `from_llama`; for a "llama" only.
+        decay_time: as in `from_llama`; only for "llama".
 
     Raises:
         ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are
@@ -60,14 +60,14 @@ def convert_folder(
     with new_folder(destination) as folder:
         if not (source / CONFIG_NAME).is_file():
             raise ValueError(
-                f"{source} is not a checkpoint folder: {CONFIG_NAME} is missing. Download a model from the Hub by: "
+                f"{source} is not a checkpoint folder: {CONFIG_NAME} is missing. Download a model from the Hub with: "
                 "hf download NAME --local-dir FOLDER."
             )
         config_dict = read_json(source / CONFIG_NAME)
         copied = tokenizer_files(source)
         try:
             write_folder(config_dict, source, folder, source_format, destination_format, decay_time)
-        except StrictDataclassError as error:  # which is not a ValueError
+        except StrictDataclassError as error:  # not a ValueError
             raise ValueError(f"{source / CONFIG_NAME}: {error}") from error
         for path in copied:
             shutil.copyfile(path, folder / path.name)
@@ -81,7 +81,7 @@ def write_folder(
     destination_format: str,
     decay_time: float | None,
 ) -> None:
-    """Write model and configuration of a result of `convert_folder`, without the tokenizer."""
+    """Write the model and configuration for `convert_folder`, without the tokenizer."""
     if destination_format == "fox" and source_format in FORMATS:
         if decay_time is not None and source_format != "llama":
             raise ValueError(f"decay_time={decay_time} requires a model without gates. Leave it out.")
@@ -110,13 +110,13 @@ def write_folder(
         save_torch_state_dict(tensors, folder, filename_pattern=pattern, max_shard_size=largest_file)
     else:
         raise ValueError(
-            f"cannot convert from {source_format!r} to {destination_format!r}: from one of {FORMATS} to 'fox', or from "
+            f"cannot convert from {source_format!r} to {destination_format!r}. Convert one of {FORMATS} to 'fox', or "
             f"'fox' to one of {tuple(LAYOUTS)}."
         )
 
 
 def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """Return the tensors of a folder by name, mapped from their files, and the bytes of the largest file."""
+    """Return the memory-mapped tensors of a folder by name, and the size of the largest file in bytes."""
     checkpoint = Checkpoint(source)
     if unknown := set(checkpoint.dtypes.values()) - set(DTYPES.values()):
         raise ValueError(f"weights of {', '.join(map(str, unknown))} are not supported. Convert the original weights.")
@@ -124,6 +124,6 @@ def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def dtype_of(config_dict: dict, tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    """Return the dtype that a configuration names, or else the common_dtype of the tensors."""
+    """Return the dtype in the configuration, or else the `common_dtype` of the tensors."""
     name = str(config_dict.get("dtype", config_dict.get("torch_dtype")))
     return DTYPES.get(name) or common_dtype(x.dtype for x in tensors.values())

@@ -1,12 +1,12 @@
-"""Norms, token shift and output gate of a FoX, each in one pass over memory.
+"""Fused norms, token shift and output gate of FoX, each in one pass over memory.
 
 `fused_norm` is a norm followed by the output gate; `fused_heads` is QK-norm preceded by the token shift:
 
     z_t = x_t + a_t (x_{t-1} - x_t)          y = w * z / sqrt(mean(z^2) + eps) * act(g)
 
-Both are defined in plain PyTorch. On a GPU, one Triton kernel computes them and another one their gradients, from the
-saved inputs alone. Sums over tokens have a fixed order. Names in the kernels are those of kernels_fox.py; a program
-holds BT tokens of one head, [BT, BD], in fp32.
+Both are defined in plain PyTorch. On a GPU, one Triton kernel computes them and another one computes their gradients
+from the saved inputs alone. Sums over tokens have a fixed order. The kernels use the naming of kernels_fox.py; a
+program holds BT tokens of one head, [BT, BD], in fp32.
 """
 
 from __future__ import annotations  # keeps tl.constexpr unevaluated where Triton is absent
@@ -28,8 +28,8 @@ from .triton_fox import DTYPES, MAX_HEAD_DIM, _on, blocks_of, is_traced, launch,
 if triton is not None:
     import triton.language as tl
 
-ELEMENTS = 2048  # of a block
-PROGRAMS = 8  # for each multiprocessor, in the backward pass
+ELEMENTS = 2048  # elements per block
+PROGRAMS = 8  # programs per multiprocessor in the backward pass
 
 
 # --- the definition --------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def norm_as_defined(x, weight, eps, gate=None, activation=None):
 
 
 def as_defined(x, weight, gate, k, v, k_weight, share, predecessor, eps, activation):
-    """Compute `fused_norm` of x, and `fused_heads` of keys and values where there are any, in plain PyTorch."""
+    """Compute `fused_norm` of x, and `fused_heads` of keys and values if given, in plain PyTorch."""
     y = norm_as_defined(x, weight, eps, gate, activation)
     if k is None:
         return y, None, None
@@ -62,14 +62,14 @@ def load_pairs(
     p_x, p_share, p_index, o_n, m_n, s_share, T, H,
     D: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
-    """Tokens, the weights of their predecessors, and what those have more than they."""
+    """Load tokens, the weights of their predecessors, and the differences predecessor - token."""
     b_x = load_tokens(p_x, o_n, m_n, H, D, BD)
     b_share, b_more = tl.zeros([1, 1], tl.float32), tl.zeros([1, 1], tl.float32)
     if SHIFT:
         b_share = tl.load(p_share + o_n * s_share, mask=m_n, other=0.0)[:, None]
         i_t = o_n % T
         i_previous = i_t
-        if INDEXED:  # counts from a cached token, of which there is none here
+        if INDEXED:  # index 0 is the cached token, which is absent here
             i_previous = tl.load(p_index + o_n, mask=m_n, other=-1)
         b_more = load_tokens(p_x, o_n - i_t + i_previous - 1, m_n & (i_previous > 0), H, D, BD) - b_x
     return b_x, b_share, b_more
@@ -82,7 +82,7 @@ def inverse_norm(b_z, eps, D: tl.constexpr):
 
 @jit
 def norm_backward(b_z, b_dy, b_w, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """The gradient of z, and z normalized, where y = w z / sqrt(mean(z^2) + eps)."""
+    """Return the gradient of z, and normalized z, where y = w z / sqrt(mean(z^2) + eps)."""
     if NORM:
         b_inverse = inverse_norm(b_z, eps, D)
         b_z, b_dy = b_z * b_inverse, b_dy * b_w
@@ -95,7 +95,7 @@ def norm_tokens(
     p_x, p_w, p_gate, p_share, p_index, p_y, i_block, s_share, n_tokens, T, H, eps, D: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """One block of a head."""
+    """Compute one block of a head."""
     o_d, o_n = tl.arange(0, BD), i_block * BT + tl.arange(0, BT)
     m_n = o_n < n_tokens
     b_x, b_share, b_more = load_pairs(p_x, p_share, p_index, o_n, m_n, s_share, T, H, D, BD, SHIFT, INDEXED)
@@ -117,7 +117,7 @@ def norm_tokens_backward(
     i_part, s_share, n_tokens, T, H, eps, n_blocks, n_parts, D: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Every n_parts-th block of a head. A token has gradients through itself and through its successor."""
+    """Compute every n_parts-th block of a head. A token gets gradients directly and through its successor."""
     o_d = tl.arange(0, BD)
     b_w, b_dw = tl.zeros([1, BD], tl.float32), tl.zeros([BD], tl.float32)
     if NORM:
@@ -162,7 +162,7 @@ def fused_norm_kernel(
     p_x, p_k, p_v, p_w, p_wk, p_gate, p_share, p_index, p_y, p_yk, p_yv, s_w, n_tokens, T, H, Hkv, eps,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """A block of a head of x, of keys or of values; the latter two are shifted. All are contiguous."""
+    """Compute a block of a head of x, keys or values; keys and values are shifted. All are contiguous."""
     heads = H + 2 * Hkv
     i_block, i_h = tl.program_id(0) // heads, tl.program_id(0) % heads
     if i_h < H:
@@ -220,7 +220,7 @@ def fused_norm_backward_kernel(
 
 
 def describe(x, weight, gate, k, predecessor, activation):
-    """Return the tile of a launch, its number of blocks and of heads, sizes, and constants."""
+    """Return the tile of a launch, its numbers of blocks and heads, sizes, and constants."""
     (B, T, H, D), Hkv = x.shape, 0 if k is None else k.shape[2]
     BD = padded(D)
     tile = Tile(max(1, ELEMENTS // BD), BD, 4, 1)
@@ -233,7 +233,7 @@ def describe(x, weight, gate, k, predecessor, activation):
 
 
 def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation, dtype):
-    """Return y, and the new keys and values or None."""
+    """Return y, and the new keys and values (or None)."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     y = torch.empty_like(x, dtype=dtype)
     new_k, new_v = (None if k is None else torch.empty_like(k) for _ in range(2))
@@ -249,7 +249,7 @@ def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, succe
 def launch_fused_norm_backward(
     gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
-    """Return the gradients of the first seven, None for what is not there."""
+    """Return the gradients of the first seven arguments, None for absent ones."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
     H, D = x.shape[2:]
@@ -267,7 +267,7 @@ def launch_fused_norm_backward(
 
 
 class FusedNorm(Function):
-    """The launches with gradients; where those are differentiated or traced in turn, the definition's."""
+    """The launches with gradients. Tracing and second derivatives use the definition instead."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -297,9 +297,9 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def can_fuse(*tensors: torch.Tensor) -> bool:
-    """Return whether the kernels compute a call; the first tensor is (B, T, ...).
+    """Return whether the kernels support a call; the first tensor is (B, T, ...).
 
-    They do so on a GPU, but not where torch traces or transforms a call, nor for a few tokens, which are launch-bound.
+    They require a GPU and a call that torch neither traces nor transforms. Few tokens are launch-bound and excluded.
     """
     x = tensors[0]
     return (
@@ -314,18 +314,18 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
 
 
 def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) -> torch.Tensor:
-    """Normalize and optionally gate, in one pass over memory where the kernels run.
+    """Normalize and optionally gate, in one pass over memory if the kernels run.
 
     Args:
-        x: (B, T, H, D); without a gate also (..., D), for which the kernels do not run.
-        weight: (D,), or (H * D,) with a part for each head.
-        gate: (B, T, H * D); its activation, "sigmoid" or "silu", is multiplied onto the norm.
+        x: (B, T, H, D); without a gate also (..., D), which the kernels do not support.
+        weight: (D,), or (H * D,) for separate weights per head.
+        gate: (B, T, H * D); its activation, "sigmoid" or "silu", multiplies the normalized x.
 
     Returns:
-        x's shape, in the dtype of x or of autocast.
+        A tensor of x's shape, in the dtype of x or of autocast.
     """
     tensors = [y for y in (x, weight, gate) if y is not None]
-    # rows of hidden states are wide enough for PyTorch's kernel, which takes less of the host's time
+    # hidden states are wide enough for PyTorch's kernel, which has less host overhead
     if x.ndim != 4 or weight.numel() not in (x.shape[-1], x.shape[-2] * x.shape[-1]) or not can_fuse(*tensors):
         return norm_as_defined(x, weight, eps, gate, activation)
     gate = None if gate is None else gate.contiguous().view(x.shape)
@@ -338,8 +338,8 @@ def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, succe
     """Shift keys and values, and normalize queries and keys, in one pass over memory. `can_fuse` must be true.
 
     Args:
-        q: (B, T, Hq, D). k, v: (B, T, Hkv, D). All of one dtype.
-        q_weight, k_weight: of the norms, both (D,), or (H * D,) with a part for each head.
+        q: (B, T, Hq, D). k, v: (B, T, Hkv, D). All have the same dtype.
+        q_weight, k_weight: norm weights, both (D,), or (H * D,) for separate weights per head.
         share: (B, T, 2 Hkv) fp32, the weight of each token's predecessor, for keys and for values.
         predecessor, successor: as in `Call`, both or neither.
     """

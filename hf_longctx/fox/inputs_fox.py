@@ -1,8 +1,8 @@
-"""The arguments of a call, read and checked once.
+"""Parsing and checks of the arguments of a call, once for all layers.
 
-`read_call` turns the arguments of `FoxModel.forward` into a `Call` for all layers. Mistakes that would otherwise stay
-silent raise an error. Values are checked on the CPU only, because reading a value from a GPU would stall every step,
-and nothing is checked while compiling.
+`read_call` turns the arguments of `FoxModel.forward` into a `Call` for all layers. Mistakes that would otherwise be
+silent raise an error. Values are checked on the CPU only, because reading them from a GPU would stall every step.
+Compiled calls are not checked.
 """
 
 import difflib
@@ -26,14 +26,14 @@ logger = logging.get_logger(__name__)
 
 NO_QUANTIZED_CACHE = (
     "FoX cannot use a quantized cache: the cumulative sum of its gates is stored in the keys and would be rounded with "
-    "them. Leave cache_implementation out, or use 'static' or 'offloaded'."
+    "them. Omit cache_implementation, or use 'static' or 'offloaded'."
 )
-# Known arguments of the model. transformers passes on unknown ones.
+# Known arguments of the model. transformers does not reject unknown ones.
 NAMES = {"input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache"}
 NAMES |= {"past_key_values", "logits_to_keep", *TransformersKwargs.__annotations__}
 PART_OF_A_ROW = (
-    "a part of a sequence which context or sequence parallelism has split. FoX does not support it, because the gates of "
-    "one part would not fade the keys of earlier parts. Use `hf-longctx train --sequence-parallel N`."
+    "a shard of a sequence under context or sequence parallelism. FoX does not support it, because the gates of one shard "
+    "would not fade the keys of earlier shards. Use `hf-longctx train --sequence-parallel N`."
 )
 
 
@@ -48,22 +48,21 @@ def read_call(
     seq_idx: torch.Tensor | None = None,
     **kwargs,
 ) -> Call:
-    """Check the arguments of a call, and read from them what the layers need.
+    """Check the arguments of a call and convert them to a `Call`.
 
     Args:
-        config: the `FoxConfig`, whose attention implementation is chosen.
-        inputs_embeds: (B, T, hidden), or (B, t, hidden) where a shard is given.
+        config: the `FoxConfig`; its attention implementation must not be "auto".
+        inputs_embeds: (B, T, hidden), or (B, t, hidden) with a shard.
         attention_mask: (B, past + T), a 4D mask as in `read_tree_mask`, the result of `create_masks_for_generate`, or
             None.
         position_ids: (1 or B, T) or None.
         cache: a `Cache` or None.
-        shard: the part of each row that `inputs_embeds` is, or None.
+        shard: describes which part of each row is in `inputs_embeds`; None if rows are whole.
         cu_seq_lens_q, seq_idx: boundaries of packed sequences, as in `find_sequences`.
         kwargs: arguments of other parts of the model.
 
     Raises:
-        ValueError: tokens, mask, positions and cache do not match; or packed sequences, or rows that several processes
-            share, have padding or a cache.
+        ValueError: tokens, mask, positions and cache do not match; or packed or sharded rows have padding or a cache.
         NotImplementedError: FoX does not support this cache here.
     """
     if shard is not None:  # only the shape of the whole rows is used
@@ -86,11 +85,11 @@ def read_call(
         if sequences is not None:
             if token_mask is not None or cache is not None:
                 raise ValueError(
-                    "these rows hold packed documents (by restarting position ids, cu_seq_lens_q or seq_idx), which "
-                    "a cache cannot separate, and whose attention_mask may not hide tokens. Omit cache and "
-                    "attention_mask: padding after the documents needs only labels of -100."
+                    "packed documents (restarting position ids, cu_seq_lens_q or seq_idx) support neither a cache, "
+                    "which cannot separate them, nor an attention_mask that hides tokens. Omit cache and "
+                    "attention_mask; label padding after the documents with -100."
                 )
-            attention_mask = cache = None  # at most ones, and an empty cache while compiling
+            attention_mask = cache = None  # the mask is all ones; the cache is empty while compiling
         mask = create_attention_mask(config, inputs_embeds, attention_mask, cache, sequences)
 
     if config.k_shift or config.v_shift:
@@ -104,7 +103,7 @@ def read_call(
             successor = find_successors(predecessor, token_mask)
     flash = {}
     if sequences is not None and cu_seq_lens_q is None and is_flash_attention_requested(config):
-        # FlashAttention would infer them from the position ids, once per layer and only in a batch of one
+        # FlashAttention would infer the boundaries from position ids, once per layer and only for a batch of one
         boundaries = F.pad((sequences.flatten() == 0).nonzero()[:, 0], (0, 1), value=sequences.numel()).int()
         longest = int(sequences.max()) + 1
         flash = dict(cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=longest, max_length_k=longest)
@@ -117,28 +116,28 @@ def read_call(
 
 
 def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
-    """Invert `Call.predecessor`, (1 or B, T), whose real tokens have one predecessor each."""
+    """Invert `Call.predecessor`, (1 or B, T); each real token has one predecessor."""
     length = predecessor.shape[1]
     has_none = predecessor <= 0 if token_mask is None else (predecessor <= 0) | ~token_mask
-    index = torch.where(has_none, length, predecessor - 1)  # of the predecessor, or a slot that is cut off
+    index = torch.where(has_none, length, predecessor - 1)  # index of the predecessor, or a slot that is cut off
     tokens = torch.arange(length, device=predecessor.device).expand_as(predecessor)
     successor = predecessor.new_full((predecessor.shape[0], length + 1), -1).scatter(1, index, tokens)
     return successor[:, :-1].contiguous()
 
 
 def can_be_cached(call: Call) -> bool:
-    """Return whether a new cache may be filled with these rows; warn once if they are packed.
+    """Return whether these rows may fill a new cache; warn once if they are packed.
 
-    Compiled calls may fill one, because their rows are only assumed to be packed.
+    Compiled calls may fill a cache, because their rows are only assumed to be packed.
     """
     if call.position_in_sequence is None or torch.compiler.is_compiling():
         return True
-    logger.warning_once("Packed documents cannot be continued from a cache: none is returned for them.")
+    logger.warning_once("Packed documents cannot be continued from a cache, so no cache is returned.")
     return False
 
 
 def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """Return which of the last `length` tokens are real, (B, T) bool, of a mask (B, past + T); None if all are.
+    """Return which of the last `length` tokens of a mask (B, past + T) are real, (B, T) bool; None if all are.
 
     transformers' `create_recurrent_attention_mask` treats a single token as generated, but it may belong to a prompt.
     """
@@ -149,7 +148,7 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
 
 
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> Any:
-    """Return the mask in the form that the attention implementation of the config takes."""
+    """Return the mask in the format of the config's attention implementation."""
     if config._attn_implementation == NAME:
         return find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
@@ -165,27 +164,26 @@ def find_sequences(
     cu_seq_lens_q: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return the position of each token in its own sequence, (B, T), where rows hold several; None where no row does.
+    """Return the position of each token within its packed sequence, (B, T); None if no row is packed.
 
-    A sequence starts where a collator's `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) says so, or where the position
-    ids do not increase. Compiled calls, which cannot read values, assume that position ids without a mask are packed,
-    as transformers does.
+    A collator's `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) marks the starts of sequences; without them, a sequence
+    starts where position ids do not increase. Compiled calls cannot read values and assume, like transformers, that
+    position ids without a mask are packed.
     """
     compiling = torch.compiler.is_compiling()
     if cu_seq_lens_q is not None:
         ends = not compiling and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length)
         if batch > 1 or ends or (not compiling and (cu_seq_lens_q.diff() < 0).any()):
             raise ValueError(
-                "cu_seq_lens_q holds the boundaries of documents packed into one row: it needs a batch of one and must "
-                f"increase from 0 to the length of the row; got an input of {(batch, length)} tokens and "
-                f"{cu_seq_lens_q.tolist()}."
+                "cu_seq_lens_q must increase from 0 to the length of the row and requires a batch of one with packed "
+                f"documents, got an input of {(batch, length)} tokens and {cu_seq_lens_q.tolist()}."
             )
         starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
         starts = starts.index_fill(0, cu_seq_lens_q.to(device, torch.long), True)[None, :-1]
     elif seq_idx is not None:
         if seq_idx.shape != (batch, length):
             raise ValueError(
-                f"seq_idx is {tuple(seq_idx.shape)}; it must be {(batch, length)}, the number of the document of each token."
+                f"seq_idx must be {(batch, length)}, the document index of each token, got {tuple(seq_idx.shape)}."
             )
         starts = F.pad(seq_idx.to(device).diff(dim=1) != 0, (1, 0), value=True)
     elif position_ids is None or length == 1 or (compiling and token_mask is not None):
@@ -193,11 +191,11 @@ def find_sequences(
     else:
         position_ids = position_ids.to(device).expand(batch, -1)
         previous = position_ids[:, :-1]
-        if token_mask is not None:  # of the last real token
+        if token_mask is not None:  # position of the last real token
             last = (torch.arange(length, device=device) * token_mask).cummax(1).values
             previous = position_ids.gather(1, last[:, :-1]).masked_fill(~token_mask.cummax(1).values[:, :-1], -1)
         starts = F.pad(position_ids[:, 1:] <= previous, (1, 0), value=True)
-        if token_mask is not None:  # `generate` after right padding goes back too, but not to the row's first position
+        if token_mask is not None:  # after right padding, `generate` also steps back, but not to the first position
             first = position_ids.gather(1, token_mask.int().argmax(1, keepdim=True))
             starts = starts & token_mask & (position_ids == first)
         elif not compiling and starts[:, 1:].any():
@@ -211,26 +209,26 @@ def find_sequences(
 
 
 def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check a 4D attention mask, and find the token before each token. Compiled calls check no values.
+    """Check a 4D attention mask, and find the token before each token. Compiled calls skip checks of values.
 
     Args:
         config: the `FoxConfig`.
-        mask: (1 or B, 1, T, keys): boolean, True for visible keys, or floating, 0 for visible keys and a minimum for
-            others. `keys` are those in the cache after this call, including free slots of a static cache.
+        mask: (1 or B, 1, T, keys): boolean, True for visible keys, or floating, 0 for visible keys and the dtype's
+            minimum for others. `keys` counts the cache after this call, including free slots of a static cache.
         batch, length: B and T.
         cache: a `Cache` or None.
 
     Returns:
-        The mask as booleans; and `Call.predecessor`, (1 or B, T): the last token that each token sees before itself.
+        The boolean mask, and `Call.predecessor`, (1 or B, T): the last token that each token sees before itself.
 
     Raises:
         ValueError: shape, dtype or values are wrong; a token sees a later one, or more than the sliding window; or the
-            model has a token shift, and a new token follows a cached token that is not the last.
+            model has a token shift and a new token continues a cached token other than the last.
         NotImplementedError: the cache is a `PrunedCache`.
     """
     if drops_tokens(cache):
         raise NotImplementedError(
-            f"a {type(cache).__name__} has dropped tokens by the gates of all tokens, so it does not support a 4D "
+            f"a {type(cache).__name__} has dropped tokens assuming that all gates apply, so it does not support a 4D "
             "attention_mask. Use DynamicCache(config=model.config)."
         )
     cached, keys, offset = 0, length, 0
@@ -238,35 +236,35 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
         cached, (keys, offset) = cache.get_seq_length(), cache.get_mask_sizes(length, 0)
     if tuple(mask.shape) not in ((batch, 1, length, keys), (1, 1, length, keys)):
         raise ValueError(
-            f"a 4D attention_mask must be {(batch, 1, length, keys)}, the keys that each new token of a row sees, the same "
-            f"for all heads; got {tuple(mask.shape)}."
+            f"a 4D attention_mask must be {(batch, 1, length, keys)}, one row of keys per new token and the same for all "
+            f"heads, got {tuple(mask.shape)}."
         )
     compiling, additive = torch.compiler.is_compiling(), mask.is_floating_point()
     values = compiling or not additive or ((mask == 0) | (mask < MASKED)).all()
     if not values or not (additive or mask.dtype == torch.bool):
         raise ValueError(
-            f"a 4D attention_mask must be boolean, True for visible keys, or floating and added to logits: 0 for visible "
-            f"keys and torch.finfo(dtype).min for others; it is {mask.dtype}. Convert a mask of 1 and 0: mask.bool()."
+            f"a 4D attention_mask must be boolean (True for visible keys) or additive (0 for visible keys, "
+            f"torch.finfo(dtype).min for others), got {mask.dtype}. Convert a mask of 1 and 0: mask.bool()."
         )
     visible = mask > MASKED if additive else mask
     key = torch.arange(keys, device=mask.device) + offset
     query = torch.arange(length, device=mask.device)[:, None] + cached  # (T, 1)
     if not compiling and (visible & (key > query)).any():
         raise ValueError(
-            "attention_mask lets a token see a later one, but the gates of a FoX forget the past. Hide the keys above "
-            "the diagonal: mask.tril()."
+            "attention_mask must be causal, because forget gates act on the past, but a token can see a later one. Hide "
+            "the keys above the diagonal: mask.tril()."
         )
     if config.sliding_window is not None and not compiling and visible.sum(-1).max() > config.sliding_window:
         raise ValueError(
-            f"attention_mask must hide all but the last {config.sliding_window} tokens, the sliding_window; it lets a token "
-            f"see {visible.sum(-1).max()}."
+            f"attention_mask must hide all but the last {config.sliding_window} tokens (sliding_window), got a token that "
+            f"sees {visible.sum(-1).max()}."
         )
     before = torch.where(visible[:, 0] & (key < query), key, -1).amax(-1)  # (1 or B, T)
     predecessor = torch.where(before < 0, -1, before - cached + 1)
     if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
-            "attention_mask continues a cached token that is not the last one, but the token shift of this model is "
-            "cached for the last one alone. Pass the branch and all tokens after the last cached one in one call."
+            "attention_mask continues a cached token other than the last one, but the token-shift state is cached for the "
+            "last one alone. Pass the branch and all tokens after the last cached one in one call."
         )
     return visible, predecessor
 
@@ -275,7 +273,7 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
 
 
 def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs: dict) -> None:
-    """Raise ValueError if tokens, mask, positions and cache do not match; arguments as in `read_call`."""
+    """Raise ValueError if tokens, mask, positions and cache do not match. See `read_call` for the arguments."""
     if cache is not None and is_exporting() and any(hasattr(layer, "max_cache_len") for layer in cache.layers):
         raise NotImplementedError(
             "FoX cannot be exported with a static cache: exporters make its keys too narrow for the decay and leave the "
@@ -284,32 +282,30 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard
         )
     if cache is not None and is_exporting() and config.sliding_window is not None:
         raise NotImplementedError(
-            "FoX with a sliding window cannot be exported with a cache, whose tokens transformers counts outside of the graph. "
-            "Export it without a cache (use_cache=False), or without a window (sliding_window=None)."
+            "FoX with a sliding window cannot be exported with a cache, because transformers counts its tokens outside the "
+            "graph. Export it without a cache (use_cache=False), or without a window (sliding_window=None)."
         )
     if torch.compiler.is_compiling():
         return
     for name in kwargs.keys() - NAMES:
         if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
-            raise ValueError(f"{name!r} is not an argument of this model; {closest[0]!r} is.")
+            raise ValueError(f"{name!r} is not an argument of this model; did you mean {closest[0]!r}?")
         check_unknown(name, kwargs[name])
     if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
-        raise ValueError(
-            "is_causal must be True, because the gates of a FoX forget the past; got False. Leave it out."
-        )
+        raise ValueError("is_causal must be True, got False, because forget gates act on the past. Leave it out.")
     for function in (F.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)):
         package = getattr(function, "__module__", None) or ""
         if package.startswith(("torch.distributed", "deepspeed")):
-            raise ValueError(f"{package} has replaced the attention: each process has {PART_OF_A_ROW}")
+            raise ValueError(f"{package} has replaced the attention, so each process has {PART_OF_A_ROW}")
     if shard is not None and (attention_mask is not None or cache is not None):
         raise ValueError(
-            "rows that several processes share support no attention_mask and no cache. Padding at the end of a row needs "
-            "no mask, only labels of -100."
+            "sharded rows support neither attention_mask nor cache. Omit both, and label padding at the end of a row "
+            "with -100."
         )
     if inputs_embeds.ndim != 3:
         raise ValueError(
-            f"the embedded input is {tuple(inputs_embeds.shape)}; it must be (B, T, {config.hidden_size}), from input_ids "
-            "of (B, T). Pass a single sequence as input_ids[None]."
+            f"the embedded input must be (B, T, {config.hidden_size}), from input_ids of (B, T), got "
+            f"{tuple(inputs_embeds.shape)}. Pass a single sequence as input_ids[None]."
         )
     batch, length = inputs_embeds.shape[:2]
     if position_ids is not None:
@@ -320,23 +316,25 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard
 
 
 def check_positions(position_ids, batch: int, length: int, alone: bool) -> None:
-    """Raise ValueError if position ids are not (1 or B, T), or may belong to a part of a sequence.
+    """Raise ValueError if position ids are not (1 or B, T), or may belong to a shard of a sequence.
 
-    alone: there is neither a mask nor a cache. In one process, a sequence may start anywhere, because RoPE depends on
-        differences of positions only.
+    alone: True without mask and cache. In one process, a sequence may start at any position, because RoPE depends only
+        on differences of positions.
     """
     if tuple(position_ids.shape) not in ((batch, length), (1, length)):
         raise ValueError(
-            f"position_ids is {tuple(position_ids.shape)}; for {batch} rows of {length} tokens it must be "
-            f"{(batch, length)} or {(1, length)}. Leave it out to count from the cached tokens on."
+            f"position_ids must be {(batch, length)} or {(1, length)} for {batch} rows of {length} tokens, got "
+            f"{tuple(position_ids.shape)}. Leave it out to continue from the cached tokens."
         )
     if position_ids.is_floating_point():
-        raise ValueError(f"position_ids is {position_ids.dtype}; positions are integers: position_ids.long().")
+        raise ValueError(
+            f"position_ids must be integers, got {position_ids.dtype}. Convert them: position_ids.long()."
+        )
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if alone and processes > 1 and (position_ids[:, 0] > 0).any():
         raise ValueError(
-            f"position_ids start at {position_ids[:, 0].max()} without a cache, in one of {processes} processes. That may "
-            f"be {PART_OF_A_ROW} Count the positions of a whole sequence from 0."
+            f"position_ids start at {position_ids[:, 0].max()} without a cache, in one of {processes} processes. This may "
+            f"be {PART_OF_A_ROW} Start the positions of a whole sequence at 0."
         )
 
 
@@ -345,69 +343,69 @@ def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> N
     shape = (batch, length if cached is None else cached + length)
     if attention_mask.ndim != 2 or (cached is not None and attention_mask.shape != shape):
         raise ValueError(
-            f"attention_mask is {tuple(attention_mask.shape)}; it must be {shape}: a column for each of {cached} cached and "
-            f"{length} new tokens, 1 for a token and 0 for padding."
+            f"attention_mask must be {shape}, with a column for each of {cached} cached and {length} new tokens, 1 for "
+            f"tokens and 0 for padding, got {tuple(attention_mask.shape)}."
         )
     if attention_mask.device.type == "cpu":
         others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
         if len(others):
             raise ValueError(
-                f"attention_mask holds {others[0].item()}; it must hold 1 for a token and 0 for padding. Convert a mask "
-                "that is added to logits: (mask == 0).long()."
+                f"attention_mask must be 1 for tokens and 0 for padding, got {others[0].item()}. Convert an additive "
+                "mask: (mask == 0).long()."
             )
 
 
 def check_boundaries(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids (1 or B, T) restart where the boundaries, (B, T), have no document start."""
+    """Raise ValueError if position ids (1 or B, T) restart where `starts`, (B, T), does not start a document."""
     restarts = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)) & ~starts
     if restarts.any():
         row, t = restarts.nonzero()[0].tolist()
         raise ValueError(
-            f"position_ids start again at token {t} of row {row}, where cu_seq_lens_q or seq_idx has no boundary. Leave one of "
-            "them out, or make them agree."
+            f"position_ids restart at token {t} of row {row}, which is not a boundary of cu_seq_lens_q or seq_idx. Leave "
+            "one of them out, or make them agree."
         )
 
 
 def check_restarts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids (B, T) decrease, at one of `starts` (B, T), to where no document can start.
+    """Raise ValueError if position ids (B, T) restart, at `starts` (B, T), from a value other than the row's first.
 
-    Position ids that are all 0 are a mistake too.
+    Position ids that are all 0 also raise.
     """
     if starts.all(dim=1).any():
         raise ValueError(
-            "position_ids do not increase in one of the rows, so every token would be a document of its own. Count the "
-            "tokens of each document from 0, or leave position_ids out."
+            "position_ids do not increase in one of the rows, so every token would be its own document. Count the tokens "
+            "of each document from 0, or leave position_ids out."
         )
     if (position_ids[:, 0] < 0).any():
         raise ValueError(
-            f"position_ids start again and begin at {position_ids[:, 0].min()}; documents count from 0. Mark padding by "
-            "an attention_mask with 0, not by position ids."
+            f"position_ids of packed documents must begin at 0 or more, got {position_ids[:, 0].min()}. Mark padding with "
+            "0 in attention_mask instead."
         )
     wrong = starts & (position_ids != position_ids[:, :1])
     if wrong.any():
         row, t = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"position_ids go from {position_ids[row, t - 1]} to {position_ids[row, t]} at token {t} of row {row}. "
-            "Within a document they must increase, and the next document packed into the row must start with "
-            f"{position_ids[row, 0]} again, as the first did."
+            "They must increase within a document, and every packed document must start at "
+            f"{position_ids[row, 0]}, like the first."
         )
 
 
 def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
-    """Return the number of tokens in a cache; None where only the GPU knows.
+    """Return the number of tokens in a cache; None if only the GPU knows it.
 
     Raises:
         TypeError: the cache does not belong to a decoder.
-        ValueError: this model, with this batch, cannot have filled the cache, by its first layer.
+        ValueError: the first layer shows that another model or batch has filled the cache.
         NotImplementedError: the cache is quantized.
     """
     kind, make_one = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
-    if not hasattr(cache, "layers"):  # the tuple of old versions, or the cache of an encoder-decoder
+    if not hasattr(cache, "layers"):  # a legacy tuple, or an encoder-decoder cache
         raise TypeError(f"`cache` must be a Cache of transformers for a decoder, got a {kind}. {make_one}")
     layers = cache.layers
     if len(layers) not in (0, config.num_hidden_layers):
         raise ValueError(
-            f"this {kind} is for {len(layers)} layers and the model has {config.num_hidden_layers}. {make_one}"
+            f"this {kind} must have {config.num_hidden_layers} layers for this model, got {len(layers)}. {make_one}"
         )
     layer: Any = layers[0] if layers else None
     gated, sizes, keys = config.forget_gate != "none", config.sizes, getattr(layer, "keys", None)
@@ -417,19 +415,21 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         width = folded_width(sizes.head_dim, sizes.gates_per_key, device) if gated else sizes.head_dim
         if gated and keys.shape[3] == sizes.head_dim != width:
             raise ValueError(
-                f"the keys in this {kind} must carry the decay of a FoX, got plain ones: it was filled by another model, or by "
-                f"prefix tuning of PEFT. {make_one} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
+                f"the keys in this {kind} must contain the decay of a FoX, got plain keys: it was filled by another model or by "
+                f"PEFT's prefix tuning. {make_one} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
             )
         if (keys.shape[0], keys.shape[3]) != (batch, width):
             raise ValueError(
-                f"this {kind} holds keys of (rows, width) = {(keys.shape[0], keys.shape[3])}; those of this model and input "
-                f"are {(batch, width)}. It was filled by another model or for another batch. {make_one}"
+                f"the keys in this {kind} must be (rows, width) = {(batch, width)} for this model and input, got "
+                f"{(keys.shape[0], keys.shape[3])}. It was filled by another model or for another batch. {make_one}"
             )
         readable = gated and keys.device.type == "cpu" and keys.shape[2] > 0 and not cache.offloading
-        marker = sizes.head_dim + GATE_PARTS * sizes.gates_per_key  # of a key into which the decay was folded
+        marker = sizes.head_dim + GATE_PARTS * sizes.gates_per_key  # its column in a folded key
         if readable and layer.get_seq_length() > 0 and keys[0, 0, 0, marker] != GATE_QUERY:
-            raise ValueError(f"the keys in this {kind} carry no decay, so another model has filled it. {make_one}")
+            raise ValueError(
+                f"the keys in this {kind} do not contain a decay, so it was filled by another model. {make_one}"
+            )
     if (config.k_shift or config.v_shift) and not hasattr(layer, "conv_states"):
-        raise ValueError(f"this {kind} cannot store the state of the token shift. {make_one}")
+        raise ValueError(f"this {kind} cannot store the token-shift state. {make_one}")
     cached = cache.get_seq_length()
     return cached if isinstance(cached, int) else int(cached) if cached.device.type == "cpu" else None

@@ -1,16 +1,16 @@
-# Triton's compiler reads these functions, not Python's: constants become tl.constexpr, and tl.static_range is a loop.
+# Triton compiles these functions: constants become tl.constexpr, and tl.static_range is a loop.
 """The Triton kernels of forgetting attention (arXiv 2503.02130, sec. 3 and App. E); triton_fox.py launches them.
 
     o_i = sum_{start_i <= j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
 
-Three ideas carry them.
+Design:
 
 * **One bound per query.** Causality, padding on either side, packed sequences, a sliding window and adaptive
-  computation pruning all mean that query i sees the keys start_i ... i. The kernels read that one integer per row (in
-  the dk/dv pass its transpose, one past the last query that sees a key) and no other mask.
+  computation pruning all mean that query i sees the keys start_i ... i. The kernels read this one integer per row (the
+  dk/dv pass reads its transpose, one past the last query that sees a key) and no other mask.
 * **The decay is exact at any length.** c is summed in float64 and split into an fp32 pair c + e, in units of log 2.
-  Only differences of it are used, so c_i - c_j has the rounding error of the difference, not of c.
-* **One program, one output block.** No atomics and our own cumulative sum: the same inputs give the same bits.
+  Only differences of c are used, so c_i - c_j has the rounding error of the difference, not of c.
+* **One program, one output block.** No atomics and our own cumulative sum: results are bitwise deterministic.
 
 Names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position
 among the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential
@@ -29,8 +29,8 @@ try:
 
     jit = triton.jit
     # T changes between calls: a kernel specialized on it, or on sizes that depend on it, would be recompiled, for
-    # instance during generation. Strides depend on T too, or on the width of folded keys; `whole` gives the compiler
-    # what it has to know.
+    # instance during generation. Strides also depend on T or on the width of folded keys; `whole` tells the compiler
+    # their divisibility.
     _STRIDES = (
         "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
@@ -45,7 +45,7 @@ try:
     # The interpreter multiplies bf16 operands as integers and truncates fp32 to bf16 (triton 3.3 to 3.9); `dot` and
     # `narrow` work around both.
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes"))
-except ImportError:  # CPU wheel or Windows: the import works, and `why_not` in triton_fox.py is the error of a call
+except ImportError:  # CPU wheel or Windows: the import works, and calls raise `why_not` of triton_fox.py
     triton, INTERPRETED = None, SimpleNamespace(value=False)
 
     def jit(fn):
@@ -63,7 +63,7 @@ def dot(b_a, b_b):
 
 @jit
 def narrow(b_x, dtype: tl.constexpr):
-    """An fp32 block in the dtype of the inputs, rounded to nearest even."""
+    """Cast an fp32 block to the dtype of the inputs, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         b_bits = b_x.to(tl.uint32, bitcast=True)
         b_x = ((b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -72,15 +72,15 @@ def narrow(b_x, dtype: tl.constexpr):
 
 @jit
 def number(x):
-    """A float argument, which Inductor passes in float64; float64 logits would be many times as slow."""
+    """Cast a float argument, which Inductor passes as float64; float64 logits would be many times slower."""
     return tl.cast(x, tl.float32)
 
 
 @jit
 def whole(s_b, s_h, s_t, W: tl.constexpr):
-    """Return strides, all multiples of W, in a form that shows this: a load of 16 bytes takes W elements.
+    """Return strides in a form that shows that they are multiples of W, the elements of a 16-byte load.
 
-    The compiler would look for multiples of 16 only, and rows of folded keys are 72 or 136 elements apart.
+    The compiler only checks for multiples of 16, but rows of folded keys are 72 or 136 elements apart.
     """
     return s_b // W * W, s_h // W * W, s_t // W * W
 
@@ -89,7 +89,7 @@ def whole(s_b, s_h, s_t, W: tl.constexpr):
 def load_rows(
     p_x, i_row, begin, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are 0, unread."""
+    """Load rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are 0 and not read."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     # The row's address is one 64-bit scalar; offsets inside the block fit 32 bits and do not change along a loop.
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
@@ -105,7 +105,7 @@ def load_rows(
 
 @jit
 def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Writes the rows below stop of an fp32 block to rows i_row ... of a (T, D) matrix."""
+    """Store the rows below stop of an fp32 block to rows i_row ... of a (T, D) matrix."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
     m_block = (i_row + o_t < stop)[:, None] & (o_d < D)[None, :]
@@ -114,7 +114,7 @@ def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr,
 
 @jit
 def load_tokens(p_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
-    """Tokens o_n of one of H heads, [BT, BD] fp32; 0 where m_n is false."""
+    """Load tokens o_n of one of H heads, [BT, BD] fp32; 0 where m_n is false."""
     o_d = tl.arange(0, BD)
     p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
     return tl.load(p_block, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
@@ -129,13 +129,13 @@ def store_tokens(p_x, b_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
 
 @jit
 def decay(c_i, e_i, c_j, e_j):
-    """c_i - c_j with the rounding error of the difference: the fp32 pair c + e holds about 48 bits."""
+    """Return c_i - c_j with the rounding error of the difference: the fp32 pair c + e holds about 48 bits."""
     return (c_i - c_j) + (e_i - e_j)
 
 
 @jit
 def decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM: tl.constexpr):
-    """The decay from row i_row, whose c is c_row + e_row, to each of the rows i_row ... i_row + BM, [BM]."""
+    """Return the decay from row i_row, where c is c_row + e_row, to each of rows i_row ... i_row + BM, [BM]."""
     o_i = i_row + tl.arange(0, BM)
     m_i = o_i < Tk
     return decay(tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0), c_row, e_row)
@@ -143,7 +143,7 @@ def decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM: tl.constexpr):
 
 @jit
 def pack(b_x, b_y):
-    """Two fp32 numbers as one int64. With Triton 3.6 each thread loads short vectors whole; pairs halve the loads."""
+    """Pack two fp32 numbers into an int64. Triton 3.6 loads short vectors whole in each thread; pairs halve it."""
     b_x, b_y = b_x.to(tl.uint32, bitcast=True).to(tl.uint64), b_y.to(tl.uint32, bitcast=True).to(tl.uint64)
     return ((b_y << 32) | b_x).to(tl.int64, bitcast=True)
 
@@ -157,9 +157,9 @@ def unpack(b_pair):
 
 @jit
 def key_range(p_start, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
-    """The keys [begin, end) that queries i_row ... i_row + BM see, and start_i, [BM].
+    """Return the keys [begin, end) that queries i_row ... i_row + BM see, and start_i, [BM].
 
-    Blocks of BN keys in [full, diagonal) are seen by every row and need no mask.
+    Every row sees the blocks of BN keys in [full, diagonal), so they are not masked.
     """
     o_i = i_row + tl.arange(0, BM)
     if BOUNDED:
@@ -181,12 +181,12 @@ def running_sum_kernel(
     p_f, p_query_end, p_dc, p_sums, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T, n_chunks,
     BT: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr, ONLY_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The cumulative sum c of log f in float64, or its gradient, the reverse sum of dc; BT keys of a row.
+    """Compute the cumulative sum c of log f in float64, or its gradient, the reverse sum of dc; BT keys of a row.
 
-    Keys that no query sees, which padding is, count as 0, and numbers below GATE_FLOOR as GATE_FLOOR.
+    Keys that no query sees, such as padding, count as 0, and values below GATE_FLOOR as GATE_FLOOR.
 
-    ONLY_SUMS: writes the sum of each chunk, to which a second launch adds what it needs of the chunks before its own.
-    The order of additions depends on T only, which torch.cumsum on a GPU does not guarantee.
+    ONLY_SUMS: write the sum of each chunk. A second launch then adds the sums of earlier chunks.
+    The order of additions depends only on T, which torch.cumsum on a GPU does not guarantee.
     """
     i_c = tl.program_id(0) % n_chunks
     i_bh = tl.cast(tl.program_id(0) // n_chunks, tl.int64)
@@ -220,7 +220,7 @@ def running_sum_kernel(
 
 @jit_any_length
 def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """The float64 cumulative sum y as c + e in units of log 2; the decay d from each key to the last of its BN keys.
+    """Split the float64 sum y into c + e, in units of log 2, and the decay d from each key to the last of its BN keys.
 
     PARTS: also d / (scale log2(e)) as the sum of three bf16 numbers, in rows of 16 padded with zeros.
     """
@@ -253,12 +253,12 @@ def forward_span(
     b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, i_from, i_to, s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FIXED: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over key blocks i_from ... i_to, which all rows see; b_m and b_l: maximum and sum, from the first row.
+    """Softmax over key blocks i_from ... i_to, visible to all rows; b_m and b_l: maximum and sum, from the first row.
 
     Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of its block
     (p_d), to the first row (a scalar), to row i. The last term is the same for a whole row and is added at the end.
 
-    FIXED: b_m is a bound of all logits instead of the largest so far, which saves work on each logit. The PRODUCTS of
+    FIXED: b_m is a bound on all logits instead of a running maximum, which saves work per logit. The PRODUCTS of
     `Tile` then move more of that work to the tensor cores.
     """
     o_p = tl.arange(0, 16)[None, :]
@@ -305,7 +305,7 @@ def forward_masked_span(
     s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over key blocks i_from ... i_to, which not all rows see; b_m and b_l are relative to each row."""
+    """Online softmax over key blocks i_from ... i_to, not visible to all rows; b_m and b_l are per row."""
     o_i = i_row + tl.arange(0, BM)  # loaded here, so that it takes no registers in the unmasked loop
     b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
     if BOUNDED:
@@ -341,10 +341,10 @@ def forward_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
     BS: tl.constexpr, W: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """o and lse (natural log of the softmax denominator, -inf for rows that see nothing) of one block of queries.
+    """Compute o and lse (natural log of the softmax denominator, -inf for rows without keys) of one query block.
 
-    KNOWN: p_bound holds an upper bound of |scale * q.k| for each head. Where it masks, it takes BS keys at a time: the
-    exact decay of every pair needs more registers per key.
+    KNOWN: p_bound contains an upper bound of |scale * q.k| for each head. Masked blocks take BS keys at a time:
+    the exact decay of every pair needs more registers per key.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -412,7 +412,7 @@ def dq_span(
     i_from, i_to, begin, end, s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS k and the row sums of dS over key blocks i_from ... i_to. The decay is split as in `forward_span`."""
+    """Add dS k and the row sums of dS over key blocks i_from ... i_to. The decay is split as in `forward_span`."""
     o_i = i_row + tl.arange(0, BM)
     b_fade = decay(b_ci, b_ei, c_row, e_row) - b_lse  # [BM]
     for i_k in range(i_from, i_to, BN):
@@ -454,8 +454,8 @@ def dq_kernel(
     a pair: the decay since the start of its aligned block of BR queries minus lse, and delta = rowsum(do * o) - dlse.
 
     dS = p * (do.v - delta), because d lse_i / dS_ij = p_ij. The queries' share of dc, the row sums of dS, is dlse in
-    exact arithmetic. It is summed all the same because delta carries the rounding of o: so, an error in row i reaches
-    only the gates that row i remembers, and not all before i.
+    exact arithmetic. It is summed nevertheless because delta contains the rounding of o: an error in row i then
+    affects only the gates that row i remembers, not all gates before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -522,7 +522,7 @@ def dkdv_span(
     i_from, i_to, begin, end, s_qt, s_dot, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds dS^T q, P^T do and minus the column sums of dS over query blocks i_from ... i_to, as [keys, queries]."""
+    """Add dS^T q, P^T do and minus the column sums of dS over query blocks i_from ... i_to, as [keys, queries]."""
     o_j = i_col + tl.arange(0, BN)
     b_fade = decay(c_col, e_col, b_cj, b_ej)  # [BN], to the block's last key
     for i_q in range(i_from, i_to, BM):
@@ -562,13 +562,13 @@ def dkdv_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of one block of keys, summed over the query heads of one of n_groups; the keys' share of each head's dc.
+    """Compute dk, dv of one key block, summed over a group's query heads, and the keys' share of each head's dc.
 
     A key head has n_parts groups, each with a program and a part of its dk and dv. The G heads of a group are not an
     argument: Inductor would compile a 1 into the kernel, which then loses its loop over them, and the assembler for
     Hopper makes each of its products wait for the one before.
 
-    Where it masks, it takes BS queries at a time: the exact decay of every pair needs more registers per query.
+    Masked blocks take BS queries at a time: the exact decay of every pair needs more registers per query.
     """
     n_n = tl.cdiv(Tk, BN)
     i_bh = tl.program_id(0) // n_n
@@ -634,7 +634,7 @@ def dkdv_kernel(
 
 @jit
 def decay_parts(p_i, p_j, s_xp, gate_scale, m_i, m_ij, P: tl.constexpr):
-    """The decay between positions, fp32, as a sum of P stored parts, or from one of float64.
+    """Return the decay between positions, fp32, from P stored parts or from a float64 value.
 
     Each difference is small where the sums are large.
     """
@@ -655,7 +655,7 @@ def prune_kernel(
     Tq, Tk, Hq, G, n_rows, gate_scale, bound_scale, tolerance,
     BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Adaptive computation pruning (arXiv 2504.06949): the first key that each row still has to read, (B, Hq, Tq).
+    """Adaptive computation pruning (arXiv 2504.06949): compute the first key that each row must read, (B, Hq, Tq).
 
     A block of BN keys that ends at e is dropped for the BM queries that start at r if the decay c_r - c_e is below
 
@@ -701,12 +701,12 @@ def decode_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
     ENDS: tl.constexpr, W: tl.constexpr, ONE_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Attention of all G * Tq query rows of a kv head over one of n_split equal parts of the keys that they see.
+    """Compute attention of all G * Tq query rows of a kv head over one of n_split equal parts of their visible keys.
 
-    With ONE_DECAY, of one token whose heads share their gates, all rows see a key through the same decay.
+    ONE_DECAY: one token whose heads share their gates, so all rows apply the same decay to a key.
 
-    The range of visible keys is known on the device only: pruning determines the first key, and p_end the last one in
-    a cache with free slots. So one launch serves every step, and its work is split evenly.
+    Only the device knows the range of visible keys: pruning determines the first key, and p_end the last one in a
+    cache with free slots. One launch thus serves every step, and its work is split evenly.
     """
     n_r = tl.cdiv(G * Tq, BM)
     i_r = tl.program_id(0) % n_r  # neighbours read the same keys
@@ -776,7 +776,7 @@ def decode_kernel(
 @jit_any_length
 def merge_kernel(p_o_split, p_lse, p_o, s_ob, s_oh, s_ot, Tq, Hq, n_rows, n_split,
                  D: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Joins the splits of one query row, of which 16 are on their way at a time."""
+    """Combine the splits of one query row, loading 16 at a time."""
     i_row = tl.cast(tl.program_id(0), tl.int64)  # (b * Hq + h) * Tq + t
     o_d = tl.arange(0, BD)
     b_o = tl.zeros([BD], tl.float32)

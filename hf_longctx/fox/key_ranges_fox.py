@@ -1,7 +1,7 @@
-"""The keys that a query sees: padding, packing and a window become one integer per query, the first key that it sees.
+"""Visible keys: padding, packing and a window reduce to one integer per query, the first key that it sees.
 
-`find_visible_keys` computes that integer for the operator and for the model. Adaptive computation pruning (arXiv
-2504.06949) raises it to the first key that the gates have not forgotten (`prune_kernel` in kernels_fox.py).
+`find_visible_keys` computes this integer for the operator and the model. Adaptive computation pruning (arXiv
+2504.06949) raises it to the first key that has not been forgotten (`prune_kernel` in kernels_fox.py).
 """
 
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from .tiles_fox import DECODE_ROWS
 class VisibleKeys(NamedTuple):
     """The keys that the queries of one call see, the same in every layer of a model.
 
-    key_start: position of the first key that each query sees, int32, (B or 1, 1, Tq), not decreasing along a row.
+    key_start: position of the first key that each query sees, int32, (B or 1, 1, Tq), nondecreasing along a row.
         A query whose key_start exceeds its own position sees nothing. None: plain causal attention.
-    end: the queries are the last Tq of the first `end` keys; the slots after them are free. An int, or a tensor of one
-        element if only the device knows it.
+    end: number of filled key slots; the queries are the last Tq of them. An int, or a tensor of one element if only
+        the device knows it.
     order, query_order, token_mask: set only if padding lies between real tokens. Permutations of the keys, (B, Tk),
         and of the queries, (B, Tq), that move padding to the front, and False for each permuted key that is padding.
         `key_start` counts permuted keys.
@@ -34,7 +34,7 @@ class VisibleKeys(NamedTuple):
         return self
 
     def last(self, length):
-        """Return the visible keys among the last `length`, for a cache that has dropped the others."""
+        """Return the visible keys among the last `length` keys, for a cache that has dropped the others."""
         if self.order is not None:
             raise NotImplementedError(
                 "forgetting_triton does not support a PrunedCache if padding lies between real tokens. Pad on one side, or "
@@ -71,13 +71,13 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
         Tq, Tk: number of queries and keys. The queries are the last Tq of the first `end` keys.
         token_mask: (B, Tk) bool, False at padding.
         sequence_start: (B or 1, Tq) integers, position of the first key of each query's sequence.
-        window: number of most recent positions that a query sees, its own included.
+        window: number of most recent positions that a query sees, including its own.
         end: (1,) or () integer tensor, number of filled key slots if only the device knows it. Default: Tk.
     """
     compiling = torch.compiler.is_compiling()
     reorder = end is not None and Tq > DECODE_ROWS  # free slots are moved to the front, like padding
     end = Tk if end is None else end
-    slots = torch.arange(Tq, device=device) + (end - Tq)  # of the queries among the keys
+    slots = torch.arange(Tq, device=device) + (end - Tq)  # key slots of the queries
     first = torch.zeros_like(slots)[None] if sequence_start is None else sequence_start  # (B or 1, Tq)
     if window is not None:
         first = torch.maximum(first, slots - window + 1)
@@ -99,7 +99,7 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
     if reorder or not (compiling or one_block):
         query_mask = token_mask[:, slots]  # (B, Tq)
         order, query_order = (x.int().argsort(dim=-1, stable=True) for x in (token_mask, query_mask))
-        first = before.gather(1, first) * query_mask  # a padding query may see anything
+        first = before.gather(1, first) * query_mask  # what padding queries see is arbitrary
         first = Tk - count + first.gather(1, query_order)
         return VisibleKeys(first[:, None].int(), Tk, order, query_order, token_mask.gather(1, order))
     if compiling:
@@ -122,7 +122,7 @@ def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
     """Bound |scale * q.k| by the largest norms of queries and keys that are not padding, (B, Hq)."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
-    if key_start is not None:  # padding may hold anything
+    if key_start is not None:  # padding may contain any value
         t = torch.arange(k.shape[2], device=k.device)
         rows = torch.where(key_start <= t[k.shape[2] - q.shape[2] :], rows, 0.0)
         keys = torch.where(query_end > t, keys, 0.0)
@@ -130,7 +130,7 @@ def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
 
 
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
-    """Expand a number, or a tensor that broadcasts to (B, Hq), to (B, Hq), fp32, contiguous, as kernels read it."""
+    """Expand a number or a tensor to contiguous fp32 (B, Hq) for the kernels."""
     if not isinstance(logit_bound, torch.Tensor):
-        return q.new_full(q.shape[:2], logit_bound, dtype=torch.float32)  # a copy to the GPU would wait for it
+        return q.new_full(q.shape[:2], logit_bound, dtype=torch.float32)  # a copy to the GPU would synchronize
     return logit_bound.to(q.device, torch.float32).expand(q.shape[:2]).contiguous()

@@ -1,8 +1,8 @@
 """The Forgetting Transformer, FoX (Lin et al. 2025, arXiv 2503.02130).
 
-A pre-norm decoder whose softmax attention fades its keys by a data-dependent forget gate, one scalar per head and
-token; it needs no positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate and
-norm, and a token shift on keys and values. The gate is folded into the keys (attention_fox.py), so every attention
+A pre-norm decoder with softmax attention whose keys fade by a data-dependent forget gate, one scalar per head and
+token. It does not need a positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate
+and norm, and a token shift on keys and values. The gate is folded into the keys (attention_fox.py), so every attention
 backend, cache and generation method of transformers works unchanged.
 """
 
@@ -42,7 +42,7 @@ from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
 from .state_fox import PLAIN_CALL, CachedLayer, Call, replace_shift_layers, shift_tokens
 
 
-LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
+LOGITS_AT_ONCE = 2**23  # logits per chunk: 32 MiB in float32, enough rows for a fast matmul
 
 
 class FoxHeadRMSNorm(nn.Module):
@@ -69,9 +69,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def are_ours(*modules: nn.Module | None) -> bool:
-    """Return whether modules are unmodified classes of this file, so that a kernel needs their weights only.
+    """Return whether modules are unmodified classes of this file, so that a kernel can use their weights directly.
 
-    Hub kernels and tensor parallelism replace their `forward`, and adapters the module. Compiled calls need no kernel.
+    Hub kernels and tensor parallelism replace their `forward`, and adapters the module. Compiled calls return False.
     """
     return not torch.compiler.is_compiling() and all(
         type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)
@@ -88,7 +88,7 @@ def decay_time_bias(num_heads: int, time_min: float, time_max: float) -> torch.T
 
 
 def narrow_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Project to few features. In a compiled decoding step, a fused fp32 sum is twice as fast as a matrix product."""
+    """Project to few features. In compiled decoding, a fused fp32 sum is twice as fast as a matmul."""
     if torch.compiler.is_compiling() and x.shape[1] == 1 and x.is_cuda:
         return (x.float().unsqueeze(-2) * weight).sum(-1)
     return F.linear(x, weight.to(x.dtype))
@@ -125,7 +125,7 @@ class FoxForgetGate(nn.Module):
 class FoxShiftWeight(nn.Module):
     """Weights a_t = sigmoid(w.x_t) of the previous key or value: (B, T, hidden) -> (B, T, Hkv), fp32.
 
-    It is not an `nn.Linear` either, because it is too narrow for kernels of quantized layers.
+    Like the forget gate, it is not an `nn.Linear`: it is too narrow for the kernels of quantized layers.
     """
 
     def __init__(self, config: FoxConfig):
@@ -137,7 +137,7 @@ class FoxShiftWeight(nn.Module):
 
 
 class FoxAttention(nn.Module):
-    """Softmax attention whose keys fade by a learned gate (sec. 3), with the options of the Pro block (Figure 1)."""
+    """Softmax attention with a learned forget gate (sec. 3), and the options of the Pro block (Figure 1)."""
 
     def __init__(self, config: FoxConfig, layer_idx: int):
         super().__init__()
@@ -216,7 +216,7 @@ class FoxAttention(nn.Module):
         return new
 
     def shift_weights(self, x, k):
-        """Return the shift weights of keys and values, (B, T, 2 Hkv) fp32; 0 without a shift."""
+        """Return the shift weights of keys and values, (B, T, 2 Hkv) fp32; 0 if there is no shift."""
         projections: Any = (self.k_shift_proj, self.v_shift_proj)
         if are_ours(*projections):
             return narrow_linear(x, torch.cat([proj.weight for proj in projections])).float().sigmoid()
@@ -262,7 +262,7 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# A saved folder holds the code of every head, so any of them can load it.
+# A saved folder contains the code of every head, so any of them can load it.
 AUTO_MAP = {
     "AutoModel": "modeling_fox.FoxModel",
     "AutoModelForCausalLM": "modeling_fox.FoxForCausalLM",
@@ -283,24 +283,24 @@ class FoxPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
-    # True would tell vLLM that attention is a function of q, k and v, and it would drop the gate.
+    # With True, vLLM would assume that attention is a function of q, k and v, and drop the gate.
     _supports_attention_backend = False
     _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}
 
     @classmethod
     def _can_set_attn_implementation(cls):
-        # transformers would search this file for the attention function, which `attend` selects
+        # transformers would search this file for the attention function, but `attend` selects it
         return True
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        """Raise an error if Triton is requested and unavailable, or in vLLM's backend for models of transformers.
+        """Raise an error if Triton is requested but unavailable, or in vLLM's backend for transformers models.
 
         "auto" is returned unchanged, because each call resolves it.
         """
         if requested_attention == "vllm":
             raise ValueError(
-                "attention implementation 'vllm' would ignore the forget gate. Install the FoX of vLLM by "
-                "pip install 'hf-longctx[vllm]', and leave out --model-impl and --trust-remote-code."
+                "attention implementation 'vllm' would ignore the forget gate. Install FoX for vLLM: "
+                "pip install 'hf-longctx[vllm]', and omit --model-impl and --trust-remote-code."
             )
         if requested_attention == AUTO:
             return AUTO
@@ -310,7 +310,7 @@ class FoxPreTrainedModel(PreTrainedModel):
     @staticmethod
     @accept_both_names
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
-        """Return the mask of the attention implementation, under its name, and which of the T tokens are real.
+        """Return the mask under the name of its attention implementation, and which of the T tokens are real.
 
         `attn_implementation="auto"` is resolved here. A 4D mask is returned unchanged.
         """
@@ -346,7 +346,7 @@ class FoxModel(FoxPreTrainedModel):
     """The decoder without a head: token ids or embeddings in, final hidden states out."""
 
     def __init__(self, config: FoxConfig):
-        config.check_heads()  # a field may have been set since
+        config.check_heads()  # fields may have changed since its creation
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -372,22 +372,22 @@ class FoxModel(FoxPreTrainedModel):
         """Return the final hidden states of all tokens.
 
         Args:
-            input_ids: (B, T), int64; or instead
+            input_ids: (B, T), int64; exclusive with `inputs_embeds`.
             inputs_embeds: (B, T, hidden).
             attention_mask: (B, past + T), 1 for a token and 0 for padding; or a 4D mask, (B, 1, T, past + T).
                 Default None: every token is real.
-            position_ids: (1 or B, T), for RoPE; where they restart, a packed document begins. Default None: they
-                continue from the cached tokens.
-            cache: a `Cache`, to which this call appends its tokens.
-            use_cache: create a cache and return it; ignored in training.
-            shard: as in `Call`; the tokens are then its part of each row, and `position_ids` those of whole rows.
+            position_ids: (1 or B, T), for RoPE. A restart begins a new packed document. Default None: they continue
+                from the cached tokens.
+            cache: a `Cache`; this call appends its tokens.
+            use_cache: create and return a cache; ignored in training.
+            shard: as in `Call`. The tokens are then a shard of each row, and `position_ids` belong to whole rows.
             kwargs: `cu_seq_lens_q` or `seq_idx`, the boundaries of packed documents, and arguments of transformers.
 
         Raises:
             ValueError: the arguments do not match, or ids exceed the vocabulary.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds.")
+            raise ValueError("pass exactly one of input_ids and inputs_embeds.")
         if input_ids is not None:
             try:
                 inputs_embeds = self.embed_tokens(input_ids)
@@ -397,16 +397,14 @@ class FoxModel(FoxPreTrainedModel):
                     f"{self.config.vocab_size}; got ids from {input_ids.min()} to {input_ids.max()}. Check the tokenizer."
                 ) from None
         assert inputs_embeds is not None
-        if not isinstance(cache, Cache | None) and has_pages(
-            cache
-        ):  # continuous batching, for which transformers has prepared everything
+        if not isinstance(cache, Cache | None) and has_pages(cache):  # continuous batching, prepared by transformers
             hidden_states = paged_hidden_states(self, inputs_embeds, attention_mask, position_ids, cache, **kwargs)
             return BaseModelOutputWithPast(last_hidden_state=hidden_states)
         if shard is not None or (self.training and torch.is_grad_enabled()):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
         config = self.config
-        if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # made for what was chosen
+        if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # a dict is already resolved
             config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
         call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
         if use_cache and cache is None and can_be_cached(call):
@@ -418,14 +416,14 @@ class FoxModel(FoxPreTrainedModel):
         if shard is not None and positions is not None:
             positions = shard.part(positions)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, positions)
-        for i, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):  # an early exit lowers it
+        for i, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):  # early exit lowers the number
             past = None if cache is None else CachedLayer(cache, i, hidden_states.device)
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 call=call,
                 use_cache=use_cache,
-                **{CACHE: past},  # gradient checkpointing leaves it out by its name
+                **{CACHE: past},  # gradient checkpointing drops it by name
                 **kwargs,
             )
         hidden_states = self.norm(hidden_states)
@@ -437,14 +435,14 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
 
     Args:
         hidden_states: (B, T, hidden).
-        logits_to_keep: how many of the last positions, 0 for all; or int64 positions, the same in all rows (P,) or
-            different ones (B, P); or a mask of positions, (B, T) bool.
+        logits_to_keep: number of last positions, 0 for all; or int64 positions, shared by all rows (P,) or per row
+            (B, P); or a mask of positions, (B, T) bool.
 
     Returns:
         (B, P, hidden), or (positions in all rows, hidden) for a mask.
 
     Raises:
-        ValueError: the number is negative.
+        ValueError: the number of positions is negative.
     """
     if isinstance(logits_to_keep, int):
         if logits_to_keep < 0 or isinstance(logits_to_keep, bool):
@@ -458,9 +456,9 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
 
 
 def supports_chunked_loss(head: nn.Module) -> bool:
-    """Return whether `chunked_loss` can replace a head: a plain linear layer, not adapted, quantized or sharded.
+    """Return whether `chunked_loss` supports a head: a plain linear layer, not adapted, quantized or sharded.
 
-    PyTorch before 2.13 lacks the function.
+    It requires PyTorch 2.13.
     """
     return hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear and type(head.weight) is nn.Parameter
 
@@ -476,17 +474,17 @@ def chunked_loss(
 ) -> torch.Tensor:
     """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` without storing all logits; a scalar, fp32.
 
-    For 64k tokens and a vocabulary of 50k, logits in float32 take 13 GB, and a plain loss three times as much. PyTorch
-    computes the gradients together with the loss, so only the logits of a chunk exist. The weight is copied to
-    float32, because PyTorch returns the sum over all tokens in the dtype of the weights.
+    For 64k tokens and a vocabulary of 50k, float32 logits take 13 GB, and a plain loss three times as much. PyTorch
+    computes the gradients together with the loss, so only one chunk of logits exists at a time. The weight is copied
+    to float32, because PyTorch returns the sum over all tokens in the dtype of the weights.
 
     Args:
         hidden_states: (B, T, hidden), or (tokens, hidden).
         head: a head for which `supports_chunked_loss` is true.
-        labels: (B, T) or (tokens,), int64, shifted here; or
+        labels: (B, T) or (tokens,), int64; shifted by this function. Exclusive with `shift_labels`.
         shift_labels: labels of the same shape that are already shifted.
-        num_items_in_batch: number of scored labels in the whole batch. None: the loss is the mean over these.
-        ignore_index: label that is not scored.
+        num_items_in_batch: number of scored labels in the whole batch. None: average over the labels of this call.
+        ignore_index: label excluded from the loss.
     """
     if shift_labels is None:
         assert labels is not None
@@ -509,7 +507,7 @@ def chunked_loss(
 
 
 class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
-    """FoX with a language-modelling head. Labels are token ids, shifted inside, -100 ignored."""
+    """FoX with a language-modelling head. It shifts the labels, which are token ids, and ignores -100."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -532,10 +530,10 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         return shape[0], folded_width(self.config.sizes.head_dim, self.config.sizes.gates_per_key, self.device)
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs):
-        """Raise OSError: code of a repository would replace `generate`, but only the code of this model is trusted."""
+        """Raise OSError: a repository's code would replace `generate`, but only the code of this model is trusted."""
         raise OSError(
             f"FoX does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and pass its "
-            "function: model.generate(..., custom_generate=function)."
+            "function instead: model.generate(..., custom_generate=function)."
         )
 
     def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
@@ -559,12 +557,12 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         return_logits: bool = True,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return the logits of the next token, and with labels the loss. Other arguments are those of `FoxModel`.
+        """Return next-token logits and, if labels are given, the loss. Other arguments are as in `FoxModel`.
 
         Args:
-            labels: (B, T), int64, the token ids themselves, shifted here; -100 is not scored.
+            labels: (B, T), int64 token ids, shifted by this method; -100 is ignored.
             logits_to_keep: positions whose logits are computed, as in `keep_positions`. Default 0: all.
-            return_logits: if False, compute a given loss in chunks and return no logits, where the head supports it.
+            return_logits: if False and the head supports it, compute the loss in chunks and do not return logits.
             kwargs: `shift_labels` and `num_items_in_batch` for the loss, and arguments of `FoxModel`.
 
         Returns:
@@ -603,7 +601,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
 
 class FoxHead(FoxPreTrainedModel):
-    """Base class of the task heads, whose decoder transformers builds with AutoModel, which must know FoxModel."""
+    """Base class of the task heads. Registers FoxModel with AutoModel, which builds the decoder."""
 
     def __init__(self, config):
         # Not at import: transformers copies every file of remote code, with its imports, to a folder of its own, so

@@ -1,6 +1,6 @@
-"""`forgetting_attention`: its definition, and one operator in front of the backends that compute it.
+"""`forgetting_attention`: the reference implementation, and one operator that dispatches to the backends.
 
-The definition, `forgetting_attention_ref`, judges them all. On a GPU the operator runs the kernels of kernels_fox.py,
+Every backend is tested against `forgetting_attention_ref`. On a GPU the operator runs the kernels of kernels_fox.py,
 elsewhere `scaled_dot_product_attention` on folded queries and keys (attention_fox.py).
 """
 
@@ -40,12 +40,12 @@ def forgetting_attention_ref(
     keep_first: bool = False,
     sink_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute softmax attention with a forget gate, written as its definition. Every backend must agree with it.
+    """Compute softmax attention with a forget gate by its definition. Every backend must agree with it.
 
-    Arguments, result and errors are those of `forgetting_attention`; computed in float32, or float64 for float64
+    Arguments, result and errors are as in `forgetting_attention`. Computes in float32, or in float64 for float64
     inputs. Memory grows with Tq * Tk.
 
-    Source: arXiv 2503.02130, eq. 11 (the scale, which the paper leaves out, acts on q.k only).
+    Source: arXiv 2503.02130, eq. 11 (the paper omits the scale, which applies to q.k only).
     """
     masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
     check_inputs(q, k, v, log_f, scale=scale, **masks, sink_bias=sink_bias)
@@ -74,11 +74,11 @@ def forgetting_attention_ref(
         decay = decay.masked_fill(first, 0.0)
     logits = scale * q.to(dtype) @ k.mT + decay.to(dtype)  # (B, Hq, Tq, Tk)
     logits = logits.masked_fill(~visible, -torch.inf)
-    if sink_bias is not None:  # the logit of a key without a value
+    if sink_bias is not None:  # logit of a key that has no value
         sink = sink_bias.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
         logits = torch.cat([logits, sink], dim=-1)
     weights = logits.softmax(-1)[..., :kv_length]
-    weights = weights.masked_fill(~visible, 0.0)  # a padding query sees nothing: its row is 0, not NaN
+    weights = weights.masked_fill(~visible, 0.0)  # padding queries see nothing: return 0, not NaN
     return (weights @ v).to(q.dtype)
 
 
@@ -112,21 +112,21 @@ def forgetting_attention(
             decay, may hold any value, NaN included, and returns 0 as a query.
         cu_seqlens: (N + 1,) integers from 0 to T, boundaries of N sequences packed into one row (B = 1, Tq = Tk):
             neither attention nor decay crosses a boundary.
-        window: number of most recent positions that a query sees, its own included; i - j < window.
-        keep_first: the first key of a sequence, except padding, never fades: c_i - c_j is 0 there. It is an attention
+        window: number of most recent positions that a query sees, including its own; i - j < window.
+        keep_first: if True, the first real key of a sequence never fades: c_i - c_j is 0 there. It is an attention
             sink (arXiv 2309.17453).
-        sink_bias: (Hq,), the logit of an additional key without value and decay for each query head, as `sink_bias` in
+        sink_bias: (Hq,), the logit of an extra key per query head, without value or decay, as `sink_bias` in
             flash-linear-attention and `sinks` in GPT-OSS. It has a gradient.
-        log_pruning_tolerance: log of the attention weight of a row that pruning may skip, in keys that have faded
-            (arXiv 2504.06949; -10 there). At most 0.
+        log_pruning_tolerance: log of the attention weight that pruning may skip per query, in faded keys (arXiv
+            2504.06949, which uses -10). At most 0.
         backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere and with
             `keep_first` or `sink_bias`, which the kernels do not support.
             "triton": the kernels of kernels_fox.py; bf16, fp16 or fp32, D up to 256; memory linear in T; the decay is
-            exact at any length; the only one that prunes.
+            exact at any length; the only backend that prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
             device; memory linear in T, except a mask of Tq * Tk booleans where Tq < Tk or with a window.
-            The decay is resolved to 6e-8 * -c in the exponent, and a closed gate adds 120 to -c; in fp16, -c must
-            stay below 64 * scale * 65504.
+            The exponent has a resolution of 6e-8 * -c, and a closed gate adds 120 to -c; in fp16, -c must stay below
+            64 * scale * 65504.
             "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk. It has second and
             forward-mode derivatives, as "folded" has under `sdpa_kernel(SDPBackend.MATH)` of torch.
 
@@ -176,9 +176,9 @@ def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruni
 
 def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
     """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: boundaries, (N + 1,)."""
-    if torch.compiler.is_compiling():  # `check_inputs` looks at no values then
+    if torch.compiler.is_compiling():  # `check_inputs` does not read values then
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
-        torch._assert_async(rising, "compiled Triton attention: cu_seqlens does not rise from 0 to the token count")
+        torch._assert_async(rising, "compiled Triton attention: cu_seqlens must increase from 0 to the token count")
     cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
     return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
 
@@ -192,7 +192,7 @@ def choose_backend(
     backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None, sinks: bool = False
 ) -> str:
     """Return `backend` or the default; raise an error if it does not support a call."""
-    if backend is None:  # the default need not prune
+    if backend is None:  # the default may ignore the tolerance
         return "triton" if triton_runs_well(q) and not sinks else "folded"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None, got {backend!r}.")
@@ -215,9 +215,9 @@ def choose_backend(
 def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_first=False, sink_bias=None):
     """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys; inputs are checked.
 
-    log_f: finite. token_mask: (B, Tk) bool, False at padding. Memory is linear in Tk where Tq = Tk without a window;
-    otherwise it includes a mask of Tq * Tk booleans. A sink is prepended as a key, together with a query that is
-    dropped from the result, because causality is counted from the front.
+    log_f: finite. token_mask: (B, Tk) bool, False at padding. Memory is linear in Tk if Tq = Tk and there is no
+    window; otherwise it includes a mask of Tq * Tk booleans. A sink is prepended as a key. A query is prepended
+    with it and dropped from the result, because SDPA aligns causal masks at the front.
     """
     head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if token_mask is not None:
@@ -267,12 +267,12 @@ def keep_from_fading(q, k, c, kept, scale):
 
     The decay has the resolution of the folded form; next to closed gates, its rounding exceeds their gradient.
 
-    For such a key, the fold adds `-c_i`, which the query knows, to the logit, instead of `-c_j`.
+    For a kept key, the fold adds the query's `-c_i` to the logit instead of `-c_j`.
 
     Args:
         q, k: (B, Hq, Tq, D), (B, Hkv, Tk, D).
-        c: cumulative sum of log f at the queries, (B, Hq, Tq), fp32. At kept keys, `fold_keys` must get 0, or what is
-            to be subtracted from their logits.
+        c: cumulative sum of log f at the queries, (B, Hq, Tq), fp32. At kept keys, `fold_keys` must get 0, or the
+            amount to subtract from their logits.
         kept: (1 or B, Tk) bool.
         scale: as in `fold_keys`.
     """
@@ -282,7 +282,7 @@ def keep_from_fading(q, k, c, kept, scale):
 
 
 def clear_padding(q, k, v, log_f, token_mask):
-    """Set q, k, v and log f to 0 at padding, where they may hold any value, NaN included.
+    """Set q, k, v and log f to 0 at padding, where they may contain any value, including NaN.
 
     token_mask: (B, Tk) bool, False at padding.
     """
@@ -292,7 +292,7 @@ def clear_padding(q, k, v, log_f, token_mask):
 
 
 def first_tokens(token_mask):
-    """Return the first real token of each row, (B, T) bool, of a mask that is True at real tokens."""
+    """Mark the first real token of each row, (B, T) bool, given a mask of real tokens."""
     return token_mask & (token_mask.cumsum(-1) == 1)
 
 
@@ -366,7 +366,7 @@ def check_inputs(
         gates = log_f if attention_mask is None else log_f.masked_fill(~attention_mask.cpu().bool()[:, None], 0.0)
         try:
             valid = bool((gates <= 0).all())
-        except RuntimeError:  # under torch.func.vmap nothing can be read
+        except RuntimeError:  # values cannot be read under torch.func.vmap
             valid = True
         if not valid:
             raise ValueError(

@@ -1,8 +1,8 @@
 """Continuous batching, `generate_batch` and `transformers serve`, with a paged cache.
 
-Requests may share a page, so a page cannot hold a state that depends on earlier tokens. It holds key and value of each
-token before the shift and, in the columns that folding adds, log f and the shift weights. The rest is computed after
-the pages have been read.
+Requests may share a page, so a page cannot store a state that depends on earlier tokens. It stores key and value of
+each token before the shift and, in the columns that folding adds, log f and the shift weights. The rest is computed
+after the pages have been read.
 """
 
 import copy
@@ -70,7 +70,7 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
     shifted = attention.k_shift_proj is not None or attention.v_shift_proj is not None
     log_f = x.new_zeros(1, k.shape[2], x.shape[1]).float() if attention.f_proj is None else attention.f_proj(x)
     q = attention.q_norm(q).transpose(1, 2)
-    if shifted:  # then there is no RoPE, and keys are normed when they have been read
+    if shifted:  # RoPE is then absent, and keys are normalized after they are read
         projections = (attention.k_shift_proj, attention.v_shift_proj)
         weights = [torch.zeros_like(k[..., 0]) if p is None else p(x).to(k) for p in projections]
         v = torch.cat([v, torch.stack(weights, dim=-1)], dim=-1)  # (1, T, Hkv, D + 2)
@@ -81,7 +81,7 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
     width = k.shape[-1]
     k, v = cache.update(k, F.pad(v, (0, width - v.shape[-1])), attention.layer_idx, kwargs)  # (1, Hkv, all, D')
 
-    boundaries = kwargs["cu_seq_lens_k"]  # of the requests
+    boundaries = kwargs["cu_seq_lens_k"]  # boundaries of requests
     index = torch.arange(k.shape[2], device=k.device)
     positions = (index - boundaries[torch.bucketize(index, boundaries, right=True) - 1])[None]  # within the request
     c = running_sum(unfold_decay(k, attention.head_dim, attention.gates_per_key, attention.scaling), positions)
@@ -108,8 +108,8 @@ class ContinuousBatching(GenerationMixin):
         """Create the manager of transformers, whose pages also hold log f and shift weights; see `through_pages`.
 
         Raises:
-            NotImplementedError: the attention is FlashAttention, transformers is too old, or the model has a token
-                shift together with RoPE or a sliding window.
+            NotImplementedError: the attention implementation is FlashAttention, transformers is too old, or the model
+                combines a token shift with RoPE or a sliding window.
         """
         # imported here because it takes as long as importing FoX
         from transformers.generation import ContinuousBatchingConfig
@@ -138,9 +138,9 @@ class ContinuousBatching(GenerationMixin):
         attention = self.model.layers[0].self_attn
         page_config = copy.copy(config)
         page_config.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
-        page_config.k_shift = page_config.v_shift = False  # pages of plain attention, without a convolution
+        page_config.k_shift = page_config.v_shift = False  # plain attention pages, without convolution state
         if config._attn_implementation == "auto":
-            page_config._attn_implementation = "sdpa"  # as `paged_attention` takes it
+            page_config._attn_implementation = "sdpa"  # `paged_attention` expects it
         # The manager reads the sizes of pages from `model.config` only (transformers 5.23).
         self.config = page_config
         try:

@@ -14,11 +14,11 @@ from transformers import DynamicCache, PreTrainedModel
 from .attention_fox import unfold_decay
 
 
-CHUNK_ELEMENTS = 2**22  # entries of A computed at a time: 16 MB
+CHUNK_ELEMENTS = 2**22  # entries of A computed per chunk: 16 MB
 TEXT, QUIET, HIDDEN = "#1f2933", "#5f6b76", "#f1f3f5"  # colors
-MIN_WEIGHT = 1e-3  # the color scale of A starts here
+MIN_WEIGHT = 1e-3  # lower end of the color scale of A
 COLUMNS = 6
-DEFAULT_HEADS = 4  # panels if no heads are chosen
+DEFAULT_HEADS = 4  # panels if no heads are given
 
 
 @dataclass
@@ -28,10 +28,10 @@ class HeadMap:
     Args:
         layer: index of the layer.
         head: index of the query head.
-        decay_time: tokens in which the head forgets by a factor e, averaged over the sequence.
+        decay_time: number of tokens in which the head forgets by a factor e, averaged over the sequence.
         forget: F, (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry is the mean
             of block x block entries.
-        attention: A, likewise, but an entry is the largest weight of its block, because A is sparse.
+        attention: A, in the same layout, but an entry is the largest weight of its block, because A is sparse.
         tokens: T, the length of the sequence.
         block: number of tokens that a row and a column represent.
     """
@@ -46,7 +46,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Return the mean or largest visible entry of each block of (R, T), NaN where none is visible."""
+    """Return the mean or largest visible entry of each block of (R, T), NaN if no entry is visible."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))
@@ -89,27 +89,30 @@ def head_maps(
     heads: Iterable[int] | None = None,
     resolution: int = 384,
 ) -> list[HeadMap]:
-    """Compute F and A of some heads over one text; memory grows with its length, not the square.
+    """Compute F and A of some heads over one sequence; memory is linear in its length.
 
     Args:
         model: a FoX, with or without a head.
         input_ids: (T,) or (1, T), at least 2 tokens.
         layers: indices of layers; None for all.
-        heads: indices of query heads in each of them; None for all.
-        resolution: longest side of a map; longer texts are reduced block by block, see `HeadMap`.
+        heads: indices of query heads in each layer; None for all.
+        resolution: longest side of a map; longer sequences are reduced block by block, see `HeadMap`.
 
     Raises:
-        ValueError: the model has no forget gate, a layer or head does not exist, or the text is not one row of tokens.
+        ValueError: the model does not have a forget gate, a layer or head does not exist, or `input_ids` is not one
+            sequence.
     """
     config = getattr(model, "config", None)
     if getattr(config, "forget_gate", "none") == "none":
-        raise ValueError(f"this {type(model).__name__} has no forget gate to look at; it must be a FoX with one.")
+        raise ValueError(f"`model` must be a FoX with a forget gate, got a {type(model).__name__} without one.")
     input_ids = torch.as_tensor(input_ids, dtype=torch.long, device=model.device)
     input_ids = input_ids[None] if input_ids.ndim == 1 else input_ids
     if input_ids.ndim != 2 or input_ids.shape[0] != 1 or input_ids.shape[1] < 2:
-        raise ValueError(f"input_ids is {tuple(input_ids.shape)}; give one row of at least 2 tokens, (T,) or (1, T).")
+        raise ValueError(
+            f"input_ids must be one sequence of at least 2 tokens, (T,) or (1, T), got {tuple(input_ids.shape)}."
+        )
     if resolution < 1:
-        raise ValueError(f"resolution is {resolution}; it must be at least 1.")
+        raise ValueError(f"resolution must be at least 1, got {resolution}.")
     layers = _check_indices("layers", layers, model.config.num_hidden_layers)
     heads = _check_indices("heads", heads, model.config.num_attention_heads)
     block = -(-input_ids.shape[1] // resolution)
@@ -132,7 +135,7 @@ def head_maps(
 def _check_indices(name, indices, count):
     indices = list(range(count)) if indices is None else list(indices)
     if not indices or not set(indices) <= set(range(count)):
-        raise ValueError(f"{name} is {indices}; this model has {count}, from 0 to {count - 1}.")
+        raise ValueError(f"{name} must be a non-empty subset of 0 to {count - 1}, got {indices}.")
     return indices
 
 
@@ -149,17 +152,16 @@ def plot_forget_gates(
     """Draw the forget gate matrix F and the attention map A of some heads, F above A.
 
     Args:
-        model, input_ids, layers, heads, resolution: as for `head_maps`; a panel is some 400 pixels wide. Without
-            `layers` and `heads`, four heads are chosen that span from the one that forgets fastest to the slowest,
-            over all layers.
-        path: the file to write: PNG, SVG or PDF by its extension.
-        title: above all.
+        model, input_ids, layers, heads, resolution: as for `head_maps`; a panel is about 400 pixels wide. Default
+            layers and heads: four heads from all layers, from the fastest to the slowest to forget.
+        path: output file; its extension selects PNG, SVG or PDF.
+        title: title of the figure.
 
     Returns:
-        the maps of these heads, or of all heads where four are drawn.
+        The maps of these heads, or of all heads if four are selected by default.
 
     Raises:
-        ValueError: as `head_maps`, or matplotlib does not know the extension.
+        ValueError: as in `head_maps`, or matplotlib does not support the extension.
         ImportError: matplotlib is not installed.
     """
     try:
@@ -167,7 +169,7 @@ def plot_forget_gates(
         from matplotlib.colors import LogNorm, Normalize
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Pictures need matplotlib: pip install 'hf-longctx[plot]'") from error
+        raise ImportError("Plotting requires matplotlib: pip install 'hf-longctx[plot]'") from error
 
     measured = head_maps(model, input_ids, layers, heads, resolution)
     maps = spread(measured, DEFAULT_HEADS) if layers is None and heads is None else measured
@@ -217,7 +219,7 @@ LABELS = {
 
 
 def spread(maps, count):
-    """Choose `count` of the maps, evenly spaced from the one that forgets fastest to the slowest."""
+    """Select `count` of the maps, evenly spaced from the fastest to the slowest to forget."""
     ordered = sorted(maps, key=lambda head_map: head_map.decay_time)
     last = min(count, len(ordered)) - 1
     return [ordered[round(i * (len(ordered) - 1) / max(last, 1))] for i in range(last + 1)]

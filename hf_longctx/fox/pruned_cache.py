@@ -1,4 +1,4 @@
-"""A KV cache that drops the tokens which the forget gates have faded, with a proven error bound.
+"""A KV cache that drops the tokens that the forget gates have faded, with a proven error bound.
 
 **Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the cumulative sum of log f, and `U` a bound
 of every `|scale * q_i.k_j|`. A query sees its own key, which does not fade, so its softmax denominator is at least
@@ -6,7 +6,7 @@ of every `|scale * q_i.k_j|`. A query sees its own key, which does not fade, so 
 
     w_ij <= exp(U + c_i - c_j) / exp(-U) = exp(2U + c_i - c_j).
 
-Gates are at most 1, so `c` never increases, and what holds for query t holds for all later ones. Let S be a set of
+Gates are at most 1, so `c` never increases, and the bound for query t holds for all later queries. Let S be a set of
 keys with
 
     sum_{j in S} exp(c_t - c_j) <= tolerance * exp(-2U).                                                    (1)
@@ -15,22 +15,22 @@ Without S, every query i >= t loses attention weight of at most `tolerance`, and
 `2 * tolerance * max_S,kept |v_j|`: with lost weight d, `o_i = (1 - d) * pruned_i + d * (a mean of the lost values)`.
 
 (1) holds if each of L lost keys has `c_t - c_j <= -(2U + log L) + log tolerance`, the rule of adaptive computation
-pruning (arXiv 2504.06949) for a known L. The sum needs no L, so it holds for any length of generation: the cache
-carries it along, as it fades, and charges all dropped keys to the same budget.
+pruning (arXiv 2504.06949) for a known L. The sum does not depend on L, so it holds for any length of generation: the
+cache updates it as it fades and charges all dropped keys to the same budget.
 
 The left side of (1) grows with every key, and old keys have faded most, so the remaining keys of a head are a suffix.
-Heads of similar length share tensors, and attention runs once per such group, through the model's own attention
-function, on the last columns of its own mask. Attention to the remaining keys is exact.
+Heads of similar length share tensors. Attention runs once per such group, with the model's own attention function, on
+the last columns of its own mask. Attention to the remaining keys is exact.
 
-It is even more exact than with a full cache. The float32 `c` loses resolution as it decreases (0.008 at -1e5), but
-softmax ignores a constant added to all keys of a head, so pruning resets the `c` of the last token to 0.
+It is even more accurate than with a full cache. The float32 `c` loses resolution as it decreases (0.008 at -1e5), but
+softmax is invariant to a constant added to all keys of a head, so pruning resets the `c` of the last token to 0.
 
 **The bound `U`.** `logit_bound="weights"` depends on the weights only and holds for every input. With QK-norm each
 head's queries and keys have norm at most `sqrt(D)` before the norm's weights, and `U = scale * D * max_d |w_q w_k|_d`
 is small. Without QK-norm, the input norm and the largest singular values of the projections give a bound so large
 (several hundred) that hardly anything is dropped. `logit_bound="observed"` is 1.25 times the largest
 `scale * |q| * |k|` that the cache has seen. A later query may exceed it, so the cache keeps measuring: `lost_weight`
-is what (1) proves about all queries so far, and a warning is logged if it exceeds the tolerance.
+is the bound that (1) proves for all queries so far, and a warning is logged if it exceeds the tolerance.
 """
 
 import math
@@ -49,13 +49,13 @@ from .state_fox import DynamicShiftLayer
 
 logger = logging.get_logger(__name__)
 
-# Logits up to 25 % above the observed ones respect the tolerance, which costs a factor exp(U / 2) of the budget.
+# Safety factor: logits up to 25 % above the observed ones respect the tolerance. It costs exp(U / 2) of the budget.
 HEADROOM = 1.25
 
 
 @torch.no_grad()
 def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
-    """Return the bound U of each query head, (Hq,) fp32, which no input exceeds (see above).
+    """Return the input-independent bound U of each query head, (Hq,) fp32 (see above).
 
     Raises:
         ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), or the weights of
@@ -89,7 +89,7 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
 
 
 class HeadGroup:
-    """Key heads with the same number of tokens: keys and values (B, h, capacity, D'), of which `length` are filled."""
+    """Key heads with the same number of tokens: keys and values (B, h, capacity, D'), filled up to `length`."""
 
     def __init__(self, heads, keys, values, length, queries_per_key):
         self.heads, self.keys, self.values, self.length = heads, keys, values, length
@@ -131,10 +131,10 @@ def group_heads(available, needed, short):
 
 
 class PrunedLayer(DynamicLayer):
-    """One layer of a `PrunedCache`: `groups` hold all tokens, `keys` and `values` the last one, whose key carries c.
+    """One layer of a `PrunedCache`. `groups` store all tokens; `keys` and `values` the last one, and its key stores c.
 
-    The layer is pruned at the start of a call, once `prune_every` tokens have been added since the last pruning. The c
-    of the last cached token then bounds c of every later query.
+    The layer is pruned at the start of a call if `prune_every` tokens have been added since the last pruning. The c of
+    the last cached token then bounds c of every later query.
     """
 
     def __init__(self, attention, logit_bound, tolerance, prune_every):
@@ -158,17 +158,17 @@ class PrunedLayer(DynamicLayer):
         self.largest_query = self.largest_key = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append tokens, (B, Hkv, T, D'), and return these tokens only; `attend` reads the others from `groups`."""
+        """Append tokens, (B, Hkv, T, D'), and return only these; `attend` reads the others from `groups`."""
         width = folded_width(self.head_dim, self.gates_per_key, key_states.device)
         if key_states.shape[1] != self.kv_heads or key_states.shape[3] != width:
             raise ValueError(
-                f"this PrunedCache was made for another model: it needs {self.kv_heads} heads of width {width}, got "
-                f"{key_states.shape[1]} of width {key_states.shape[3]}. Make one for this model: PrunedCache(model)."
+                f"this PrunedCache was made for another model: it requires {self.kv_heads} heads of width {width}, got "
+                f"{key_states.shape[1]} of width {key_states.shape[3]}. Create one for this model: PrunedCache(model)."
             )
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.since_pruning >= self.prune_every and not torch.compiler.is_compiling():
-            before = self._decay(self.keys, self.kv_heads)  # from which c of the new keys continues
+            before = self._decay(self.keys, self.kv_heads)  # c of the new keys continues from it
             self.prune()
             key_states = self._fold(key_states, self._decay(key_states, self.kv_heads) - before)
         if not self.groups:
@@ -219,8 +219,8 @@ class PrunedLayer(DynamicLayer):
             )
         if mask.shape[-1] != self.length:
             raise ValueError(
-                f"the attention mask must cover all {self.length} tokens of cache and call, including dropped ones; the "
-                f"mask covers {mask.shape[-1]} tokens."
+                f"the attention mask must cover all {self.length} tokens of cache and call, including dropped ones, got "
+                f"{mask.shape[-1]} tokens."
             )
 
     def _observe(self, query, key):
@@ -235,7 +235,7 @@ class PrunedLayer(DynamicLayer):
         return c.unflatten(1, (heads, self.gates_per_key)).double()
 
     def _fold(self, keys, c):
-        """Fold keys, (B, h, n, D'), again with another c, (B, h, G, n)."""
+        """Refold keys, (B, h, n, D'), with another c, (B, h, G, n)."""
         return fold_keys(keys[..., : self.head_dim], c.float().flatten(1, 2), self.scaling)
 
     def logit_bound(self):
@@ -349,23 +349,23 @@ class PrunedHybridLayer(PrunedLayer, DynamicShiftLayer):
 
 
 class PrunedCache(Cache):
-    """A dynamic cache that drops the tokens which a FoX has faded. The theorem is at the top of this file::
+    """A dynamic cache that drops the tokens that a FoX has faded. See the theorem at the top of this file::
 
         cache = PrunedCache(model, tolerance=1e-4)
         model.generate(**inputs, cache=cache)
         cache.dropped
 
-    Beam search works, and the cache can be cropped back to the last pruning. A long prompt is pruned while it is read
-    if it is read in chunks, `generate(..., prefill_chunk_size=1024)`; otherwise the first generated token prunes it.
-    Under `torch.compile`, a step is one graph and prunes nothing: call `prune()` between steps.
+    Beam search is supported, and the cache can be cropped back to the last pruning. A long prompt is pruned during
+    prefill if it is chunked, `generate(..., prefill_chunk_size=1024)`; otherwise the first generated token prunes it.
+    Under `torch.compile`, a step is one graph and does not prune: call `prune()` between steps.
 
     Args:
         model: the FoX that uses the cache, with or without a head.
         tolerance: attention weight that a query may lose per layer and head, at least 0 and below 1. 0 drops nothing.
-            Default: e^log_pruning_tolerance of the model's configuration, 4.5e-5 unless it says otherwise.
-        logit_bound: "weights", for a bound that holds for every input, or "observed", the choice for models without
+            Default: e^log_pruning_tolerance of the model's configuration, 4.5e-5 by default.
+        logit_bound: "weights" for a bound that holds for every input, or "observed", recommended for models without
             QK-norm.
-        prune_every: number of tokens between two prunings. Pruning copies the remaining tokens, and every head holds
+        prune_every: number of tokens between two prunings. Pruning copies the remaining tokens, and every head stores
             up to `prune_every` tokens more than it needs.
 
     Raises:
@@ -415,7 +415,7 @@ class PrunedCache(Cache):
         return cast(list[PrunedLayer], self.layers)
 
     def prune(self) -> None:
-        """Drop all tokens that can be dropped now, for instance after a long prompt or between compiled steps."""
+        """Drop all tokens that can be dropped now, e.g. after a long prompt or between compiled steps."""
         for layer in self.pruned_layers:
             layer.prune()
 

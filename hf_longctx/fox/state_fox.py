@@ -1,8 +1,8 @@
 """The description of one call, and the state that an attention layer reads from a cache of transformers.
 
-A FoX carries two states from token to token. The cumulative sum of log f is folded into the last cached key
-(attention_fox.py). The last keys and values before the token shift are the state of a convolution, in cache layers
-that reorder and crop it together with the keys.
+FoX has two recurrent states. The cumulative sum of log f is folded into the last cached key (attention_fox.py). The
+last keys and values before the token shift are stored as a convolution state, in cache layers that reorder and crop it
+together with the keys.
 """
 
 import weakref
@@ -28,27 +28,27 @@ from transformers.cache_utils import (
 from .attention_fox import is_exporting, unfold_decay
 
 
-# Tokens before the token shift in a dynamic cache. All but one of them can be cropped.
+# Number of token-shift states in a dynamic cache. All but one of them can be cropped.
 SHIFT_TOKENS = 32
 FREE_TOKENS = 64  # for which an `InPlaceBuffer` allocates memory in advance
 
 
 class Call(NamedTuple):
-    """All that the layers need to know about one call, the same for every layer.
+    """Description of one call, shared by all layers.
 
-    mask: the attention mask, in the form that the attention implementation takes; None for plain causal attention.
+    mask: the attention mask in the format of the attention implementation; None for plain causal attention.
     token_mask: (B, T) bool, False at padding. None: every token is real.
     position_ids: (1 or B, T), positions for RoPE.
-    position_in_sequence: (B, T), where rows hold several sequences. None: each row is one sequence.
+    position_in_sequence: (B, T) if sequences are packed. None: each row is one sequence.
     predecessor: (1 or B, T), the token before each one, for the token shift: an index into the last cached token, 0,
         and the new ones; -1 for none. None: the tokens are consecutive.
     successor: (1 or B, T), the inverse of `predecessor`: an index into the new tokens; -1 for none. None: the tokens
         are consecutive, or those of a tree.
     visible: (1 or B, 1, T, keys) bool, the keys that each token sees by a 4D attention mask, else None.
     flash: boundaries of the sequences, as arguments of FlashAttention.
-    shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py if several processes share the rows; then
-        `predecessor` belongs to the part of the rows that is here, and everything else to whole rows.
-    implementation: the attention implementation; None: that of the config.
+    shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py under sequence parallelism; `predecessor`
+        then describes the local part of the rows, and all other fields describe whole rows.
+    implementation: the attention implementation. None: use the config's.
     """
 
     mask: Any = None
@@ -87,7 +87,7 @@ def shift_tokens(x, share, before=None, predecessor=None):
 
 
 class ShiftLayer(LinearAttentionLayer):
-    """A hybrid cache layer, with what that of transformers 5.23 lacks; `attention` is its class without the state."""
+    """A hybrid cache layer that completes transformers 5.23's; `attention` is its class without the state."""
 
     attention: Any
     conv_states: dict[int, Any]
@@ -98,7 +98,7 @@ class ShiftLayer(LinearAttentionLayer):
 
 
 class CroppableShiftLayer(ShiftLayer):
-    """A hybrid layer whose state follows the keys when rows are selected and tokens are cropped."""
+    """A hybrid layer that selects rows and crops tokens of its state together with the keys."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.attention.batch_repeat_interleave(self, repeats)
@@ -125,7 +125,7 @@ class CroppableShiftLayer(ShiftLayer):
         return self.conv_states[0]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, whose number is given as a negative number.
+        """Remove the last tokens, given as a negative number.
 
         Raises:
             ValueError: the token before them is no longer cached.
@@ -164,7 +164,7 @@ OURS = {
 
 
 def replace_shift_layers(cache: Cache) -> None:
-    """Replace transformers' hybrid layers by ours."""
+    """Replace transformers' hybrid layers with ours."""
     for i, layer in enumerate(cache.layers):
         if type(layer) in OURS:
             cache.layers[i] = OURS[type(layer)].__new__(OURS[type(layer)])
@@ -287,5 +287,5 @@ class CachedLayer:
 
 
 def drops_tokens(cache) -> bool:
-    """Return whether a cache's layers run the attention function themselves, as those of a `PrunedCache` do."""
+    """Return whether a cache's layers run the attention function themselves, as in a `PrunedCache`."""
     return cache is not None and any(hasattr(layer, "attend") for layer in cache.layers)

@@ -6,10 +6,10 @@ import torch
 
 
 class Tile(NamedTuple):
-    """Launch parameters of one kernel: query rows and keys per block, warps, depth of the software pipeline.
+    """Launch parameters of one kernel: query rows and keys per block, warps, and pipeline stages.
 
     products: work that the forward pass moves to tensor cores if a bound on the logits is known. 1: sums of weights;
-        2: also the decay of the keys. Each saves instructions; which is faster depends on the GPU.
+        2: also the decay of the keys. Both save instructions; the faster one depends on the GPU.
     """
 
     BM: int
@@ -78,7 +78,7 @@ for rows in TILES.values():
 
 
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
-    """Return the key of `TILES` for a capability such as 90, or the nearest below it; 12.x has the memory of 8.6."""
+    """Return the key of `TILES` for a capability such as 90, or the nearest lower one; 12.x has 8.6's memory."""
     memory = 86 if capability >= 120 else capability
     return max(
         [key for key in TILES if key[1] == itemsize and key[0] <= memory]
@@ -99,7 +99,7 @@ def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
 def prune_blocks(tiles: Tiles) -> tuple[int, int]:
     """Return the numbers of queries and keys that are pruned together, except in decoding.
 
-    They are whole blocks of every kernel, so pruning needs no masks.
+    They are whole blocks of every kernel, so pruning does not need masks.
     """
     return tuple(max(sizes) for sizes in zip(*(tile[:2] for tile in tiles[:3])))
 

@@ -56,7 +56,7 @@ def processors(device: torch.device) -> int:
 
 
 def blocks_of(size: int, n: int) -> int:
-    """Return how many blocks of `size` hold n numbers; triton.cdiv is several times as slow on the host."""
+    """Return ceil(n / size); triton.cdiv is several times slower on the host."""
     return -(-n // size)
 
 
@@ -87,7 +87,7 @@ def _unit(*tensors: Tensor) -> int:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return x, or a copy with contiguous rows, if 32 bits cannot hold the offsets in a block of 128 rows."""
+    """Return x, or a copy with contiguous rows if offsets in a block of 128 rows exceed 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 
 
@@ -101,7 +101,7 @@ def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, in
 
 
 def _empty_output(q: Tensor) -> Tensor:
-    """Allocate (B, H, T, D) in the memory order (B, T, H, D), which projections read without a copy."""
+    """Allocate (B, H, T, D) in memory order (B, T, H, D), so that projections read it without a copy."""
     B, H, T, D = q.shape
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -130,7 +130,7 @@ def _running_sum(log_f, query_end, dc, result):
 
 
 def split_sum(c: Tensor, block: int, scale: float | None = None):
-    """Return the float64 cumulative sum, (B, H, T), as the kernels read it; see `split_sum_kernel`."""
+    """Convert the float64 cumulative sum, (B, H, T), to the format of the kernels; see `split_sum_kernel`."""
     B, H, T = c.shape
     sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
     parts = None if scale is None else c.new_empty(B, H, T, 16, dtype=torch.bfloat16)
@@ -243,9 +243,9 @@ def launch_backward(
 
 
 def parts_of_group(programs: int, group: int, processors: int) -> int:
-    """Return how many parts to split a group's query heads into, so that the dk/dv pass leaves no processor idle.
+    """Return the number of parts of a group's query heads that occupies all multiprocessors in the dk/dv pass.
 
-    The oldest keys take twice as long as the average key, so 1.5 programs per processor are enough.
+    The oldest keys take twice as long as the average key, so 1.5 programs per multiprocessor suffice.
     """
     enough = -(-3 * processors // 2)
     return next(n for n in range(1, group + 1) if group % n == 0 and (programs * n >= enough or n == group))
@@ -309,12 +309,12 @@ def is_traced(*tensors: Tensor) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     virtual = x.is_meta or x.is_neg() or x._is_zerotensor()  # without data, or with -1 or 0 for a factor
-    # `is_grads_batched` has a vmap of its own, which is no transform of functorch
+    # `is_grads_batched` uses its own vmap, which is not a functorch transform
     return type(x) in (Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
 
 
 if triton is not None:
-    # Remote code may be imported in addition to the installed package: each copy has its own namespace of operators.
+    # Remote code may be imported alongside the installed package, so each copy has its own operator namespace.
     _SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
     # Inductor launches the kernels of a `triton_op` directly; only Python can run interpreted ones.
     _define = library.custom_op if INTERPRETED.value else library.triton_op
@@ -322,7 +322,7 @@ if triton is not None:
     def _operator(launcher, backward=None, save=None):
         """Register a launcher as an operator, and return a function that calls the operator only if it is traced.
 
-        An operator takes more host time than its launcher: with gradients, three times as much.
+        An operator has more host overhead than its launcher: three times as much with gradients.
 
         Args:
             backward, save: the backward pass and `setup_context` of a torch.autograd.Function.
@@ -355,7 +355,7 @@ if triton is not None:
         ctx.save_for_backward(*tensors, *output)
 
     def _chain_rule(ctx, do, dlse):
-        dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse: zeros where lse is not used
+        dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse is zero if lse is unused
         return dq, dk, dv, dc.double(), None, None, None, None
 
     fox_running_sum_backward = _operator(launch_running_sum_backward)
@@ -374,7 +374,7 @@ if triton is not None:
 
 
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
-    """Return the exception to raise for heads of this size, dtype and device; None if the kernels can run."""
+    """Return the exception to raise for this head size, dtype and device; None if the kernels support them."""
     if triton is None:
         return ImportError("The Triton kernels of forgetting attention need triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -407,7 +407,7 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 
 def is_decoding(*tensors: Tensor) -> bool:
-    """Return True if the split-KV kernel computes a call: up to 16 queries, the first tensor, without gradients."""
+    """Return True if the split-KV kernel supports a call: up to 16 queries (the first tensor) without gradients."""
     return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad(*tensors)
 
 

@@ -3,8 +3,8 @@
 import logging
 
 
-TESTED, READ = "0.32", "0.33"  # it has not run with READ
-logger = logging.getLogger("vllm.hf_longctx")  # shown as vLLM's own
+TESTED, READ = "0.32", "0.33"  # READ: reviewed but never run
+logger = logging.getLogger("vllm.hf_longctx")  # a child of vLLM's logger, so its messages are shown
 
 
 def release() -> str:
@@ -15,10 +15,10 @@ def release() -> str:
 
 
 def register() -> None:
-    """Make FoX known to vLLM, which calls this in each of its processes, perhaps more than once.
+    """Register FoX with vLLM, which calls this in each of its processes, possibly more than once.
 
-    vLLM does so whichever model it serves, and an error would end it, so it becomes a warning. The model itself is
-    imported only if a FoX is served.
+    vLLM calls it for every served model and would exit on an error, so errors become warnings. The model is imported
+    only if a FoX is served.
     """
     try:
         _register()
@@ -47,6 +47,6 @@ def _register():
     ModelRegistry.register_model("FoxForCausalLM", "hf_longctx.vllm.model:FoxForCausalLM")
     MODELS_CONFIG_MAP["FoxForCausalLM"] = FoxChecks
     for architecture in known:
-        if architecture.startswith("Transformers"):  # these run models of transformers
+        if architecture.startswith("Transformers"):  # these run transformers models
             MODELS_CONFIG_MAP[architecture] = not_by_transformers(MODELS_CONFIG_MAP.get(architecture))
     MODEL_ARCH_CONFIG_CONVERTORS[FoxConfig.model_type] = FoxSizes

@@ -1,7 +1,7 @@
-"""Forgetting attention by vLLM's attention: the decay is folded into keys that are a few dimensions wider.
+"""Forgetting attention with vLLM's attention layer: the decay is folded into a few extra dimensions of the keys.
 
-`../fox/attention_fox.py` explains the folding. Here the cumulative sum comes from `FoxState`, and there is no column
-for the gradient. The N tokens of all requests share one dimension. Heads are those of this rank.
+`../fox/attention_fox.py` explains the folding. Here the cumulative sum comes from `FoxState`, and the gradient column
+is omitted. The N tokens of all requests share one dimension. Head counts are per rank.
 """
 
 from copy import copy

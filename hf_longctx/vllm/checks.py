@@ -21,7 +21,7 @@ def check_cache_dtype(dtype: str) -> None:
 
 
 class FoxChecks(VerifyAndUpdateConfig):
-    """Checks that vLLM runs before it starts workers."""
+    """Checks that vLLM runs before starting workers."""
 
     @staticmethod
     def verify_and_update_config(vllm_config):
@@ -59,7 +59,7 @@ class FoxChecks(VerifyAndUpdateConfig):
 
 
 def check_rope(config, length: int) -> None:
-    """Raise ValueError for contexts in which RoPE frequencies depend on the sequence length, as vLLM fixes them."""
+    """Raise ValueError if RoPE frequencies would depend on the sequence length, because vLLM fixes them."""
     rope = config.rope_parameters or {}
     limits = {
         "dynamic": config.max_position_embeddings,
@@ -75,7 +75,7 @@ def check_rope(config, length: int) -> None:
 
 
 def not_by_transformers(checks: Any = None) -> Any:
-    """Return a subclass of vLLM's `checks` of an architecture that runs transformers' models; it rejects a FoX."""
+    """Return a subclass of `checks`, vLLM's checks of an architecture for transformers models, that rejects FoX."""
 
     class NotByTransformers(checks or VerifyAndUpdateConfig):
         @classmethod

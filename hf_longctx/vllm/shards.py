@@ -1,7 +1,7 @@
-"""Tensor parallelism of weights that have one row, or several, per head.
+"""Tensor parallelism of weights with one or more rows per head.
 
-vLLM's linear layers shard the large matrices. Gates and token shifts do not use them, so that no quantization method
-touches them: errors of a gate add up over the whole context.
+vLLM's linear layers shard the large matrices. Gates and token shifts do not use these layers and are thus never
+quantized, because errors of a gate accumulate over the whole context.
 """
 
 from functools import partial
@@ -38,7 +38,7 @@ def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
-    """Set the loader of the parameters of a module, which hold one rank's rows."""
+    """Set the weight loader of a module's parameters, which contain one rank's rows."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
         setattr(parameter, "weight_loader", partial(load_rows, rank=rank, ranks=ranks))  # noqa: B010 (vLLM's protocol)

@@ -1,7 +1,7 @@
 """The state of a FoX layer as a vLLM cache, in the same blocks as the keys.
 
-So vLLM's scheduler shares and frees it together with the keys, in chunked prefill, prefix caching, preemption and
-forking, and attention backends do not have to know it. `sums.py` describes its rows.
+vLLM's scheduler thus shares and frees it together with the keys in chunked prefill, prefix caching, preemption and
+forking, independently of the attention backend. `sums.py` describes its rows.
 """
 
 from typing import ClassVar
@@ -20,11 +20,11 @@ from .sums import TOKENS_PER_STATE, Step, carry, read_step, row_width
 
 
 class FoxState(nn.Module, AttentionLayerBase):
-    """A layer without weights that has a cache.
+    """A cached layer without weights.
 
     Args:
         gates: number of forget gates of this rank; may be 0.
-        shifted: number of elements that the token shift keeps of a token, on this rank; may be 0.
+        shifted: number of elements per token that the token shift caches on this rank; may be 0.
         dtype: dtype of the keys.
         sliding_window: as in `FoxConfig`.
         prefix: name of the layer in vLLM.
@@ -37,7 +37,7 @@ class FoxState(nn.Module, AttentionLayerBase):
         config = get_current_vllm_config()
         self.width = row_width(gates, shifted, dtype)
         self.dtype, self.sliding_window, self.prefix = dtype, sliding_window, prefix
-        # A draft that is rejected has overwritten the row of the tokens before it.
+        # A rejected draft has overwritten the row of the tokens before it.
         self.tokens_per_state = TOKENS_PER_STATE if config.speculative_config is None else 1
         self.kv_cache = torch.tensor([])
         compilation = config.compilation_config
@@ -143,6 +143,6 @@ def fox_carry_fake(
 # An op, because compiled code cannot read the forward context. It writes into its arguments, because piecewise CUDA
 # graphs read their inputs at fixed addresses.
 CARRY = "hf_longctx::fox_carry"
-NAMESPACE = library.Library("hf_longctx", "FRAGMENT")  # the operator lives as long as this
+NAMESPACE = library.Library("hf_longctx", "FRAGMENT")  # keeps the operator registered
 options = dict(mutates_args=["c", "before"], fake_impl=fox_carry_fake, target_lib=NAMESPACE)
 direct_register_custom_op("fox_carry", fox_carry, **options)

@@ -7,9 +7,9 @@ continues from its last computed token, whose state is in a cache with the block
 That token can also be in the same batch: prefix caching assigns a block as soon as another request is scheduled to
 fill it. Such requests form chains, along which sums have to be added before any of them is stored.
 
-Sums are float64, also in the cache, and are rounded when they are folded into the keys. So decoding token by token
-gives the same sum as one prefill, for example after preemption. In float32, adding the -0.003 of an open gate to
--70000 would never change it.
+Sums are float64, also in the cache, and are rounded when they are folded into the keys. Token-by-token decoding thus
+gives the same sum as one prefill, e.g. after preemption. In float32, adding an open gate's -0.003 to -70000 would not
+change it.
 """
 
 from dataclasses import dataclass
@@ -34,8 +34,8 @@ class Step:
         begins: True if a request does not continue from a cached token, (R, 1) bool.
         in_batch: True if it continues from a token of this batch, (R, 1) bool.
         parent: index of that token in the batch, (R,).
-        chains: (R, R) float64, 1 for a request itself and all that it continues from, directly or not; None if no
-            request continues from another.
+        chains: (R, R) float64, 1 for each request and all its direct and indirect parents; None if no request
+            continues from another.
     """
 
     request: torch.Tensor
@@ -49,7 +49,7 @@ class Step:
 
 
 def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens_per_state: int) -> Step:
-    """Describe a batch as a `Step`, without GPU synchronization, and with shapes that depend on R and N only.
+    """Describe a batch as a `Step` without GPU synchronization. Shapes depend only on R and N.
 
     Args:
         query_start: index of each request's first token, and the total, (R + 1,), strictly ascending.
@@ -77,7 +77,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
     parent = order[torch.searchsorted(ascending, last_slot).clamp(max=len(slots) - 1)]
     in_batch = (slots[parent] == last_slot) & (computed > 0)
     chains = None
-    if slots.device.type != "cpu" or in_batch.any():  # on a GPU, asking would synchronize
+    if slots.device.type != "cpu" or in_batch.any():  # on a GPU, reading `in_batch` would synchronize
         chains = ancestors(request[parent], in_batch)
     return Step(
         request,

@@ -1,4 +1,4 @@
-"""The width of FoX heads in vLLM: each key holds its decay in extra dimensions."""
+"""The width of FoX heads in vLLM: each key stores its decay in extra dimensions."""
 
 from vllm.platforms import current_platform
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
@@ -15,7 +15,7 @@ def gates_per_key(config: FoxConfig) -> int:
 
 
 def vllm_head_size(config: FoxConfig) -> int:
-    """Return the smallest head size of vLLM's attention kernels that holds a key and the decay of its gates.
+    """Return the smallest head size of vLLM's attention kernels that fits a key and the decay of its gates.
 
     Raises:
         ValueError: no head size is large enough.
@@ -33,7 +33,7 @@ def vllm_head_size(config: FoxConfig) -> int:
 
 
 class FoxSizes(ModelArchConfigConvertorBase):
-    """Sizes for vLLM's preparation: backends such as Triton's allocate buffers for heads in advance."""
+    """Sizes for vLLM's setup: backends such as Triton's preallocate buffers for heads."""
 
     def get_head_size(self) -> int:
         return vllm_head_size(self.hf_config)

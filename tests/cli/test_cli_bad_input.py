@@ -79,7 +79,7 @@ FILES = [
     ("gates {llama} --text {text}", "FoX"),
     ("convert {nowhere} {new} --from official", "nowhere"),
     ("convert {fox} {empty_file} --to official", "empty_file"),
-    ("convert {fox} {new} --to fla", "cannot be converted for flash-linear-attention"),
+    ("convert {fox} {new} --to fla", "cannot be converted to flash-linear-attention"),
     ("convert {fox} {new} --from official", "official|forgetting_transformer|model_type"),
     ("convert {llama} {new} --from llama --decay-time -1", "decay"),
     ("convert {fox} {new} --to official --decay-time 5", "decay"),

@@ -97,7 +97,7 @@ def test_an_unknown_interface_is_one_error(monkeypatch):
         memory: Any = None
 
     monkeypatch.setattr(modeling_outputs, "BaseModelOutputWithPast", Renamed)
-    with pytest.raises(ImportError, match=r"a name for the cache that FoX does not know.*pip install -U hf-longctx"):
+    with pytest.raises(ImportError, match=r"FoX does not know the name of the cache.*pip install -U hf-longctx"):
         load_copy(compat_fox)
     model = make("llama")
     monkeypatch.setattr(compat_fox, "IS_TESTED", False)

@@ -171,7 +171,7 @@ def setting(**values):
 DAMAGE = {
     "truncated": (truncate, r"model-1.safetensors is not a valid safetensors file .*truncated"),
     "a shard is missing": (lose, r"lacks model-1.safetensors"),
-    "a tensor twice": (repeat, r" is in model-1.safetensors and in model-2.safetensors"),
+    "a tensor twice": (repeat, r" is in both model-1.safetensors and model-2.safetensors"),
     "pickled": (pickle, r"lacks model.safetensors.* It has pytorch_model.bin: load and save"),
     "wrong tensors": (shrink, r"(?s)shape of .*unknown: extra"),
     "another dtype": (quantize, r"weights of torch.float8_e4m3fn are not supported"),
@@ -179,13 +179,13 @@ DAMAGE = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), r"not a checkpoint folder.*hf download"),
     "index": (
         lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
-        r"index.json must hold a JSON object, but holds list",
+        r"index.json must contain a JSON object, got list",
     ),
     "weights beside the folder": (
         index({"a": "../outside.safetensors"}),
-        r"same folder, but leads to '../outside.safetensors'",
+        r"same folder, got '../outside.safetensors'",
     ),
-    "an index without names": (index(["model-1.safetensors"]), r"leads to \['model-1.safetensors'\]"),
+    "an index without names": (index(["model-1.safetensors"]), r"got \['model-1.safetensors'\]"),
     "a tokenizer beside the folder": (
         link("tokenizer.json", "../secret.json"),
         "tokenizer.json is a link to .*secret",
@@ -236,7 +236,7 @@ def test_links_within_the_folder_and_the_cache_of_the_hub_are_followed(official,
 
 
 REFUSED = {
-    "the wrong format": (("llama",), r"to become a FoX, got 'forgetting_transformer-project_fox'"),
+    "the wrong format": (("llama",), r"for conversion to FoX, got 'forgetting_transformer-project_fox'"),
     "not a FoX": (("fox", "fla"), r"must be 'fox'.*Set the source format"),
     "no conversion": (("official", "fla"), r"cannot convert from 'official' to 'fla'"),
     "back to a Llama": (("fox", "llama"), r"cannot convert from 'fox' to 'llama'"),

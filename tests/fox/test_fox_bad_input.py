@@ -121,20 +121,20 @@ CALLS = [
         "ids beyond the vocabulary", "between 0 and 60.*ids from 3 to 61", input_ids=IDS.clamp(3, 3).fill_diagonal_(61)
     ),
     call("neither ids nor embeddings", "exactly one of", input_ids=None),
-    call("mask too short", r"it must be \(2, 9\)", attention_mask=ONES[:, :7]),
-    call("mask of one row", r"it must be \(2, 9\)", attention_mask=ONES[:1]),
-    call("mask of three dimensions", r"attention_mask is \(2, 9, 9\)", attention_mask=torch.ones(2, 9, 9)),
-    call("mask that is added to logits", r"holds -1000000000.*mask == 0", attention_mask=(ONES - 1.0) * 1e9 - 1e9),
+    call("mask too short", r"attention_mask must be \(2, 9\)", attention_mask=ONES[:, :7]),
+    call("mask of one row", r"attention_mask must be \(2, 9\)", attention_mask=ONES[:1]),
+    call("mask of three dimensions", r"got \(2, 9, 9\)", attention_mask=torch.ones(2, 9, 9)),
+    call("mask that is added to logits", r"got -1000000000.*mask == 0", attention_mask=(ONES - 1.0) * 1e9 - 1e9),
     call(
         "mask of the new tokens only",
-        r"it must be \(2, 18\): a column for each of 9 cached and 9 new tokens",
+        r"must be \(2, 18\), with a column for each of 9 cached and 9 new tokens",
         attention_mask=ONES,
         cache=filled,
     ),
     call("dense mask of other tokens", r"must be \(2, 1, 9, 9\)", attention_mask=DENSE[:, :, :7, :7]),
     call("dense mask per head", r"the same for all heads", attention_mask=DENSE.expand(-1, 4, -1, -1)),
-    call("dense mask of 1 and 0", r"is torch.float32.*mask.bool\(\)", attention_mask=DENSE.float()),
-    call("dense mask of integers", r"is torch.int64.*mask.bool\(\)", attention_mask=DENSE.long()),
+    call("dense mask of 1 and 0", r"got torch.float32.*mask.bool\(\)", attention_mask=DENSE.float()),
+    call("dense mask of integers", r"got torch.int64.*mask.bool\(\)", attention_mask=DENSE.long()),
     call("dense mask that shows the future", "see a later one", attention_mask=torch.ones_like(DENSE)),
     call("dense mask over a pruned cache", "PrunedCache has dropped", attention_mask=DENSE, cache=pruned),
     call("positions of other tokens", r"must be \(2, 9\) or \(1, 9\)", position_ids=torch.arange(7)[None]),
@@ -144,10 +144,10 @@ CALLS = [
         position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2, 1, 2]]),
     ),
     call("positions of 0 in one row", "do not increase", position_ids=torch.tensor([range(9), [0] * 9])),
-    call("padding by positions", "begin at -1", position_ids=torch.tensor([[-1, *range(4), *range(4)]])),
+    call("padding by positions", "got -1", position_ids=torch.tensor([[-1, *range(4), *range(4)]])),
     call(
         "documents into a cache",
-        "which a cache cannot separate",
+        "which cannot separate them",
         **PACKED,
         cache=lambda model: DynamicCache(config=model.config),
     ),
@@ -162,11 +162,18 @@ CALLS = [
         cu_seq_lens_q=torch.tensor([0, 5, 14]),
     ),
     call("borders that fall", r"increase .*\[0, 9, 5, 15\]", **PACKED, cu_seq_lens_q=torch.tensor([0, 9, 5, 15])),
-    call("documents of another row", r"seq_idx is \(1, 7\).*\(1, 15\)", **PACKED, seq_idx=torch.zeros(1, 7)),
+    call("documents of another row", r"seq_idx must be \(1, 15\).*\(1, 7\)", **PACKED, seq_idx=torch.zeros(1, 7)),
     call("logits_to_keep as a switch", "got True", logits_to_keep=True),
-    call("positions of NaN", "position_ids is torch.float32", position_ids=torch.full((1, 9), torch.nan)),
     call(
-        "borders beside other positions", "again at token 5 of row 0", **PACKED, cu_seq_lens_q=torch.tensor([0, 7, 15])
+        "positions of NaN",
+        "position_ids must be integers, got torch.float32",
+        position_ids=torch.full((1, 9), torch.nan),
+    ),
+    call(
+        "borders beside other positions",
+        "restart at token 5 of row 0",
+        **PACKED,
+        cu_seq_lens_q=torch.tensor([0, 7, 15]),
     ),
     call("negative logits_to_keep", "got -1", logits_to_keep=-1),
     call("both directions", "is_causal must be True", is_causal=False),
@@ -206,10 +213,12 @@ CACHES = [
         )
         for cache in (((IDS, IDS),) * 2, [(IDS, IDS)], {}, EncoderDecoderCache(DynamicCache(), DynamicCache()))
     ),
-    with_cache("cache of a Llama as wide as folded keys", "carry no decay", lambda model: filled(llama(head_dim=12))),
+    with_cache(
+        "cache of a Llama as wide as folded keys", "do not contain a decay", lambda model: filled(llama(head_dim=12))
+    ),
     with_cache(
         "cache of a deeper Llama",
-        "for 4 layers and the model has 2",
+        "must have 2 layers .* got 4",
         lambda model: filled(llama(num_hidden_layers=4)),
     ),
     with_cache("cache of another batch", "for another batch", lambda model: filled(model, IDS[:1])),
@@ -235,7 +244,7 @@ def continued(model):
 
 
 SHIFTED = [
-    refused("cache without a place for the token shift", without_place, "cannot store the state of the token shift"),
+    refused("cache without a place for the token shift", without_place, "cannot store the token-shift state"),
     refused("more tokens taken back than are kept", cropped, r"removes 32 of 40 tokens.*the last 32 only"),
     refused("branch whose token before is gone", continued, "cached for the last one alone"),
 ]
@@ -281,7 +290,7 @@ def generate(name, says, **changes):
 
 GENERATE = [
     generate("quantized cache", "quantized cache", cache_implementation="quantized"),
-    generate("mask of other tokens", r"it must be \(2, 9\)", attention_mask=ONES[:, :7]),
+    generate("mask of other tokens", r"must be \(2, 9\)", attention_mask=ONES[:, :7]),
     generate(
         "cache of another batch",
         "for another batch",

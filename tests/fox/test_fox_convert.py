@@ -64,7 +64,7 @@ def test_fox_to_official_and_back(config, dtype):
 
 
 OFFICIAL_CANNOT = {
-    "grouped heads": (dict(num_key_value_heads=2), "num_kv_heads=2.*no grouped heads"),
+    "grouped heads": (dict(num_key_value_heads=2), "num_kv_heads=2.*not support grouped heads"),
     "biases and another activation": (dict(qkv_bias=True, hidden_act="gelu"), "hidden_act must be .*got 'gelu'"),
     "biases": (dict(qkv_bias=True), "qkv_bias=True"),
     "a wide head": (dict(head_dim=16), "head_dim=16"),
@@ -81,7 +81,7 @@ FLA_CANNOT = {
     "a silu gate": (dict(output_gate="silu"), "output_gate='silu'"),
     "no gate": (dict(forget_gate="none"), "forget_gate='none'"),
     "shared QK-norm": (dict(qk_norm=True, qk_norm_shared=True), "qk_norm_shared=True"),
-    "a window": (dict(sliding_window=8), "window_size=8.*decodes with it"),
+    "a window": (dict(sliding_window=8), "window_size=8.*only in decoding"),
     "a gate per key head": (dict(num_key_value_heads=2, forget_gate_per_kv_head=True), "forget_gate_per_kv_head=True"),
 }
 
@@ -157,11 +157,11 @@ def test_mixed_dtypes_lose_nothing():
 READ = {"official": fox.from_official, "fla": fox.from_fla}
 BAD_CONFIGS = {
     "another model": ("official", dict(model_type="llama"), "model_type must be .*got 'llama'"),
-    "grouped heads": ("official", dict(num_kv_heads=2), "no grouped heads"),
+    "grouped heads": ("official", dict(num_kv_heads=2), "not support grouped heads"),
     "activation": ("official", dict(hidden_act="silu"), "hidden_act must be .*got 'silu'"),
     "FLA activation": ("fla", dict(hidden_act="powlu"), "hidden_act must be .*got 'powlu'"),
-    "FLA window": ("fla", dict(window_size=64), "window_size=64.*take window_size out"),
-    "FLA residuals": ("fla", dict(attnres_block_size=4), "no attention residuals"),
+    "FLA window": ("fla", dict(window_size=64), "window_size=64.*remove window_size"),
+    "FLA residuals": ("fla", dict(attnres_block_size=4), "not support attention residuals"),
 }
 
 
@@ -251,13 +251,13 @@ CANNOT = {
     ),
     "unknown RoPE": (
         {**LLAMA, "model_type": "llama", "rope_scaling": {"type": "spiral", "factor": 2.0}},
-        "spiral.* not one known RoPE",
+        "spiral.* not one supported RoPE",
     ),
     "RoPE per layer": (
         {**QWEN, "rope_parameters": {"full_attention": ROPE}},
-        "not one known RoPE for all layers",
+        "not one supported RoPE for all layers",
     ),
-    "another family": (transformers.GemmaConfig().to_dict(), "to become a FoX, got 'gemma'"),
+    "another family": (transformers.GemmaConfig().to_dict(), "for conversion to FoX, got 'gemma'"),
     "quantized": (
         {**LLAMA, "model_type": "llama", "quantization_config": {"quant_method": "gptq"}},
         "quantized models are not supported",

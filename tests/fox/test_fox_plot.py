@@ -94,12 +94,12 @@ def test_typical_heads_span_from_the_fastest_to_the_slowest():
 @pytest.mark.parametrize(
     "options, says",
     [
-        ({"input_ids": torch.zeros(2, 5)}, "one row"),
+        ({"input_ids": torch.zeros(2, 5)}, "one sequence"),
         ({"input_ids": [3]}, "at least 2 tokens"),
-        ({"layers": [2]}, r"layers is \[2\]; this model has 2"),
-        ({"heads": []}, r"heads is \[\]"),
-        ({"resolution": 0}, "resolution is 0"),
-        ({"model": torch.nn.Linear(1, 1)}, "no forget gate"),
+        ({"layers": [2]}, r"layers must be .* 0 to 1, got \[2\]"),
+        ({"heads": []}, r"heads must be .*got \[\]"),
+        ({"resolution": 0}, "resolution must be at least 1, got 0"),
+        ({"model": torch.nn.Linear(1, 1)}, "a FoX with a forget gate, got a Linear"),
     ],
     ids=str,
 )

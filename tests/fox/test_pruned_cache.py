@@ -422,7 +422,7 @@ def test_a_mask_that_leaves_out_dropped_tokens_is_refused():
     cache = pruned(model)
     in_chunks(model, tokens(1, 100), cache, 50)
     mask = torch.zeros(1, 1, 1, 60)
-    with pytest.raises(ValueError, match="mask covers 60 tokens"):
+    with pytest.raises(ValueError, match="got 60 tokens"):
         logits(model, tokens(1, 1), cache=cache, attention_mask={"sdpa": mask, "token_mask": None})
 
 

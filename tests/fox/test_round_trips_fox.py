@@ -191,7 +191,7 @@ def test_prefix_tuning_is_refused_by_its_name_and_prompt_tuning_works_instead(va
     peft = pytest.importorskip("peft")
     ids = tokens()
     prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    with pytest.raises(ValueError, match=r"prefix tuning of PEFT.*use prompt tuning \(PromptTuningConfig\) or LoRA"):
+    with pytest.raises(ValueError, match=r"PEFT.s prefix tuning.*use prompt tuning \(PromptTuningConfig\) or LoRA"):
         peft.get_peft_model(make(variant), prefix)(input_ids=ids)
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = make(variant)

@@ -100,7 +100,7 @@ def test_sequence_parallel_of_deepspeed_is_refused(monkeypatch):
 )
 def test_a_part_of_a_row_has_no_mask_and_no_cache(options):
     shard = SimpleNamespace(size=1)
-    with pytest.raises(ValueError, match="share support no attention_mask and no cache"):
+    with pytest.raises(ValueError, match="sharded rows support neither attention_mask nor cache"):
         make("llama")(tokens(1, 4), shard=shard, **options)
 
 
