@@ -1,4 +1,4 @@
-"""Mistakes of a caller of `HMTWrapper` that would otherwise go unnoticed."""
+"""Checks of the arguments of `HMTWrapper` for errors that would otherwise be silent."""
 
 from numbers import Integral
 
@@ -11,14 +11,14 @@ from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
 
-# Settings of a `GenerationConfig` that HMTWrapper would ignore or fail on: their neutral value, and why.
+# Fields of `GenerationConfig` that HMTWrapper does not support: the neutral value, and the reason.
 _REFUSED = {
     "output_hidden_states": (False, "a segment has several passes; call model.backbone for hidden states"),
     "output_attentions": (False, "a segment has several passes; call model.backbone for attentions"),
-    "guidance_scale": (1, "the unconditional text would need a state of its own"),
+    "guidance_scale": (1, "the unconditional sequence would need its own state"),
     "cache_implementation": ("dynamic", "the cache is an HMTState, whose size is bounded already"),
 }
-# What transformers and its clients pass to any model; None or False asks for nothing.
+# Arguments that transformers and its clients pass to any model. None and False have no effect.
 _OF_OTHER_MODELS = {
     *("cache_position", "inputs_embeds", "output_attentions", "output_hidden_states", "position_ids", "return_dict"),
     *("return_loss", "token_type_ids"),
@@ -30,7 +30,7 @@ SUPPORTED = (
 
 
 def check_generation(config: GenerationConfig) -> None:
-    """Raise ValueError for settings that HMTWrapper would ignore or fail on."""
+    """Raise ValueError for generation settings that HMTWrapper does not support."""
     for name, (neutral, reason) in _REFUSED.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
@@ -38,7 +38,7 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def same_state(*states: object) -> HMTState | None:
-    """Return the state of a call, which has several names: `state`, `cache`, and before 5.24 `past_key_values`."""
+    """Return the state of a call, given as `state`, `cache` or `past_key_values` (the name before 5.24)."""
     given = [x for x in states if x is not None]
     if len(given) > 1:
         raise ValueError(
@@ -65,10 +65,13 @@ def check_call(
     score_from: int | None,
     keywords: dict,
 ) -> Tensor | None:
-    """Check the arguments of a call of `HMTWrapper`; `keywords` are those that its forward does not know.
+    """Check the arguments of `HMTWrapper.forward`.
+
+    Args:
+        keywords: arguments that are not in the signature of `forward`.
 
     Returns:
-        The mask as (B, T) bool, or None without padding.
+        The mask, (B, T), bool, or None without padding.
     """
     for name, value in keywords.items():
         if name not in _OF_OTHER_MODELS or not (value is None or value is False):
@@ -98,7 +101,7 @@ def check_call(
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first of the call's `tokens` positions that gets logits."""
+    """Return the first position with logits in a call with `tokens` positions."""
     if isinstance(logits_to_keep, Tensor):
         return 0
     if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
@@ -109,7 +112,7 @@ def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
 
 
 def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
-    """Raise ValueError for the state of another model, or one that the paper mode cannot continue."""
+    """Raise ValueError if the state is from another model, or if the paper mode cannot continue it."""
     differing = {
         name: value for name, value in config.signature(lm.width).items() if state.signature.get(name) != value
     }
@@ -120,7 +123,7 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
             "Its memories mean nothing here; start a new state."
         )
     weight = lm.model.get_input_embeddings().weight
-    # FSDP's own type casts the weight when it is used
+    # FSDP wraps the weight in its own type, which casts on use
     if type(weight) is torch.nn.Parameter and state.dtype not in (None, weight.dtype):
         raise ValueError(
             f"The state is in {state.dtype}, and the model in {weight.dtype}. Save the state and load it for this "
@@ -137,7 +140,7 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
 
 
 def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
-    """Raise an error for padding between tokens, rows of padding, and padding that the paper mode would read."""
+    """Raise an error for padding between tokens, rows of only padding, and padding that the paper mode would read."""
     if not mask.any() or not (use_cache or mask.any(1).all()):
         raise ValueError("A row of attention_mask is all padding: there is nothing to read. Remove the row.")
     if (mask[:, 1:] > mask[:, :-1]).sum(1).add(mask[:, 0]).max() > 1:

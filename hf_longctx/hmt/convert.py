@@ -1,4 +1,4 @@
-"""Parameters of the official HMT code, to and from `HMTWrapper`."""
+"""Conversion between the parameters of the official HMT code and `HMTWrapper`."""
 
 from collections.abc import Mapping
 
@@ -31,12 +31,12 @@ def from_official(
     """Wrap a backbone with parameters in the official naming.
 
     Args:
-        backbone: causal LM; used, not copied.
-        params: name to tensor: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
+        backbone: a causal LM; used, not copied.
+        params: tensors by name: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
             `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
-        memory_size: as in `HMTConfig`, as are the other arguments.
-        recall: whether there are parameters of a recall.
-        recall_mode: default "paper".
+        memory_size: see `HMTConfig`.
+        recall: whether `params` contains the recall parameters.
+        recall_mode: see `HMTConfig` (default: "paper").
         settings: other fields of `HMTConfig`. Its segment_length counts *new* tokens: the official segment_length -
             2 m - num_sensory.
 
@@ -70,7 +70,7 @@ def from_official(
 
 
 def official_parameters(model: HMTWrapper) -> dict[str, nn.Parameter]:
-    """Return the memory parameters of a wrapper under their official names: the parameters themselves, not copies."""
+    """Return the memory parameters of a wrapper (not copies) by their official names."""
     parameters = dict(model.named_parameters())
     return {name: parameters[ours] for name, ours in OFFICIAL_NAMES.items() if ours in parameters}
 

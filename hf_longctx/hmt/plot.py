@@ -1,4 +1,4 @@
-"""A figure of what HMT recalls. Drawing needs matplotlib, and no display."""
+"""A figure of HMT's recalls. It needs matplotlib, but no display."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ def plot_recall(output: "HMTOutput", path: str | Path, *, row: int = 0, title: s
     """Draw which tokens of the sequence each segment of a call recalled, and their weights.
 
     Args:
-        output: that of a call with `output_recall=True`.
-        path: the file to write: PNG, SVG or PDF by its extension.
-        row: the row of the batch.
-        title: title of the figure. Default: none.
+        output: output of a call with `output_recall=True`.
+        path: output file; its extension sets the format (PNG, SVG or PDF).
+        row: row of the batch.
+        title: title of the figure (default: none).
 
     Raises:
-        ValueError: nothing was recalled.
+        ValueError: the output does not contain a recall.
         ImportError: matplotlib is not installed.
     """
     try:

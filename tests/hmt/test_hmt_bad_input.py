@@ -248,7 +248,9 @@ READ += [
         "ignores the attention mask",
     ),
     refused(
-        "a paper stream that stops within j", lambda it: it.paper(it.tokens, state=it.paper_state), "stops after 3"
+        "a paper stream that stops within j",
+        lambda it: it.paper(it.tokens, state=it.paper_state),
+        "3 tokens into a segment",
     ),
     refused("DataParallel", lambda it: it.model._replicate_for_data_parallel()(it.tokens), "torchrun"),
     refused(
