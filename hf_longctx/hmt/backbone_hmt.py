@@ -56,14 +56,14 @@ class Backbone:
         name = type(model).__name__
         if not isinstance(model, PreTrainedModel) or not model.can_generate():
             raise TypeError(
-                "The backbone must be a causal LM of transformers, such as LlamaForCausalLM, or the name or path of one, "
-                f"got a {name}."
+                "The backbone must be a causal LM of transformers, such as LlamaForCausalLM, or the name or path of "
+                f"one, got a {name}."
             )
         self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
         if model.config.is_encoder_decoder or "inputs_embeds" not in self.forward_arguments:
             raise ValueError(
-                f"{name} must be a decoder whose forward takes inputs_embeds, because HMT puts memory embeddings among the "
-                "tokens. Use a causal LM such as LlamaForCausalLM."
+                f"{name} must be a decoder whose forward takes inputs_embeds, because HMT puts memory embeddings "
+                "among the tokens. Use a causal LM such as LlamaForCausalLM."
             )
         self.model: Any = model
         self.base: Any = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
@@ -106,9 +106,9 @@ class Backbone:
             first, second = (self.run(x)[1][0, 0] for x in (embeds, changed))
         if not equal_up_to_rounding(second, first):
             raise ValueError(
-                f"{type(self.model).__name__} is not causal: its first position sees a later one, so it would read the "
-                "tokens that it is asked to predict. Configure it for language modelling (BERT and its relatives: "
-                "is_decoder=True; XLNet: attn_type='uni'), or use another backbone."
+                f"{type(self.model).__name__} must be causal, but its first position sees a later one. Configure it "
+                "for language modeling (BERT and its variants: is_decoder=True; XLNet: attn_type='uni'), or use "
+                "another backbone."
             )
 
     @property
@@ -222,8 +222,8 @@ class Backbone:
                 return self._probe_mask(embeds, positions - 2)
         except Exception as error:
             raise ValueError(
-                f"{type(self.model).__name__} failed in a pass with a 4D attention mask, which decides how HMT reads it. "
-                "Fix the cause, or set HMTConfig(reread=True), which every backbone computes."
+                f"{type(self.model).__name__} failed in a pass with a 4D attention mask, which decides how HMT reads "
+                "it. Fix the cause, or set HMTConfig(reread=True), which every backbone computes."
             ) from error
 
     def check_hides(self, positions: int, cuts: bool) -> None:
@@ -237,13 +237,14 @@ class Backbone:
         name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
         if not self.can_hide(positions):
             raise ValueError(
-                f"config.reread is False, and {name} cannot be read so: a mask does not hide a prompt from its tokens. For "
-                "a new model, set reread=True; for a trained one, use a version of transformers in which it does."
+                f"config.reread=False is not supported by {name}, where a mask does not hide a prompt from its "
+                "tokens. For a new model, set reread=True; for a trained one, use a version of transformers in which "
+                "it does."
             )
         if not cuts and not self.takes_mask:
             raise ValueError(
-                f"config.reread is False, and {name} cannot be read so with attention {attention!r}, which takes no mask, "
-                "where a cache cannot be cut. Set attn_implementation='sdpa'."
+                f"config.reread=False is not supported by {name} with attention {attention!r}, which does not take a "
+                "mask, and a cache that cannot be cropped. Set attn_implementation='sdpa'."
             )
 
     def _probe_mask(self, embeds: Tensor, hidden_from: int, changes: bool = False) -> bool:
@@ -429,8 +430,8 @@ class Backbone:
         hidden = base_outputs[-1][0]
         if hidden.shape[-1] != self.width:
             raise ValueError(
-                f"{type(self.model).__name__} takes embeddings of width {self.width} and returns hidden states of "
-                f"width {hidden.shape[-1]}; HMT feeds the latter back as the former, so the two must be equal."
+                f"{type(self.model).__name__} must return hidden states of the width of its embeddings, {self.width}, "
+                f"because HMT reads them as embeddings, got {hidden.shape[-1]}. Use another backbone."
             )
         return logits, hidden
 
@@ -492,8 +493,8 @@ class PromptAlone:
             yield
             if not cls.local.layers:
                 raise RuntimeError(
-                    f"This backbone does not call {attention!r} of transformers' AttentionInterface, so its prompt would see "
-                    "other tokens. Set attn_implementation='sdpa'."
+                    f"This backbone does not call {attention!r} of transformers' AttentionInterface, so its prompt "
+                    "would see other tokens. Set attn_implementation='sdpa'."
                 )
         finally:
             cls.local.layers = None

@@ -163,8 +163,8 @@ class HMTConfig(PreTrainedConfig):
         for name in names:
             if name not in BASE_NAMES and not name.startswith("_") and not hasattr(cls, name):
                 closest = difflib.get_close_matches(name, cls.__annotations__)
-                hint = f"; close to it: {', '.join(closest)}" if closest else ""
-                raise ValueError(f"{name!r} is not a field of HMTConfig{hint}. help(HMTConfig) lists all of them.")
+                hint = f"; did you mean {', '.join(closest)}?" if closest else "."
+                raise ValueError(f"{name!r} is not a field of HMTConfig{hint} See help(HMTConfig) for all fields.")
 
     def check(self, positions: int | None = None) -> None:
         """Raise ValueError for a value outside its range. Building a model repeats this check.
@@ -177,7 +177,7 @@ class HMTConfig(PreTrainedConfig):
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
-                raise ValueError(f"{name} is {value}; it must be at least {smallest}.")
+                raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
         choices = {
             "recall_mode": ("single_pass", "paper"),
             "recall_init": ("similarity", "random"),
@@ -185,25 +185,26 @@ class HMTConfig(PreTrainedConfig):
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}.")
+                raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}.")
         if self.segment_length <= self.sensory_tokens + self.memory_tokens:
             raise ValueError(
-                f"segment_length is {self.segment_length}; it counts new tokens, and must be above sensory_tokens + "
-                f"memory_tokens = {self.sensory_tokens} + {self.memory_tokens}. Raise segment_length or lower sensory_tokens."
+                "`segment_length` counts new tokens and must be above sensory_tokens + memory_tokens = "
+                f"{self.sensory_tokens} + {self.memory_tokens}, got {self.segment_length}. Raise segment_length or "
+                "lower sensory_tokens."
             )
         if not 0 < self.sum_fraction <= 1 or not 0 < self.summary_length <= self.segment_length - self.single_pass:
             raise ValueError(
-                f"sum_fraction is {self.sum_fraction} of {self.segment_length} tokens. The query needs at least one "
-                "token and at most all; in the single-pass mode one is left, because only the tokens behind the query "
-                "see a memory. Set it above 0 and up to 1."
+                f"`sum_fraction` must select 1 to {self.segment_length - self.single_pass} of {self.segment_length} "
+                f"tokens for the query, got {self.sum_fraction}. In the single-pass mode, at least one token must "
+                "follow the query, because only these tokens see a memory."
             )
         if self.neural_cache_weight is not None and not 0 < self.neural_cache_weight < 1:
             raise ValueError(
-                f"neural_cache_weight must be above 0 and below 1, such as 0.1, got {self.neural_cache_weight}."
+                f"`neural_cache_weight` must be above 0 and below 1, such as 0.1, got {self.neural_cache_weight}."
             )
         if self.recall_tokens is not None and self.segment_length % self.recall_tokens:
             raise ValueError(
-                f"recall_tokens must divide segment_length, {self.segment_length}, got {self.recall_tokens}."
+                f"`recall_tokens` must divide segment_length, {self.segment_length}, got {self.recall_tokens}."
             )
         flat = {"recall": True, "recall_mode": "single_pass", "recalled_pages": None}
         needed: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -219,12 +220,12 @@ class HMTConfig(PreTrainedConfig):
             }
             if is_set and differing:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, which does not go together with {differing}. It needs {others}."
+                    f"`{name}={getattr(self, name)}` is not supported with {differing}. It needs {others}."
                 )
         if self.recalled_pages is not None and self.memory_size is None:
             raise ValueError(
-                f"recalled_pages is {self.recalled_pages}, and memory_size is None: pages hold what recall drops beyond "
-                "memory_size. Set memory_size."
+                f"`memory_size` must be set with recalled_pages={self.recalled_pages}, got None. Pages store the "
+                "memories beyond memory_size."
             )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
@@ -232,8 +233,9 @@ class HMTConfig(PreTrainedConfig):
             unit, longest = self.recall_tokens or 1, self.segment_length - self.positions_per_segment + positions
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
-                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} tokens "
-                f"read again and the prompts. Set segment_length to at most {max(longest // unit * unit, 0)}, or lower the others."
+                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} "
+                f"re-read tokens and the prompts. Set segment_length to at most {max(longest // unit * unit, 0)}, or "
+                "lower the others."
             )
 
     def signature(self, width: int) -> dict:
@@ -306,8 +308,8 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
         return CONFIG_CLASS.from_dict(values)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"The backbone has model_type {model_type!r}, which this version of transformers does not know. "
-            "Import the package that registers it first."
+            f"The backbone has model_type {model_type!r}, which this version of transformers does not support. Import "
+            "the package that registers it first."
         )
     return CONFIG_MAPPING[model_type].from_dict(values)
 

@@ -48,8 +48,8 @@ def from_official(
     missing = [name for name in needed if name not in params]
     if unknown or missing:
         raise ValueError(
-            f"Official HMT parameters: missing {missing}, unknown {unknown}; need {list(needed)}, and may have "
-            f"{BACKBONE}*. With recall=False only memory_cell.memory is needed."
+            f"`params` must be {list(needed)} and optionally {BACKBONE}*, got missing {missing}, unknown {unknown}. "
+            "With recall=False, only memory_cell.memory is needed."
         )
     settings |= {"memory_size": memory_size, "recall": recall, "recall_mode": recall_mode}
     config = HMTConfig(recall_dim=len(params["cross_attn.wq.weight"]) if recall else None, **settings)
@@ -62,8 +62,8 @@ def from_official(
             parameter = model.get_parameter(wrapper_name)
             if parameter.shape != params[name].shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(params[name].shape)}; this backbone and these settings need "
-                    f"{tuple(parameter.shape)}."
+                    f"{name} must have shape {tuple(parameter.shape)} for this backbone and these settings, got "
+                    f"{tuple(params[name].shape)}."
                 )
             parameter.copy_(params[name])
     return model

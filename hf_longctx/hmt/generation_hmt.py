@@ -34,13 +34,13 @@ class HMTGenerationMixin(GenerationMixin):
             input_ids, attention_mask = unread(input_ids, attention_mask, state)
         if is_first_iteration and attention_mask is not None and not attention_mask[:, -1].all():
             raise ValueError(
-                "A row of attention_mask ends with padding, and generation would continue it. Remove rows that are all "
-                "padding, and pad on the left: tokenizer.padding_side = 'left'."
+                "`attention_mask` must end with a token in each row, got padding. Remove rows that are all padding, "
+                "and pad on the left: tokenizer.padding_side = 'left'."
             )
         if state is not None and not kwargs.get("use_cache", True):
             raise ValueError(
-                "use_cache is False, and generation continues a state: only a state can hold the generated tokens. "
-                "Leave use_cache at True, or generate from the whole text without a state."
+                "`use_cache` must be True to continue a state, got False. Leave use_cache at True, or generate from "
+                "the whole sequence without a state."
             )
         if state is not None and not is_first_iteration:
             input_ids, attention_mask = input_ids[:, -1:], None
@@ -57,8 +57,8 @@ class HMTGenerationMixin(GenerationMixin):
     def init_continuous_batching(self, *args, **kwargs) -> Any:
         """Raise NotImplementedError, because pages of keys and values cannot store a memory."""
         raise NotImplementedError(
-            "HMT does not support continuous batching: its memory is a state, and not pages of keys and values. Use "
-            "generate() with a padded batch, and start servers without --continuous-batching."
+            "HMT does not support continuous batching, because its memory is a state instead of pages of keys and "
+            "values. Use generate() with a padded batch, and start servers without --continuous-batching."
         )
 
     def _prepare_cache_for_generation(
@@ -120,8 +120,8 @@ def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) ->
     new = mask * (counted.cumsum(1) > lengths) if mask.shape == input_ids.shape else torch.zeros_like(mask)
     if not new.any(1).all():
         raise ValueError(
-            f"The cache has read {list(state.lengths)} tokens, and input_ids, of shape {tuple(input_ids.shape)}, holds "
-            "no more. It must hold the whole text of each row; to give new tokens only, pass state= in its place."
+            f"`input_ids` must contain more tokens than the cache has read, {list(state.lengths)}, got shape "
+            f"{tuple(input_ids.shape)}. Pass the whole sequence of each row, or only the new tokens and state=."
         )
     first = int(new.argmax(1).min())
     return input_ids[:, first:], None if attention_mask is None and new[:, first:].all() else new[:, first:]

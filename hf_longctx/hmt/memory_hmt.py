@@ -82,9 +82,9 @@ class HMTMemory(nn.Module):
         differing = {name: value for name, value in saved.items() if own.get(name) != value}
         if differing:
             raise ValueError(
-                f"These weights of a memory were trained with {differing}, and this model has "
-                f"{ {name: own.get(name) for name in differing} }. Load them into a model with their settings; some may "
-                "be changed afterwards, in model.config."
+                f"The memory weights were trained with {differing}, and this model has "
+                f"{ {name: own.get(name) for name in differing} }. Load them into a model with their settings; some "
+                "settings can be changed afterwards in model.config."
             )
 
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:

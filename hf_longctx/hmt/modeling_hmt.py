@@ -122,7 +122,7 @@ class HMTOutput(ModelOutput):
             ValueError: the call did not use `output_recall=True`.
         """
         if self.recall_scores is None or self.recall_ends is None or self.segment_length is None:
-            raise ValueError("The output holds no recall scores; call the model with output_recall=True.")
+            raise ValueError("The output does not contain recall scores. Call the model with output_recall=True.")
         listed = []
         for scores, ends in zip(self.recall_scores, self.recall_ends):
             pairs = [] if scores is None else zip(ends[row].tolist(), scores[row].tolist())
@@ -161,7 +161,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if backbone is None:
             if config.backbone_config is None:
                 raise ValueError(
-                    "HMTConfig has no backbone_config. Use HMTWrapper.from_backbone(model_or_name, config)."
+                    "`config.backbone_config` must be set, got None. Use HMTWrapper.from_backbone(model_or_name, "
+                    "config)."
                 )
             config.check()
             custom = custom_model_class(config.backbone_config)
@@ -363,8 +364,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """Raise an error for settings that have changed since the model was built and do not match its parameters."""
         if getattr(self, "_is_replica", False):
             raise NotImplementedError(
-                "torch.nn.DataParallel copies HMTWrapper to other devices without what refers to its backbone. Start one "
-                "process for each GPU (torchrun, accelerate launch), or let the program see one GPU: CUDA_VISIBLE_DEVICES=0."
+                "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
+                "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
             )
         config, memory, lm = self.config, self.memory, self.lm
         config.check(lm.positions)
@@ -380,9 +381,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         for name, (now, built) in shapes.items():
             if now != built:
                 raise ValueError(
-                    f"config.{name} is {getattr(config, name)!r}, and this model was built with another value, which needs "
-                    "other parameters. Build a new one: HMTWrapper.from_backbone(model.backbone, config); or set it when "
-                    f"the checkpoint is loaded: HMTWrapper.from_pretrained(folder, {name}=...)."
+                    f"config.{name} is {getattr(config, name)!r}, but this model was built with another value, which "
+                    "needs different parameters. Build a new model, HMTWrapper.from_backbone(model.backbone, "
+                    f"config), or set the value when loading, HMTWrapper.from_pretrained(folder, {name}=...)."
                 )
 
     def _targets(
@@ -465,12 +466,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     ) -> None:
         """Enable checkpointing of whole segments. To checkpoint the layers too, enable it on `model.backbone`."""
         if every_n_layers != 1:
-            raise ValueError("HMTWrapper checkpoints segments, not layers; leave every_n_layers at 1.")
+            raise ValueError(
+                f"`every_n_layers` must be 1, got {every_n_layers}. HMTWrapper checkpoints segments, not layers."
+            )
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
         if enable and reentrant and self.config.single_pass:
             raise ValueError(
-                "use_reentrant=True loses the gradients of the keys and values between the passes of a segment; pass "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}."
+                "`use_reentrant` must be False, got True, which loses the gradients of the keys and values between the "
+                "passes of a segment. Pass gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func
@@ -538,21 +541,21 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if not self.config.backbone_in_checkpoint:
             if self.config.backbone_name_or_path is None:
                 raise ValueError(
-                    "backbone_in_checkpoint is False, and config.backbone_name_or_path does not say where the "
-                    "backbone is. Set it, or set backbone_in_checkpoint=True."
+                    "`config.backbone_name_or_path` must be set with backbone_in_checkpoint=False, got None. Set it, "
+                    "or set backbone_in_checkpoint=True."
                 )
             changed = [n for n, version in self.lm.versions().items() if version > self._versions.get(n, 0)]
             if changed and self.lm.model is self.backbone:  # PEFT saves adapters separately
                 raise ValueError(
-                    f"backbone_in_checkpoint is False, and {len(changed)} parameters of the backbone, such as "
-                    f"{changed[0]}, have changed since it was wrapped, and the checkpoint would lose that. Set "
-                    "config.backbone_in_checkpoint=True, or freeze the backbone: model.backbone.requires_grad_(False)."
+                    f"backbone_in_checkpoint=False would lose changes in {len(changed)} parameters of the backbone "
+                    f"since it was wrapped, such as {changed[0]}. Set config.backbone_in_checkpoint=True, or freeze "
+                    "the backbone: model.backbone.requires_grad_(False)."
                 )
             weights = {name: value for name, value in weights.items() if name.startswith("memory.")}
         elif self.lm.model is not self.backbone:
             raise NotImplementedError(
                 "The backbone is a PEFT model. Merge it (backbone.merge_and_unload()) before wrapping, wrap first and "
-                "then call get_peft_model(wrapper, ...), or save its adapters apart and set "
+                "then call get_peft_model(wrapper, ...), or save its adapters separately and set "
                 "config.backbone_in_checkpoint=False."
             )
         elif getattr(self.lm.model, "hf_quantizer", None) is not None and getattr(self, "hf_quantizer", None) is None:
@@ -593,8 +596,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             hmt_config = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
-                f"{sorted(settings)} came with a config object. Set them in that config, or leave the config out: they "
-                "then change the saved one."
+                f"{sorted(settings)} cannot be combined with a config object. Set them in the config, or leave the "
+                "config out to change the saved one."
             )
         if hmt_config.backbone_in_checkpoint:
             loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
@@ -618,8 +621,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(
-                f"The backbone {hmt_config.backbone_name_or_path!r} has code of its own, and trust_remote_code applies to "
-                "this checkpoint only. Read that code, then pass backbone_trust_remote_code=True."
+                f"The backbone {hmt_config.backbone_name_or_path!r} has custom code, and trust_remote_code only "
+                "applies to this checkpoint. Read that code, then pass backbone_trust_remote_code=True."
             ) from error
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         hmt_config.name_or_path = str(path)  # as in transformers; PEFT reads the base model of an adapter from it

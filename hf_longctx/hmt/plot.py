@@ -29,7 +29,7 @@ def plot_recall(output: "HMTOutput", path: str | Path, *, row: int = 0, title: s
         raise ImportError("Figures need matplotlib: pip install 'hf-longctx[plot]'") from error
     recalled, length = output.recalled(row, top=None), output.segment_length
     if not any(recalled) or length is None:
-        raise ValueError("The output holds no recall; read more than one segment with output_recall=True.")
+        raise ValueError("The output does not contain a recall. Read more than one segment with output_recall=True.")
     width = max(span.stop for spans in recalled for span, _ in spans) // length
     weights = torch.full((len(recalled), width), torch.nan)
     for n, spans in enumerate(recalled):

@@ -63,11 +63,12 @@ def read_text(
         found = describe(path)
         if any(found.get(key) != about[key] for key in ("sha256", "tokens")):
             raise ValueError(
-                f"{path} holds the memory of a different document, {found.get('text')}; choose another file, or remove it."
+                f"{path} contains the memory of a different document, {found.get('text')}. Choose another file, or "
+                "remove it."
             )
         begun = HMTState.load(path, model, model.device)
     elif path is not None and not Path(path).parent.is_dir():
-        raise FileNotFoundError(f"The folder {Path(path).parent}, in which to save the state, does not exist.")
+        raise FileNotFoundError(f"The output folder {Path(path).parent} does not exist. Create it first.")
     state, done, length = begun, 0 if begun is None else begun.position, model.config.segment_length
     begin = done + -done % length  # calls end at segment boundaries
     pieces = [ids[:, done:begin], *ids[:, begin:].split(SEGMENTS * length, 1)]
@@ -109,7 +110,7 @@ def describe(path: str | Path) -> dict[str, Any]:
             return dict(json.loads((file.metadata() or {})["about"]))
     except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not the memory of a document; `hf-longctx read MODEL TEXT` writes one."
+            f"{path} is not the memory of a document. Write one with `hf-longctx read MODEL TEXT`."
         ) from error
 
 
@@ -125,7 +126,9 @@ def load_state(name: str | Path, model: HMTWrapper) -> HMTState:
     repo, _, revision = str(name).partition("@")
     if not path.is_file():
         if repo.count("/") != 1 or path.suffix == ".safetensors":
-            raise FileNotFoundError(f"{name} does not exist; `hf-longctx read MODEL TEXT --output {name}` writes it.")
+            raise FileNotFoundError(
+                f"{name} does not exist. Write it with `hf-longctx read MODEL TEXT --output {name}`."
+            )
         path = Path(hf_hub_download(repo, STATE, revision=revision or None))
     return HMTState.load(path, model, model.device)
 
@@ -134,6 +137,6 @@ def check_memory(model: object) -> None:
     """Raise ValueError for a model that is not an HMT."""
     if not isinstance(model, HMTWrapper):
         raise ValueError(
-            f"{type(model).__name__} does not have a memory to read a document into; wrap it with HMTWrapper.from_backbone, or train one: "
-            "hf-longctx finetune --recipe hmt."
+            f"`model` must be an HMTWrapper, got {type(model).__name__}, which does not have a memory. Wrap it with "
+            "HMTWrapper.from_backbone, or train one: hf-longctx finetune --recipe hmt."
         )

@@ -140,8 +140,7 @@ class Retrievers(Retriever):
         files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
         if file is not None and not files:
             raise ValueError(
-                "page_file is a file for pages, and this model does not use pages; set config.recalled_pages, or leave "
-                "page_file out."
+                "`page_file` needs a model with pages; set config.recalled_pages, or leave page_file out."
             )
         return {name: part.empty(rows, like, **files.get(name, {})) for name, part in self.parts.items()}
 
@@ -196,8 +195,8 @@ def build_retrievers(config: HMTConfig, memory: HMTMemory, embed: Callable[[Tens
     retrievers = Retrievers({name: RETRIEVERS[name](config, memory, embed) for name in names})
     if retrievers.columns != 1 + (config.recall_tokens or 0):
         raise ValueError(
-            f"`retrievers` must give a prompt and `recall_tokens` more embeddings, 1 + {config.recall_tokens or 0}, got "
-            f"{retrievers.columns} from {names}. Set recall_tokens, or the `columns` of a retriever."
+            f"`retrievers` must give a prompt and `recall_tokens` more embeddings, 1 + {config.recall_tokens or 0}, "
+            f"got {retrievers.columns} from {names}. Set recall_tokens, or the `columns` of a retriever."
         )
     return retrievers
 

@@ -178,8 +178,8 @@ class HMTState:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             if model is not None and metadata["weights"] != weights_hash(model):
                 raise ValueError(
-                    f"{path} was saved by a different model and cannot be used: its memories are noise to other weights. "
-                    "Load the model that saved it, or pass model=None."
+                    f"{path} was saved by a different model and cannot be used: its memories are noise to other "
+                    "weights. Load the model that saved it, or pass model=None."
                 )
             if model is not None:  # weights in another dtype are the same weights
                 dtype = memory_dtype(model)
