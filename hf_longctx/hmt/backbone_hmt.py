@@ -1,9 +1,9 @@
-"""What HMT needs of a backbone: token embeddings, a pass over embeddings, last hidden states, and its kind of cache.
+"""The interface between HMT and its backbone: token embeddings, a pass over embeddings, last hidden states, caches.
 
-Any causal LM of transformers that takes `inputs_embeds` can be one. The last hidden states (after the final norm, and
-after OPT's output projection) are what the base model returns as `last_hidden_state`. When logits are needed too, the
-whole causal LM runs, so that the soft caps and scales of its head apply, and a forward hook on the base model catches
-the hidden states. No pass builds the list of all hidden states, or a key/value cache that is not asked for.
+Any causal LM of transformers that takes `inputs_embeds` can be a backbone. The last hidden states (after the final
+norm, and after OPT's output projection) are the `last_hidden_state` of the base model. When logits are needed too, the
+whole causal LM runs, so that the soft caps and scales of its head apply, and a forward hook on the base model captures
+the hidden states. A pass never builds the list of all hidden states, and builds a key/value cache only on request.
 """
 
 import inspect
@@ -25,26 +25,27 @@ from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
 
 
-_IGNORE_ATTENTION_MASK = ("rwkv",)  # accept an attention mask and do not use it
-_FADING_KEYS = ("fox",)  # know how much stands between a key and a query, whatever their position ids are
-# Layers whose cache several tokens can continue under an attention mask. "hybrid": FoX, whose token shift minds
+_IGNORE_ATTENTION_MASK = ("rwkv",)  # model types that accept an attention mask and ignore it
+_FADING_KEYS = ("fox",)  # model types whose keys fade with each token, whatever the position ids are
+# Layers whose cache several tokens can extend under an attention mask. "hybrid" is FoX, whose token shift skips
 # padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
 _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
 class Backbone:
-    """Calls into a causal LM. Holds no parameters: the wrapper registers the module, this class only refers to it.
+    """A causal LM as HMT calls it. The wrapper registers the module and its parameters; this class refers to it.
 
     Args:
         model: a causal LM, or a PEFT model around one.
 
     Raises:
-        TypeError: not a causal LM of transformers.
-        ValueError: an encoder-decoder, no `inputs_embeds`, prompt-learning PEFT, or a position that sees later ones.
+        TypeError: the model is not a causal LM of transformers.
+        ValueError: the model is an encoder-decoder, does not take `inputs_embeds`, uses prompt-learning PEFT, or is
+            not causal.
     """
 
-    def __init__(self, model: Any):  # transformers' types take the attributes of a model for tensors
+    def __init__(self, model: Any):  # Any: type checkers take a module's attributes for tensors
         if getattr(model, "active_peft_config", None) is not None:
             if model.active_peft_config.is_prompt_learning:
                 raise ValueError(
@@ -55,24 +56,24 @@ class Backbone:
         name = type(model).__name__
         if not isinstance(model, PreTrainedModel) or not model.can_generate():
             raise TypeError(
-                "The backbone must be a causal LM of transformers, such as LlamaForCausalLM, or the name or path of one, "
-                f"got a {name}."
+                "The backbone must be a causal LM of transformers, such as LlamaForCausalLM, or the name or path of "
+                f"one, got a {name}."
             )
         self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
         if model.config.is_encoder_decoder or "inputs_embeds" not in self.forward_arguments:
             raise ValueError(
-                f"{name} must be a decoder whose forward takes inputs_embeds, because HMT puts memory embeddings among the "
-                "tokens. Use a causal LM such as LlamaForCausalLM."
+                f"{name} must be a decoder whose forward takes inputs_embeds, because HMT puts memory embeddings "
+                "among the tokens. Use a causal LM such as LlamaForCausalLM."
             )
         self.model: Any = model
         self.base: Any = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
-        if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM calls its head so
+        if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM names its head `decoder`
             self.base = model.base_model
         if self.base is model:  # a text model within a larger architecture, such as Llama4ForCausalLM
             self.base = getattr(model, "model", model)
         self.width = model.get_input_embeddings().weight.shape[-1]
         tables: list[Any] = [getattr(module, "position_embeddings", None) for module in model.modules()]
-        # None, or how many tokens have a position, where the first positions are reserved for padding, as in RoBERTa
+        # Number of usable positions where the first ones are reserved for padding, as in RoBERTa; else None
         counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
         self.positions = min(counts, default=None)
         self.sees_padding = model.config.model_type not in _IGNORE_ATTENTION_MASK
@@ -81,23 +82,23 @@ class Backbone:
         self._has_dynamic_cache = (
             cache_name(type(model)) is not None
             and not self.stateful
-            and getattr(model, "_supports_default_dynamic_cache", bool)()  # of models that generate
+            and getattr(model, "_supports_default_dynamic_cache", bool)()  # only generative models define it
             and layers <= _CONTINUED_LAYERS
         )
         self.graphs = PassGraphs()
-        self._continues = {}  # by what decides it
+        self._continues = {}  # by attention implementation, device, dtype and autocast
         self._counts_from_0: bool | None = None  # None: not probed yet
         self._hides: bool | None = None
-        # None: not probed yet. RWKV changes its weights in place where a probe would set it to eval.
+        # None: not probed yet. Not probed for RWKV, whose eval() changes its weights in place.
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
         self._check_causal(self.device)
 
     def _check_causal(self, device: torch.device) -> None:
-        """Raise ValueError if the first of three positions sees the last: two tiny passes differ in the last alone.
+        """Raise ValueError if the first of three positions sees the last, by two passes that differ only in the last.
 
-        Recurrent backbones cannot see ahead.
+        Recurrent backbones are causal by construction.
         """
-        # other attention may need another device or dtype than the model has so far
+        # other attention implementations may need another device or dtype than the model has so far
         if self.stateful or device.type == "meta" or not self.takes_mask:
             return
         with self._probing(device) as embeds:
@@ -105,17 +106,17 @@ class Backbone:
             first, second = (self.run(x)[1][0, 0] for x in (embeds, changed))
         if not equal_up_to_rounding(second, first):
             raise ValueError(
-                f"{type(self.model).__name__} is not causal: its first position sees a later one, so it would read the "
-                "tokens that it is asked to predict. Configure it for language modelling (BERT and its relatives: "
-                "is_decoder=True; XLNet: attn_type='uni'), or use another backbone."
+                f"{type(self.model).__name__} must be causal, but its first position sees a later one. Configure it "
+                "for language modeling (BERT and its variants: is_decoder=True; XLNet: attn_type='uni'), or use "
+                "another backbone."
             )
 
     @property
     def continues(self) -> bool:
-        """Whether several tokens, some of them padding, can continue a `DynamicCache`, or are read again.
+        """Whether several tokens, some of them padding, can extend a `DynamicCache`; otherwise, they are re-read.
 
-        Probed once for each way to compute: ProphetNet continues its cache by one token only, and RoBERTa and its
-        relatives give embeddings the positions of a text's beginning, whatever is in the cache.
+        Probed once per attention implementation, device and dtype. ProphetNet extends its cache by one token at a
+        time, and RoBERTa and its variants number `inputs_embeds` from the start, whatever is in the cache.
         """
         device, dtype = self.device, self.model.get_input_embeddings().weight.dtype
         if not self._has_dynamic_cache or device.type == "meta":
@@ -127,25 +128,26 @@ class Backbone:
         return self._continues[way]
 
     def _probe_cache(self, device: torch.device) -> bool:
-        """Compare a pass over three positions and, below its cache, three more with one pass over all six."""
-        for autocast in {False, torch.is_autocast_enabled(device.type)}:  # FlashAttention may need the caller's
+        """Compare a pass over three positions and three more that extend its cache with one pass over all six."""
+        # FlashAttention may need the caller's autocast
+        for autocast in {False, torch.is_autocast_enabled(device.type)}:
             try:
                 with self._probing(device, 6, autocast) as embeds:
-                    # small compared with learned position embeddings, so that wrong ones show in bfloat16 too
-                    # clones, because CTRL writes into its embeddings
+                    # Scaled down, so that wrong position embeddings show in bfloat16 too. Cloned, because CTRL
+                    # writes into its embeddings.
                     embeds, kv_cache = 0.01 * embeds, DynamicCache(config=self.model.config)
                     self.run(embeds[:, :3].clone(), kv_cache=kv_cache)
                     _, continued = self.run(embeds[:, 3:].clone(), kv_cache=kv_cache)
                     return equal_up_to_rounding(continued, self.run(embeds)[1][:, 3:])
-            except Exception:  # a backbone that does not take several tokens may raise anything
+            except Exception:  # a backbone that cannot extend its cache by several tokens may raise anything
                 continue
         return False
 
     def cuts(self, positions: int) -> bool:
-        """Say whether the last positions of a cache of `positions` can be dropped, and others put behind the rest.
+        """Return whether the last positions of a cache of `positions` can be cropped and replaced by others.
 
-        Keys and values of all positions allow it; recurrent states and sliding windows do not, and layers that are
-        checkpointed leave the cache out.
+        This works if the cache holds the keys and values of all positions. It does not work with recurrent states,
+        sliding windows or checkpointed layers, which skip the cache.
         """
         if torch.is_grad_enabled() and any(
             module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
@@ -154,12 +156,12 @@ class Backbone:
         return self.keeps_all_keys(positions) and self.continues
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Say whether, by the configuration, each of `positions` positions sees the keys of all before it."""
+        """Return whether, by the config, each of `positions` positions sees the keys of all positions before it."""
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type in _FADING_KEYS or rotates_by_length(config, positions):
             return False
         if "local" in (getattr(config, "attention_layers", None) or ()) and config.window_size <= positions:
-            return False  # GPT-Neo, whose cache does not tell of its windows
+            return False  # GPT-Neo, whose cache layers do not report their windows
         layers = DynamicCache(config=self.model.config).layers
         return all(
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
@@ -169,19 +171,19 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """The device that embeds tokens, which accelerate loads offloaded embeddings to."""
+        """The device on which tokens are embedded; accelerate loads offloaded embeddings to it."""
         embedding = self.model.get_input_embeddings()
         loaded = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
         return embedding.weight.device if loaded is None else torch.device(loaded)
 
     @property
     def has_data(self) -> bool:
-        """Whether the weights hold numbers; those on the meta device, and PyTorch's fake tensors, do not."""
+        """Whether the weights have data: False on the meta device and for PyTorch's fake tensors."""
         return self.device.type != "meta" and not isinstance(self.model.get_input_embeddings().weight, FakeTensor)
 
     @property
     def counts_from_0(self) -> bool:
-        """Whether the forward takes position ids that are 0 for the first of a text. RoBERTa's are not."""
+        """Whether the forward takes position ids that start at 0. RoBERTa's start later."""
         if self._counts_from_0 is None:
             if "position_ids" not in self.forward_arguments or not self.has_data:
                 return "position_ids" in self.forward_arguments
@@ -198,15 +200,15 @@ class Backbone:
         return getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
 
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
-        """Say whether a mask can hide a prompt, the first of `positions` positions, from the tokens behind it.
+        """Return whether a mask can hide a prompt, the first of `positions` positions, from the tokens after it.
 
-        These then have the hidden states that they have alone, one position later, and the last position sees the
-        prompt. It must not matter where the column of the prompt stands: its position id says it all. A cache is not
-        needed. Passes over few positions show it, and a `thorough` one over all of them shows windows that the
-        configuration does not report.
+        The tokens must then have the same hidden states as without the prompt, shifted by one position, while the last
+        position sees the prompt. Only the prompt's position id may matter, not its column. A cache is not needed.
+        Passes over a few positions probe this. With `thorough`, a pass over all positions also finds windows that the
+        config does not report.
 
         Raises:
-            ValueError: a probe failed, so that nothing is known.
+            ValueError: a probe failed.
         """
         if not self.keeps_all_keys(positions) or not self.counts_from_0:
             return False
@@ -220,31 +222,36 @@ class Backbone:
                 return self._probe_mask(embeds, positions - 2)
         except Exception as error:
             raise ValueError(
-                f"{type(self.model).__name__} failed in a pass with a 4D attention mask, which decides how HMT reads it. "
-                "Fix the cause, or set HMTConfig(reread=True), which every backbone computes."
+                f"{type(self.model).__name__} failed in a pass with a 4D attention mask, which decides how HMT reads "
+                "it. Fix the cause, or set HMTConfig(reread=True), which every backbone computes."
             ) from error
 
     def check_hides(self, positions: int, cuts: bool) -> None:
-        """Raise ValueError if a prompt cannot be hidden in a segment of `positions`, whose cache may be cut or not."""
+        """Raise ValueError if a mask cannot hide a prompt in a segment of `positions` positions.
+
+        Args:
+            cuts: whether the cache of the segment can be cropped.
+        """
         if not self.has_data:
             return
         name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
         if not self.can_hide(positions):
             raise ValueError(
-                f"config.reread is False, and {name} cannot be read so: a mask does not hide a prompt from its tokens. For "
-                "a new model, set reread=True; for a trained one, use a version of transformers in which it does."
+                f"config.reread=False is not supported by {name}, where a mask does not hide a prompt from its "
+                "tokens. For a new model, set reread=True; for a trained one, use a version of transformers in which "
+                "it does."
             )
         if not cuts and not self.takes_mask:
             raise ValueError(
-                f"config.reread is False, and {name} cannot be read so with attention {attention!r}, which takes no mask, "
-                "where a cache cannot be cut. Set attn_implementation='sdpa'."
+                f"config.reread=False is not supported by {name} with attention {attention!r}, which does not take a "
+                "mask, and a cache that cannot be cropped. Set attn_implementation='sdpa'."
             )
 
     def _probe_mask(self, embeds: Tensor, hidden_from: int, changes: bool = False) -> bool:
-        """Compare passes in which the tokens after the first do not see it with a pass that does not have it.
+        """Compare passes in which a mask hides the first token from the next ones with a pass without that token.
 
-        With `changes`, the last tokens must have other hidden states with another first one; among many, rounding may
-        hide that.
+        With `changes`, another first token must change the hidden states of the last ones. In long passes, rounding
+        may hide that change.
         """
         prompt, tokens, last = embeds[:, :1], embeds[:, 1 : 1 + hidden_from], embeds[:, 1 + hidden_from :]
         places = torch.arange(embeds.shape[1], device=embeds.device)[None]
@@ -274,8 +281,8 @@ class Backbone:
     ) -> Iterator[Tensor]:
         """Yield embeddings for passes without gradient and dropout, (1, positions, d).
 
-        With `masks`, PyTorch computes the attention: other implementations may take no mask of four dimensions, or not
-        this device or dtype.
+        With `masks`, PyTorch computes the attention, because other implementations may not support 4D masks, the
+        device or the dtype.
         """
         training = [module for module in self.model.modules() if module.training]
         config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
@@ -293,10 +300,13 @@ class Backbone:
                 module.training = True
 
     def can_skip_logits(self, device: torch.device) -> bool:
-        """Say whether `loss_without_logits` can replace the head; `device` is that of the embeddings.
+        """Return whether `loss_without_logits` can replace the head.
 
-        The head must be a plain linear layer on the device of the last hidden states, and logits must be the product
-        of the two, without a cap or a scale. PyTorch before 2.13 lacks the loss.
+        The head must be a plain linear layer on the device of the last hidden states, and the logits must be its
+        output, without a cap or a scale. The loss needs PyTorch 2.13.
+
+        Args:
+            device: device of the embeddings.
         """
         head = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and device.type != "meta"
@@ -305,19 +315,19 @@ class Backbone:
         if self._head_alone_makes_logits is None:
             try:
                 self._head_alone_makes_logits = self._probe_head(head, device)
-            except Exception:  # attention that takes no float32, a head that is not called as a module
+            except Exception:  # attention without float32 support, or a head that is not called as a module
                 self._head_alone_makes_logits = False
         return self._head_alone_makes_logits
 
     def _probe_head(self, head: nn.Linear, device: torch.device) -> bool:
-        """Run a tiny pass in which integers, large enough to show a cap, replace the output of the head."""
+        """Run a tiny pass in which integers, large enough to reveal a cap, replace the output of the head."""
         inputs, thread = [], threading.get_ident()
 
         def integers(like: Tensor) -> Tensor:
             return (torch.arange(like.numel(), device=like.device) % 199 - 99).view(like.shape).to(like)
 
         def replace_output(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            if threading.get_ident() != thread:  # which reads a document meanwhile
+            if threading.get_ident() != thread:  # another thread may use the model at the same time
                 return output
             inputs.append(args[0])
             return integers(output)
@@ -333,18 +343,18 @@ class Backbone:
         return same_input and head.weight.device == hidden.device and torch.equal(logits, integers(logits))
 
     def loss_without_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum the cross entropy of chunked logits; allowed by `can_skip_logits`.
+        """Sum the cross entropy of chunked logits. Requires `can_skip_logits`.
 
-        PyTorch makes the gradients with the loss, so a chunk's logits are enough. Each call keeps one gradient of the
-        head's weight: call it once for a whole sequence. It is computed in float32 at least, because PyTorch would
+        PyTorch computes the gradients together with the loss, one chunk at a time. Each call stores a gradient of the
+        head's weight, so call it once per sequence. The loss is computed in float32 at least, because PyTorch would
         round the sum to 8 bits in bfloat16.
 
         Args:
             hidden: last hidden states, (n, d).
-            targets: what they predict, (n,), long, -100 where not scored.
+            targets: target token ids, (n,), long, -100 where not scored.
 
         Returns:
-            a scalar, fp32 or fp64.
+            A scalar, fp32 or fp64.
         """
         head = self.model.get_output_embeddings()
         rows = max(1, _LOGITS_AT_ONCE // head.out_features)
@@ -376,14 +386,14 @@ class Backbone:
 
         Args:
             embeds: (B, T, d).
-            mask: (B, cached + T), bool, False is padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
-            keep: the positions among the T that get logits, (n,) long; or None for no logits.
-            kv_cache: a `Cache` to continue from and to extend, or None.
-            positions: position ids, (B, T) long, where the backbone takes them and counts from 0; None is its own.
-            alone: whether column 0 is a prompt that sees itself alone, in attention that takes no mask.
+            mask: (B, cached + T), bool, False on padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
+            keep: positions that get logits, (n,) long. None: no logits are computed.
+            kv_cache: a `Cache` to extend, or None.
+            positions: position ids, (B, T) long; ignored unless `counts_from_0`. None: the backbone's own.
+            alone: whether column 0 is a prompt that sees only itself. For attention that does not take a mask.
 
         Returns:
-            logits (B, n, V) or None, last hidden state (B, T, d).
+            Logits (B, n, V) or None, and the last hidden states (B, T, d).
 
         Raises:
             ValueError: hidden states and embeddings differ in width.
@@ -398,8 +408,8 @@ class Backbone:
         if positions is not None and self.counts_from_0:
             inputs["position_ids"] = positions
         logits, base_outputs = None, []
-        # Several threads may run the same model: a hook keeps the outputs of its own call. Dynamo cannot trace
-        # get_ident.
+        # Several threads may run the same model, so a hook stores only the outputs of its own thread. Dynamo cannot
+        # trace get_ident.
         thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
         def keep_output(module: nn.Module, args: tuple, output: tuple) -> None:
@@ -420,22 +430,22 @@ class Backbone:
         hidden = base_outputs[-1][0]
         if hidden.shape[-1] != self.width:
             raise ValueError(
-                f"{type(self.model).__name__} takes embeddings of width {self.width} and returns hidden states of "
-                f"width {hidden.shape[-1]}; HMT feeds the latter back as the former, so the two must be equal."
+                f"{type(self.model).__name__} must return hidden states of the width of its embeddings, {self.width}, "
+                f"because HMT reads them as embeddings, got {hidden.shape[-1]}. Use another backbone."
             )
         return logits, hidden
 
     def versions(self) -> dict[str, int]:
-        """Count the changes in place of each parameter, such as optimizer steps; inference mode counts none."""
+        """Count the in-place changes of each parameter, such as optimizer steps; 0 for inference tensors."""
         parameters = self.model.named_parameters()
         return {name: 0 if value.is_inference() else value._version for name, value in parameters}
 
     @torch.no_grad()
     def embedding_std(self) -> float:
-        """Return the standard deviation of what `embed` returns (a scaled embedding such as Gemma's included).
+        """Return the standard deviation of the output of `embed` (including a scale such as Gemma's).
 
-        Taken over at most 4096 tokens spread evenly over the vocabulary. Without weights, such as on the meta device,
-        it is that of the configuration.
+        It is measured on at most 4096 tokens spread evenly over the vocabulary. Without weights, such as on the meta
+        device, it is the config's `initializer_range`.
         """
         if not self.has_data:
             return getattr(self.model.config.get_text_config(), "initializer_range", 0.02)
@@ -445,12 +455,12 @@ class Backbone:
 
 
 def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make the causal mask of `columns` behind `cached` positions, of which the first is a prompt.
+    """Make the causal mask of `columns` new positions after `cached` ones; the first new position is a prompt.
 
-    The prompt sees itself alone, and the next `hidden_from` columns do not see it.
+    The prompt sees only itself, and the next `hidden_from` columns do not see the prompt.
 
     Returns:
-        What is added to the scores, (1, 1, columns, cached + columns).
+        An additive mask, (1, 1, columns, cached + columns).
     """
     visible = torch.ones(columns, cached + columns, dtype=torch.bool, device=device).tril(cached)
     visible[0, :cached] = False
@@ -460,13 +470,13 @@ def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype,
 
 
 class PromptAlone:
-    """An attention function of transformers that takes no mask, with a prompt that sees itself alone.
+    """An attention function of transformers without a mask, in which a prompt sees only itself.
 
-    Softmax over one key is 1, so the attention output of the prompt is its own value, whatever the function made of
-    it. Position ids do not reach the function, which would take their jump behind the prompt for another sequence.
+    Softmax over one key is 1, so the prompt's own value replaces its attention output. Position ids are not passed to
+    the function, because it would take the jump after the prompt for the start of another sequence.
     """
 
-    local = threading.local()  # `layers`: how many layers of this thread's pass have been computed so
+    local = threading.local()  # `layers`: number of layers of this thread's pass that used this function
 
     def __init__(self, function: Callable[..., tuple]):
         self.function = function
@@ -474,7 +484,7 @@ class PromptAlone:
     @classmethod
     @contextmanager
     def in_column_0(cls, attention: str) -> Iterator[None]:
-        """Let a prompt in column 0 of a pass see itself alone; RuntimeError if `attention` was not called."""
+        """Let a prompt in column 0 of a pass see only itself; raise RuntimeError if `attention` was not called."""
         function = ALL_ATTENTION_FUNCTIONS.get(attention)
         if function is not None and not isinstance(function, PromptAlone):
             ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
@@ -483,14 +493,14 @@ class PromptAlone:
             yield
             if not cls.local.layers:
                 raise RuntimeError(
-                    f"This backbone does not call {attention!r} of transformers' AttentionInterface, so its prompt would see "
-                    "other tokens. Set attn_implementation='sdpa'."
+                    f"This backbone does not call {attention!r} of transformers' AttentionInterface, so its prompt "
+                    "would see other tokens. Set attn_implementation='sdpa'."
                 )
         finally:
             cls.local.layers = None
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options) -> tuple:
-        """Compute attention, (B, T, H, D), as the function does outside of `in_column_0`."""
+        """Compute attention, (B, T, H, D); outside of `in_column_0`, exactly as the function does."""
         if getattr(self.local, "layers", None) is None:
             return self.function(module, query, key, value, mask, **options)
         if options.pop("s_aux", None) is not None:
@@ -503,7 +513,7 @@ class PromptAlone:
 
 
 def rotates_by_length(config: Any, positions: int) -> bool:
-    """Return whether RoPE has different frequencies in a pass over this many positions than in a shorter one."""
+    """Return whether a pass over `positions` positions uses other RoPE frequencies than a shorter pass."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for entry in parameters.values() if all(isinstance(x, dict) for x in parameters.values()) else [parameters]:
         default = getattr(config, "max_position_embeddings", math.inf)
@@ -514,9 +524,10 @@ def rotates_by_length(config: Any, positions: int) -> bool:
 
 
 def equal_up_to_rounding(x: Tensor, y: Tensor, least: float = 3e-4) -> bool:
-    """Say whether x differs from y by rounding only.
+    """Return whether x and y are equal up to rounding.
 
-    The tolerance is at least `least`: a mixture of experts groups the positions differently, and rounds differently.
+    The tolerance is at least `least`, because a mixture of experts groups the positions differently, which changes
+    rounding.
     """
     tolerance = max(8 * torch.finfo(y.dtype).eps, least)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())

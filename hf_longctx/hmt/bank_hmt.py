@@ -1,4 +1,4 @@
-"""The paper's memory: the embeddings of the latest segments, and a recall that attends to them."""
+"""The memory of the paper: embeddings of the latest segments, and a recall that attends to them."""
 
 from typing import Any
 
@@ -11,22 +11,22 @@ from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, re
 
 @register_retriever("bank")
 class Bank(Retriever):
-    """Remember the memory embeddings C of the latest `memory_size` segments; the prompt is softmax(scores) C.
+    """A bank of the memory embeddings C of the latest `memory_size` segments; the prompt is softmax(scores) C.
 
     Without recall, the prompt is the latest memory.
 
-    Memory: `embeddings` (B, c, d), the latest at the end; `ends` (B, c).
+    Memory: `embeddings` (B, c, d), the latest last; `ends` (B, c).
     """
 
     columns = 1
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Say whether there are no pages, which hold a bank of their own, and `retrievers` is not set."""
+        """Return whether neither pages, which include a bank, nor `retrievers` are set."""
         return config.recalled_pages is None and config.retrievers is None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
-        """Return a bank without entries."""
+        """Return an empty bank."""
         ends = torch.zeros(rows, 0, dtype=torch.long, device=like.device)
         return {"embeddings": like.new_zeros(rows, 0, like.shape[-1]), "ends": ends}
 
@@ -38,7 +38,7 @@ class Bank(Retriever):
         return Retrieved(prompt, weights, state["ends"])
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-        """Append the memory of a segment, and drop the oldest."""
+        """Append the memory of a segment, and drop the oldest memory if the bank is full."""
         size = self.config.memory_size if self.config.recall else self.config.memory_tokens
         ends = segment.ends[:, None].expand(segment.memory.shape[:2])
         return remember(state, segment, size, embeddings=segment.memory, ends=ends)

@@ -1,4 +1,4 @@
-"""Key/value caches of transformers as values: copies that grow apart, shares of rows, rows put together."""
+"""Operations on key/value caches of transformers: copy, split by rows, and join rows."""
 
 import copy
 from typing import Any
@@ -9,19 +9,20 @@ from transformers import Cache
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
-    """Return the keys, values and other tensors of a layer that have rows, by name."""
+    """Return the keys, values and other batched tensors of a cache layer, by name."""
     return {name: x for name, x in vars(layer).items() if isinstance(x, Tensor) and x.dim() > 1}
 
 
 def states_of(layer: Any) -> dict[str, dict]:
-    """Return the dicts of a layer that hold states of convolutions, by name."""
+    """Return the dicts of convolution states of a cache layer, by name."""
     return {name: x for name, x in vars(layer).items() if isinstance(x, dict)}
 
 
 def fork(kv_cache: Cache) -> Cache:
-    """Copy a cache, so that it does not change when the copy grows.
+    """Copy a cache, so that extending the copy does not change the original.
 
-    Attention layers replace their tensors, so these are shared; convolutions overwrite their states.
+    Attention layers replace their tensors, so both caches share them. Convolution layers overwrite their states in
+    place, so these are cloned.
     """
     forked = copy.copy(kv_cache)
     forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
@@ -32,9 +33,10 @@ def fork(kv_cache: Cache) -> Cache:
 
 
 def split(kv_cache: Cache, parts: int) -> list[Cache]:
-    """Split an attention cache into equal shares of its rows.
+    """Split an attention cache into `parts` caches with equally many rows.
 
-    The shares come from one operation, so their gradients are joined; those of slices would be padded and added.
+    One `chunk` makes all parts, so the backward pass concatenates their gradients. With slices, it would pad and add
+    them.
     """
     shares = [fork(kv_cache) for _ in range(parts)]
     for i, layer in enumerate(kv_cache.layers):
@@ -45,10 +47,13 @@ def split(kv_cache: Cache, parts: int) -> list[Cache]:
 
 
 def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | None]:
-    """Join caches of some rows each, given with their numbers; short ones stand at the right.
+    """Join caches into one with all rows; shorter rows are padded on the left.
+
+    Args:
+        parts: pairs of row numbers and the cache of these rows.
 
     Returns:
-        The cache, and a mask (B, P) that is False on its padding, or None without any.
+        The cache, and a mask (B, P) that is False on padding, or None without padding.
     """
     order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
     lengths = torch.tensor([cache.get_seq_length() for rows, cache in parts for _ in rows])[order]
@@ -56,7 +61,7 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
 
     def join(values: list[Tensor]) -> Tensor:
         longest = max(x.shape[2] for x in values)
-        # FoX knows its keys by numbers in the first, so padding repeats it
+        # FoX recognizes its keys by numbers in the first one, so padding repeats it
         padded = [x[:, :, (torch.arange(longest) - longest + x.shape[2]).clamp(min=0)] for x in values]
         return torch.cat(padded)[order.to(values[0].device)]
 
@@ -70,7 +75,7 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
             }
             setattr(layer, name, states | tensors)
         if "cumulative_length" in vars(layer):
-            setattr(layer, "cumulative_length", width)  # noqa: B010 - not in all types of layers
+            setattr(layer, "cumulative_length", width)  # noqa: B010 - not all layer types have it
     if lengths.min() == width:
         return joined, None
     device = next(x.device for layer in joined.layers for x in tensors_of(layer).values())

@@ -1,4 +1,4 @@
-"""Mistakes of a caller of `HMTWrapper` that would otherwise go unnoticed."""
+"""Checks of the arguments of `HMTWrapper` for errors that would otherwise be silent."""
 
 from numbers import Integral
 
@@ -11,34 +11,34 @@ from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
 
-# Settings of a `GenerationConfig` that HMTWrapper would ignore or fail on: their neutral value, and why.
+# Fields of `GenerationConfig` that HMTWrapper does not support: the neutral value, and the reason.
 _REFUSED = {
     "output_hidden_states": (False, "a segment has several passes; call model.backbone for hidden states"),
     "output_attentions": (False, "a segment has several passes; call model.backbone for attentions"),
-    "guidance_scale": (1, "the unconditional text would need a state of its own"),
+    "guidance_scale": (1, "the unconditional sequence would need its own state"),
     "cache_implementation": ("dynamic", "the cache is an HMTState, whose size is bounded already"),
 }
-# What transformers and its clients pass to any model; None or False asks for nothing.
+# Arguments that transformers and its clients pass to any model. None and False have no effect.
 _OF_OTHER_MODELS = {
     *("cache_position", "inputs_embeds", "output_attentions", "output_hidden_states", "position_ids", "return_dict"),
     *("return_loss", "token_type_ids"),
 }
 SUPPORTED = (
-    "Trainers of TRL cannot train an HMT, and prompt methods of PEFT (prompt, prefix and P-tuning) cannot extend its input: "
-    "use Trainer of transformers, or LoraConfig(target_modules='all-linear', modules_to_save=['memory'])."
+    "Trainers of TRL cannot train an HMT, and prompt methods of PEFT (prompt, prefix and P-tuning) cannot extend its "
+    "input: use Trainer of transformers, or LoraConfig(target_modules='all-linear', modules_to_save=['memory'])."
 )
 
 
 def check_generation(config: GenerationConfig) -> None:
-    """Raise ValueError for settings that HMTWrapper would ignore or fail on."""
+    """Raise ValueError for generation settings that HMTWrapper does not support."""
     for name, (neutral, reason) in _REFUSED.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
-            raise ValueError(f"generate() of HMTWrapper cannot use {name}={value!r}: {reason}. Leave {name} out.")
+            raise ValueError(f"HMTWrapper.generate() does not support {name}={value!r}: {reason}. Omit {name}.")
 
 
 def same_state(*states: object) -> HMTState | None:
-    """Return the state of a call, which has several names: `state`, `cache`, and before 5.24 `past_key_values`."""
+    """Return the state of a call, given as `state`, `cache` or `past_key_values` (the name before 5.24)."""
     given = [x for x in states if x is not None]
     if len(given) > 1:
         raise ValueError(
@@ -47,8 +47,8 @@ def same_state(*states: object) -> HMTState | None:
     for state in given:
         if not isinstance(state, HMTState):
             raise TypeError(
-                f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` of its "
-                f"output. {SUPPORTED}"
+                f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` of "
+                f"its output. {SUPPORTED}"
             )
         return state
     return None
@@ -65,89 +65,101 @@ def check_call(
     score_from: int | None,
     keywords: dict,
 ) -> Tensor | None:
-    """Check the arguments of a call of `HMTWrapper`; `keywords` are those that its forward does not know.
+    """Check the arguments of `HMTWrapper.forward`.
+
+    Args:
+        keywords: arguments that are not in the signature of `forward`.
 
     Returns:
-        The mask as (B, T) bool, or None without padding.
+        The mask, (B, T), bool, or None without padding.
     """
     for name, value in keywords.items():
         if name not in _OF_OTHER_MODELS or not (value is None or value is False):
-            raise ValueError(f"HMTWrapper does not use {name}. Pass input_ids, attention_mask and labels. {SUPPORTED}")
+            raise ValueError(
+                f"HMTWrapper does not support the argument {name}. Pass input_ids, attention_mask and labels. "
+                f"{SUPPORTED}"
+            )
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
-        raise ValueError(f"input_ids has shape {shape}; it must be (batch, tokens) with at least one token.")
+        raise ValueError(f"`input_ids` must have shape (batch, tokens) with at least one token, got {shape}.")
     for name, value in (("attention_mask", attention_mask), ("labels", labels)):
         if value is not None and value.shape != input_ids.shape:
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)}; it must be that of input_ids, {tuple(input_ids.shape)}, "
-                "the tokens of this call only."
+                f"`{name}` must have the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(value.shape)}. It "
+                "covers only the tokens of this call."
             )
     places = range(config.segment_length)
     if score_from is not None and (labels is None or score_from not in places):
         raise ValueError(
-            f"score_from must be a position within a segment, 0 to {places[-1]}, and needs labels, got {score_from!r}."
+            f"`score_from` must be a position within a segment, 0 to {places[-1]}, and needs labels, got "
+            f"{score_from!r}."
         )
     if state is not None:
         check_state(config, lm, state)
     mask = None if attention_mask is None or (attention_mask == 1).all() else attention_mask == 1
     if mask is not None:
         if not (mask | (attention_mask == 0)).all():
-            raise ValueError("attention_mask must be 1 on tokens and 0 on padding; it holds other values.")
+            raise ValueError("`attention_mask` must be 1 on tokens and 0 on padding, got other values.")
         check_padding(config, lm, mask, state, use_cache)
     return mask
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first of the call's `tokens` positions that gets logits."""
+    """Return the first position with logits in a call with `tokens` positions."""
     if isinstance(logits_to_keep, Tensor):
         return 0
     if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
         raise ValueError(
-            f"logits_to_keep must be a tensor of positions or count the last ones, got {logits_to_keep!r}."
+            f"`logits_to_keep` must be a tensor of positions or a number of last positions, got {logits_to_keep!r}."
         )
     return max(0, tokens - logits_to_keep) if logits_to_keep else 0
 
 
 def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
-    """Raise ValueError for the state of another model, or one that the paper mode cannot continue."""
+    """Raise ValueError if the state is from another model, or if the paper mode cannot continue it."""
     differing = {
         name: value for name, value in config.signature(lm.width).items() if state.signature.get(name) != value
     }
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
         raise ValueError(
-            f"The state belongs to another model or setting: it has {of_state}, this model {differing}. "
-            "Its memories mean nothing here; start a new state."
+            f"The state belongs to another model or setting: it has {of_state}, this model {differing}. Start a new "
+            "state."
         )
     weight = lm.model.get_input_embeddings().weight
-    # FSDP's own type casts the weight when it is used
+    # FSDP wraps the weight in its own type, which casts on use
     if type(weight) is torch.nn.Parameter and state.dtype not in (None, weight.dtype):
         raise ValueError(
-            f"The state is in {state.dtype}, and the model in {weight.dtype}. Save the state and load it for this "
-            "model (HMTState.load), or load the model in the state's dtype."
+            f"`state` must be in the model's dtype, {weight.dtype}, got {state.dtype}. Save the state and load it for "
+            "this model (HMTState.load), or load the model in the state's dtype."
         )
     open_tokens = state.position % config.segment_length
     incomplete_query = state.segment > 0 and 0 < open_tokens < config.summary_length
     if config.recall and config.recall_mode == "paper" and incomplete_query:
         raise ValueError(
             f"The state ends {open_tokens} tokens into a segment. recall_mode='paper' reads the first "
-            f"{config.summary_length} tokens before it predicts them, so earlier predictions would change. End chunks at "
-            "multiples of segment_length. To generate beyond a segment, train a model with recall_mode='single_pass'."
+            f"{config.summary_length} tokens before it predicts them, so earlier predictions would change. End chunks "
+            "at multiples of segment_length. To generate beyond a segment, train a model with "
+            "recall_mode='single_pass'."
         )
 
 
 def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
-    """Raise an error for padding between tokens, rows of padding, and padding that the paper mode would read."""
+    """Raise an error for padding between tokens, rows of only padding, and padding that the paper mode would read."""
     if not mask.any() or not (use_cache or mask.any(1).all()):
-        raise ValueError("A row of attention_mask is all padding: there is nothing to read. Remove the row.")
+        raise ValueError(
+            "Each row of `attention_mask` must contain a token, got a row of all padding. Remove the row."
+        )
     if (mask[:, 1:] > mask[:, :-1]).sum(1).add(mask[:, 0]).max() > 1:
-        raise ValueError("attention_mask has padding between tokens; padding must be on one side, best on the left.")
+        raise ValueError(
+            "`attention_mask` must have padding on one side, got padding between tokens. Pad on the left."
+        )
     if config.recall_mode != "paper":
         return
     if not lm.sees_padding:
         raise NotImplementedError(
-            f"{type(lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding "
-            "as text. Use rows of equal length, batch size 1, or recall_mode='single_pass'."
+            f"{type(lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding as "
+            "tokens. Use rows of equal length, batch size 1, or recall_mode='single_pass'."
         )
     opened = state is not None and state.open_ids.shape[1] > 0 and not mask[:, 0].all()
     if opened and state is not None and state.open_mask is not None:

@@ -1,4 +1,4 @@
-"""The name of the cache: transformers 5.24 renamed `past_key_values` to `cache`. HMT takes both with every version."""
+"""The name of the cache argument: transformers 5.24 renamed `past_key_values` to `cache`. HMT accepts both names."""
 
 import functools
 import inspect
@@ -11,9 +11,9 @@ RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_genera
 
 @functools.cache
 def cache_name(model_class: type) -> str | None:
-    """Return the name under which the forward of a model takes a cache, or None if it does not take one.
+    """Return the name of a model's cache argument, or None if its forward does not take a cache.
 
-    Code outside transformers keeps the old name with every version.
+    Remote code keeps the old name with every version of transformers.
     """
     parameters = inspect.signature(model_class.forward).parameters  # ty: ignore[missing-attribute]
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)

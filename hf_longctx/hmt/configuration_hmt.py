@@ -1,4 +1,4 @@
-"""Configuration of the Hierarchical Memory Transformer around a causal language model (arXiv 2405.06067)."""
+"""Configuration of the Hierarchical Memory Transformer (arXiv 2405.06067)."""
 
 import difflib
 from collections.abc import Iterable
@@ -21,60 +21,60 @@ BASE_NAMES = {"attn_implementation", "auto_map", "quantization_config"}
 
 @strict
 class HMTConfig(PreTrainedConfig):
-    """Settings of `HMTWrapper`, and the configuration of its backbone.
+    """The configuration of `HMTWrapper` and of its backbone.
 
     Args:
-        backbone_config: configuration of the wrapped causal LM; filled in by `HMTWrapper.from_backbone`.
+        backbone_config: configuration of the wrapped causal LM, set by `HMTWrapper.from_backbone`.
         segment_length: new tokens per segment, L'. The backbone sees `positions_per_segment` positions at a time.
             (The paper's L counts the prompts and the sensory tokens too: its 256 is 222 new tokens at k = 32.)
-        sensory_tokens: k. Each segment reads the last k tokens of the previous segment again.
-        memory_size: N, memory embeddings kept for recall, oldest dropped first. None keeps all.
-        recalled_pages: r. Instead of being dropped, the oldest embeddings go to pages in CPU memory or in a file, and
-            a recall also attends to the best r pages (`pages_hmt.py`). None: no pages.
-        page_size: memory embeddings per page at first; pages grow with the square root of the sequence.
+        sensory_tokens: k. Each segment re-reads the last k tokens of the previous segment.
+        memory_size: N, number of memory embeddings retained for recall; the oldest is dropped first. None: all.
+        recalled_pages: r. Embeddings beyond `memory_size` move to pages in CPU memory or in a file, and a recall also
+            attends to the best r pages (`pages_hmt.py`). None: no pages.
+        page_size: initial number of memory embeddings per page; pages grow with the square root of the sequence.
         sum_fraction: fraction of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
-            which rounds ties to the even number, as the official code does. The single-pass mode needs j < L', because
-            only the tokens behind a recall see a memory.
+            which rounds ties to even, as the official code does. The single-pass mode needs j < L', because only the
+            tokens after a recall see a memory.
         recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
-        memory_tokens: m, embeddings per memory. More than one only without recall.
+        memory_tokens: m, embeddings per memory. With recall, it must be 1.
         recall_dim: h, rows of the recall projections Wq and Wk. None: the width of a memory embedding.
-        recall_mode: "single_pass" (logits at t see tokens <= t only, in one pass; `single_pass_hmt.py`) or "paper"
-            (the published algorithm, which reads the first j tokens before it predicts them; `paper_hmt.py`).
-        retrievers: names of registered retrievers (`retriever_hmt.py`); the first gives the prompt. None: those that
-            the other fields ask for.
+        recall_mode: "single_pass" (causal: logits at t depend on tokens <= t, `single_pass_hmt.py`) or "paper" (the
+            published algorithm, which reads the first j tokens before it predicts them, `paper_hmt.py`).
+        retrievers: names of registered retrievers (`retriever_hmt.py`); the first gives the prompt. None: chosen by
+            the other fields.
         reread: whether the tokens before the recall see the prompt in the single-pass mode. True reads the whole
-            segment again behind the prompt, which recurrent states, gates that fade keys and windows shorter than a
-            segment need. None: decided when a backbone is wrapped, and saved, so a checkpoint is the same function
+            segment again after the prompt. Recurrent states, gates that fade keys, and windows shorter than a segment
+            need this. None: decided when a backbone is wrapped, and saved, so that a checkpoint is the same function
             with and without a key/value cache.
-        recall_tokens: r. The state keeps the tokens of the remembered segments, and a recall of the single-pass mode
-            reads r of them again, those that share most tokens with the first part (BM25, `search_hmt.py`). It needs
-            no training. A segment takes r more positions. r divides L'. None: a recall gives the prompt alone.
+        recall_tokens: r. The state stores the tokens of the remembered segments, and a recall of the single-pass mode
+            re-reads the r tokens that match the first part best (BM25, `search_hmt.py`). It works without training
+            and adds r positions to each segment. r must divide L'. None: a recall gives only the prompt.
         neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of the single-pass
-            mode, such as 0.1. It needs no training. A state then holds d numbers for each remembered token (177 MB in
-            bfloat16 at d = 576 and the defaults), and training keeps them for the gradients of each segment. None: no
-            cache.
+            mode, such as 0.1. It works without training. A state then stores d numbers per remembered token (177 MB
+            in bfloat16 at d = 576 and the defaults), and training retains them for the gradients of each segment.
+            None: no cache.
         recurrence: False makes memories without their recall, in the single-pass mode. A sequence of any length then
             takes two calls of the backbone (of `summary_batch` segments each), and gradients pass through one recall.
-            A memory knows its own segment alone, so one reading cannot answer what takes a chain of recalls.
-        recall_init: "similarity" starts Wq and Wk as the same scaled identity, and the summary token as the first
-            prompt, so recall begins as a search for the most similar memory; "random" is the official start.
+            A memory then depends on its own segment only, so a chain of recalls needs several readings.
+        recall_init: "similarity" initializes Wq and Wk as the same scaled identity, and the summary token as the first
+            prompt, so recall starts as a search for the most similar memory; "random" is the official initialization.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
             evaluate with "last").
         bptt_segments: U. Backpropagation is truncated at every U-th segment boundary. None: not truncated.
         summary_batch: number of summary passes or first parts that go through the backbone together, counted as
-            segments times rows. Fewer need less memory.
-        cuda_graphs: replay the pass that ends a segment as a CUDA graph where no gradient is needed (`graphs_hmt.py`).
-            Logits are equal. It needs `reread=False`; else it changes nothing. A call notices replaced weights and
-            switched adapters, but not other changes in a backbone's code: set this to False and to True again, with a
-            call between, to capture such a change.
-        backbone_name_or_path: where the backbone was loaded from.
-        backbone_revision: its revision there.
-        backbone_in_checkpoint: False saves the memory parameters only (0.5 to 2 % of the whole) and loads the
-            backbone from `backbone_name_or_path`. Only for a frozen backbone: its trained weights would be lost.
+            segments times rows. Lower values need less memory.
+        cuda_graphs: replay the pass that ends a segment as a CUDA graph when gradients are off (`graphs_hmt.py`). The
+            logits are equal. It has no effect unless `reread=False`. A call detects replaced weights and switched
+            adapters, but not other changes in a backbone's code. To capture such a change, set it to False, call the
+            model, and set it to True again.
+        backbone_name_or_path: name or path from which the backbone was loaded.
+        backbone_revision: revision of the backbone on the Hub.
+        backbone_in_checkpoint: False saves only the memory parameters (0.5 to 2 % of all) and loads the backbone from
+            `backbone_name_or_path`. Use it only with a frozen backbone; trained backbone weights would be lost.
 
     Raises:
-        ValueError: a value outside its range, or an unknown name. A saved configuration may hold unknown names, which
-            other programs have added.
+        ValueError: a value is outside its range, or a name is unknown. A saved configuration may contain unknown
+            names, because other programs add some.
     """
 
     model_type = "hmt"
@@ -118,7 +118,7 @@ class HMTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        if "model_type" not in kwargs:  # a file, to which other programs add what they like
+        if "model_type" not in kwargs:  # not from a file, to which other programs may have added names
             self.check_names(kwargs)
         if isinstance(self.backbone_config, dict):
             self.backbone_config = config_from_dict(self.backbone_config)
@@ -127,7 +127,7 @@ class HMTConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> Any:
-        """Build as in transformers; ValueError for the configuration of another kind of model."""
+        """Build the config as in transformers; raise ValueError for another `model_type`."""
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ValueError(
@@ -137,13 +137,13 @@ class HMTConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
-        """Return the fields as in transformers, without the folder of this machine that held the backbone."""
+        """Return the fields as in transformers, without the local path of the backbone."""
         values = super().to_dict()
         (values.get("backbone_config") or {}).pop("_name_or_path", None)
         return values
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs) -> None:
-        """Save as in transformers, and also the code of a backbone that transformers lacks."""
+        """Save as in transformers, and also save the code of a custom backbone."""
         super().save_pretrained(save_directory)
         lines = ["CONFIG_CLASS = MODEL_CLASS = None"]
         if classes := custom_classes(self.backbone_config):
@@ -154,7 +154,7 @@ class HMTConfig(PreTrainedConfig):
             custom_object_save(x, save_directory)
         text = "\n".join([f'"""{ABOUT}"""', "", *lines, ""])
         Path(save_directory, "custom_backbone_hmt.py").write_text(text)
-        if push_to_hub:  # with that file, which transformers does not know of
+        if push_to_hub:  # here, because transformers would push without custom_backbone_hmt.py
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
@@ -163,21 +163,21 @@ class HMTConfig(PreTrainedConfig):
         for name in names:
             if name not in BASE_NAMES and not name.startswith("_") and not hasattr(cls, name):
                 closest = difflib.get_close_matches(name, cls.__annotations__)
-                hint = f"; close to it: {', '.join(closest)}" if closest else ""
-                raise ValueError(f"{name!r} is not a field of HMTConfig{hint}. help(HMTConfig) lists all of them.")
+                hint = f"; did you mean {', '.join(closest)}?" if closest else "."
+                raise ValueError(f"{name!r} is not a field of HMTConfig{hint} See help(HMTConfig) for all fields.")
 
     def check(self, positions: int | None = None) -> None:
-        """Raise ValueError for a value outside its range (also run when a model is built, after later assignments).
+        """Raise ValueError for a value outside its range. Building a model repeats this check.
 
         Args:
-            positions: those of the backbone, where they are not its `max_position_embeddings`.
+            positions: maximum number of positions of the backbone (default: its `max_position_embeddings`).
         """
         counts = ("memory_tokens", "memory_size", "recalled_pages", "page_size", "recall_dim", "recall_tokens")
         least = {"sensory_tokens": 0, **dict.fromkeys((*counts, "bptt_segments", "summary_batch"), 1)}
         for name, smallest in least.items():
             value = getattr(self, name)
             if value is not None and value < smallest:
-                raise ValueError(f"{name} is {value}; it must be at least {smallest}.")
+                raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
         choices = {
             "recall_mode": ("single_pass", "paper"),
             "recall_init": ("similarity", "random"),
@@ -185,25 +185,26 @@ class HMTConfig(PreTrainedConfig):
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be one of {allowed}.")
+                raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}.")
         if self.segment_length <= self.sensory_tokens + self.memory_tokens:
             raise ValueError(
-                f"segment_length is {self.segment_length}; it counts new tokens, and must be above sensory_tokens + "
-                f"memory_tokens = {self.sensory_tokens} + {self.memory_tokens}. Raise segment_length or lower sensory_tokens."
+                "`segment_length` counts new tokens and must be above sensory_tokens + memory_tokens = "
+                f"{self.sensory_tokens} + {self.memory_tokens}, got {self.segment_length}. Raise segment_length or "
+                "lower sensory_tokens."
             )
         if not 0 < self.sum_fraction <= 1 or not 0 < self.summary_length <= self.segment_length - self.single_pass:
             raise ValueError(
-                f"sum_fraction is {self.sum_fraction} of {self.segment_length} tokens. The query needs at least one "
-                "token and at most all; in the single-pass mode one is left, because only the tokens behind the query "
-                "see a memory. Set it above 0 and up to 1."
+                f"`sum_fraction` must select 1 to {self.segment_length - self.single_pass} of {self.segment_length} "
+                f"tokens for the query, got {self.sum_fraction}. In the single-pass mode, at least one token must "
+                "follow the query, because only these tokens see a memory."
             )
         if self.neural_cache_weight is not None and not 0 < self.neural_cache_weight < 1:
             raise ValueError(
-                f"neural_cache_weight must be above 0 and below 1, such as 0.1, got {self.neural_cache_weight}."
+                f"`neural_cache_weight` must be above 0 and below 1, such as 0.1, got {self.neural_cache_weight}."
             )
         if self.recall_tokens is not None and self.segment_length % self.recall_tokens:
             raise ValueError(
-                f"recall_tokens must divide segment_length, {self.segment_length}, got {self.recall_tokens}."
+                f"`recall_tokens` must divide segment_length, {self.segment_length}, got {self.recall_tokens}."
             )
         flat = {"recall": True, "recall_mode": "single_pass", "recalled_pages": None}
         needed: dict[str, tuple[bool, dict[str, Any]]] = {
@@ -219,12 +220,12 @@ class HMTConfig(PreTrainedConfig):
             }
             if is_set and differing:
                 raise ValueError(
-                    f"{name} is {getattr(self, name)}, which does not go together with {differing}. It needs {others}."
+                    f"`{name}={getattr(self, name)}` is not supported with {differing}. It needs {others}."
                 )
         if self.recalled_pages is not None and self.memory_size is None:
             raise ValueError(
-                f"recalled_pages is {self.recalled_pages}, and memory_size is None: pages hold what recall drops beyond "
-                "memory_size. Set memory_size."
+                f"`memory_size` must be set with recalled_pages={self.recalled_pages}, got None. Pages store the "
+                "memories beyond memory_size."
             )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
@@ -232,15 +233,16 @@ class HMTConfig(PreTrainedConfig):
             unit, longest = self.recall_tokens or 1, self.segment_length - self.positions_per_segment + positions
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
-                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} tokens "
-                f"read again and the prompts. Set segment_length to at most {max(longest // unit * unit, 0)}, or lower the others."
+                f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} "
+                f"re-read tokens and the prompts. Set segment_length to at most {max(longest // unit * unit, 0)}, or "
+                "lower the others."
             )
 
     def signature(self, width: int) -> dict:
-        """Return the settings that a state, and an adapter around the wrapper, must share with a model.
+        """Return the settings in which a state or an adapter must agree with a model.
 
         Args:
-            width: d, that of a memory embedding.
+            width: d, the width of a memory embedding.
         """
         names = (
             "segment_length",
@@ -267,23 +269,23 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def single_pass(self) -> bool:
-        """True where `recall_mode` is "single_pass"."""
+        """Whether `recall_mode` is "single_pass"."""
         return self.recall_mode == "single_pass"
 
     @property
     def summary_length(self) -> int:
-        """j: tokens at the start of a segment that form its recall query."""
+        """j, the number of tokens at the start of a segment that form its recall query."""
         return int(round(self.segment_length * self.sum_fraction))  # noqa: RUF046 (numpy floats round to floats)
 
     @property
     def positions_per_segment(self) -> int:
-        """Positions the backbone sees for a full segment: prompts, tokens read again, sensory tokens, new tokens."""
+        """Positions of a full segment in the backbone: prompts, re-read tokens, sensory tokens, new tokens."""
         prompts = 2 * self.memory_tokens + (not self.recurrence)
         return (self.recall_tokens or 0) + prompts + self.sensory_tokens + self.segment_length
 
     @property
     def text_config(self) -> PreTrainedConfig:
-        """The configuration of the backbone, or of the text model in it."""
+        """The backbone's configuration, or the one of its text model."""
         if not isinstance(self.backbone_config, PreTrainedConfig):
             raise AttributeError("HMTConfig has no backbone_config: HMTWrapper.from_backbone fills it in.")
         return self.backbone_config.get_text_config()
@@ -300,20 +302,20 @@ class HMTConfig(PreTrainedConfig):
 
 
 def config_from_dict(values: dict) -> PreTrainedConfig:
-    """Build the backbone's configuration from its json form; ValueError if its type is not registered."""
+    """Build the backbone's configuration from a dict; raise ValueError if its `model_type` is not registered."""
     model_type = values.get("model_type", "")
     if CONFIG_CLASS is not None and CONFIG_CLASS.model_type == model_type:
         return CONFIG_CLASS.from_dict(values)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"The backbone has model_type {model_type!r}, which this version of transformers does not know. "
-            "Import the package that registers it first."
+            f"The backbone has model_type {model_type!r}, which this version of transformers does not support. Import "
+            "the package that registers it first."
         )
     return CONFIG_MAPPING[model_type].from_dict(values)
 
 
 def custom_classes(config: object) -> dict[str, Any]:
-    """Find the classes of a backbone whose code is to be saved, by their names in `custom_backbone_hmt.py`."""
+    """Return the classes of a custom backbone, by their names in `custom_backbone_hmt.py`, or {}."""
     config_class: Any = type(config)
     model_class: Any = None
     if config_class is CONFIG_CLASS:
@@ -324,9 +326,9 @@ def custom_classes(config: object) -> dict[str, Any]:
 
 
 def custom_model_class(config: object) -> Any:
-    """Return the causal LM of a backbone's configuration, if its code came with the checkpoint.
+    """Return the causal LM class of a backbone's configuration, or None if its code is not part of the checkpoint.
 
-    This class is used and not registered with the Auto classes, where another checkpoint's would take its place.
+    The class is not registered with the Auto classes, because another checkpoint could replace it there.
     """
     if CONFIG_CLASS is None or getattr(config, "model_type", None) != CONFIG_CLASS.model_type:
         return None

@@ -1,4 +1,4 @@
-"""Parameters of the official HMT code, to and from `HMTWrapper`."""
+"""Conversion between the parameters of the official HMT code and `HMTWrapper`."""
 
 from collections.abc import Mapping
 
@@ -31,12 +31,12 @@ def from_official(
     """Wrap a backbone with parameters in the official naming.
 
     Args:
-        backbone: causal LM; used, not copied.
-        params: name to tensor: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
+        backbone: a causal LM; used, not copied.
+        params: tensors by name: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
             `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
-        memory_size: as in `HMTConfig`, as are the other arguments.
-        recall: whether there are parameters of a recall.
-        recall_mode: default "paper".
+        memory_size: see `HMTConfig`.
+        recall: whether `params` contains the recall parameters.
+        recall_mode: see `HMTConfig` (default: "paper").
         settings: other fields of `HMTConfig`. Its segment_length counts *new* tokens: the official segment_length -
             2 m - num_sensory.
 
@@ -48,8 +48,8 @@ def from_official(
     missing = [name for name in needed if name not in params]
     if unknown or missing:
         raise ValueError(
-            f"Official HMT parameters: missing {missing}, unknown {unknown}; need {list(needed)}, and may have "
-            f"{BACKBONE}*. With recall=False only memory_cell.memory is needed."
+            f"`params` must be {list(needed)} and optionally {BACKBONE}*, got missing {missing}, unknown {unknown}. "
+            "With recall=False, only memory_cell.memory is needed."
         )
     settings |= {"memory_size": memory_size, "recall": recall, "recall_mode": recall_mode}
     config = HMTConfig(recall_dim=len(params["cross_attn.wq.weight"]) if recall else None, **settings)
@@ -62,15 +62,15 @@ def from_official(
             parameter = model.get_parameter(wrapper_name)
             if parameter.shape != params[name].shape:
                 raise ValueError(
-                    f"{name} has shape {tuple(params[name].shape)}; this backbone and these settings need "
-                    f"{tuple(parameter.shape)}."
+                    f"{name} must have shape {tuple(parameter.shape)} for this backbone and these settings, got "
+                    f"{tuple(params[name].shape)}."
                 )
             parameter.copy_(params[name])
     return model
 
 
 def official_parameters(model: HMTWrapper) -> dict[str, nn.Parameter]:
-    """Return the memory parameters of a wrapper under their official names: the parameters themselves, not copies."""
+    """Return the memory parameters of a wrapper (not copies) by their official names."""
     parameters = dict(model.named_parameters())
     return {name: parameters[ours] for name, ours in OFFICIAL_NAMES.items() if ours in parameters}
 

@@ -1,3 +1,3 @@
-"""Classes of a backbone that transformers lacks, or None: `HMTConfig.save_pretrained` writes this file anew."""
+"""The classes of a custom backbone, or None. `HMTConfig.save_pretrained` rewrites this file."""
 
 CONFIG_CLASS = MODEL_CLASS = None

@@ -1,4 +1,4 @@
-"""How `generate` of transformers drives `HMTWrapper`: a state in place of a key/value cache."""
+"""Generation with `HMTWrapper`: an `HMTState` replaces the key/value cache."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .state_hmt import HMTState
 
 
 class HMTGenerationMixin(GenerationMixin):
-    """`GenerationMixin` whose cache is an `HMTState`."""
+    """A `GenerationMixin` whose cache is an `HMTState`."""
 
     def prepare_inputs_for_generation(
         self,
@@ -25,22 +25,22 @@ class HMTGenerationMixin(GenerationMixin):
         read_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """Give the whole prompt first (it may continue a `state`), then one new token at a time.
+        """Return the whole prompt first (which may continue a `state`), then one new token at a time.
 
-        What a call returned comes back as `state`, and from transformers 5.24 on as `cache`.
+        transformers passes the state of the previous call as `state`, and since 5.24 as `cache`.
         """
         state = state if cache is None else cache
         if is_first_iteration and state is not None and read_again:
             input_ids, attention_mask = unread(input_ids, attention_mask, state)
         if is_first_iteration and attention_mask is not None and not attention_mask[:, -1].all():
             raise ValueError(
-                "A row of attention_mask ends with padding, and generation would continue it. Remove rows that are all "
-                "padding, and pad on the left: tokenizer.padding_side = 'left'."
+                "`attention_mask` must end with a token in each row, got padding. Remove rows that are all padding, "
+                "and pad on the left: tokenizer.padding_side = 'left'."
             )
         if state is not None and not kwargs.get("use_cache", True):
             raise ValueError(
-                "use_cache is False, and generation continues a state: only a state can hold the generated tokens. "
-                "Leave use_cache at True, or generate from the whole text without a state."
+                "`use_cache` must be True to continue a state, got False. Leave use_cache at True, or generate from "
+                "the whole sequence without a state."
             )
         if state is not None and not is_first_iteration:
             input_ids, attention_mask = input_ids[:, -1:], None
@@ -48,17 +48,17 @@ class HMTGenerationMixin(GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs) -> Any:
-        """Raise: a repository's code would replace `generate`, although only the code of this model is trusted."""
+        """Raise OSError: the repository's code would replace `generate`, but only this model's code is trusted."""
         raise OSError(
             f"HMT does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and pass its "
             "function: model.generate(..., custom_generate=function)."
         )
 
     def init_continuous_batching(self, *args, **kwargs) -> Any:
-        """Raise: pages of keys and values do not hold a memory."""
+        """Raise NotImplementedError, because pages of keys and values cannot store a memory."""
         raise NotImplementedError(
-            "HMT does not support continuous batching: its memory is a state, and not pages of keys and values. Use "
-            "generate() with a padded batch, and start servers without --continuous-batching."
+            "HMT does not support continuous batching, because its memory is a state instead of pages of keys and "
+            "values. Use generate() with a padded batch, and start servers without --continuous-batching."
         )
 
     def _prepare_cache_for_generation(
@@ -73,17 +73,17 @@ class HMTGenerationMixin(GenerationMixin):
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate as in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
 
-        It has read everything but the last token of the sequences. Rows that end before others read padding until all
-        have ended: generate such rows one by one to continue their states. A beam search does not return a `state`:
-        its rows are beams, not the sequences.
+        This state has read all tokens of the sequences except the last. Rows that end early read padding until all
+        rows have ended; to continue their states, generate such rows one by one. Beam search does not return a
+        `state`, because its rows are beams, not sequences.
 
         Args:
-            args, kwargs: those of transformers, and `state`, an `HMTState` that the ids continue.
-            cache: an `HMTState` that has read the beginning of each row of the ids, which is not read again.
-            past_key_values: the former name of `cache`.
+            args, kwargs: as in transformers, and also `state`, an `HMTState` that the ids continue.
+            cache: an `HMTState` that has read the beginning of each row of the ids; this part is not read again.
+            past_key_values: the name of `cache` before transformers 5.24.
 
         Raises:
-            ValueError: both a `state` and a `cache`, or ids without a new token.
+            ValueError: both `state` and `cache` are given, or the ids do not contain a new token.
             TypeError: `cache` is not an `HMTState`.
         """
         mixin: Any = super()  # transformers hides the type of its mixin
@@ -113,15 +113,15 @@ class HMTGenerationMixin(GenerationMixin):
 
 
 def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) -> tuple[Tensor, Tensor | None]:
-    """Cut from the tokens of whole texts, (B, T), what a state has read; ValueError if nothing is left of a row."""
+    """Remove the tokens that a state has read from whole sequences (B, T); raise ValueError if a row becomes empty."""
     lengths = torch.tensor(state.lengths, device=input_ids.device)[:, None]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     counted = torch.ones_like(mask) if state.open_mask is not None else mask
     new = mask * (counted.cumsum(1) > lengths) if mask.shape == input_ids.shape else torch.zeros_like(mask)
     if not new.any(1).all():
         raise ValueError(
-            f"The cache has read {list(state.lengths)} tokens, and input_ids, of shape {tuple(input_ids.shape)}, holds "
-            "no more. It must hold the whole text of each row; to give new tokens only, pass state= in its place."
+            f"`input_ids` must contain more tokens than the cache has read, {list(state.lengths)}, got shape "
+            f"{tuple(input_ids.shape)}. Pass the whole sequence of each row, or only the new tokens and state=."
         )
     first = int(new.argmax(1).min())
     return input_ids[:, first:], None if attention_mask is None and new[:, first:].all() else new[:, first:]

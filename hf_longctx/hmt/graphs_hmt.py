@@ -1,8 +1,8 @@
 """CUDA graphs of the pass that ends a segment: `cuda_graphs` of `HMTConfig`.
 
-A segment takes some 700 launches, and on a GPU they take longer than the work. The passes that end the segments of a
-sequence have the same shapes, so the second one is captured, and all others are replayed with one launch. The replayed
-kernels are those of an eager pass, so the logits are equal. Passes of backbones that are read again stay eager.
+A segment takes about 700 kernel launches, so it is launch-bound. The passes that end the segments of a sequence have
+the same shapes, so the second one is captured, and all later ones are replayed with a single launch. A replay runs the
+kernels of an eager pass, so the logits are equal. With `reread=True`, passes stay eager.
 """
 
 import threading
@@ -18,29 +18,29 @@ from transformers import Cache
 from .caches_hmt import fork, tensors_of
 
 
-MAX_GRAPHS = 8  # each keeps the activations of one pass
-_ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of PEFT's layers
+MAX_GRAPHS = 8  # each graph retains the activations of one pass
+_ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters")  # attributes of PEFT's layers
 
 
 class PassGraph:
-    """A function of tensors, captured with inputs and outputs that stay where they are."""
+    """A captured function of tensors, with static inputs and outputs."""
 
     def __init__(self, function: Callable[..., list[Tensor]], inputs: list[Tensor]):
         self.inputs = [x.clone() for x in inputs]
         self.graph, self.outputs = record(function, self.inputs)
 
     def replay(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Compute the function with other inputs of the same shapes."""
+        """Compute the function for new inputs of the same shapes."""
         torch._foreach_copy_(self.inputs, inputs)
         self.graph.replay()
         return [x.clone() for x in self.outputs]
 
 
 def record(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Capture a function; return the graph and its outputs, which every replay overwrites."""
+    """Capture a function, and return the graph and its outputs, which every replay overwrites."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # libraries allocate their workspaces
+    with torch.cuda.stream(stream):  # warm-up: libraries allocate their workspaces
         function(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -50,22 +50,22 @@ def record(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> tuple
 
 
 def can_capture(x: Tensor) -> bool:
-    """Say whether passes over `x` can be captured: on a CUDA device, without gradients, autocast or a compiler."""
+    """Return whether passes over `x` can be captured: on a CUDA device, without gradients, autocast or a compiler."""
     if x.device.type != "cuda" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return not torch.is_autocast_enabled(x.device.type) and not torch.cuda.is_current_stream_capturing()
 
 
 class PassGraphs:
-    """The captured passes of a model, for each shape, thread and stream. The first pass of a shape is eager."""
+    """The captured passes of a model, by shape, thread and stream. The first pass of a shape is eager."""
 
     def __init__(self):
-        # None: computed once; False: cannot be captured
+        # None: one eager pass so far; False: cannot be captured
         self.graphs: OrderedDict[Hashable, PassGraph | bool | None] = OrderedDict()
         self.weights: Hashable = None
 
     def __deepcopy__(self, memo: dict) -> "PassGraphs":
-        """Make an empty object: a copy of the model has other weights."""
+        """Return an empty object, because a copy of the model has other weights."""
         return PassGraphs()
 
     def __reduce__(self) -> tuple:
@@ -73,7 +73,7 @@ class PassGraphs:
         return PassGraphs, ()
 
     def of(self, model: torch.nn.Module) -> "PassGraphs":
-        """Drop all graphs if the model computes with other tensors, modules, adapters or modes than they do."""
+        """Drop all graphs if the tensors, modules, adapters or modes of the model have changed since their capture."""
         tensors = tuple((x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers()))
         modules = tuple(
             (id(module), module.training, *(str(getattr(module, name, None)) for name in _ADAPTER_SWITCHES))
@@ -89,13 +89,14 @@ class PassGraphs:
     def run(
         self, function: Callable[..., tuple], key: Hashable, kv_cache: Cache | None, **given: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Compute function(**given, kv_cache=kv_cache), by a replay where the same has been computed before.
+        """Compute function(**given, kv_cache=kv_cache), by a replay if a pass of the same shapes was captured.
 
         Args:
-            function: returns logits or None, and hidden states. It must do the same for all inputs of one shape.
-            key: what else than the inputs decides what it computes.
-            kv_cache: is read, but not changed.
-            given: its arguments; those that are None are left out.
+            function: returns logits or None, and hidden states. It must launch the same kernels for all inputs of the
+                same shapes.
+            key: everything besides the inputs that decides which kernels it launches.
+            kv_cache: a cache to read; not changed.
+            given: arguments of `function`; None values are omitted.
         """
         names = [name for name, value in given.items() if value is not None]
         layers = [] if kv_cache is None else kv_cache.layers
@@ -129,11 +130,11 @@ class PassGraphs:
     def capture(
         self, function: Callable[..., list[Tensor]], inputs: list[Tensor], expected: list[Tensor]
     ) -> PassGraph | bool:
-        """Capture a function, or warn and return False if it cannot be, or a replay does not give what is expected."""
+        """Capture a function; warn and return False if this fails or a replay differs from the `expected` outputs."""
         try:
             graph = PassGraph(function, inputs)
             outputs = graph.replay(inputs)
-        except Exception as error:  # a backbone may wait for the GPU, which no capture can
+        except Exception as error:  # such as a backbone that synchronizes with the GPU
             warnings.warn(f"A pass was not captured as a CUDA graph, and stays eager: {error}", stacklevel=2)
             return False
         pairs = zip(outputs, expected)

@@ -1,6 +1,6 @@
 """The parameters that HMT adds to a backbone: `HMTMemory`.
 
-Symbols follow arXiv 2405.06067, sec. 3: d is the width of a memory embedding (that of an input embedding), h the
+Symbols follow arXiv 2405.06067, sec. 3: d is the width of a memory embedding (equal to an input embedding's), h the
 width of the recall projections, m the embeddings per memory, k the sensory tokens, L' the new tokens per segment.
 """
 
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 
-# With Wq = Wk = gain * I the scores start as gain^2 q.c / sqrt(h). Memories come out of the final norm with entries of
-# order 1, so q.c / sqrt(h) is about sqrt(d) * cosine: sharp enough to pick, soft enough to learn from.
+# With Wq = Wk = gain * I, the initial scores are gain^2 q.c / sqrt(h). Entries of memories are of order 1 after the
+# final norm, so q.c / sqrt(h) is about sqrt(d) * cosine: sharp enough to select a memory, soft enough for gradients.
 SIMILARITY_GAIN = 1.5
 
 
-# Scale-free scores start as log(1 + c) times cosines over this temperature: cosines over 0.1, among ten memories.
+# Initial scale-free scores are log(1 + c) times cosines over this temperature: cosines / 0.1 for ten memories.
 TEMPERATURE = 0.25
-# Share of an embedding's squared norm; a smaller difference from the mean is not scaled up to length one.
+# Fraction of an embedding's squared norm. Smaller squared differences from the mean are not scaled up to length one.
 FLOOR = 1e-4
 
 
@@ -30,15 +30,15 @@ class HMTMemory(nn.Module):
     Args:
         width: d.
         memory_tokens: m.
-        recall_dim: h, or None for a memory without recall, which has no projections.
-        single_pass: whether it belongs to the single-pass mode, which has a summary token without recall too, and
-            scale-free scores.
-        settings: returns the settings of the model. They travel with a PEFT adapter that holds the memory.
+        recall_dim: h. None: a memory without recall and its projections.
+        single_pass: whether the model uses the single-pass mode, which has scale-free scores, and a summary token even
+            without recall.
+        settings: returns the settings of the model. They are saved with a PEFT adapter that contains the memory.
 
-    Parameters: `initial` (m, d), the prompt of a first segment, which the single-pass mode reads without any;
-    `summary_token` (1, d), the paper's H^T, and what ends both parts of a segment in the single-pass mode; `wq`, `wk`
-    (h, d); `log_temperature` (1,), of scale-free scores. All are plain parameters, so that neither quantization nor
-    LoRA on "all linear layers" touches them.
+    Parameters: `initial` (m, d), the prompt of the first segment (paper mode only); `summary_token` (1, d), the
+    paper's H^T, which ends both parts of a segment in the single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,),
+    the temperature of scale-free scores. All are plain parameters, so that neither quantization nor LoRA on
+    "all linear layers" touches them.
     """
 
     def __init__(
@@ -60,11 +60,11 @@ class HMTMemory(nn.Module):
             self.wq = nn.Parameter(torch.empty(recall_dim, width))
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
             if single_pass:
-                self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 takes no scalars
+                self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 does not support scalars
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Load the weights that accelerate has offloaded, which its hook does only in a call of `forward`."""
+        """Load the weights that accelerate has offloaded; its hook only does so around a call of `forward`."""
         hook: Any = self._hf_hook
         hook.pre_forward(self)
         try:
@@ -73,31 +73,31 @@ class HMTMemory(nn.Module):
             hook.post_forward(self, None)
 
     def get_extra_state(self) -> Tensor:
-        """Return the settings of the model as the bytes of JSON, (n,), uint8."""
+        """Return the settings of the model as JSON bytes, (n,), uint8."""
         return torch.tensor(list(json.dumps(self.settings()).encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Compare the settings that came with weights with those of this model; raise ValueError if they differ."""
+        """Raise ValueError if the settings saved with the weights differ from the settings of this model."""
         saved, own = json.loads(bytes(state.tolist())), self.settings()
         differing = {name: value for name, value in saved.items() if own.get(name) != value}
         if differing:
             raise ValueError(
-                f"These weights of a memory were trained with {differing}, and this model has "
-                f"{ {name: own.get(name) for name in differing} }. Load them into a model with their settings; some may "
-                "be changed afterwards, in model.config."
+                f"The memory weights were trained with {differing}, and this model has "
+                f"{ {name: own.get(name) for name in differing} }. Load them into a model with their settings; some "
+                "settings can be changed afterwards in model.config."
             )
 
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
         """Score memory embeddings before the softmax, (B, c) in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
 
-        Free of scale, in the single-pass mode: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x) is x
-        less the `origin`, at length one.
+        The single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x)
+        is x - origin, normalized.
 
         Args:
             query: as in `recall`.
             bank: as in `recall`.
-            origin: the mean of all memories of a row, (B, 1, d).
-            count: their number, (B,).
+            origin: mean of all memories of a row, (B, 1, d).
+            count: number of memories of a row, (B,).
         """
         with torch.autocast(query.device.type, enabled=False):
             wide = torch.promote_types(bank.dtype, torch.float32)
@@ -107,7 +107,7 @@ class HMTMemory(nn.Module):
                 factor = count.to(wide).log1p()[:, None, None] * (-self.log_temperature.to(wide)).exp()
             else:
                 factor = wq.shape[0] ** -0.5
-            # (q Wq^T) Wk: h * d products in total, where keys would cost h * d for each memory
+            # (q Wq^T) Wk costs h * d products in total; keys would cost h * d for each memory
             return (query @ wq.mT @ wk * factor @ bank.mT).squeeze(1)
 
     def recall(
@@ -115,20 +115,20 @@ class HMTMemory(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Attend to the remembered segments (paper, sec. 3.2): softmax(scores) C.
 
-        Hidden states of a pretrained backbone have most of their length in common, and their length differs between
-        backbones: hence the scale-free scores. The logarithm of the number of memories in them lets the best one keep
-        its weight with more memories than in training (arXiv 2501.19399, eq. 2).
+        Scores are scale-free because hidden states of a pretrained backbone share a large common component, and their
+        norm differs between backbones. The logarithm of the number of memories preserves the weight of the best memory
+        when there are more memories than in training (arXiv 2501.19399, eq. 2).
 
         Args:
-            query: summary of the segment that recalls, (B, 1, d).
+            query: summary of the current segment, (B, 1, d).
             bank: memory embeddings C, oldest first, (B, c, d).
-            valid: False where a row has no such memory, (B, c), bool.
-            origin: that of all memories, as in `scores`, where `bank` has only some of them.
-            count: likewise.
+            valid: False where a row does not have that memory, (B, c), bool.
+            origin: as in `scores`; needed if `bank` does not contain all memories.
+            count: as in `scores`; needed if `bank` does not contain all memories.
 
         Returns:
-            prompt (B, 1, d) in bank.dtype, scores (B, c) in at least fp32, 0 where not valid. Both are 0 in a row
-            without any memory.
+            The prompt, (B, 1, d), in bank.dtype, and scores, (B, c), in at least fp32, 0 where not valid. Both are 0
+            in a row without memories.
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
@@ -141,7 +141,7 @@ class HMTMemory(nn.Module):
 
 
 def memory_dtype(model: Any) -> torch.dtype:
-    """Return the dtype of the memories of a wrapper, that of its token embeddings."""
+    """Return the dtype of a wrapper's memories, which is the dtype of its token embeddings."""
     return model.get_input_embeddings().weight.dtype
 
 
@@ -152,15 +152,15 @@ def mean_memory(
 
     Args:
         bank, valid: as in `HMTMemory.recall`.
-        total: the sum of those that are not in `bank`, (B, 1, d).
-        count: their number, (B,).
+        total: sum of the memories outside `bank`, (B, 1, d).
+        count: number of memories outside `bank`, (B,).
     """
     total, count = total + (bank * valid[..., None]).sum(1, keepdim=True), count + valid.sum(1)
     return total / count.clamp(min=1)[:, None, None], count
 
 
 def normalize(x: Tensor, origin: Tensor) -> Tensor:
-    """Scale `x` less `origin` to length one, or less where hardly anything of x is left."""
+    """Normalize `x - origin` to length one, or less where the difference is tiny compared with x."""
     rest = x - origin
     return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
 

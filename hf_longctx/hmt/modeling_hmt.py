@@ -1,23 +1,23 @@
 """Hierarchical Memory Transformer (HMT): segment recurrence with memory recall around any causal LM.
 
 He et al., "HMT: Hierarchical Memory Transformer for Long Context Language Processing", arXiv 2405.06067. A sequence is
-cut into segments of L' new tokens. Every segment is one short pass of the backbone over
+split into segments of L' new tokens. Each segment is one short pass of the backbone over
 
     [prompt, the last k tokens of the previous segment, the segment's tokens, prompt]
 
 and the hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is
 recalled from the memories so far: a *summary pass* over its first j tokens gives a query that attends to them. Cost
 grows linearly with the sequence, and an `HMTState` of fixed size carries everything from segment to segment.
-Retrievers decide what a segment gets from those before it (`retriever_hmt.py`).
+Retrievers decide what a segment gets from the previous ones (`retriever_hmt.py`).
 
-`recall_mode="paper"` does exactly this (`paper_hmt.py`). But a prompt that depends on the first j tokens then stands
-*before* them: the model sees a summary of the very tokens it is asked to predict. Its scores on them are too good, and
-it cannot generate them. `score_from=config.summary_length` leaves those tokens out of the loss.
+`recall_mode="paper"` does exactly this (`paper_hmt.py`). However, the prompt depends on the first j tokens and is read
+*before* them, so the model sees a summary of the tokens that it predicts. Its scores on them are too good, and it
+cannot generate them. `score_from=config.summary_length` excludes these tokens from the loss.
 `recall_mode="single_pass"` (default) reads every position once, with the recall in the middle (`single_pass_hmt.py`).
 
-Padding: except in the paper mode, each row has segment boundaries of its own, and is read, scored and continued as if
-it stood alone (`packing_hmt.py`). The paper mode reads padding where it stands: it keeps the memories of padding and
-shows padded sensory tokens, as the official code does.
+Padding: except in the paper mode, each row has its own segment boundaries, and padding does not change its results
+(`packing_hmt.py`). The paper mode reads padding in place: it stores memories of padding and reads padded sensory
+tokens, as the official code does.
 """
 
 import math
@@ -60,20 +60,20 @@ from .state_hmt import HMTState, join_rows
 
 @dataclass
 class HMTOutput(ModelOutput):
-    """Output of `HMTWrapper`; `recall_*` and `memories` need `output_recall=True`.
+    """Output of `HMTWrapper`. `recall_*` and `memories` need `output_recall=True`.
 
     Attributes:
-        loss: scalar, with labels.
-        logits: (B, T, V), or those of `logits_to_keep`; 0 on padding.
-        state: `HMTState` after the last token, with `use_cache=True`.
-        recall_scores: for each segment the recall weights (B, c) over the memories, oldest first (those in the
-            recalled pages, then the latest), 0 for a memory that a row does not have; None for a segment without a
-            recall (the first one, or one whose query is not complete).
+        loss: scalar, returned with labels.
+        logits: (B, T, V), or the logits selected by `logits_to_keep`; 0 on padding.
+        state: `HMTState` after the last token, returned with `use_cache=True`.
+        recall_scores: for each segment, the recall weights (B, c) of the memories, oldest first (first from recalled
+            pages, then the latest), 0 for a memory that a row does not have; None for a segment without a recall (the
+            first segment, or one with an incomplete query).
         recall_ends: like `recall_scores`, long: number of tokens of the sequence up to the end of each memory.
         recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0: no recall.
-        memories: the memory embeddings made in this call, each (B, m, d), 0 in a row without.
-        cache: the state, under transformers' name for a cache.
-        past_key_values: the state, under the former name.
+        memories: memory embeddings made in this call, each (B, m, d), 0 in a row that made none.
+        cache: the state, under transformers' name of the cache.
+        past_key_values: the state, under the name before transformers 5.24.
     """
 
     loss: Tensor | None = None
@@ -88,11 +88,11 @@ class HMTOutput(ModelOutput):
 
     @property
     def past_key_values(self) -> HMTState | None:
-        """The state, under the name that transformers had before 5.24."""
+        """The state, under the name before transformers 5.24."""
         return self.state
 
     def add_reports(self, reports: list[Report], chunks: list[Chunk], segment_length: int) -> None:
-        """Add the recalls and memories of a call."""
+        """Set the fields about recalls and memories."""
         batch, recalls, memories = len(chunks[0].rows), [], []
         for chunk in chunks:
             of_chunk = [report for report in reports if report.n == chunk.n]
@@ -114,15 +114,15 @@ class HMTOutput(ModelOutput):
         self.segment_length = segment_length
 
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
-        """List what each segment of the call recalled most, as (tokens of the text, weight), strongest first.
+        """List the top recalls of each segment of the call as (range of tokens in the sequence, weight), best first.
 
-        The tokens are a range; the list is empty for a segment without a recall.
+        The list of a segment without a recall is empty.
 
         Raises:
-            ValueError: the call was made without `output_recall=True`.
+            ValueError: the call did not use `output_recall=True`.
         """
         if self.recall_scores is None or self.recall_ends is None or self.segment_length is None:
-            raise ValueError("The output holds no recall scores; call the model with output_recall=True.")
+            raise ValueError("The output does not contain recall scores. Call the model with output_recall=True.")
         listed = []
         for scores, ends in zip(self.recall_scores, self.recall_ends):
             pairs = [] if scores is None else zip(ends[row].tolist(), scores[row].tolist())
@@ -135,22 +135,22 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     """A causal LM with sensory, short-term and long-term memory. Build one with `from_backbone`.
 
     Args:
-        config: `HMTConfig`.
-        backbone: a causal LM (or PEFT model around one); by default built, untrained, from `config.backbone_config`.
+        config: an `HMTConfig`.
+        backbone: a causal LM, or a PEFT model around one (default: an untrained model of `config.backbone_config`).
 
     Raises:
-        TypeError, ValueError: the backbone does not fit (`Backbone`, `HMTConfig.check`).
+        TypeError, ValueError: the backbone is not supported (`Backbone`, `HMTConfig.check`).
     """
 
     config: HMTConfig
     base_model_prefix = ""
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    reads_in_segments = True  # so the backbone's position limit is one for a segment, not for the input
+    reads_in_segments = True  # the backbone's maximum number of positions limits a segment, not the input
     _keep_in_fp32_modules_strict = [r"^memory\."]
-    _keys_to_ignore_on_save = ["memory._extra_state"]  # is in config.json; only adapters need it
+    _keys_to_ignore_on_save = ["memory._extra_state"]  # in config.json already; only adapters need it
     _keys_to_ignore_on_load_missing = [r"memory\._extra_state"]
-    _is_stateful = True  # no assisted generation: a state cannot forget its last tokens
+    _is_stateful = True  # disables assisted generation, because a state cannot be cropped
     _supports_sdpa = True  # the backbone checks its attention implementation itself
     _supports_flash_attn = True
     _supports_flex_attn = True
@@ -161,7 +161,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if backbone is None:
             if config.backbone_config is None:
                 raise ValueError(
-                    "HMTConfig has no backbone_config. Use HMTWrapper.from_backbone(model_or_name, config)."
+                    "`config.backbone_config` must be set, got None. Use HMTWrapper.from_backbone(model_or_name, "
+                    "config)."
                 )
             config.check()
             custom = custom_model_class(config.backbone_config)
@@ -185,24 +186,24 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         self._versions = lm.versions()
         quantizer: Any = getattr(lm.model, "hf_quantizer", None)
         if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.BITS_AND_BYTES:
-            # whose layers have the names of ordinary ones, so that a checkpoint of the wrapper can hold them
+            # its layers have the names of ordinary ones, so a checkpoint of the wrapper can contain them
             self.hf_quantizer, config.quantization_config = quantizer, quantizer.quantization_config
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
-            for module in backbone.modules():  # loaded already, or set up by PEFT: not to be initialised again
+            for module in backbone.modules():  # loaded, or set up by PEFT: do not initialize again
                 module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
         self.settle_layout()
 
     @property
     def retriever(self) -> Retrievers:
-        """What gives a segment the memory of those before it."""
+        """The retrievers, which give a segment the memory of the previous ones."""
         return build_retrievers(self.config, self.memory, self.lm.embed)
 
     def settle_layout(self) -> None:
-        """Decide `config.reread` where it is None, else raise ValueError if the backbone cannot be read so.
+        """Set `config.reread` if it is None; otherwise, raise ValueError if the backbone does not support its value.
 
-        Without weights, such as on the meta device, nothing is decided yet.
+        Without weights, such as on the meta device, this does nothing.
         """
         config = self.config
         if not config.single_pass or not self.lm.has_data:
@@ -214,10 +215,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             self.lm.check_hides(positions, self.lm.cuts(positions))
 
     def initialize_weights(self) -> None:
-        """Initialise the backbone as a model of its own first, then what is left.
+        """Initialize the backbone as a standalone model first, then the memory.
 
-        transformers passes over modules without parameters in a model whose code is not its own, and with them over
-        buffers that they fill for their children, such as `mup_vector` of Falcon-H1.
+        In custom models, transformers skips modules without parameters, and with them buffers that they set in their
+        children, such as `mup_vector` of Falcon-H1.
         """
         if isinstance(self.backbone, PreTrainedModel):
             self.backbone.initialize_weights()
@@ -227,20 +228,20 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, HMTMemory):
             return super()._init_weights(module)
-        std = self.lm.embedding_std()  # prompts stand among token embeddings, so they start at the same scale
+        std = self.lm.embedding_std()  # prompts are read among token embeddings, so they start at the same scale
         similarity = self.config.recall_init == "similarity"
         for name in ("initial", "summary_token"):
             if hasattr(module, name):
                 init.normal_(getattr(module, name), std=std)
         if similarity and hasattr(module, "initial") and hasattr(module, "summary_token"):
-            # so that the summary of j tokens equals the memory they would leave as a segment
+            # so that the summary of j tokens equals the memory of a segment of these tokens
             init.copy_(module.summary_token, module.initial)
         if self.config.recall:
             gain = SIMILARITY_GAIN
             if module.single_pass:
                 gain = 1
                 init.constant_(module.log_temperature, math.log(TEMPERATURE))
-            bound = module.wq.shape[1] ** -0.5  # the start of nn.Linear
+            bound = module.wq.shape[1] ** -0.5  # as in nn.Linear
             for projection in (module.wq, module.wk):
                 init.uniform_(projection, -bound, bound)
                 if similarity:
@@ -264,39 +265,40 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         past_key_values: HMTState | None = None,
         **kwargs,
     ) -> HMTOutput:
-        """Read tokens, from the start of a sequence or from where `state` stopped.
+        """Read tokens from the start of a sequence, or continue after `state`.
 
         Args:
             input_ids: (B, T), long.
-            attention_mask: (B, T), 0 on padding, which gets zeros as logits. Padding may stand on either side, and
-                with a state a row may have no token in a call. In the paper mode padding stands on the left.
-            labels: (B, T), usually the input_ids, -100 where not scored; shifted here. The first token of a row in a
-                call has no prediction.
-            state: `HMTState` of an earlier call. Any chunking gives the result of one call, but in the paper mode a
-                chunk may not end within the first j tokens of a segment. If a backward pass has gone through the
-                earlier call, pass `state.detach()`: its graph is freed.
-            use_cache: return the state. Default: True with a state, else False.
-            logits_to_keep: number of the last positions that get logits, 0 for all, or positions, a long tensor (n,).
-                The loss is that of all labels. With 1, memory does not grow with T times the vocabulary, unless
-                training runs without gradient checkpointing, and there is a neural cache or a head that is not a
-                plain linear layer.
-            score_from: score only predictions made at this position of their segment or later.
+            attention_mask: (B, T), 0 on padding, where logits are 0. Padding may be on either side; with a state, a
+                row may contain only padding. The paper mode needs padding on the left.
+            labels: (B, T), usually the input_ids, -100 where not scored; shifted here. The first token of a row in
+                each call is not predicted.
+            state: `HMTState` of an earlier call. Any chunking gives the result of one call. In the paper mode, a
+                chunk must not end within the first j tokens of a segment. After a backward pass through the earlier
+                call, pass `state.detach()`, because its graph is freed.
+            use_cache: return the state (default: True with a state, otherwise False).
+            logits_to_keep: number of last positions with logits, 0 for all, or positions, a long tensor (n,). The
+                loss still includes all labels. With 1, memory does not grow with T times the vocabulary. The
+                exception is training without gradient checkpointing, if there is a neural cache or a head that is not
+                a plain linear layer.
+            score_from: score only predictions from this position of their segment on.
             output_recall: return recall scores, distances and memories.
-            num_items_in_batch: scored labels in the whole batch, over devices and accumulation steps (from `Trainer`).
+            num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps (from
+                `Trainer`).
             cache: another name of `state`, as in transformers.
-            past_key_values: its name before transformers 5.24.
+            past_key_values: another name of `state`, as in transformers before 5.24.
 
         Returns:
-            `HMTOutput`.
+            An `HMTOutput`.
 
         Raises:
-            ValueError: empty or badly shaped input, padding that cannot be handled exactly, a state of another model,
-                an argument that is not used.
+            ValueError: the input is empty or has a wrong shape, padding cannot be handled exactly, the state is from
+                another model, or an argument is not supported.
         """
         cache = same_state(cache, past_key_values)
         if cache is not None:
             state = same_state(state, cache)
-            if attention_mask is not None and input_ids is not None:  # transformers' mask is that of the whole text
+            if attention_mask is not None and input_ids is not None:  # transformers' mask covers the whole sequence
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
         self._check_settings()
@@ -348,22 +350,22 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return result
 
     def _logits(self, outputs: list[PassOutput], packed: PackedSegments, first: int, input_ids: Tensor) -> Tensor:
-        """Put the logits of all passes at the places of the call, (B, T - first, V)."""
+        """Arrange the logits of all passes by the positions of the call, (B, T - first, V)."""
         pieces: list[list[Tensor]] = [[] for _ in input_ids]
         for output in sorted(outputs, key=lambda output: output.order):
             for row, logits in zip(output.rows, output.logits):
                 pieces[row].append(logits)
         like = next((piece for row in pieces for piece in row), None)
-        if like is None:  # padding alone was asked for
+        if like is None:  # the requested positions are all padding
             like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
         return packed.unpack(pieces, first, input_ids.shape[1], like)
 
     def _check_settings(self) -> None:
-        """Raise an error for settings that have changed since the parameters were made, and do not fit them."""
+        """Raise an error for settings that have changed since the model was built and do not match its parameters."""
         if getattr(self, "_is_replica", False):
             raise NotImplementedError(
-                "torch.nn.DataParallel copies HMTWrapper to other devices without what refers to its backbone. Start one "
-                "process for each GPU (torchrun, accelerate launch), or let the program see one GPU: CUDA_VISIBLE_DEVICES=0."
+                "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
+                "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
             )
         config, memory, lm = self.config, self.memory, self.lm
         config.check(lm.positions)
@@ -379,9 +381,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         for name, (now, built) in shapes.items():
             if now != built:
                 raise ValueError(
-                    f"config.{name} is {getattr(config, name)!r}, and this model was built with another value, which needs "
-                    "other parameters. Build a new one: HMTWrapper.from_backbone(model.backbone, config); or set it when "
-                    f"the checkpoint is loaded: HMTWrapper.from_pretrained(folder, {name}=...)."
+                    f"config.{name} is {getattr(config, name)!r}, but this model was built with another value, which "
+                    "needs different parameters. Build a new model, HMTWrapper.from_backbone(model.backbone, "
+                    f"config), or set the value when loading, HMTWrapper.from_pretrained(folder, {name}=...)."
                 )
 
     def _targets(
@@ -392,11 +394,11 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Args:
             labels: (B, T).
             mask: (B, T), bool, or None without padding.
-            state: before the call.
+            state: state before the call.
             score_from: as in `forward`.
 
         Returns:
-            the targets; how many are scored; how many are labelled.
+            The targets, the number of scored labels, and the number of all labels.
         """
         length, token_mask = self.config.segment_length, torch.ones_like(labels, dtype=torch.bool)
         if mask is not None and state.open_mask is None:
@@ -417,7 +419,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def _mean_loss(
         self, layout: Segments, n_scored: Tensor, n_labelled: Tensor, num_items_in_batch: Tensor | int | None
     ) -> Tensor:
-        """Return the mean cross entropy of the scored labels; with `num_items_in_batch` this call's share of it."""
+        """Return the mean cross entropy of the scored labels; with `num_items_in_batch`, this call's share of it."""
         losses = layout.losses
         if layout.scored:
             hidden, targets = map(torch.cat, zip(*layout.scored))
@@ -439,15 +441,15 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def new_state(
         self, batch_size: int = 1, page_file: str | Path | None = None, device: torch.device | str | None = None
     ) -> HMTState:
-        """Make the state before the first token. Calls without a state make it themselves.
+        """Make the state before the first token. Calls without a state make one.
 
         Args:
             batch_size: B.
-            page_file: a file for the pages, instead of CPU memory. It is overwritten.
-            device: default: that of the model.
+            page_file: file for the pages, instead of CPU memory. It is overwritten.
+            device: device of the state (default: the model's device).
 
         Raises:
-            ValueError: a page file for a model without pages; no rows.
+            ValueError: `page_file` is given for a model without pages, or `batch_size` is below 1.
         """
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
@@ -462,14 +464,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Callable = checkpoint, every_n_layers: int = 1
     ) -> None:
-        """Checkpoint whole segments. For the layers within them too, enable it on `model.backbone`."""
+        """Enable checkpointing of whole segments. To checkpoint the layers too, enable it on `model.backbone`."""
         if every_n_layers != 1:
-            raise ValueError("HMTWrapper checkpoints segments, not layers; leave every_n_layers at 1.")
+            raise ValueError(
+                f"`every_n_layers` must be 1, got {every_n_layers}. HMTWrapper checkpoints segments, not layers."
+            )
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
         if enable and reentrant and self.config.single_pass:
             raise ValueError(
-                "use_reentrant=True loses the gradients of the keys and values between the passes of a segment; pass "
-                "gradient_checkpointing_kwargs={'use_reentrant': False}."
+                "`use_reentrant` must be False, got True, which loses the gradients of the keys and values between the "
+                "passes of a segment. Pass gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func
@@ -500,17 +504,17 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         revision: str | None = None,
         **kwargs,
     ) -> "HMTWrapper":
-        """Wrap a causal LM; the memory parameters start untrained, in float32 around a backbone of less.
+        """Wrap a causal LM. The memory parameters are untrained, and in float32 if the backbone is in half precision.
 
         Args:
-            backbone: a model (which is used, not copied), or the name or path of one.
-            config: `HMTConfig`, copied; default `HMTConfig()`.
-            revision: that of the backbone on the Hub.
-            kwargs: for `AutoModelForCausalLM.from_pretrained`, when a name or path is given.
+            backbone: a model (used, not copied), or the name or path of one.
+            config: an `HMTConfig`, which is copied (default: `HMTConfig()`).
+            revision: revision of the backbone on the Hub.
+            kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for a name or path.
 
         Raises:
-            TypeError: a backbone that is not a causal LM of transformers.
-            ValueError: kwargs for a model; a backbone or a configuration that does not fit.
+            TypeError: the backbone is not a causal LM of transformers.
+            ValueError: kwargs are given with a model, or the backbone or the configuration is not supported.
         """
         config = HMTConfig() if config is None else deepcopy(config)
         if not isinstance(backbone, str | Path):
@@ -525,33 +529,33 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return model.train(backbone.training)
 
     def save_pretrained(self, save_directory: str | Path, *args, state_dict: dict | None = None, **kwargs) -> None:
-        """Save configuration and weights; with `config.backbone_in_checkpoint=False` the memory's weights only.
+        """Save configuration and weights; with `config.backbone_in_checkpoint=False`, only the memory's weights.
 
         Raises:
-            ValueError: the checkpoint would have to point to the backbone, and `config.backbone_name_or_path` is not
-                set, or the backbone's weights have changed.
-            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or quantized by
+            ValueError: `config.backbone_in_checkpoint` is False, and `config.backbone_name_or_path` is not set or the
+                backbone's weights have changed.
+            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or is quantized by
                 another library than bitsandbytes.
         """
         weights = self.state_dict() if state_dict is None else state_dict
         if not self.config.backbone_in_checkpoint:
             if self.config.backbone_name_or_path is None:
                 raise ValueError(
-                    "backbone_in_checkpoint is False, and config.backbone_name_or_path does not say where the "
-                    "backbone is. Set it, or set backbone_in_checkpoint=True."
+                    "`config.backbone_name_or_path` must be set with backbone_in_checkpoint=False, got None. Set it, "
+                    "or set backbone_in_checkpoint=True."
                 )
             changed = [n for n, version in self.lm.versions().items() if version > self._versions.get(n, 0)]
-            if changed and self.lm.model is self.backbone:  # adapters of PEFT are saved apart
+            if changed and self.lm.model is self.backbone:  # PEFT saves adapters separately
                 raise ValueError(
-                    f"backbone_in_checkpoint is False, and {len(changed)} parameters of the backbone, such as "
-                    f"{changed[0]}, have changed since it was wrapped, and the checkpoint would lose that. Set "
-                    "config.backbone_in_checkpoint=True, or freeze the backbone: model.backbone.requires_grad_(False)."
+                    f"backbone_in_checkpoint=False would lose changes in {len(changed)} parameters of the backbone "
+                    f"since it was wrapped, such as {changed[0]}. Set config.backbone_in_checkpoint=True, or freeze "
+                    "the backbone: model.backbone.requires_grad_(False)."
                 )
             weights = {name: value for name, value in weights.items() if name.startswith("memory.")}
         elif self.lm.model is not self.backbone:
             raise NotImplementedError(
                 "The backbone is a PEFT model. Merge it (backbone.merge_and_unload()) before wrapping, wrap first and "
-                "then call get_peft_model(wrapper, ...), or save its adapters apart and set "
+                "then call get_peft_model(wrapper, ...), or save its adapters separately and set "
                 "config.backbone_in_checkpoint=False."
             )
         elif getattr(self.lm.model, "hf_quantizer", None) is not None and getattr(self, "hf_quantizer", None) is None:
@@ -571,21 +575,20 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone_trust_remote_code: bool = False,
         **kwargs,
     ) -> "HMTWrapper":
-        """Load a checkpoint; if it points to a backbone, load that first.
+        """Load a checkpoint, and the backbone that it refers to if it contains only the memory.
 
-        The arguments are the same as in transformers.
+        The arguments are the same as in transformers. `trust_remote_code` applies to this checkpoint, which includes
+        the code of a FoX backbone. Code in the backbone's repository runs only with `backbone_trust_remote_code=True`.
 
-        With `output_loading_info=True`, the loading info of a pointer is that of the backbone, under the backbone's
-        own parameter names; the memory's weights must be complete. `trust_remote_code` holds for this checkpoint,
-        where the code of a FoX is saved too; code in the repository of the backbone runs only with
-        `backbone_trust_remote_code=True`.
+        With `output_loading_info=True` and a checkpoint of only the memory, the loading info describes the backbone,
+        under its own parameter names; the memory's weights must be complete.
 
         Raises:
-            ValueError: settings and a configuration object are given, the checkpoint is not an HMT, or the backbone
-                has its own code.
+            ValueError: settings and a configuration object are both given, the checkpoint is not an HMT, or the
+                backbone has custom code.
         """
         path = pretrained_model_name_or_path
-        hmt_config: Any = config  # remote code has an HMTConfig of its own
+        hmt_config: Any = config  # Any, because remote code has its own HMTConfig
         hub_names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
         hub = {name: kwargs[name] for name in hub_names if name in kwargs}
         settings = {k: v for k, v in kwargs.items() if k in HMTConfig.__dataclass_fields__ and k != "dtype"}
@@ -593,21 +596,22 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             hmt_config = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
-                f"{sorted(settings)} came with a config object. Set them in that config, or leave the config out: they "
-                "then change the saved one."
+                f"{sorted(settings)} cannot be combined with a config object. Set them in the config, or leave the "
+                "config out to change the saved one."
             )
         if hmt_config.backbone_in_checkpoint:
             loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
             model: HMTWrapper = loaded[0] if isinstance(loaded, tuple) else loaded
             model.settle_layout()
             return loaded
-        # of this checkpoint: AutoModel hands on the commit and the adapter arguments too
+        # arguments that apply to this checkpoint; AutoModel passes the commit and adapter arguments too
         hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
         hmt_names |= {"adapter_kwargs", "_commit_hash"}
         backbone_kwargs = {name: value for name, value in kwargs.items() if name not in hmt_names}
-        # AutoModel keeps its argument attn_implementation in the config
+        # AutoModel stores its argument attn_implementation in the config
         backbone_kwargs.setdefault("attn_implementation", hmt_config._attn_implementation)
-        if getattr(hmt_config, "quantization_config", None) is not None:  # it is read as it was when this was saved
+        # load the backbone as it was when this was saved
+        if getattr(hmt_config, "quantization_config", None) is not None:
             backbone_kwargs.setdefault("quantization_config", hmt_config.quantization_config)
         backbone_kwargs |= {"revision": hmt_config.backbone_revision, "trust_remote_code": backbone_trust_remote_code}
         loader = custom_model_class(hmt_config.backbone_config) or AutoModelForCausalLM
@@ -617,19 +621,19 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(
-                f"The backbone {hmt_config.backbone_name_or_path!r} has code of its own, and trust_remote_code applies to "
-                "this checkpoint only. Read that code, then pass backbone_trust_remote_code=True."
+                f"The backbone {hmt_config.backbone_name_or_path!r} has custom code, and trust_remote_code only "
+                "applies to this checkpoint. Read that code, then pass backbone_trust_remote_code=True."
             ) from error
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
-        hmt_config.name_or_path = str(path)  # as in transformers; PEFT looks for the base of an adapter there
+        hmt_config.name_or_path = str(path)  # as in transformers; PEFT reads the base model of an adapter from it
         model = cls.from_backbone(backbone, hmt_config)
         weights = load_file(str(cached_file(path, "model.safetensors", **hub)))
         settings = {"_extra_state": model.memory.get_extra_state()}
         weights = {name.removeprefix("memory."): value for name, value in weights.items()}
         model.memory.load_state_dict(weights | settings)
-        with suppress(OSError):  # without a saved generation config the backbone's stays
+        with suppress(OSError):  # without a saved generation config, use the backbone's
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
-        if loading_info:  # asked for by output_loading_info
+        if loading_info:  # with output_loading_info=True
             return model.eval(), *loading_info  # ty: ignore[invalid-explicit-return] - as transformers does
         return model.eval()
 

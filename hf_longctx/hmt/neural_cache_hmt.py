@@ -1,13 +1,13 @@
 """The neural cache of remembered tokens: `neural_cache_weight` of `HMTConfig`.
 
 A remembered token is likely to occur again after a similar context (Grave, Joulin and Usunier, arXiv 1612.04426, eq.
-3 to 5; unbounded: arXiv 1711.02604). Each token x_{i+1} of the remembered segments has a
-key, the last hidden state h_i from which it was predicted, at length one. With the last hidden state h_t
+3 to 5; unbounded: arXiv 1711.02604). The key of each token x_{i+1} of the remembered segments is the normalized last
+hidden state h_i from which it was predicted. With the last hidden state h_t:
 
     p(w) = (1 - weight) p_LM(w) + weight p_cache(w)
     p_cache(w) ~ sum over all i with x_{i+1} = w of exp(SHARPNESS cos(h_t, h_i))
 
-The cache needs neither positions of the backbone nor training. Gradients reach h_t, but not the keys.
+The cache works without training and without positions of the backbone. Gradients reach h_t, but not the keys.
 """
 
 import math
@@ -21,13 +21,13 @@ from .configuration_hmt import HMTConfig
 from .retriever_hmt import Retriever, Segment, register_retriever, remember
 
 
-SHARPNESS = 30  # theta; of 10 to 60 the best for SmolLM2-135M on Moby Dick
-SCORES_AT_ONCE = 2**24  # numbers
+SHARPNESS = 30  # theta; the best value from 10 to 60 for SmolLM2-135M on Moby Dick
+SCORES_AT_ONCE = 2**24  # maximum number of scores in memory
 
 
 @register_retriever("neural_cache")
 class NeuralCacheRetriever(Retriever):
-    """Remembers the tokens of the latest `memory_size` segments and their keys, and mixes their vote into the logits.
+    """A neural cache of the tokens of the latest `memory_size` segments, mixed into the logits.
 
     Memory: `keys` (B, c, L' - 1, d), `ids` (B, c, L') and `ends` (B, c).
     """
@@ -36,11 +36,11 @@ class NeuralCacheRetriever(Retriever):
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Say whether the cache has a weight."""
+        """Return whether `neural_cache_weight` is set."""
         return config.neural_cache_weight is not None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
-        """Return a cache without entries."""
+        """Return an empty cache."""
         length = self.config.segment_length
         ends = torch.zeros(rows, 0, dtype=torch.long, device=like.device)
         keys = like.new_zeros(rows, 0, length - 1, like.shape[-1])
@@ -53,7 +53,7 @@ class NeuralCacheRetriever(Retriever):
         return remember(state, segment, self.config.memory_size, keys=keys, ids=segment.ids[:, None])
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Mix the vote of the remembered tokens into the logits (B, n, V). A row without memories keeps its own."""
+        """Mix the cache's distribution into the logits (B, n, V); rows without memories do not change."""
         keys = state["keys"]
         if not keys.shape[1]:
             return logits
@@ -63,7 +63,7 @@ class NeuralCacheRetriever(Retriever):
             return torch.cat([self.mix_piece(state, *piece) for piece in pieces], 1)
 
     def mix_piece(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Mix the vote into as many logits as `SCORES_AT_ONCE` allows."""
+        """Mix the cache's distribution into one chunk of the logits."""
         weight, dtype, there = self.config.neural_cache_weight, logits.dtype, state["ends"] > 0
         assert weight is not None
         logits = logits.to(torch.promote_types(dtype, torch.float32))
@@ -78,7 +78,7 @@ class NeuralCacheRetriever(Retriever):
 
 
 def keys_of(hidden: Tensor) -> Tensor:
-    """Scale hidden states (..., d) to length one, in fp32 at least."""
+    """Normalize hidden states (..., d) to length one, in at least fp32."""
     return F.normalize(hidden.to(torch.promote_types(hidden.dtype, torch.float32)), dim=-1)
 
 

@@ -1,8 +1,8 @@
-"""Rows of unequal length: each row has segment boundaries of its own, and is read as if it stood alone.
+"""Rows of unequal length: each row has its own segment boundaries, and gives the result of that row alone.
 
-The tokens of a call are moved to the left of each row, behind its sensory tokens and its open segment, and padding to
-the right. There a causal backbone never sees it, with or without an attention mask, be it attention, a recurrence or a
-convolution. `PackedSegments` holds the tokens, `Chunk` those of the n-th segment that each row reads in the call.
+The tokens of a call are left-aligned in each row, after its sensory tokens and its open segment, with padding on the
+right. There, causality hides padding from every backbone (attention, recurrence or convolution), even without an
+attention mask. `PackedSegments` holds all tokens of a call, and `Chunk` the tokens of the n-th segment of each row.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from .state_hmt import HMTState
 
 
 def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Move the entries that `mask` (B, n) marks to the left of each row, in order, and drop columns without any.
+    """Left-align the entries of each row where `mask` (B, n) is True, and drop columns that become empty.
 
     Returns:
         The moved mask and tensors, (B, n'), zero where the mask is False.
@@ -29,12 +29,13 @@ def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 class Chunk(NamedTuple):
     """The n-th segment that some rows read in a call. Lists have an entry for each of these B rows.
 
-    rows: their numbers in the batch.
-    ids: the k tokens before the segment and its tokens so far, (B, k + l), from the left.
-    targets: what its tokens predict, (B, l), -100 where not scored; None without labels.
-    mask: False on padding that the paper mode reads, (B, l), bool; None without any.
+    rows: indices of the rows in the batch.
+    ids: the k tokens before the segment and its tokens so far, (B, k + l), left-aligned.
+    targets: target token ids, (B, l), -100 where not scored; None without labels.
+    mask: False on padding that the paper mode reads, (B, l), bool; None without padding.
     segments: index of the segment in the row's sequence.
-    counts, read: the number of its tokens so far, and how many of them earlier calls read.
+    counts: number of tokens of the segment so far.
+    read: number of these tokens that earlier calls have read.
     returned: the first token whose logits the call returns.
     """
 
@@ -54,7 +55,7 @@ class Chunk(NamedTuple):
         return min(self.returned if self.targets is None else self.read)
 
     def of_rows(self, rows: list[int]) -> "Chunk":
-        """Return the chunk of some rows of a whole batch."""
+        """Return a chunk with some of the rows."""
         values: list[Any] = list(self)
         for i, x in enumerate(values):
             if isinstance(x, Tensor):
@@ -64,7 +65,7 @@ class Chunk(NamedTuple):
         return Chunk(*values)
 
     def of_new_tokens(self, sensory_tokens: int) -> "Chunk":
-        """Return the tokens that no earlier call read as a chunk of their own; each row has equally many."""
+        """Return a chunk of the tokens that earlier calls have not read; each row must have equally many."""
         tokens = torch.arange(self.counts[0] - self.read[0], device=self.ids.device)
         places = torch.tensor(self.read, device=self.ids.device)[:, None] + tokens
         return self._replace(
@@ -77,12 +78,14 @@ class Chunk(NamedTuple):
 
 @dataclass
 class PackedSegments:
-    """The tokens of a call, behind the sensory tokens and the open segment of each row.
+    """The tokens of a call, after the sensory tokens and the open segment of each row.
 
-    ids: (B, k + W); the tokens of each row stand at the left, but for padding that the paper mode reads.
-    targets, mask: like those of `Chunk`, (B, W).
-    opened, lengths: the tokens of each row's open segment that earlier calls read, and all its tokens here.
-    padding: columns of padding that stood before the new tokens.
+    ids: (B, k + W); left-aligned, except for padding that the paper mode reads.
+    targets, mask: as in `Chunk`, (B, W).
+    begun: number of tokens before each row's open segment.
+    opened: number of tokens of each row's open segment that earlier calls have read.
+    lengths: number of tokens of each row, from the start of its open segment.
+    padding: columns of padding before the new tokens.
     """
 
     ids: Tensor
@@ -97,7 +100,7 @@ class PackedSegments:
 
     @classmethod
     def pack(cls, state: HMTState, input_ids: Tensor, mask: Tensor | None, targets: Tensor | None) -> "PackedSegments":
-        """Pack the tokens of a call, (B, T); their mask is None where all columns are tokens."""
+        """Pack the tokens of a call, (B, T). `mask` is None without padding."""
         length, k = state.signature["segment_length"], state.signature["sensory_tokens"]
         rows, tokens = input_ids.shape
         opened = [n % length for n in state.lengths]
@@ -123,7 +126,7 @@ class PackedSegments:
         return cls(ids, targets, mask, length, k, begun, opened, [m + n for m, n in zip(opened, new)], padding)
 
     def chunks(self, first: int) -> list[Chunk]:
-        """Cut the rows at their segment boundaries; `first` is the first position of the call that returns logits."""
+        """Split the rows at their segment boundaries. `first` is the first position of the call with logits."""
         starts = [m + max(0, first - padding) for m, padding in zip(self.opened, self.padding)]
         chunks, length = [], self.segment_length
         for n, a in enumerate(range(0, max(self.lengths), length)):
@@ -145,7 +148,7 @@ class PackedSegments:
         return chunks
 
     def end(self) -> dict[str, Any]:
-        """Return the fields of the state after the call that are made of its tokens."""
+        """Return the fields of the state after the call that depend on tokens only."""
         k, lengths = self.sensory_tokens, torch.tensor(self.lengths, device=self.ids.device)[:, None]
         opened = lengths % self.segment_length
         column = torch.arange(k + int(opened.max()), device=self.ids.device)
@@ -156,11 +159,12 @@ class PackedSegments:
         return {"tail": tail, "open_mask": open_mask, "lengths": lengths}
 
     def unpack(self, pieces: list[list[Tensor]], first: int, tokens: int, like: Tensor) -> Tensor:
-        """Put logits at the places of the call, (B, T - first, V), with zeros on padding.
+        """Arrange logits by the positions of the call, (B, T - first, V), with zeros on padding.
 
         Args:
-            pieces: for each row a list of (n, V), in order.
-            first, tokens: the first position of the call that returns logits, and T.
+            pieces: for each row, a list of logits (n, V), in order.
+            first: the first position of the call with logits.
+            tokens: T.
             like: any logits, (..., V).
         """
         parts = []

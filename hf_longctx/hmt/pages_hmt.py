@@ -1,17 +1,18 @@
-"""The second level of memory: embeddings that fall out of the bank go to pages, and a recall chooses pages.
+"""The second level of memory: embeddings dropped from the bank move to pages, and a recall selects pages.
 
 A page holds similar embeddings, from anywhere in the sequence, and its tag is their mean. A new embedding goes to the
-page whose tag is nearest, by the angle around the mean of all: embeddings of one sequence have most of their length in
-common. A page that grows beyond S embeddings is split in half, across the direction in which they differ most. A
-recall scores the tags as if they were embeddings, takes the best r pages of each row, and attends to the embeddings in
-them. It is the recall of one flat memory without the embeddings of all other pages; with at most r pages, it is equal.
+page with the nearest tag, by the angle around the mean of all embeddings, because embeddings of one sequence share a
+large common component. A page that grows beyond S embeddings is split in half along its principal component. A recall
+scores the tags as if they were embeddings, selects the best r pages of each row, and attends to their embeddings. It
+equals the recall of one flat memory without the embeddings of all other pages; with at most r pages, nothing is left
+out.
 
-With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings, and
-there are at most 4 sqrt(r n) tags, since S / 2 embeddings come to a page between two splits: the cost of a segment
-grows with the square root of the text.
+With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. A page
+receives S / 2 embeddings between two splits, so there are at most 4 sqrt(r n) tags. The cost of a segment therefore
+grows with the square root of the sequence length.
 
-`python -m scripts.bench.pages` counts how often the embedding that a flat memory would recall first is in one of
-the pages, for unrelated vectors and for the memories of a novel.
+`python -m scripts.bench.pages` counts how often the selected pages contain the top embedding of a flat memory, for
+unrelated vectors and for the memories of a novel.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,24 +33,24 @@ from .memory_hmt import mean_memory
 from .retriever_hmt import Retrieved, Segment, register_retriever
 
 
-_STORING = Lock()  # branches of one state, read by several threads, share a file
+_STORING = Lock()  # branches of one state share a file, also across threads
 
 
 class PageFile:
-    """A file of pages, mapped into memory: the operating system reads from disk what a recall touches.
+    """A memory-mapped file of pages. The operating system reads from disk only what a recall accesses.
 
     Args:
-        path: the file. An older one of this name is replaced; states that use it keep it.
+        path: path of the file. An existing file is replaced; states that use the old file can still read it.
     """
 
     def __init__(self, path: str | Path):
         Path(path).unlink(missing_ok=True)
         self.path, self.used = path, 0
-        self.file = Path(path).open("wb+")  # noqa: SIM115 - as long as a state uses it
+        self.file = Path(path).open("wb+")  # noqa: SIM115 - open as long as a state uses it
         self._map(1)
 
     def store(self, block: Tensor) -> Tensor:
-        """Copy `block` into the file; ValueError if a gradient would be lost."""
+        """Copy `block` into the file; raise ValueError if this would lose a gradient."""
         if block.requires_grad:
             raise ValueError(
                 f"Memories that go to {self.path} lose their gradient. Read under torch.no_grad(), or start without a "
@@ -58,7 +59,7 @@ class PageFile:
         size = block.numel() * block.element_size()
         with _STORING:
             if self.used + size > len(self.mapped):
-                # Doubling keeps the mappings few. Most file systems store no zeros that were never written.
+                # Doubling limits the number of mappings. Most file systems do not store unwritten zeros.
                 self._map(2 * (self.used + size))
             place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
             self.used += size
@@ -71,15 +72,15 @@ class PageFile:
 
 @dataclass
 class MemoryPages:
-    """Pages of the n memory embeddings that one row has dropped.
+    """The pages of the n memory embeddings that one row's bank has dropped.
 
     They are immutable: `append` returns a new object, so states can branch, and rows can share pages.
 
-    page_size: the smallest limit on the embeddings in a page.
+    page_size: initial maximum number of embeddings per page, and size of a block.
     recalled: r, the number of pages that a recall attends to.
-    blocks: tuple of (page_size, d), all embeddings in the order of the sequence, in CPU memory or in `file`.
+    blocks: tuple of (page_size, d), the embeddings in the order of the sequence, in CPU memory or in `file`.
     rest: (t, d), t < page_size, the newest embeddings, which do not fill a block yet.
-    members: tuple of P tuples of ints, the numbers of the embeddings in each page.
+    members: tuple of P tuples of ints, the indices of the embeddings in each page.
     sums: (P, d) fp32, the sum of the embeddings of each page.
     """
 
@@ -101,21 +102,21 @@ class MemoryPages:
         recalled: int,
         file: PageFile | None = None,
     ) -> "MemoryPages":
-        """Start without any page. Tags live on `device`, embeddings in CPU memory."""
+        """Return an object without pages. Tags will be on `device`, embeddings in CPU memory."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
     def __getstate__(self) -> dict:
-        """Put pickles and deep copies into RAM: a second `PageFile` at the same path would write over the first."""
+        """Move pickles and deep copies to RAM: a second `PageFile` at the same path would overwrite the first."""
         return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
 
     def __len__(self) -> int:
-        """Return n, how many embeddings there are."""
+        """Return n, the number of embeddings."""
         return len(self.blocks) * self.page_size + len(self.rest)
 
     @property
     def count(self) -> int:
-        """Embeddings that are in a page; all of them, but while they are put there."""
+        """Number of embeddings in pages, which is n except during `append`."""
         return sum(map(len, self.members))
 
     @property
@@ -135,9 +136,9 @@ class MemoryPages:
                 pages._put(number, embedding)
         return pages
 
-    @torch.no_grad()  # which page it is has no gradient
+    @torch.no_grad()  # the choice of a page is not differentiable
     def _put(self, number: int, embedding: Tensor) -> None:
-        """Put an embedding (d,) into the page that it is most like; in place."""
+        """Add an embedding (d,) to the page with the nearest tag, in place."""
         if not self.members:
             self.members, self.sums = ((number,),), embedding[None].clone()
             return
@@ -149,7 +150,7 @@ class MemoryPages:
             self._split(page, mean)
 
     def _replace(self, page: int, *pages: tuple[int, ...]) -> None:
-        """Replace one page by pages of these members, in place."""
+        """Replace one page by pages with the given members, in place."""
         self.members = (*self.members[:page], *pages, *self.members[page + 1 :])
 
     def _mean(self) -> Tensor:
@@ -157,7 +158,7 @@ class MemoryPages:
         return self.sums.sum(0) / self.count
 
     def _most(self, count: int) -> int:
-        """Return S, the largest page among `count` embeddings."""
+        """Return S, the maximum size of a page when there are `count` embeddings."""
         return max(self.page_size, int((count / self.recalled) ** 0.5))
 
     def _split(self, page: int, mean: Tensor) -> None:
@@ -167,8 +168,8 @@ class MemoryPages:
         embeddings = self._rows(self.members[page]).to(mean)
         directions = F.normalize(embeddings - mean, dim=-1)
         centred = directions - directions.mean(0)
-        products = (centred @ centred.mT).nan_to_num(0, 0, 0)  # a memory that is not finite fails where it is recalled
-        places = torch.linalg.eigh(products).eigenvectors[:, -1]  # along their principal component
+        products = (centred @ centred.mT).nan_to_num(0, 0, 0)  # non-finite memories fail later, in the recall
+        places = torch.linalg.eigh(products).eigenvectors[:, -1]  # coordinates along the principal component
         halves = [half.sort().values for half in places.argsort().tensor_split(2)]
         self._replace(page, *(tuple(numbers[half].tolist()) for half in halves))
         sums = torch.stack([embeddings[half].sum(0) for half in halves]).to(self.sums)
@@ -179,13 +180,13 @@ class MemoryPages:
         return self.sums / torch.tensor([*map(len, self.members)], device=self.sums.device)[:, None]
 
     def look_up(self, score: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Find the embeddings that a recall attends to, oldest first, on the device of the tags.
+        """Return the embeddings that a recall attends to, oldest first, on the device of the tags.
 
         Args:
-            score: a function that gives the recall scores (P,) of tags (P, d).
+            score: function from tags (P, d) to recall scores (P,).
 
         Returns:
-            embeddings (c, d) and their numbers (c,), long.
+            Embeddings (c, d) and their indices (c,), long.
         """
         with torch.no_grad():
             chosen = score(self.tags()).topk(min(len(self.members), self.recalled)).indices.tolist()
@@ -194,7 +195,7 @@ class MemoryPages:
         return self._rows(numbers).to(device), torch.tensor(numbers, dtype=torch.long, device=device)
 
     def _rows(self, numbers: Iterable[int]) -> Tensor:
-        """Return embeddings by their numbers, (c, d)."""
+        """Return the embeddings with the given indices, (c, d)."""
         full = len(self) - len(self.rest)
         rows = [
             self.blocks[i // self.page_size][i % self.page_size] if i < full else self.rest[i - full] for i in numbers
@@ -211,7 +212,7 @@ class MemoryPages:
         return replace(self, rest=function(self.rest), sums=function(self.sums), blocks=blocks)
 
     def pack(self) -> tuple[dict[str, Tensor], dict]:
-        """Return tensors and numbers for a file; `unpack` makes the same pages of them, in RAM."""
+        """Return tensors and numbers to save; `unpack` restores the pages from them, in RAM."""
         members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
         tensors = {"embeddings": self.embeddings, "sums": self.sums, "members": members}
         sizes = [*map(len, self.members)]
@@ -219,7 +220,7 @@ class MemoryPages:
 
     @classmethod
     def unpack(cls, tensors: dict[str, Tensor], numbers: dict) -> "MemoryPages":
-        """Make the pages of what `pack` returned."""
+        """Restore pages from the output of `pack`."""
         size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
         full = len(embeddings) // size * size
         return cls(
@@ -234,9 +235,9 @@ class MemoryPages:
 
 @register_retriever("pages")
 class Pages(Bank):
-    """A bank, and pages of what it drops.
+    """A bank, and pages of the embeddings that it drops.
 
-    Memory: that of the bank, and `pages`, a tuple of B `MemoryPages`.
+    Memory: as in `Bank`, and `pages`, a tuple of B `MemoryPages`.
     """
 
     takes_file = True
@@ -244,11 +245,11 @@ class Pages(Bank):
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Say whether pages are recalled."""
+        """Return whether `recalled_pages` is set."""
         return config.recalled_pages is not None
 
     def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return a bank and pages without entries; `file` holds the pages in place of CPU memory."""
+        """Return an empty bank and empty pages; with `file`, pages go there instead of to CPU memory."""
         config, kept_in = self.config, None if file is None else PageFile(file)
         pages = MemoryPages.empty(
             like.shape[-1], like.dtype, like.device, config.page_size, config.recalled_pages or 1, kept_in
@@ -256,7 +257,7 @@ class Pages(Bank):
         return super().empty(rows, like) | {"pages": (pages,) * rows}
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-        """Append the memory of a segment to the bank, and the memory that it drops to the pages."""
+        """Append the memory of a segment to the bank, and the memory that the bank drops to the pages."""
         drops = [number >= (self.config.memory_size or 0) for number in segment.numbers]
         dropped = state["embeddings"][:, :1]
         pages = tuple(row.append(x) if drop else row for row, x, drop in zip(state["pages"], dropped, drops))
@@ -280,7 +281,7 @@ class Pages(Bank):
         width = max(len(x) for x, _ in looked_up)
         found = torch.stack([pad_front(x, width) for x, _ in looked_up])
         ends = torch.stack([pad_front(self.config.segment_length * (x + 1), width) for _, x in looked_up])
-        # the gradient of the origin reaches the embeddings that are attended to
+        # gradients of the origin flow to the attended embeddings
         total = sums + (found - found.detach()).to(sums).sum(1, keepdim=True)
         bank, ends = torch.cat([found, state["embeddings"]], 1), torch.cat([ends, state["ends"]], 1)
         of_all = mean_memory(state["embeddings"].to(sums), valid, total, counts)
@@ -289,13 +290,13 @@ class Pages(Bank):
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """List for each row the ends of the segments in its pages, which are its first ones, and in the bank."""
+        """List for each row the ends of the segments in its pages (the oldest ones) and in its bank."""
         rows = super().listed(state, length)
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 
 
 def pad_front(x: Tensor, width: int) -> Tensor:
-    """Put zeros before `x` (n, ...), to (width, ...)."""
+    """Left-pad `x` (n, ...) with zeros to (width, ...)."""
     return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
 
 

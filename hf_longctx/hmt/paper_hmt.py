@@ -1,11 +1,11 @@
-"""The segments of the paper: a summary pass, and one pass between two prompts.
+"""The layout of the paper: per segment, a summary pass, and one pass between two prompts.
 
     summary      summary token, x[:j], summary token     its last hidden state is the query
     segment      prompt, sensory tokens, x, prompt       logits; the hidden states of the second prompt are the memory
 
-Without recall there is the second line alone, and the prompt is the latest memory. Rows of a batch have the same
-length, as padding is read where it stands. A segment that a call ends is read in full, and leaves a memory, which is
-reported and not kept: so does the official code. A call reads its open segment again.
+Without recall, there is only the segment pass, and its prompt is the latest memory. Rows of a batch have the same
+length, because padding is read in place. Without `use_cache`, an incomplete last segment also ends with a prompt; its
+memory is reported, but not stored, as in the official code. A later call re-reads its open segment.
 """
 
 from itertools import groupby
@@ -19,7 +19,7 @@ from .state_hmt import HMTState
 
 
 class Paper(Segments):
-    """`recall_mode` "paper"."""
+    """The layout of `recall_mode="paper"`."""
 
     def read(self, state: HMTState, chunks: list[Chunk], use_cache: bool) -> HMTState:
         """See `Segments.read`."""
@@ -29,9 +29,9 @@ class Paper(Segments):
         return state
 
     def recall_queries(self, chunks: list[Chunk]) -> dict[int, Tensor]:
-        """Return the recall queries (B, 1, d) of the chunks that recall, by their numbers.
+        """Return the recall queries (B, 1, d) of the chunks that recall, by chunk index.
 
-        Summary passes see no memory, so those of several segments go through the backbone together.
+        Summary passes do not depend on memories, so several segments go through the backbone together.
         """
         recalling, queries = [chunk for chunk in chunks if self.config.recall and chunk.segments[0]], {}
         size = self.segments_per_batch(chunks)
@@ -44,7 +44,7 @@ class Paper(Segments):
         return queries
 
     def summarize(self, chunks: list[Chunk]) -> Tensor:
-        """Compute H^sum (paper, sec. 3.2): the backbone on [H^T, E(x[:j]), H^T], last position, (R, 1, d)."""
+        """Compute H^sum (paper, sec. 3.2), the last hidden state of [H^T, E(x[:j]), H^T], (R, 1, d)."""
         tokens = self.embed(torch.cat([chunk.ids[:, self.k : self.k + self.j] for chunk in chunks]))
         prompt, mask = self.memory.summary_token.to(tokens).expand(len(tokens), -1, -1), None
         if chunks[0].mask is not None:
@@ -54,11 +54,11 @@ class Paper(Segments):
         return hidden[:, -1:].clone()
 
     def read_segment(self, state: HMTState, chunk: Chunk, query: Tensor | None, use_cache: bool) -> HMTState:
-        """Read one segment of each row, or its tokens so far: sections 3.2 and 3.3 of the paper.
+        """Read one segment of each row, or its tokens so far (paper, sec. 3.2 and 3.3).
 
         Args:
             state, chunk, use_cache: as in `read`.
-            query: that of the chunk, (B, 1, d), or None.
+            query: recall query of the chunk, (B, 1, d), or None.
         """
         count, later, m = chunk.counts[0], chunk.segments[0] > 0, self.config.memory_tokens
         full, recall, memory = count == self.length, None, None
@@ -75,7 +75,7 @@ class Paper(Segments):
         one = Pass(chunk, 1, embeds, range(count), m + self.k * later, last=ends)
         hidden, _ = self.run_passes([one], mask=mask)
         if ends:
-            memory = hidden[:, -m:].clone()  # a view would keep all hidden states alive
+            memory = hidden[:, -m:].clone()  # a view would retain all hidden states
         if full:
             assert memory is not None
             state = self.close_segment(state, chunk, memory)

@@ -1,4 +1,4 @@
-"""A figure of what HMT recalls. Drawing needs matplotlib, and no display."""
+"""A figure of HMT's recalls. It needs matplotlib, but no display."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,13 +14,13 @@ def plot_recall(output: "HMTOutput", path: str | Path, *, row: int = 0, title: s
     """Draw which tokens of the sequence each segment of a call recalled, and their weights.
 
     Args:
-        output: that of a call with `output_recall=True`.
-        path: the file to write: PNG, SVG or PDF by its extension.
-        row: the row of the batch.
-        title: title of the figure. Default: none.
+        output: output of a call with `output_recall=True`.
+        path: output file; its extension sets the format (PNG, SVG or PDF).
+        row: row of the batch.
+        title: title of the figure (default: none).
 
     Raises:
-        ValueError: nothing was recalled.
+        ValueError: the output does not contain a recall.
         ImportError: matplotlib is not installed.
     """
     try:
@@ -29,7 +29,7 @@ def plot_recall(output: "HMTOutput", path: str | Path, *, row: int = 0, title: s
         raise ImportError("Figures need matplotlib: pip install 'hf-longctx[plot]'") from error
     recalled, length = output.recalled(row, top=None), output.segment_length
     if not any(recalled) or length is None:
-        raise ValueError("The output holds no recall; read more than one segment with output_recall=True.")
+        raise ValueError("The output does not contain a recall. Read more than one segment with output_recall=True.")
     width = max(span.stop for spans in recalled for span, _ in spans) // length
     weights = torch.full((len(recalled), width), torch.nan)
     for n, spans in enumerate(recalled):

@@ -1,6 +1,6 @@
-"""Reading a document once into the memory of an HMT, and the files that hold this memory.
+"""Read a document once into the memory of an HMT, and save this memory to a file.
 
-A file is that of `HMTState.save` with an entry about the document and the model, which `describe` returns.
+The file is written by `HMTState.save`, with an additional entry about the document, which `describe` returns.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from .modeling_hmt import HMTWrapper
 from .state_hmt import HMTState
 
 
-STATE = "state.safetensors"  # in a repository of the Hub
-SEGMENTS = 16  # of a call
+STATE = "state.safetensors"  # file name in a Hub repository
+SEGMENTS = 16  # segments per call
 SAVE_EVERY = 60.0  # seconds
 
 
@@ -36,17 +36,17 @@ def read_text(
     """Read a document from its beginning, and return the state after its last token.
 
     Args:
-        model: in eval mode.
-        tokenizer: a tokenizer of transformers, which adds its special tokens.
+        model: an HMT in eval mode.
+        tokenizer: a tokenizer of transformers; it adds its special tokens.
         text: the document.
-        path: a file to save the state in, every minute, at the end and after an error. A file with a part of this
-            document, read by this model, is resumed from.
+        path: file to save the state to, every minute, at the end and after an error. If it contains the state of a
+            part of this document, read by this model, reading resumes from there.
         name: name of the document, for `describe`.
-        progress: show a bar on stderr.
+        progress: show a progress bar on stderr.
 
     Raises:
-        ValueError: the model does not have a memory, the document is empty, or the file holds the memory of a
-            different document or model.
+        ValueError: the model is not an HMT, the document is empty, or the file contains the memory of a different
+            document or model.
         FileNotFoundError: the folder of the file does not exist.
     """
     check_memory(model)
@@ -63,13 +63,14 @@ def read_text(
         found = describe(path)
         if any(found.get(key) != about[key] for key in ("sha256", "tokens")):
             raise ValueError(
-                f"{path} holds the memory of a different document, {found.get('text')}; choose another file, or remove it."
+                f"{path} contains the memory of a different document, {found.get('text')}. Choose another file, or "
+                "remove it."
             )
         begun = HMTState.load(path, model, model.device)
     elif path is not None and not Path(path).parent.is_dir():
-        raise FileNotFoundError(f"The folder {Path(path).parent}, in which to save the state, does not exist.")
+        raise FileNotFoundError(f"The output folder {Path(path).parent} does not exist. Create it first.")
     state, done, length = begun, 0 if begun is None else begun.position, model.config.segment_length
-    begin = done + -done % length  # a call ends where a segment does
+    begin = done + -done % length  # calls end at segment boundaries
     pieces = [ids[:, done:begin], *ids[:, begin:].split(SEGMENTS * length, 1)]
     with tqdm(desc=name, total=ids.shape[1], initial=done, unit=" tokens", disable=not progress) as bar:
         try:
@@ -81,7 +82,7 @@ def read_text(
                 if path is not None and time.monotonic() > saved + SAVE_EVERY:
                     save(state, model, Path(path), about)
                     saved = time.monotonic()
-        finally:  # also at Ctrl-C
+        finally:  # also on Ctrl-C
             if path is not None and state is not None and state is not begun:
                 save(state, model, Path(path), about)
     assert state is not None
@@ -89,7 +90,7 @@ def read_text(
 
 
 def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] | None = None) -> None:
-    """Write a state to a file, which appears when it is complete."""
+    """Write a state to a file atomically."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         state.save(partial, model, about)
@@ -99,33 +100,35 @@ def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] |
 
 
 def describe(path: str | Path) -> dict[str, Any]:
-    """Return what a file of `read_text` reports: name, sha256 and number of tokens of the document.
+    """Return the name, sha256 and number of tokens of the document in a file of `read_text`.
 
     Raises:
-        ValueError: not such a file.
+        ValueError: the file was not written by `read_text`.
     """
     try:
         with safe_open(str(path), "pt") as file:
             return dict(json.loads((file.metadata() or {})["about"]))
     except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"{path} is not the memory of a document; `hf-longctx read MODEL TEXT` writes one."
+            f"{path} is not the memory of a document. Write one with `hf-longctx read MODEL TEXT`."
         ) from error
 
 
 def load_state(name: str | Path, model: HMTWrapper) -> HMTState:
-    """Load the state of a document that this model has read, from a file, or from the Hub by NAMESPACE/NAME@REVISION.
+    """Load the state of a document that this model has read, from a file or a Hub repository NAMESPACE/NAME@REVISION.
 
     Raises:
-        ValueError: the model does not have a memory, or the file is damaged or was saved by a different model.
-        OSError: neither this machine nor the Hub has the file.
+        ValueError: the model is not an HMT, or the file is damaged or was saved by a different model.
+        OSError: the file exists neither on this machine nor on the Hub.
     """
     check_memory(model)
     path = Path(name)
     repo, _, revision = str(name).partition("@")
     if not path.is_file():
         if repo.count("/") != 1 or path.suffix == ".safetensors":
-            raise FileNotFoundError(f"{name} does not exist; `hf-longctx read MODEL TEXT --output {name}` writes it.")
+            raise FileNotFoundError(
+                f"{name} does not exist. Write it with `hf-longctx read MODEL TEXT --output {name}`."
+            )
         path = Path(hf_hub_download(repo, STATE, revision=revision or None))
     return HMTState.load(path, model, model.device)
 
@@ -134,6 +137,6 @@ def check_memory(model: object) -> None:
     """Raise ValueError for a model that is not an HMT."""
     if not isinstance(model, HMTWrapper):
         raise ValueError(
-            f"{type(model).__name__} does not have a memory to read a document into; wrap it with HMTWrapper.from_backbone, or train one: "
-            "hf-longctx finetune --recipe hmt."
+            f"`model` must be an HMTWrapper, got {type(model).__name__}, which does not have a memory. Wrap it with "
+            "HMTWrapper.from_backbone, or train one: hf-longctx finetune --recipe hmt."
         )

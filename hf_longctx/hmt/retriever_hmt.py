@@ -1,12 +1,12 @@
-"""The protocol of retrievers, which decide what a segment gets from the segments before it, and their registry.
+"""The protocol and the registry of retrievers, which decide what a segment gets from the segments before it.
 
-HMT uses retrievers by this protocol only. A retriever remembers full segments (`observe`), gives the next segment
-embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict that no method
-changes, so that states of a stream can branch.
+HMT uses retrievers only through this protocol. A retriever remembers full segments (`observe`), gives the next segment
+embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict that methods must
+not change, so that states of a stream can branch.
 
-The values of that dict are tensors (B, n, ...), whose n may grow: an `HMTState` selects, joins, saves and loads their
-rows. Where rows of a batch remember different numbers of segments, shorter ones have zeros in front, so an entry
-exists where its `ends` are not 0. `rows` lists values that are not tensors.
+The values of this dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads their
+rows. If rows of a batch remember different numbers of segments, shorter ones are padded with zeros in front, so an
+entry exists where `ends` is not 0. `rows` lists the values that are not tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,16 +21,16 @@ from .memory_hmt import HMTMemory
 
 
 RetrieverClass = TypeVar("RetrieverClass", bound=type["Retriever"])
-RETRIEVERS: dict[str, type["Retriever"]] = {}  # by name, in the order in which a segment reads what they give
+RETRIEVERS: dict[str, type["Retriever"]] = {}  # by name, in the order of their embeddings in a segment
 
 
 class Segment(NamedTuple):
     """A full segment of each row, as a retriever observes it.
 
-    ids: its tokens, (B, L'), long.
-    memory: its memory embeddings, (B, m, d).
-    numbers: for each row, the number of segments before.
-    hidden: last hidden states of its tokens, (B, L', d), for retrievers with `reads_hidden`; else None.
+    ids: token ids, (B, L'), long.
+    memory: memory embeddings, (B, m, d).
+    numbers: index of the segment in each row.
+    hidden: last hidden states of the tokens, (B, L', d), for retrievers with `reads_hidden`; else None.
     """
 
     ids: Tensor
@@ -48,8 +48,8 @@ class Segment(NamedTuple):
 class Retrieved(NamedTuple):
     """The result of `Retriever.retrieve`.
 
-    embeds: the embeddings that the segment reads, (B, columns, d).
-    weights: weights of the remembered segments in `embeds`, for `output_recall`, (B, c); or None.
+    embeds: embeddings that the segment reads, (B, columns, d).
+    weights: recall weights of the remembered segments, for `output_recall`, (B, c); or None.
     ends: the ends of these segments, (B, c), long, 0 where a row does not have the segment; or None.
     """
 
@@ -59,20 +59,20 @@ class Retrieved(NamedTuple):
 
 
 class Retriever:
-    """The protocol, and a retriever that remembers nothing.
+    """The base class of retrievers, which remembers nothing.
 
     Args:
-        config: that of the model.
-        memory: the model's memory parameters, such as the projections of a recall.
-        embed: embeds tokens, (B, T) -> (B, T, d).
+        config: the model's configuration.
+        memory: the model's memory parameters, such as the recall projections.
+        embed: function that embeds tokens, (B, T) -> (B, T, d).
 
     Attributes:
-        columns: number of embeddings that `retrieve` returns. The first one of all retrievers is the prompt, which the
-            tokens behind the query see. The others, `config.recall_tokens`, stand behind it, and all tokens see them.
+        columns: number of embeddings that `retrieve` returns. The first embedding of all retrievers is the prompt,
+            which only tokens after the query see. The other `config.recall_tokens` follow it, and all tokens see them.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
         takes_file: whether `empty` takes a file.
-        rows: the classes of values that are tuples with an object for each row, with the methods `map`, `to`,
-            `pack` and `unpack` of `MemoryPages`.
+        rows: classes of the values that are tuples with one object per row. They need the methods `map`, `to`, `pack`
+            and `unpack` of `MemoryPages`.
     """
 
     columns = 0
@@ -85,7 +85,7 @@ class Retriever:
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Say whether a model has this retriever if `config.retrievers` does not list any."""
+        """Return whether a model uses this retriever when `config.retrievers` is None."""
         return False
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
@@ -93,16 +93,16 @@ class Retriever:
 
         Args:
             rows: B.
-            like: an embedding (..., d), whose dtype and device memory embeddings have.
+            like: an embedding (..., d) with the dtype and device of memory embeddings.
         """
         return {}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return the embeddings that a segment reads in front of its tokens. Each row remembers at least one segment.
+        """Return the embeddings that a segment reads before its tokens. Each row remembers at least one segment.
 
         Args:
             state: the memory.
-            query: the hidden state of the summary token behind `ids`, (B, 1, d); None without recall.
+            query: hidden state of the summary token after `ids`, (B, 1, d); None without recall.
             ids: the first j tokens of the segment, (B, j), long.
         """
         raise NotImplementedError
@@ -112,22 +112,22 @@ class Retriever:
         return state
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits (B, n, V) of a segment with the prediction of the memory.
+        """Return the logits (B, n, V) of a segment, mixed with the prediction of the memory.
 
         Args:
-            state: the memory of the segments before.
-            hidden: the last hidden states of which the logits were made, (B, n, d).
+            state: the memory of the previous segments.
+            hidden: last hidden states that gave the logits, (B, n, d).
         """
         return logits
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """List for each row the ends of the segments that the memory holds, of `length` tokens each, oldest first."""
+        """List for each row the ends of the remembered segments of `length` tokens each, oldest first."""
         return [[end for end in row if end] for row in state["ends"].tolist()] if "ends" in state else []
 
 
 class Retrievers(Retriever):
-    """Several retrievers as one. Its memory holds the memory of each, by its name."""
+    """A retriever that combines several. Its memory is a dict of their memories, by name."""
 
     def __init__(self, parts: dict[str, Retriever]):
         self.parts = parts
@@ -140,13 +140,12 @@ class Retrievers(Retriever):
         files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
         if file is not None and not files:
             raise ValueError(
-                "page_file is a file for pages, and this model does not use pages; set config.recalled_pages, or leave "
-                "page_file out."
+                "`page_file` needs a model with pages; set config.recalled_pages, or leave page_file out."
             )
         return {name: part.empty(rows, like, **files.get(name, {})) for name, part in self.parts.items()}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return the embeddings of all retrievers, and the weights of the first that has some."""
+        """Return the embeddings of all retrievers, and the weights of the first retriever that returns weights."""
         found = [part.retrieve(state[name], query, ids) for name, part in self.parts.items() if part.columns]
         embeds = torch.cat([x.embeds.to(found[0].embeds) for x in found], 1)
         weighted = next((x for x in found if x.weights is not None), found[0])
@@ -157,14 +156,14 @@ class Retrievers(Retriever):
         return {name: part.observe(state[name], segment) for name, part in self.parts.items()}
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits with the predictions of all retrievers, in turn."""
+        """Return the logits after mixing in the predictions of all retrievers, in order."""
         for name, part in self.parts.items():
             logits = part.mix(state[name], logits, hidden)
         return logits
 
 
 def register_retriever(name: str) -> Callable[[RetrieverClass], RetrieverClass]:
-    """Register a retriever, so that `HMTConfig(retrievers=[name])` takes it. Use it as a decorator of the class."""
+    """Register a retriever for `HMTConfig(retrievers=[name])`. Use it as a class decorator."""
 
     def decorate(cls: RetrieverClass) -> RetrieverClass:
         if not name.isidentifier():
@@ -179,7 +178,7 @@ def build_retrievers(config: HMTConfig, memory: HMTMemory, embed: Callable[[Tens
     """Build the retrievers of a model.
 
     Raises:
-        ValueError: a name that is not registered; retrievers that do not fit the other fields.
+        ValueError: a name is not registered, or the retrievers do not match the other fields.
     """
     asked_for = [name for name, cls in RETRIEVERS.items() if cls.is_used(config)]
     names = config.retrievers or asked_for
@@ -196,19 +195,19 @@ def build_retrievers(config: HMTConfig, memory: HMTMemory, embed: Callable[[Tens
     retrievers = Retrievers({name: RETRIEVERS[name](config, memory, embed) for name in names})
     if retrievers.columns != 1 + (config.recall_tokens or 0):
         raise ValueError(
-            f"`retrievers` must give a prompt and `recall_tokens` more embeddings, 1 + {config.recall_tokens or 0}, got "
-            f"{retrievers.columns} from {names}. Set recall_tokens, or the `columns` of a retriever."
+            f"`retrievers` must give a prompt and `recall_tokens` more embeddings, 1 + {config.recall_tokens or 0}, "
+            f"got {retrievers.columns} from {names}. Set recall_tokens, or the `columns` of a retriever."
         )
     return retrievers
 
 
 def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new: Tensor) -> dict[str, Tensor]:
-    """Append a segment's entry to tensors (B, c, ...), and keep the latest `size` entries.
+    """Append the entries of a segment to tensors (B, c, ...), and retain the latest `size` entries.
 
     Args:
-        state: `ends` (B, c), and tensors of the names in `new`.
-        size: maximum number of entries; None keeps those of all segments.
-        new: the entries (B, 1, ...).
+        state: `ends` (B, c), and a tensor for each name in `new`.
+        size: maximum number of entries; None retains all.
+        new: the entries to append, (B, 1, ...).
     """
     kept = size or 1 + max(segment.numbers)  # otherwise each closing row would pad the others with an empty entry
     new = {"ends": segment.ends[:, None], **new}
@@ -216,7 +215,7 @@ def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new
 
 
 def long_tensor(values: Sequence[int], device: torch.device) -> Tensor:
-    """Make a tensor (n,) of numbers. Equal or consecutive ones are not copied, which would synchronize with a GPU."""
+    """Make a tensor (n,) of ints, without a copy (which synchronizes with a GPU) if they are equal or consecutive."""
     first, count = values[0], len(values)
     if all(value == first for value in values):
         return torch.full((count,), first, device=device)

@@ -1,9 +1,9 @@
-"""Reading the segments of a call: what `single_pass_hmt.py` and `paper_hmt.py` share.
+"""The base class of the layouts in `single_pass_hmt.py` and `paper_hmt.py`, which read the segments of a call.
 
-A layout has a method `read`. It takes a state and the `Chunk`s of a call (`packing_hmt.py`), lays out embeddings as
-`Pass`es, runs them (`run_passes`), asks its retriever for prompts (`recall`), shows it full segments
-(`close_segment`), and returns the new state. Logits, losses and recalls are gathered in `outputs`, `losses`, `scored`
-and `reports`, from which `HMTWrapper.forward` makes its output.
+The method `read` of a layout takes a state and the `Chunk`s of a call (`packing_hmt.py`), arranges embeddings as
+`Pass`es, runs them (`run_passes`), requests prompts from its retriever (`recall`), passes it full segments
+(`close_segment`), and returns the new state. Logits, losses and recalls are collected in `outputs`, `losses`, `scored`
+and `reports`, from which `HMTWrapper.forward` builds its output.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,14 +26,14 @@ from .state_hmt import HMTState
 
 
 class Pass(NamedTuple):
-    """A pass of the backbone over a chunk: embeddings (B, P, d), and where the tokens of the segment are in it.
+    """A pass of the backbone over a chunk: embeddings (B, P, d), and the location of the segment's tokens in them.
 
-    part: 0 for the first part of a segment, whose logits come before those of part 1.
-    tokens: the tokens of the segment that may get logits.
-    column: the column of token 0, which may lie before the pass.
-    begins: the position id of column 0 of each row; None leaves positions to the backbone.
-    hidden_from: column 0 is a prompt at position 0, which the next `hidden_from` columns do not see; None: no prompt.
-    last: nothing continues the cache of this pass.
+    part: 0 for the first part of a segment, 1 for the second. Logits are sorted by part.
+    tokens: tokens of the segment that may get logits.
+    column: column of token 0, which may be negative.
+    begins: position id of column 0 of each row. None: the backbone's own positions.
+    hidden_from: column 0 is a prompt at position 0, which the next `hidden_from` columns do not see. None: no prompt.
+    last: whether no later pass extends the cache of this one.
     """
 
     chunk: Chunk
@@ -50,14 +50,14 @@ class Pass(NamedTuple):
         return range(min(max(self.tokens.start, token), self.tokens.stop), self.tokens.stop)
 
     def with_prefix(self, prefix: Tensor, hidden_from: int | None = None) -> "Pass":
-        """Return the pass with embeddings (B, n, d) in front of it; with `hidden_from`, the first is a prompt."""
+        """Return the pass with `prefix` (B, n, d) prepended; with `hidden_from`, the first embedding is a prompt."""
         n, begins = prefix.shape[1], self.begins and [begin - prefix.shape[1] for begin in self.begins]
         embeds = torch.cat([prefix, self.embeds], 1)
         return self._replace(embeds=embeds, column=self.column + n, begins=begins, hidden_from=hidden_from)
 
 
 class PassOutput(NamedTuple):
-    """The logits of a pass that a call returns: for each of `rows` (n_b, V). `order` sorts the outputs of a call."""
+    """The returned logits of a pass, (n_b, V) for each of `rows`. `order` sorts the outputs of a call."""
 
     order: tuple[int, int]
     rows: list[int]
@@ -65,7 +65,7 @@ class PassOutput(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the n-th segment of a call recalled, and the memory (B, m, d) that it left, in `rows`; None without."""
+    """The recall of the n-th segment of a call in `rows`, or None, and its new memory (B, m, d), or None."""
 
     n: int
     rows: list[int]
@@ -74,13 +74,13 @@ class Report(NamedTuple):
 
 
 class Segments:
-    """Reads the segments of one call with a backbone and a memory.
+    """A layout, which reads the segments of one call with a backbone and a memory.
 
     Args:
-        config, lm, memory, retriever: those of the wrapper.
+        config, lm, memory, retriever: from the wrapper.
         loss_function: sums the loss of logits, as in transformers.
-        checkpoint: calls a function so that the backward pass computes it again, or None.
-        output_recall: whether to fill `reports`; those of n segments have up to n * n / 2 weights.
+        checkpoint: gradient checkpointing function, or None.
+        output_recall: whether to fill `reports`. Reports of n segments have up to n * n / 2 weights.
     """
 
     def __init__(
@@ -101,48 +101,48 @@ class Segments:
             self.run = partial(checkpoint, self.run_once)
         self.hide_prompt = cache(hide_prompt)  # the segments of a call share masks
         self.outputs: list[PassOutput] = []
-        self.losses: list[Tensor] = []  # sums
-        self.scored: list[tuple[Tensor, Tensor]] = []  # hidden states (n, d) and targets (n,) of losses to be made
+        self.losses: list[Tensor] = []  # summed losses
+        self.scored: list[tuple[Tensor, Tensor]] = []  # hidden states (n, d) and targets (n,) of losses to compute
         self.reports: list[Report] = []
 
     @cached_property
     def graphs(self) -> PassGraphs:
-        """The captured passes of the backbone in its current state."""
+        """The CUDA graphs of the backbone in its current state."""
         return self.lm.graphs.of(self.lm.model)
 
     def read(self, state: HMTState, chunks: list[Chunk], use_cache: bool) -> HMTState:
-        """Read the segments of a call, and return the memory after them.
+        """Read the segments of a call, and return the state with the memory after them.
 
         Args:
-            state: before the call.
-            chunks: its segments, in order.
-            use_cache: whether a later call continues a segment that stays open.
+            state: state before the call.
+            chunks: segments of the call, in order.
+            use_cache: whether a later call may continue an incomplete segment.
         """
         raise NotImplementedError
 
     def segments_per_batch(self, chunks: list[Chunk]) -> int:
-        """Return how many first parts go through the backbone together, which need no memory."""
+        """Return the number of segments whose memory-independent passes go through the backbone together."""
         if self.retriever.mixes and any(chunk.first < self.j for chunk in chunks):
-            return 1  # logits need the memory of all segments before
+            return 1  # logits depend on the memory of all previous segments
         return max(1, self.config.summary_batch // len(chunks[0].rows))
 
     def recall(self, state: HMTState, chunk: Chunk, query: Tensor | None) -> Retrieved:
-        """Ask the retriever for what a segment reads in front of its tokens."""
+        """Return the embeddings that a segment reads before its tokens, from the retriever."""
         return self.retriever.retrieve(state.memory, query, chunk.ids[:, self.k : self.k + self.j])
 
     def close_segment(self, state: HMTState, chunk: Chunk, memory: Tensor, hidden: Tensor | None = None) -> HMTState:
         """Return the state after a segment that is full in all rows.
 
         Args:
-            memory: its memory embeddings, (B, m, d).
-            hidden: the last hidden states of its tokens, (B, L', d), for retrievers that read them.
+            memory: memory embeddings of the segment, (B, m, d).
+            hidden: last hidden states of its tokens, (B, L', d), for retrievers that read them.
         """
         segment = Segment(chunk.ids[:, self.k :], memory, chunk.segments, hidden)
         state = replace(state, memory=self.retriever.observe(state.memory, segment))
         return state.detach() if self.cuts_gradient(chunk.segments[0]) else state
 
     def cuts_gradient(self, segment: int) -> bool:
-        """Say whether no gradient passes the end of a segment."""
+        """Return whether backpropagation is truncated at the end of a segment."""
         return self.config.bptt_segments is not None and (segment + 1) % self.config.bptt_segments == 0
 
     def run_passes(
@@ -151,12 +151,12 @@ class Segments:
         """Run passes of one shape together.
 
         Args:
-            kv_cache: is continued, but not changed.
+            kv_cache: cache to extend; a copy is extended, not the argument.
             mask: (B, cached + P), bool, False on padding.
-            memory: that of the retriever, for logits that it changes.
+            memory: memory of the retriever, for logits that it changes.
 
         Returns:
-            The last hidden states (R, P, d), and the cache.
+            The last hidden states, (R, P, d), and the extended cache.
         """
         one, embeds, targets, positions = passes[0], torch.cat([x.embeds for x in passes]), None, None
         tokens = one.from_token(min(x.chunk.first for x in passes))
@@ -184,7 +184,7 @@ class Segments:
             self.scored.append((hidden[:, columns].flatten(0, 1), targets.flatten()))
             tokens = kept
         else:
-            # without a prompt, transformers waits for the GPU to look at the mask
+            # without a prompt, transformers synchronizes with the GPU to inspect the mask
             captures = self.config.cuda_graphs and prompted and one.last and can_capture(embeds)
             options = (bool(kept), memory, captures)
             arguments = (embeds, mask, columns, targets, kv_cache, positions, alone)
@@ -212,13 +212,17 @@ class Segments:
         memory: Any = None,
         captures: bool = False,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
-        """Run the backbone once. Arguments as in `Backbone.run` and `run_passes`, but for the `columns` with logits.
+        """Run the backbone once. With gradient checkpointing, `run` recomputes this in the backward pass.
 
-        With gradient checkpointing, `run` makes the backward pass compute it again.
+        Args:
+            columns: columns of `embeds` with logits.
+            captures: run the pass as a CUDA graph, which does not return a cache.
+
+        The other arguments are as in `Backbone.run` and `run_passes`.
 
         Returns:
-            Logits of `columns` (R, n, V) or None; last hidden states (R, P, d); summed loss over `targets` (R, n) or
-            None; the continued cache or None. With `captures`, the pass is a CUDA graph, which continues no cache.
+            Logits of `columns`, (R, n, V), or None; last hidden states, (R, P, d); summed loss over `targets` (R, n),
+            or None; the extended cache, or None.
         """
         keep = long_tensor(columns, embeds.device) if columns else None
         if captures:

@@ -1,4 +1,4 @@
-"""The layout with one pass: `recall_mode="single_pass"`.
+"""The single-pass layout: `recall_mode="single_pass"`.
 
 The backbone reads each token of a segment once:
 
@@ -6,34 +6,34 @@ The backbone reads each token of a segment once:
     first part           sensory tokens    x[:j]        summary token
     second part prompt                                  x[j:], summary token
 
-The hidden state of the first summary token is the recall query. Its key and value are dropped from the cache. Prompt
-and second part are read below that cache in one pass, in which the prompt sees itself alone; the second part sees the
-prompt, the sensory tokens and x[:j]. Position ids say that the prompt stands in front; the order of the cached keys
-does not matter. The hidden state of the second summary token is the memory of the segment, so query and memory are
-the same function of a sequence. Nothing stands between neighbouring tokens, and what stands in front of them is not
-random but recalled: an untrained HMT reads as its backbone reads a window of as many tokens. The first segment has
-nothing to recall, and is read in one piece.
+The hidden state of the first summary token is the recall query. Its key and value are then cropped from the cache.
+Another pass extends this cache by the prompt and the second part. There, the prompt sees only itself, and the second
+part sees the prompt, the sensory tokens and x[:j]. Position ids place the prompt first; the order of the cached keys
+does not matter. The hidden state of the second summary token is the memory of the segment, so query and memory are the
+same function of a sequence. Adjacent tokens stay adjacent, and the prompt is a recalled hidden state, not random. An
+untrained HMT therefore predicts as its backbone does in a window of equally many tokens. The first segment does not
+recall, and is read in one pass.
 
-First parts depend on no recall, so those of several segments go through the backbone together; the rest follows
-segment by segment. Where a cache cannot be cut (`Backbone.cuts`), the whole segment is read once more, as [prompt,
-sensory tokens, x, summary token], and a mask hides the prompt from the sensory tokens and x[:j]: the same function.
-With `reread=True` there is no such mask, and x[:j] sees the prompt in this pass. That is another function, which every
-backbone computes.
+First parts do not depend on recalls, so several segments go through the backbone together; the second parts follow
+segment by segment. If the cache cannot be cropped (`Backbone.cuts`), the whole segment is read again as [prompt,
+sensory tokens, x, summary token], with a mask that hides the prompt from the sensory tokens and x[:j], which is the
+same function. With `reread=True`, this pass has no such mask, and x[:j] sees the prompt. That is a different function,
+which every backbone supports.
 
-Retrievers may give r more embeddings, such as tokens that are read again. These stand behind the prompt, all that
-follows is r positions later, and the whole segment is read behind them. A retriever that reads hidden states gets
-those of a whole segment: one that came in several calls is read again when it is full.
+Retrievers may give r more embeddings, such as re-read tokens. They follow the prompt and shift the rest by r
+positions, and the whole segment is read after them. A retriever that reads hidden states gets them for a whole
+segment, so a segment that was split over several calls is read again when it is full.
 
-`recurrence=False` makes memories without their recall: the first part is then the whole segment,
+`recurrence=False` makes memories without their recall. The first part is then the whole segment,
 
     sensory tokens, x[:j], summary token, x[j:], summary token
 
-whose last hidden state is the memory. Nothing waits for the segment before, so second parts go through the backbone
-together too: a sequence takes two calls whatever its length, in groups of `summary_batch` segments and rows. A memory
-lacks what its segment recalled, so an answer that takes a chain of recalls needs as many readings.
+and its last hidden state is the memory. Segments do not depend on the previous ones, so second parts go through the
+backbone together too. A sequence of any length takes two calls, in groups of `summary_batch` segments times rows. A
+memory does not contain what its segment recalled, so a chain of recalls needs as many readings.
 
-Rows that stand at the same place of their segments are read together. Others are read apart, but for steps below
-caches that stand side by side.
+Rows at the same position of their segments are read together. Other rows are read separately, except for decoding
+steps, which use a joint cache.
 """
 
 from dataclasses import replace
@@ -51,9 +51,9 @@ from .state_hmt import HMTState, join_memories
 
 
 class FirstPart(NamedTuple):
-    """The outcome of a first part: the query, the last hidden state (B, 1, d), and a cache without the summary tokens.
+    """The result of a first part: query and last hidden state, (B, 1, d), and a cache without the summary tokens.
 
-    For retrievers that read them, `hidden` are the last hidden states of its tokens, (B, j, d).
+    hidden: last hidden states of the tokens, (B, j, d), for retrievers that read them; else None.
     """
 
     query: Tensor
@@ -63,18 +63,18 @@ class FirstPart(NamedTuple):
 
 
 class SinglePass(Segments):
-    """`recall_mode` "single_pass"."""
+    """The layout of `recall_mode="single_pass"`."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.n_prefix = self.retriever.columns  # a prompt, and what stands behind it
+        self.n_prefix = self.retriever.columns  # a prompt, and the embeddings after it
         reread, positions = self.config.reread, self.config.positions_per_segment
         self.cuts = not reread and self.n_prefix == 1 and self.lm.cuts(positions)
         if not reread:
             self.lm.check_hides(positions, self.cuts)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
-        self.hidden_from = None if reread else before_recall  # of the columns behind a prompt
-        self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, and what they continue
+        self.hidden_from = None if reread else before_recall  # number of columns that do not see the prompt
+        self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, and the caches that they extend
 
     def read(self, state: HMTState, chunks: list[Chunk], use_cache: bool) -> HMTState:
         """See `Segments.read`."""
@@ -90,7 +90,7 @@ class SinglePass(Segments):
         return state
 
     def run_pending(self) -> None:
-        """Read second parts together, whose segments have left their memories already."""
+        """Read the pending second parts together; the memories of their segments are already stored."""
         if self.pending:
             passes, parts, kv_cache = [one for one, _ in self.pending], [], None
             for one, cache in self.pending:
@@ -104,12 +104,12 @@ class SinglePass(Segments):
     # ------------------------------------------------------------------------------------------------ rows of a chunk
 
     def places(self, chunk: Chunk) -> list[tuple]:
-        """Return where each row stands in its segment; rows at the same place are read together."""
+        """Return the position of each row in its segment; rows at the same position are read together."""
         rows = zip(chunk.segments, chunk.counts, chunk.read)
         return [(segment > 0, self.cuts_gradient(segment), count, read) for segment, count, read in rows]
 
     def reads_first_part(self, chunk: Chunk) -> bool:
-        """Say whether all rows read the whole first part of their segment in this call."""
+        """Return whether all rows read the whole first part of their segment in this call."""
         together = len(set(self.places(chunk))) == 1
         return together and chunk.segments[0] > 0 and chunk.read[0] == 0 and chunk.counts[0] >= self.j
 
@@ -138,14 +138,14 @@ class SinglePass(Segments):
         return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
 
     def is_step(self, state: HMTState, chunk: Chunk) -> bool:
-        """Say whether all rows read equally many new tokens below a cache, and none makes a recall."""
+        """Return whether all rows extend a cache by equally many new tokens, without a recall."""
         if state.kv_cache is None or len({n - m for n, m in zip(chunk.counts, chunk.read)}) > 1 or not all(chunk.read):
             return False
         rows = zip(chunk.segments, chunk.read, chunk.counts)
         return not any(segment and read < self.j <= count for segment, read, count in rows)
 
     def step(self, state: HMTState, chunk: Chunk) -> HMTState:
-        """Read new tokens below the caches of rows at several places, in one pass."""
+        """Extend a joint cache of rows at different positions by new tokens, in one pass."""
         begins = [read + (self.n_prefix + self.k) * (n > 0) for n, read in zip(chunk.segments, chunk.read)]
         chunk, mask = chunk.of_new_tokens(self.k), state.kv_mask
         if mask is not None:
@@ -157,7 +157,7 @@ class SinglePass(Segments):
     # ------------------------------------------------------------------------------------- rows at the same place
 
     def build_pass(self, chunk: Chunk, start: int, stop: int, part: int, ends: bool) -> Pass:
-        """Embed the tokens `start` to `stop` - 1, those before 0 being sensory, and with `ends` a summary token."""
+        """Embed the tokens `start` to `stop` - 1 (negative: sensory tokens), and a summary token if `ends`."""
         embeds, later = self.embed(chunk.ids[:, self.k + start : self.k + stop]), chunk.segments[0] > 0
         rows = len(embeds)
         if ends:
@@ -166,11 +166,11 @@ class SinglePass(Segments):
         return Pass(chunk, part, embeds, tokens, -start, [begin] * rows)
 
     def new_cache(self) -> Cache:
-        """Make an empty cache."""
+        """Return an empty cache."""
         return DynamicCache(config=self.lm.model.config)
 
     def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
-        """Read the first parts of segments whose rows stand at the same place, those of one shape together."""
+        """Read the first parts of segments whose rows are at the same position; parts of one shape share a pass."""
         count, start = chunks[0].counts[0], -self.k
         ends, kv_cache = count >= self.j, None
         if state.kv_cache is not None:
@@ -194,7 +194,7 @@ class SinglePass(Segments):
             elif cache is not None and not ends:
                 caches = [cache]
             query = self.j - start if ends else -1
-            copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (query, -1))  # views keep all alive
+            copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (query, -1))  # views would retain all
             tokens: Any = [None] * len(same)
             if self.retriever.reads_hidden:
                 tokens = hidden[:, -start : self.j - start].chunk(len(same))
@@ -207,7 +207,7 @@ class SinglePass(Segments):
         Args:
             state, chunk: as in `read`.
             first: the first part, if it has been read.
-            keeps: whether to keep the cache, for a later call to continue.
+            keeps: whether to retain the cache for a later call.
         """
         count, read, later = chunk.counts[0], chunk.read[0], chunk.segments[0] > 0
         full, recall, memory, hidden = count == self.length, None, None, None

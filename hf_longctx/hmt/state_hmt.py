@@ -1,4 +1,4 @@
-"""What a stream carries from call to call, and its file: `HMTState`."""
+"""The state of a stream between calls, and its file: `HMTState`."""
 
 import hashlib
 import json
@@ -20,19 +20,19 @@ from .retriever_hmt import RETRIEVERS
 
 @dataclass
 class HMTState:
-    """Everything that continues a stream: in the next call, after a gradient cut, or in another process.
+    """The state of a stream, from which the next call, another training step or another process continues.
 
-    A call does not change its state: keep a state to branch off from it later. Only `load` compares weights: in one
-    process, the memories of another model of the same settings are accepted, and are noise.
+    A call does not change its state, so several calls can branch from one state. Only `load` compares weights: within
+    a process, a state of another model with the same settings is accepted, although its memories are noise.
 
     Attributes:
-        memory: the memory of each retriever, by its name (`retriever_hmt.py`).
+        memory: memory of each retriever, by its name (`retriever_hmt.py`).
         tail: the last k tokens of the previous segment and the l tokens of the open segment, (B, k + l).
-        lengths: number of tokens that each row has read. Every L'-th of them is the last of a segment.
+        lengths: number of tokens that each row has read. Every L'-th token ends a segment.
         signature: architecture and settings of the model, which a call compares with its own.
-        open_mask: False on padding of the open segment that the paper mode has read, (B, l), bool; None without any.
-        kv_cache: keys and values of the open segments, which speed up the next call. They are never saved, and without
-            them the open segments are read again.
+        open_mask: False on padding of the open segment in the paper mode, (B, l), bool; None without padding.
+        kv_cache: keys and values of the open segments, which speed up the next call. They are never saved. Without
+            them, the open segments are read again.
         kv_mask: False on padding of `kv_cache`, (B, P), bool; None without padding.
     """
 
@@ -44,21 +44,21 @@ class HMTState:
     kv_cache: Cache | None = field(default=None, repr=False)
     kv_mask: Tensor | None = field(default=None, repr=False)
 
-    is_croppable = False  # transformers asks whether tokens can be taken back
+    is_croppable = False  # transformers reads this before it crops a cache
 
     @property
     def position(self) -> int:
-        """Tokens that the longest row has read."""
+        """Number of tokens that the longest row has read."""
         return max(self.lengths)
 
     @property
     def segment(self) -> int:
-        """Full segments of the longest row."""
+        """Number of full segments of the longest row."""
         return self.position // self.signature["segment_length"]
 
     @property
     def sensory_ids(self) -> Tensor:
-        """The last k tokens of the segment before, (B, k)."""
+        """The last k tokens of the previous segment, (B, k)."""
         return self.tail[:, : self.signature["sensory_tokens"]]
 
     @property
@@ -68,11 +68,11 @@ class HMTState:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the memories; None if no retriever holds embeddings."""
+        """The dtype of the memories; None if none of the retrievers stores embeddings."""
         return next((x.dtype for name, x in self.tensors().items() if x.is_floating_point()), None)
 
     def segments(self) -> list[list[range]]:
-        """List for each row the tokens that each memory was made of, oldest first."""
+        """List for each row the range of tokens of each memory, oldest first."""
         length = self.signature["segment_length"]
         for name, state in self.memory.items():
             if rows := RETRIEVERS[name].listed(state, length):
@@ -80,20 +80,20 @@ class HMTState:
         return [[] for _ in self.lengths]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, by name, without those in row objects and the key/value cache."""
+        """Return the tensors, by name, except for the tensors in row objects and in the key/value cache."""
         named: dict[str, Any] = {"tail": self.tail, "open_mask": self.open_mask}
         for name, state in self.memory.items():
             named |= {f"memory.{name}.{key}": value for key, value in state.items()}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def without_kv_cache(self) -> "HMTState":
-        """Return a state whose open segment is read again."""
+        """Return a state without the key/value cache; the next call reads the open segment again."""
         return replace(self, kv_cache=None, kv_mask=None)
 
     def each(self, of_tensor: Callable[[Tensor], Tensor], of_rows: Callable[[tuple], tuple]) -> "HMTState":
-        """Return a state with a function applied to each tensor, and one to each tuple of row objects.
+        """Return a state with `of_tensor` applied to each tensor and `of_rows` to each tuple of row objects.
 
-        The key/value cache is left out.
+        The key/value cache is dropped.
         """
 
         def changed(value: Any) -> Any:
@@ -110,21 +110,21 @@ class HMTState:
         return self.each(function, lambda rows: tuple(row.map(function) for row in rows))
 
     def detach(self) -> "HMTState":
-        """Return the same memory without its autograd graph: no gradient reaches earlier calls."""
+        """Return a state without the autograd graph, so that gradients do not reach earlier calls."""
         return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> "HMTState":
-        """Return the same memory on another device; pages stay in CPU memory.
+        """Return the state on another device. Pages stay in CPU memory.
 
         Raises:
-            TypeError: a dtype; token ids would be rounded too.
+            TypeError: `device` is a dtype; a cast would round token ids too.
         """
         if isinstance(device, torch.dtype):
             raise TypeError(f"A state has the dtype of its model, and cannot be cast to {device}; cast the model.")
         return self.each(lambda x: x.to(device), lambda rows: tuple(row.to(device) for row in rows))
 
     def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
-        """Return a state of the rows in `index` (rows,), ints from 0 to B - 1, without the key/value cache."""
+        """Return a state with the rows in `index` (rows,), ints from 0 to B - 1, without the key/value cache."""
         chosen = torch.as_tensor(index, device=self.tail.device)
         numbers = chosen.tolist()
         state = self.each(lambda x: take_rows(x, chosen), lambda rows: tuple(rows[i] for i in numbers))
@@ -143,9 +143,9 @@ class HMTState:
         """Write a safetensors file from which `load` restores the state in any process.
 
         Args:
-            model: the one that read the sequence. A sample of its weights is hashed, so that `load` recognizes them.
-                None during training, which changes them.
-            about: what else the file holds, as JSON.
+            model: model that read the sequence. A sample of its weights is hashed, so that `load` recognizes it. Pass
+                None during training, which changes the weights.
+            about: additional information to save as JSON.
         """
         tensors, packed = self.tensors(), {}
         for name, state in self.memory.items():
@@ -157,20 +157,20 @@ class HMTState:
         metadata = {"hmt_state": json.dumps({"lengths": self.lengths, "retrievers": [*self.memory], "rows": packed})}
         metadata |= {"signature": json.dumps(self.signature), "weights": weights_hash(model)}
         metadata |= {} if about is None else {"about": json.dumps(about)}
-        # a copy of each: safetensors refuses views of one storage
+        # copies, because safetensors does not accept tensors that share storage
         copies = {n: x.detach().clone(memory_format=torch.contiguous_format) for n, x in tensors.items()}
         save_file(copies, str(path), metadata=metadata)
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None, device: torch.device | str = "cpu") -> "HMTState":
-        """Read a state written by `save`. All its pages come into CPU memory, those of a page file too.
+        """Read a state written by `save`. All pages are loaded to CPU memory, including pages from a page file.
 
         Args:
-            model: the one that continues the state, which gets its dtype. None: any weights, such as those before
-                training.
+            model: model that continues the state; memories are cast to its dtype. None: do not check the weights, for
+                example after training.
 
         Raises:
-            ValueError: the file holds something else, is damaged, or was made by other weights.
+            ValueError: the file is not a state, is damaged, or was saved by a model with other weights.
         """
         try:
             with safe_open(str(path), "pt", device=str(device)) as file:
@@ -178,8 +178,8 @@ class HMTState:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             if model is not None and metadata["weights"] != weights_hash(model):
                 raise ValueError(
-                    f"{path} was saved by a different model and cannot be used: its memories are noise to other weights. "
-                    "Load the model that saved it, or pass model=None."
+                    f"{path} was saved by a different model and cannot be used: its memories are noise to other "
+                    "weights. Load the model that saved it, or pass model=None."
                 )
             if model is not None:  # weights in another dtype are the same weights
                 dtype = memory_dtype(model)
@@ -216,12 +216,12 @@ _TENSORS = ("tail", "open_mask")  # the fields of a state that are saved as tens
 
 
 def take_named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Remove the tensors of a prefix from a dict, and return them by the rest of their names."""
+    """Pop the tensors whose names start with `prefix` from a dict, and return them without the prefix."""
     return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
 
 
 def weights_hash(model: nn.Module | None) -> str:
-    """Hash some 64 numbers of each parameter in bfloat16; a training changes them, and a copy in float32 has them."""
+    """Hash about 64 values of each parameter in bfloat16; training changes it, a cast to float32 does not."""
     digest = hashlib.sha256()
     for parameter in () if model is None else model.parameters():
         if not parameter.is_meta:
@@ -232,10 +232,10 @@ def weights_hash(model: nn.Module | None) -> str:
 
 
 def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
-    """Put tensors of some rows each together, (batch, n, ...), with zeros in front of the shorter, and in other rows.
+    """Join tensors of some rows each to (batch, n, ...). Shorter ones are left-padded with 0; missing rows are 0.
 
     Args:
-        parts: the numbers of the rows, and their tensor (rows, n, ...).
+        parts: pairs of row indices and a tensor (rows, n, ...).
     """
     rows, like = parts[0]
     if len(rows) == batch:
@@ -247,7 +247,7 @@ def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
 
 
 def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
-    """Put the memories of some rows each together, which are all rows of a batch."""
+    """Join memories of some rows each, which together cover all rows of a batch."""
     order = sorted((row, part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows))
 
     def join(values: list[Any]) -> Any:
@@ -260,8 +260,8 @@ def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Any]]]]) -> d
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Take `rows` (n,), long, of x (B, ...). Copies of one row share its memory, as do the beams of one text."""
-    alike = x.stride(0) == 0  # shared already
+    """Select `rows` (n,), long, of x (B, ...). Copies of one row, such as the beams of a prompt, share its memory."""
+    alike = x.stride(0) == 0  # expanded already
     if not alike and (rows != rows[0]).any():
         return x.index_select(0, rows)
     row = x[:1] if alike else x.index_select(0, rows[:1])

@@ -1,7 +1,7 @@
-"""The versions of transformers with which this code was tested.
+"""The tested versions of transformers.
 
-configuration_hmt.py is the first file loaded from a saved folder. It imports this file, so the warning about an
-untested version appears before anything can fail.
+configuration_hmt.py, the first file loaded from a saved folder, imports this file, so the warning about an untested
+version appears before anything can fail.
 """
 
 import transformers
@@ -21,5 +21,5 @@ REPAIR = (
 
 require_version(f"transformers>={OLDEST}", "HMT is tested from there on: pip install -U transformers")
 if not IS_TESTED:
-    # this logger and text are the same in all copies of this file, so that there is one warning
+    # the logger and the message are the same in all copies of this file, so that the warning appears once
     logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])

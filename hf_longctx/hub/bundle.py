@@ -1,4 +1,4 @@
-"""The files of a push: known files of a folder, the code that the model needs, and the hashes of all of them."""
+"""The files of a push: known files of a folder, the code that the model needs, and their hashes."""
 
 import fnmatch
 import hashlib
@@ -27,10 +27,10 @@ from .weights import check_safetensors, check_weights
 CONTENTS = "hf_longctx.json"  # versions and hashes
 NOTES = "card_notes.md"  # hand-written parts of the card
 ADAPTER = "adapter_model.safetensors"
-BASE = "base.json"  # `hf-longctx finetune` writes it alongside an adapter: the weights that it was trained on
-TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings, losses
+BASE = "base.json"  # name and hash of an adapter's base weights, written by `hf-longctx finetune`
+TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings and losses
 KNOWN = ("README.md", NOTES, "LICENSE", "LICENSE.md", "LICENSE.txt", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
-# Patterns of file names that are never pushed, and why.
+# Patterns of file names that are never pushed, and the reason.
 FORBIDDEN = {
     ("training_args.bin",): "a pickle of the training arguments, which can hold a token: remove it",
     ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*"): "the state of a training run: push the model's folder",
@@ -38,20 +38,20 @@ FORBIDDEN = {
     "load the model, and save it with save_pretrained, which writes safetensors",
     (".*",): "a hidden file, which can hold a secret: remove it",
 }
-LEFT_BY_TOOLS = (".git", ".gitattributes", ".cache", ".eval_results")  # git, `hf download` and the Hub; not pushed
-MEASUREMENT = re.compile(r"[\w.-]+\.json")  # a name that a card can link to
+LEFT_BY_TOOLS = (".git", ".gitattributes", ".cache", ".eval_results")  # files of git, `hf download` and the Hub
+MEASUREMENT = re.compile(r"[\w.-]+\.json")  # names that a card can link to
 PACKAGE_CODE = {
     path.name: path
     for package, suffix in ((fox, "fox"), (hmt, "hmt"))
     for path in Path(package.__path__[0]).glob(f"*_{suffix}.py")
 }
-# `HMTConfig.save_pretrained` writes it: the classes of a backbone that transformers lacks.
+# The classes of a custom backbone, written by `HMTConfig.save_pretrained`.
 BACKBONE_CODE = "custom_backbone_hmt.py"
 PEFT_TASKS = {
     "SEQ_CLS": "ForSequenceClassification",
     "TOKEN_CLS": "ForTokenClassification",
     "QUESTION_ANS": "ForQuestionAnswering",
-}  # besides CAUSAL_LM
+}  # in addition to CAUSAL_LM
 AUTO_MAPS = {
     "fox": {"AutoConfig": "configuration_fox.FoxConfig", **AUTO_MAP},
     "hmt": {"AutoConfig": "configuration_hmt.HMTConfig", "AutoModelForCausalLM": "modeling_hmt.HMTWrapper"},
@@ -60,17 +60,17 @@ AUTO_MAPS = {
 
 @dataclass(frozen=True)
 class Bundle:
-    """The files of a push, and what they say about the model.
+    """The files of a push, and the parsed content of some.
 
     Attributes:
-        files: content of each file, or the path that it is read from, by its path in the repository.
-        left_out: names in the folder that are not pushed.
-        config: config of the model, or of the adapter; empty for a Space.
+        files: content or local path of each file, by its path in the repository.
+        left_out: names of files in the folder that are not pushed.
+        config: config of the model or adapter; empty for a Space.
         tensors: number of elements of each tensor, by its name.
         results: results of metrics, by file name.
         documents: JSON objects of the results and of the benchmarks in scripts/bench, by file name.
         samples: prompt, generated text and settings, by file name.
-        base_has_code: True if the base model of an adapter has custom code.
+        base_has_code: whether the base model of an adapter has custom code.
     """
 
     files: dict[str, Path | bytes]
@@ -84,12 +84,12 @@ class Bundle:
 
     @property
     def is_adapter(self) -> bool:
-        """True for the folder of an adapter."""
+        """Whether the bundle is an adapter."""
         return "adapter_config.json" in self.files
 
     @property
     def base(self) -> tuple[str, str | None] | None:
-        """Name and revision, on the Hub, of an adapter's base model, or of the backbone that an HMT points to."""
+        """Hub name and revision of an adapter's base model, or of a backbone that is not in an HMT's checkpoint."""
         if self.is_adapter:
             return self.config.get("base_model_name_or_path", ""), self.config.get("revision")
         if self.config.get("backbone_in_checkpoint", True):
@@ -98,7 +98,7 @@ class Bundle:
 
     @property
     def auto_class(self) -> str:
-        """The class of transformers or PEFT that loads it, such as AutoModelForCausalLM for a FoxForCausalLM."""
+        """The Auto class of transformers or PEFT that loads the bundle, such as AutoModelForCausalLM."""
         if self.is_adapter:
             return f"AutoPeftModel{PEFT_TASKS.get(self.config.get('task_type', ''), 'ForCausalLM')}"
         (name, *_) = self.config.get("architectures") or ["ForCausalLM"]
@@ -109,14 +109,17 @@ class Bundle:
 
     @property
     def has_code(self) -> bool:
-        """True if loading needs trust_remote_code: for code in the repository, or in that of an adapter's base."""
+        """Whether loading needs trust_remote_code, for code in this repository or in the base model's."""
         return self.base_has_code or any(path.endswith(".py") for path in self.files)
 
     def text(self, path: str, errors: str = "strict") -> str:
-        """Return a file as text, without the byte order mark of some editors; "" if there is no such file.
+        """Return a file as text, without a byte order mark; "" if the file does not exist.
+
+        Args:
+            errors: as in `bytes.decode`.
 
         Raises:
-            ValueError: the file is not UTF-8, and `errors`, as in `bytes.decode`, is "strict".
+            ValueError: the file is not UTF-8, and `errors` is "strict".
         """
         content = self.files.get(path, b"")
         try:
@@ -126,16 +129,16 @@ class Bundle:
 
 
 def build_bundle(folder: str | os.PathLike) -> Bundle:
-    """Collect the files of a model's or an adapter's folder that are pushed.
+    """Collect the files to push from the folder of a model or an adapter.
 
-    These are known files: config, weights, tokenizer, card, figures and results of the metrics. The code is what
-    `auto_map` names, with everything that it imports: the package's own files, byte for byte, and others from the
-    folder. A FoX or HMT without `auto_map` gets one. Unknown files are left out.
+    These are known files: config, weights, tokenizer, card, figures and results of metrics. They include the modules
+    in `auto_map` and their imports: unmodified files of this package, and others from the folder. A FoX or HMT without
+    `auto_map` gets one. Unknown files are left out.
 
     Raises:
         ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a link out of
             the folder); weights are missing, damaged, incomplete or NaN; code is missing or in another repository;
-            the base model of an adapter or HMT has no name on the Hub; a file is not JSON.
+            the base model of an adapter or HMT is not a name on the Hub; a file is not JSON.
         FileNotFoundError, NotADirectoryError: the folder does not exist.
     """
     folder = Path(folder)
@@ -177,7 +180,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
 
 
 def check_base(folder: Path, bundle: Bundle) -> None:
-    """Raise ValueError if the base model of an adapter or HMT does not have a name on the Hub."""
+    """Raise ValueError if the base model of an adapter or HMT is not a name on the Hub."""
     base, _ = bundle.base or ("", None)
     is_name = isinstance(base, str) and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     try:
@@ -185,8 +188,8 @@ def check_base(folder: Path, bundle: Bundle) -> None:
     except ValueError as error:
         key = "base_model_name_or_path" if bundle.is_adapter else "backbone_name_or_path"
         raise ValueError(
-            f"{folder} needs {base}, which is not a name on the Hub. Push that model first, and put its name into {key} of "
-            "the config."
+            f"{folder} needs {base}, which is not a name on the Hub. Push that model first, and put its name into "
+            f"{key} of the config."
         ) from error
 
 
@@ -205,7 +208,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add the content of a JSON file that a metric, a benchmark or scripts.sample has written."""
+    """Add the content of a JSON file written by a metric, a benchmark or scripts.sample."""
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):
@@ -217,14 +220,14 @@ def read_measurement(path, results, documents, samples):
         if not all(isinstance(document.get(name), kind) for name, kind in types.items()):
             results[path.name] = read_result(path)
         documents[path.name] = document
-    except ValueError:  # another file
+    except ValueError:  # not a measurement
         return
 
 
 def auto_map_and_code(folder, config):
-    """Return config.json, with an auto_map where FoX or HMT lacks one, and the files of code that it needs.
+    """Return config.json, with an auto_map for FoX and HMT, and the code files that it needs.
 
-    A file comes from the package if the package has it, otherwise from the folder.
+    Code comes from the package if it has a file of that name, otherwise from the folder.
     """
     files = {"config.json": folder / "config.json"}
     auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
@@ -250,11 +253,11 @@ def auto_map_and_code(folder, config):
 
 
 def module_names(file, auto_map):
-    """Return the modules that an auto_map names; raise ValueError for modules of another repository."""
+    """Return the modules in an auto_map; raise ValueError for modules of another repository."""
     classes = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     modules = set()
     for name in [name for value in classes for name in (value if isinstance(value, list) else [value])]:
-        if name is None:  # there is no slow tokenizer
+        if name is None:  # a tokenizer without a slow version
             continue
         module, _, class_name = str(name).partition(".")
         if not (module.isidentifier() and class_name.isidentifier()):
@@ -267,8 +270,8 @@ def module_names(file, auto_map):
 
 
 def with_contents(bundle: Bundle, files: Mapping[str, Path | bytes] | None = None) -> Bundle:
-    """Return the bundle with new contents of some files, and with the versions and the sha256 of every file."""
-    hashes = {} if files is None else json.loads(bundle.text(CONTENTS))["sha256"]  # weights are hashed once
+    """Return the bundle with `files` replaced or added, and with the versions and the sha256 of every file."""
+    hashes = {} if files is None else json.loads(bundle.text(CONTENTS))["sha256"]  # do not hash the weights twice
     for path, content in (bundle.files if files is None else files).items():
         with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
             hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,8 @@
-"""The card of a model, README.md, which the jinja template model_card.md writes from the files of its folder.
+"""The model card, README.md, rendered from the files of a folder with the jinja template model_card.md.
 
-A generated card begins with a comment that names the command, and every push writes it again. A README.md without that
-comment is hand-written and never changed. Hand-written parts of a generated card come from card_notes.md, whose
-sections become parts of the sections of the same name.
+A generated card contains a comment with its command, and every push regenerates it. A README.md without this comment
+is hand-written and never changed. Hand-written parts of a generated card come from card_notes.md, whose sections are
+inserted into the sections of the same name.
 """
 
 import json
@@ -19,12 +19,12 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 
 
 CARD = "README.md"
-SOURCE = ""  # the address of the repository, which a release sets: see CONTRIBUTING.md
-# Names in the card of the settings of `hf-longctx train` and `finetune`.
+SOURCE = ""  # URL of the source repository; a release sets it (see CONTRIBUTING.md)
+# Settings of `hf-longctx train` and `finetune`, and their names in the card.
 NAMES = {"max_length": "sequence_length", "max_steps": "steps", "lr_scheduler_type": "schedule", "lora_r": "lora_rank"}
 TEMPLATE = Path(__file__).with_name("model_card.md")
 GENERATED = re.compile(r"<!-- written by: hf-longctx push DIR(?: ([\w./-]+))?(?: --tag ([\w./-]+))? --write-card[;\n]")
-UPSTREAM = "[More Information Needed]"  # in the templates that PEFT and transformers write
+UPSTREAM = "[More Information Needed]"  # placeholder in the cards that PEFT and transformers write
 SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|wpe|embed_in|embed_out|lm_head)\.weight$")
 PIPELINES = {
@@ -39,15 +39,15 @@ PIPELINES = {
 def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -> Bundle:
     """Return the bundle of a model with its card: an unchanged hand-written card, or a newly generated one.
 
-    A generated card also replaces the templates that PEFT and transformers save alongside weights. It keeps license,
+    A generated card also replaces the templates that PEFT and transformers save alongside weights. It retains license,
     language, tags and datasets of the card that it replaces.
 
     Args:
-        repo: NAMESPACE/NAME in the loading lines (default: the one in the present card).
-        tag: revision that the loading lines pin, if `repo` is given.
+        repo: NAMESPACE/NAME in the loading code (default: the one in the current card).
+        tag: revision that the loading code pins, if `repo` is given.
 
     Raises:
-        ValueError: the head of the card is not YAML, or a file that the card is written from is damaged.
+        ValueError: the metadata of the card are not YAML, or a source file of the card is damaged.
     """
     text = bundle.text(CARD)
     generated = GENERATED.search(text)
@@ -62,9 +62,9 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
     """Return the generated card.
 
     Args:
-        data: `ModelCardData` of the present card, to which the metadata that the files imply are added.
-        repo: repository in the loading lines.
-        tag: revision in the loading lines.
+        data: `ModelCardData` of the current card; updated with the metadata from the files.
+        repo: repository in the loading code.
+        tag: revision in the loading code.
     """
     name = (repo or "a model").rpartition("/")[2]
     data["library_name"] = "peft" if bundle.is_adapter else "transformers"
@@ -110,7 +110,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
 
 
 def model_index(bundle: Bundle) -> list[EvalResult]:
-    """Return the entries of the model-index: numbers of the results, and `evaluations` of the benchmarks."""
+    """Return the entries of the model-index, from the results and the `evaluations` of benchmarks."""
     evaluations = [entry for document in bundle.documents.values() for entry in document.get("evaluations", ())]
     return eval_results(list(bundle.results.values())) + [EvalResult(**entry) for entry in evaluations]
 
@@ -119,7 +119,7 @@ def read_card(text: str) -> ModelCard:
     """Parse a card.
 
     Raises:
-        ValueError: its head is not YAML, or has a model-index that the Hub does not read.
+        ValueError: the metadata are not YAML, or contain an invalid model-index.
     """
     try:
         return ModelCard(text if text.startswith("---") else f"---\n\n---\n{text}")
@@ -131,7 +131,7 @@ def read_settings(bundle: Bundle) -> dict:
     """Return the settings in training.yaml, or {}.
 
     Raises:
-        ValueError: the file does not hold settings.
+        ValueError: the file does not contain settings.
     """
     try:
         settings = yaml.safe_load(bundle.text("training.yaml")) or {}
@@ -144,10 +144,10 @@ def read_settings(bundle: Bundle) -> dict:
 
 
 def last_losses(bundle: Bundle) -> dict[str, dict]:
-    """Return the last row with each loss in training_log.jsonl; of several training runs, those of the last one.
+    """Return the last row with each loss in training_log.jsonl, from the last of several training runs.
 
     Raises:
-        ValueError: a line does not hold an object.
+        ValueError: a line is not a JSON object.
     """
     last = {}
     for line in bundle.text("training_log.jsonl").splitlines():
@@ -158,14 +158,14 @@ def last_losses(bundle: Bundle) -> dict[str, dict]:
             raise ValueError(
                 f'training_log.jsonl has {line[:40]!r}; its lines must be such as {{"step": 1}}.'
             ) from error
-        if any(step < row["step"] for row in last.values()):  # another run, which counts its steps from 0
+        if any(step < row["step"] for row in last.values()):  # another run, whose steps start at 0 again
             last = {}
         last |= {name: row for name in ("loss", "eval_loss") if "step" in row and name in row}
     return last
 
 
 def loading_lines(bundle: Bundle, repo: str, revision: str | None) -> str:
-    """Return the Python code that loads this revision and no other, the repository's code included."""
+    """Return Python code that loads exactly this revision, including the repository's code."""
     options = f', revision="{revision}"' if revision else ""
     options += ", trust_remote_code=True" if bundle.has_code else ""
     library, name = "peft" if bundle.is_adapter else "transformers", bundle.auto_class

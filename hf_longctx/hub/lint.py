@@ -1,7 +1,7 @@
-"""Checks of a bundle before it is pushed: secrets, paths of one machine, and the card's metadata.
+"""Checks of a bundle before a push: secrets, local paths, and the card's metadata.
 
-The Hub refuses some of these too, but only after the repository was created. Secrets and paths are found by what they
-look like; others stay unnoticed.
+The Hub rejects some of these too, but only after the repository was created. Secrets and paths are matched by regular
+expressions, so others remain undetected.
 """
 
 import json
@@ -19,7 +19,7 @@ from .bundle import NOTES, Bundle
 from .card import CARD, UPSTREAM, model_index, read_card, read_settings
 
 
-# The licenses that the Hub lists when it refuses another one.
+# The licenses that the Hub accepts.
 LICENSES = Path(__file__).with_name("licenses.txt").read_text().split()
 # The Hub's text tasks.
 TASKS = [
@@ -28,10 +28,10 @@ TASKS = [
     "token-classification", "translation", "zero-shot-classification",
 ]  # fmt: skip
 LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z0-9]{2,8})*|multilingual|code")
-# Files without text; and vocabularies, chat templates and code, which may hold any path.
+# Binary files; and vocabularies, chat templates and code, which may contain any path.
 BINARY = (".png", ".model")
 ANY_PATH = re.compile(r"(tokenizer\.|vocab|added_tokens|special_tokens_map|chat_template|merges).*|.*\.py")
-# Patterns of tokens and keys.
+# Tokens and keys.
 SECRET = re.compile(
     r"""(?<![A-Za-z0-9])(?:
     hf_[A-Za-z0-9]{30,} | gh[pousr]_[A-Za-z0-9]{30,} | github_pat_\w{40,} | glpat-[\w-]{20,}
@@ -59,19 +59,19 @@ TODO = re.compile(r"<!-- (Write\b(?:(?!<!--|-->).)*) -->", re.DOTALL)
 
 
 def check(bundle: Bundle) -> None:
-    """Raise ValueError with everything that must not be published: tokens, paths of one machine, a wrong card."""
+    """Raise ValueError with a list of everything that must not be published: tokens, local paths, an invalid card."""
     errors, secret = [], get_token()
     for path, content in sorted(bundle.files.items()):
         if path.endswith(BINARY):
             continue
         if path.endswith(".safetensors") and isinstance(content, Path):
-            with content.open("rb") as file:  # metadata and names of tensors
+            with content.open("rb") as file:  # the header: metadata and tensor names
                 text = file.read(int.from_bytes(file.read(8), "little")).decode(errors="replace")
         else:
             text = bundle.text(path, errors="replace")
         if SECRET.search(text) or (secret and secret in text):
             errors.append(f"{path} holds a token or key; remove it, and revoke it if it was ever published")
-        if path == "tokenizer_config.json":  # its template may hold any path too
+        if path == "tokenizer_config.json":  # its chat template may contain any path too
             text = json.dumps({**json.loads(text), "chat_template": None})
         if not ANY_PATH.fullmatch(path) and (where := MACHINE.search(text)):
             errors.append(f"{path} names {where[0]}, a path of one machine; write a name that others can use")
@@ -82,7 +82,7 @@ def check(bundle: Bundle) -> None:
 
 
 def missing_fields(bundle: Bundle) -> list[str]:
-    """List what a good card has and this one lacks, a sentence each."""
+    """List recommended fields and sections that the card lacks, one sentence each."""
     if CARD not in bundle.files:
         return [f"there is no {CARD}"]
     text = bundle.text(CARD)
@@ -93,7 +93,7 @@ def missing_fields(bundle: Bundle) -> list[str]:
     if UPSTREAM in text:
         missing.append(f"it still says {UPSTREAM}")
     settings = read_settings(bundle)
-    described = "\n## Training" in f"\n{bundle.text(NOTES)}"  # in words, for data that are not on the Hub
+    described = "\n## Training" in f"\n{bundle.text(NOTES)}"  # in prose, for data that are not on the Hub
     for field, name in (
         ("base_model", settings.get("model")),
         ("datasets", None if described else settings.get("data")),
@@ -112,7 +112,7 @@ def missing_fields(bundle: Bundle) -> list[str]:
 
 
 def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
-    """Yield what is wrong in a card: metadata, license, task, base model, model-index and links."""
+    """Yield the errors of a card in metadata, license, task, base model, model-index and links."""
     data = read_card(text).data
     yield from schema_errors(data)
     names = data.get("license") or []
@@ -143,7 +143,7 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
 
 
 def schema_errors(data: Any) -> Iterator[str]:
-    """Yield the metadata of another type than the annotations of huggingface_hub document."""
+    """Yield errors for metadata whose types differ from the annotations of huggingface_hub."""
     results = [("model-index", EvalResult, entry) for entry in data.eval_results or ()]
     for place, kind, values in [("its head", ModelCardData.__init__, data), *results]:
         for name, hint in get_type_hints(kind).items():

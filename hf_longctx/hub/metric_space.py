@@ -1,9 +1,9 @@
-"""A metric as a Space of the Hub: `evaluate.load("NAMESPACE/NAME")` scores where hf_longctx is not installed.
+"""A metric as a Space on the Hub: `evaluate.load("NAMESPACE/NAME")` works without hf_longctx.
 
-evaluate fetches the script of a Space, and the files that the script itself imports with `from .x import ...`, all
-from one folder. So the modules that scoring needs are copied next to the script under flat names, such as
+evaluate downloads the script of a Space, and the files that the script imports with `from .x import ...`, to a single
+folder. The modules that scoring needs are therefore copied next to the script under flat names, such as
 `longctx_curve_lengths.py` for `curve/lengths.py`, and the script imports a name from each. Code that runs a model is
-imported inside functions, from hf_longctx if that is installed.
+imported inside functions, from an installed hf_longctx.
 """
 
 import re
@@ -24,7 +24,7 @@ def build_space(name: str) -> Bundle:
     """Return the files of a metric: its script, card and app, and the modules that scoring needs.
 
     Raises:
-        ValueError: a metric of that name does not exist.
+        ValueError: the metric does not exist.
     """
     folder = Path(module_path(name))
     sources = scoring_modules(["evaluate_modules", *(["rope.base"] if name == "rope_base_check" else [])])
@@ -39,12 +39,12 @@ def build_space(name: str) -> Bundle:
 
 
 def absolute(module, dots, name):
-    """Resolve `from DOTSname import ...` in a module to a module, both relative to hf_longctx.metrics."""
+    """Resolve the relative import `from DOTSname import ...` in a module, relative to hf_longctx.metrics."""
     return ".".join([*module.split(".")[: -len(dots)], *filter(None, [name])])
 
 
 def scoring_modules(roots):
-    """Return the source of the roots, and of everything that they import when they are imported, by name."""
+    """Return the source of the roots and of their module-level imports, recursively, by module name."""
     sources, stack = {}, list(roots)
     while stack:
         module = stack.pop()
@@ -56,12 +56,12 @@ def scoring_modules(roots):
 
 
 def flat(module):
-    """Return the name of a module in the Space. The prefix avoids evaluate's own package evaluate_modules."""
+    """Return the name of a module in the Space. The prefix avoids a clash with evaluate's package evaluate_modules."""
     return f"longctx_{module.replace('.', '_')}"
 
 
 def flattened(module, sources):
-    """Return the source of a module, which imports flat files, and from hf_longctx the modules that are not copied."""
+    """Return the source of a module with imports from the flat files, or from hf_longctx for modules not copied."""
 
     def replace(match):
         target = absolute(module, match[2], match[3])

@@ -1,4 +1,4 @@
-"""The push of a bundle to the Hub, in one commit."""
+"""Push a bundle to the Hub in one commit."""
 
 import json
 import re
@@ -31,23 +31,23 @@ from .lint import check
 
 
 HUB_TIMEOUT_S = 10.0
-# Files that are removed from a model's repository if the bundle lacks them.
+# Files that a push removes from a model's repository if the bundle does not contain them.
 REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|\w+_(fox|hmt)\.py")
-# Branches and tags. The Hub would take a name that looks like a commit, or like its own references, for one.
+# Branches and tags. Names that look like a commit hash or an internal reference are ambiguous on the Hub.
 REFERENCE = re.compile(r"(?!refs/|HEAD$|[0-9a-f]{40}$)[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*")
 
 
 @contextmanager
 def named_errors(left: str = "") -> Iterator[None]:
-    """Turn errors of the Hub and of the connection into built-in ones that say what to do.
+    """Convert errors of the Hub and of the connection into built-in exceptions with a remedy.
 
     Args:
-        left: a sentence that says what the Hub keeps if this step fails; the message ends with it.
+        left: sentence about the state of the repository if this step fails, appended to the message.
 
     Raises:
-        PermissionError: the token is unknown, or may not do this.
+        PermissionError: the token is invalid or lacks permission.
         ConnectionError: the Hub cannot be reached, or HF_HUB_OFFLINE is set.
-        HfHubHTTPError: the Hub refuses the request.
+        HfHubHTTPError: the Hub rejects the request.
     """
     left = f" {left}" if left else ""
     try:
@@ -61,24 +61,24 @@ def named_errors(left: str = "") -> Iterator[None]:
             ) from error
         error.append_to_message(left)
         raise
-    except HTTPError as error:  # of the connection
+    except HTTPError as error:  # connection errors
         raise ConnectionError(f"{constants.ENDPOINT} cannot be reached ({error}).{left}") from error
 
 
 def check_destination(repo: str, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
-    """Raise ValueError for names and combinations that the Hub would refuse, or confuse."""
+    """Raise ValueError for names and combinations that the Hub would reject or misinterpret."""
     try:
         validate_repo_id(repo if repo.count("/") == 1 else "")
     except ValueError as error:
         raise ValueError(
-            f"{repo!r} is not the name of a repository; give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ and ., at "
-            "most 96 of them."
+            f"{repo!r} is not the name of a repository; give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ "
+            "and ., at most 96 of them."
         ) from error
     for name in (revision, tag):
         if name is not None and not REFERENCE.fullmatch(name):
             raise ValueError(
-                f"{name!r} is not a name of a branch or tag; use letters and digits with . - _ / between them, but not a commit "
-                "hash."
+                f"{name!r} is not a name of a branch or tag; use letters and digits with . - _ / between them, but "
+                "not a commit hash."
             )
     if tag is not None and tag in (revision, "main"):
         raise ValueError(f"the tag {tag} would have the name of a branch, which moves; give another name, such as v1.")
@@ -90,12 +90,12 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
 def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revision: str | None = None) -> list[str]:
     """List the files of a repository that a push of the bundle removes.
 
-    These are weights that the bundle lacks, because transformers prefers an old `model.safetensors` to new shards,
-    and code of older versions of this package.
+    These are old weights, because transformers prefers an old `model.safetensors` to new shards, and code of older
+    versions of this package.
 
     Raises:
-        ValueError: the repository holds a model and the bundle an adapter, which would hide it, or vice versa. Others:
-            `named_errors`.
+        ValueError: the repository contains a model and the bundle an adapter, which would hide it, or vice versa.
+            Other errors: `named_errors`.
     """
     try:
         # list_repo_files would retry for 20 seconds without a network
@@ -126,24 +126,24 @@ def push(
     create_pr: bool = False,
     tag: str | None = None,
 ) -> CommitInfo:
-    """Push a bundle in one commit; if nothing has changed, there is no commit.
+    """Push a bundle in one commit, or without a commit if nothing has changed.
 
     The repository and the branch are created if they do not exist. `removed_files` are removed in the same commit. The
-    token is the one of `hf auth login` or of the environment variable HF_TOKEN.
+    token comes from `hf auth login` or from the environment variable HF_TOKEN.
 
     Args:
         repo: NAMESPACE/NAME.
         repo_type: "model", or "space" for a Gradio Space.
         private: create a private repository.
-        revision: a branch (default: main).
+        revision: branch (default: main).
         create_pr: open a pull request instead of changing the branch.
-        tag: a new name for the commit.
+        tag: new tag for the commit.
 
     Raises:
-        ValueError: the bundle must not be published (`lint.check`), a token is missing, a name is not allowed
-            (`check_destination`), the repository is public although `private` is set, a tag or branch has the name
-            already, or the repository holds another kind of model (`removed_files`).
-        HfHubHTTPError: the Hub refuses the request, for example because the branch has changed meanwhile. Others:
+        ValueError: the bundle must not be published (`lint.check`), the token is missing, a name is not allowed
+            (`check_destination`), the repository is public although `private` is set, the tag or branch already
+            exists, or the repository contains another kind of model (`removed_files`).
+        HfHubHTTPError: the Hub rejects the request, for example because of a concurrent commit. Other errors:
             `named_errors`.
     """
     check(bundle)
@@ -189,11 +189,11 @@ def push(
 
 @named_errors()
 def pin_base(bundle: Bundle) -> Bundle:
-    """Pin the base model of an adapter, or the backbone of an HMT, to the commit that it has on the Hub now.
+    """Pin the base model of an adapter, or the backbone of an HMT, to its current commit on the Hub.
 
     Raises:
-        ValueError: the Hub does not have the repository or revision.
-        PermissionError: the repository is gated, and the token may not read it. Others: `named_errors`.
+        ValueError: the repository or revision does not exist on the Hub.
+        PermissionError: the repository is gated, and the token does not have access. Other errors: `named_errors`.
     """
     if bundle.base is None:
         return bundle

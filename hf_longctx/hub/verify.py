@@ -1,6 +1,6 @@
 """Verify a push: load the commit back, and compare the bytes of every file and the outputs.
 
-This file is also a program, which runs without hf_longctx, as for users of the model:
+This file is also a program that runs without hf_longctx, in the environment of a user of the model:
 
     python verify.py REPO COMMIT HASHES.json OUTPUTS.safetensors AUTO_CLASS
 """
@@ -23,23 +23,23 @@ TOKENS = 64
 
 
 def verify_push(folder: str | os.PathLike, contents: str, repo: str, commit: str, auto_class: str) -> str:
-    """Load a commit in a fresh process, into an empty cache, and compare it with the pushed folder.
+    """Load a commit in a new process with an empty cache, and compare it with the pushed folder.
 
     Args:
         folder: folder of the model or adapter.
-        contents: content of hf_longctx.json, which has the sha256 of every other file.
+        contents: content of hf_longctx.json, with the sha256 of every other file.
         repo: NAMESPACE/NAME.
-        commit: hash of the commit.
-        auto_class: name of the class of transformers or PEFT that loads it. Its first output, usually the logits, is
-            compared.
+        commit: commit hash.
+        auto_class: name of the Auto class of transformers or PEFT that loads the model. The first output, usually the
+            logits, is compared.
 
     Returns:
-        A line that says what was compared.
+        A one-line summary of the comparison.
 
     Raises:
         RuntimeError: the commit cannot be loaded, or differs from the folder.
     """
-    path = str(Path(folder).resolve())  # PEFT looks up a shorter name on the Hub
+    path = str(Path(folder).resolve())  # absolute, because PEFT looks up relative names on the Hub
     model = load(path, auto_class)
     hashes = json.loads(contents)["sha256"] | {"hf_longctx.json": hashlib.sha256(contents.encode()).hexdigest()}
     ids = torch.arange(TOKENS)[None] % model.config.get_text_config().vocab_size
@@ -48,7 +48,7 @@ def verify_push(folder: str | os.PathLike, contents: str, repo: str, commit: str
         Path(temporary, "hashes.json").write_text(json.dumps(hashes))
         caches = ("HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_XET_CACHE")
         environment = os.environ | {name: f"{temporary}/{name}" for name in caches}
-        # -P: do not search this file's folder, the package's, for modules
+        # -P: do not import modules from the folder of this file
         command = [sys.executable, "-P", __file__, repo, commit, "hashes.json", "outputs.safetensors", auto_class]
         done = subprocess.run(command, cwd=temporary, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

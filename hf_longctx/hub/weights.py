@@ -1,4 +1,4 @@
-"""Checks of weights: transformers loads incomplete or NaN weights as well, and initializes missing ones at random."""
+"""Checks of weights, because transformers also loads NaN, and initializes missing weights at random."""
 
 from pathlib import Path
 
@@ -9,16 +9,16 @@ from ..fox.checkpoint_files import Checkpoint, open_safetensors
 
 
 def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class: str) -> None:
-    """Let transformers load the model, if this process has its class, and check that it gets every tensor.
+    """Load the model with transformers, if its class is installed, and check that no tensor is missing.
 
-    With accelerate, the model is loaded to the meta device, which takes no memory.
+    With accelerate, the model is loaded to the meta device, which does not take memory.
 
     Args:
         config: content of config.json.
-        auto_class: name of the class of transformers that loads the model.
+        auto_class: name of the Auto class of transformers that loads the model.
 
     Raises:
-        ValueError: a tensor is missing, has another shape, or holds NaN; transformers cannot load the model.
+        ValueError: a tensor is missing, has a wrong shape, or contains NaN; transformers cannot load the model.
     """
     for file in sorted(set(checkpoint.files.values())):
         check_safetensors(file)
@@ -42,7 +42,8 @@ def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class
         raise ValueError(f"no file of {folder} has {name}, which the model needs; save the model again.")
     for name, found, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{name} of {folder} has the shape {tuple(found)}, and config.json needs {tuple(expected)}; save the model again."
+            f"{name} of {folder} has the shape {tuple(found)}, and config.json needs {tuple(expected)}; save the "
+            "model again."
         )
 
 
@@ -50,7 +51,7 @@ def check_safetensors(path: Path) -> dict[str, int]:
     """Return the number of elements of each tensor in a file.
 
     Raises:
-        ValueError: the file does not exist, is damaged, or holds NaN.
+        ValueError: the file does not exist, is damaged, or contains NaN.
     """
     if not path.is_file():
         raise ValueError(f"{path.parent} lacks {path.name}; save the model or adapter with save_pretrained.")

@@ -100,18 +100,18 @@ CONFIG = [
         (
             "two memory tokens with recall",
             {"memory_tokens": 2},
-            "memory_tokens is 2, which does not go together with .*recall_mode",
+            "memory_tokens=2` is not supported with .*recall_mode",
         ),
-        ("two memory tokens in one pass", {"memory_tokens": 2, "recall": False}, "memory_tokens is 2"),
-        ("the paper without recurrence", {"recall_mode": "paper", "recurrence": False}, "recurrence is False, which"),
-        ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens is -1; it must be at least 0"),
-        ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction is 0.0001 of 512"),
-        ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction is 1.5 of 512"),
-        ("a token behind the recall is missing", {"sum_fraction": 1.0}, "sum_fraction is 1.0.*one is left"),
-        ("a misspelt recall_mode", {"recall_mode": "causal"}, "recall_mode is 'causal'"),
-        ("an unknown recall_init", {"recall_init": "zero"}, "recall_init is 'zero'"),
-        ("an unknown loss_scope", {"loss_scope": "first"}, "loss_scope is 'first'"),
-        *((f"{name} of 0", {name: 0}, f"{name} is 0") for name in COUNTS),
+        ("two memory tokens in one pass", {"memory_tokens": 2, "recall": False}, "memory_tokens=2`"),
+        ("the paper without recurrence", {"recall_mode": "paper", "recurrence": False}, "recurrence=False` is not"),
+        ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens` must be at least 0, got -1"),
+        ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction` must select 1 to 511 of 512 .*got 0.0001"),
+        ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction` must select .*got 1.5"),
+        ("a token behind the recall is missing", {"sum_fraction": 1.0}, "got 1.0.*one token must follow"),
+        ("a misspelt recall_mode", {"recall_mode": "causal"}, "recall_mode` must be .*got 'causal'"),
+        ("an unknown recall_init", {"recall_init": "zero"}, "recall_init` must be .*got 'zero'"),
+        ("an unknown loss_scope", {"loss_scope": "first"}, "loss_scope` must be .*got 'first'"),
+        *((f"{name} of 0", {name: 0}, f"{name}` must be at least 1, got 0") for name in COUNTS),
         ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "beyond memory_size"),
         ("pages without recall", {"recalled_pages": 2, "recall": False}, "with .'recall': False"),
         ("tokens read again without recall", {"recall_tokens": 2, "recall": False}, "with .'recall': False"),
@@ -129,7 +129,11 @@ CONFIG = [
         ),
         ("stretches that do not fill a segment", {"recall_tokens": 3}, "must divide segment_length, 512"),
         ("an unknown backbone", {"backbone_config": {"model_type": "nothing"}}, "'nothing', which this version of tr"),
-        ("a misspelt name", {"segment_len": 12}, "'segment_len' is not a field of HMTConfig; .* segment_length"),
+        (
+            "a misspelt name",
+            {"segment_len": 12},
+            "'segment_len' is not a field of HMTConfig; did you mean segment_length",
+        ),
     ]
 ]
 CONFIG += [
@@ -178,7 +182,7 @@ BUILD = [
     ),
     refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "must be a decoder"),
     refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
-    refused("no backbone", lambda it: HMTWrapper(HMTConfig()), "no backbone_config"),
+    refused("no backbone", lambda it: HMTWrapper(HMTConfig()), "backbone_config` must be set"),
     refused(
         "a misspelt setting for a folder",
         lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", segment_lenght=16),
@@ -191,13 +195,13 @@ BUILD = [
         lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", config=it.model.config, memory_size=9),
         "'memory_size'.*leave the config out",
     ),
-    refused("a pointer to nowhere", pointer_to_nowhere, "does not say where the backbone is"),
+    refused("a pointer to nowhere", pointer_to_nowhere, "backbone_name_or_path` must be set"),
     refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown .'typo'"),
     refused("no official prompt", lambda it: official(it, rename="mem"), r"missing .'mem'"),
     refused(
         "an official prompt of half the width",
         lambda it: official(it, **{"memory_cell.memory": torch.zeros(1, 8)}),
-        r"memory_cell.memory has shape \(1, 8\)",
+        r"memory_cell.memory must have shape .*got \(1, 8\)",
     ),
     refused(
         "checkpointing of every other layer",
@@ -220,15 +224,19 @@ READ = [
         ("no tokens", lambda it: {"input_ids": None}, "at least one token"),
         ("one dimension", lambda it: {"input_ids": it.tokens[0]}, "at least one token"),
         ("a text of no token", lambda it: {"input_ids": it.tokens[:, :0]}, "at least one token"),
-        ("short labels", lambda it: {"labels": it.tokens[:, 1:]}, "labels has shape"),
-        ("a mask of four dimensions", lambda it: {"attention_mask": torch.ones(2, 1, 43, 43)}, "mask has shape"),
+        ("short labels", lambda it: {"labels": it.tokens[:, 1:]}, "labels` must have the shape"),
+        (
+            "a mask of four dimensions",
+            lambda it: {"attention_mask": torch.ones(2, 1, 43, 43)},
+            "mask` must have the shape",
+        ),
         ("a hole in the mask", lambda it: {"attention_mask": HOLE}, "between tokens"),
         ("a row of padding", lambda it: {"attention_mask": EMPTY}, "all padding"),
         ("nothing but padding", lambda it: {"attention_mask": 0 * LEFT, "use_cache": True}, "all padding"),
         ("an additive mask", lambda it: {"attention_mask": (LEFT - 1) * 1e30}, "must be 1 .* and 0"),
-        ("a misspelt argument", lambda it: {"lables": it.tokens}, "does not use lables"),
-        ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep must be .* got -1"),
-        ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep must be .* got 1.5"),
+        ("a misspelt argument", lambda it: {"lables": it.tokens}, "not support the argument lables"),
+        ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep` must be .* got -1"),
+        ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep` must be .* got 1.5"),
         ("score_from without labels", lambda it: {"score_from": 4}, "needs labels, got 4"),
         ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "got 'j'"),
         ("two states", lambda it: {"state": it.state, "cache": it.state}, "Give only one of them"),
@@ -248,13 +256,19 @@ READ += [
         "ignores the attention mask",
     ),
     refused(
-        "a paper stream that stops within j", lambda it: it.paper(it.tokens, state=it.paper_state), "stops after 3"
+        "a paper stream that stops within j",
+        lambda it: it.paper(it.tokens, state=it.paper_state),
+        "3 tokens into a segment",
     ),
     refused("DataParallel", lambda it: it.model._replicate_for_data_parallel()(it.tokens), "torchrun"),
     refused(
         "recall switched on", lambda it: changed(build(recall=False), recall=True)(it.tokens), "config.recall is T"
     ),
-    refused("memory_size set to 0", lambda it: changed(it.model, memory_size=0)(it.tokens), "memory_size is 0"),
+    refused(
+        "memory_size set to 0",
+        lambda it: changed(it.model, memory_size=0)(it.tokens),
+        "memory_size` must be at least 1, got 0",
+    ),
     refused(
         "memory_tokens set to 3 without recall",
         lambda it: changed(build(recall=False, recall_mode="paper"), memory_tokens=3)(it.tokens),
@@ -265,7 +279,7 @@ READ += [
     refused(
         "a state in the wrong dtype",
         lambda it: copy.deepcopy(it.model).float()(it.tokens, state=it.state),
-        "in torch.float64, and the model in torch.float32",
+        "dtype, torch.float32, got torch.float64",
     ),
     refused(
         "a state of another depth",
@@ -273,7 +287,9 @@ READ += [
         "{'layers': 2}, this model {'layers': 3}",
     ),
     refused("recall_dim of another size", lambda it: changed(it.model, recall_dim=8)(it.tokens), "recall_dim is 8"),
-    refused("a misspelt keyword", lambda it: it.model(it.tokens, use_cahce=False), "does not use use_cahce"),
+    refused(
+        "a misspelt keyword", lambda it: it.model(it.tokens, use_cahce=False), "not support the argument use_cahce"
+    ),
     harmless(
         "numpy's logits_to_keep",
         lambda it: (it.model(it.tokens, logits_to_keep=np.int64(1)).logits, it.model(it.tokens).logits[:, -1:]),
@@ -339,17 +355,17 @@ def generate(it, tokens=None, **arguments):
 GENERATE = [
     refused(name, lambda it, arguments=arguments: generate(it, **arguments(it)), says)
     for name, arguments, says in [
-        ("hidden states", lambda it: {"output_hidden_states": True}, "cannot use output_hidden_states=True"),
-        ("attentions", lambda it: {"output_attentions": True}, "cannot use output_attentions=True"),
-        ("guidance", lambda it: {"guidance_scale": 1.5}, "cannot use guidance_scale=1.5"),
-        ("a static cache", lambda it: {"cache_implementation": "static"}, "cannot use cache_implementation='static'"),
+        ("hidden states", lambda it: {"output_hidden_states": True}, "not support output_hidden_states=True"),
+        ("attentions", lambda it: {"output_attentions": True}, "not support output_attentions=True"),
+        ("guidance", lambda it: {"guidance_scale": 1.5}, "not support guidance_scale=1.5"),
+        ("a static cache", lambda it: {"cache_implementation": "static"}, "not support cache_implementation='static'"),
         (
             "a state without the cache",
             lambda it: {"state": it.state, "use_cache": False},
-            "generation continues a state",
+            "must be True to continue a state",
         ),
-        ("right padding", lambda it: {"tokens": it.tokens, "attention_mask": RIGHT}, "ends with padding"),
-        ("new tokens as the whole text", lambda it: {"cache": it.state}, "whole text of each row"),
+        ("right padding", lambda it: {"tokens": it.tokens, "attention_mask": RIGHT}, "must end with a token"),
+        ("new tokens as the whole text", lambda it: {"cache": it.state}, "whole sequence of each row"),
     ]
 ]
 GENERATE += [
@@ -368,7 +384,7 @@ GENERATE += [
     refused(
         "the paper mode behind an open segment",
         lambda it: it.paper.generate(it.tokens[:, :29], max_new_tokens=9, eos_token_id=None),
-        "train a model of recall_mode='single_pass'",
+        "train a model with recall_mode='single_pass'",
     ),
     harmless("a state used twice", lambda it: (generate(it, state=it.state), generate(it, state=it.state))),
 ]
@@ -394,7 +410,7 @@ def test_a_backbone_that_sees_ahead(model_class, sizes, remedy, dtype):
     model = model_class(model_class.config_class(**sizes)).to(dtype)
     model.dropout_of_mine = torch.nn.Dropout().eval()
     modes = [m.training for m in model.modules()]
-    with pytest.raises(ValueError, match=rf"{model_class.__name__} is not causal.*is_decoder=True.*attn_type='uni'"):
+    with pytest.raises(ValueError, match=rf"{model_class.__name__} must be causal.*is_decoder=True.*attn_type='uni'"):
         HMTWrapper.from_backbone(model, HMTConfig(segment_length=8, sensory_tokens=3))
     assert [m.training for m in model.modules()] == modes and any(modes) and not all(modes)
     good = model_class(model_class.config_class(**sizes, **remedy)).to(dtype)

@@ -172,7 +172,7 @@ def test_paper_mode_does_not_generate_what_it_would_have_to_read(make_wrapper, t
     model = make_wrapper(recall_mode="paper")
     inside = model.generate(tokens[:, :29], max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert torch.equal(inside[:, 29:], teacher_forced(model, inside, 29))
-    with pytest.raises(ValueError, match="train a model of recall_mode='single_pass'"):
+    with pytest.raises(ValueError, match="train a model with recall_mode='single_pass'"):
         model.generate(tokens[:, :29], max_new_tokens=9, do_sample=False, eos_token_id=None)
     assert make_wrapper(recall=False, recall_mode="paper").generate(tokens, max_new_tokens=20).shape[1] > 43
 

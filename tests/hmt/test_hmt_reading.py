@@ -52,15 +52,15 @@ def test_a_reading_that_was_interrupted_goes_on(make_wrapper, monkeypatch, tmp_p
 def test_what_would_be_a_wrong_memory_is_refused(make_wrapper, tmp_path):
     model, file = make_wrapper(), tmp_path / "state.safetensors"
     state = read_text(model, tokenizer, TEXT, file, name="novel")
-    with pytest.raises(ValueError, match="holds the memory of a different document, novel"):
+    with pytest.raises(ValueError, match="contains the memory of a different document, novel"):
         read_text(model, tokenizer, TEXT + "!", file)
     with pytest.raises(ValueError, match="novel is empty"):
         read_text(model, tokenizer, "", name="novel")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         read_text(model, tokenizer, TEXT, tmp_path / "no" / "x")
-    with pytest.raises(ValueError, match="LlamaForCausalLM does not have a memory to read a document into; wrap it"):
+    with pytest.raises(ValueError, match="got LlamaForCausalLM, which does not have a memory"):
         read_text(tiny_llama(), tokenizer, TEXT)
-    with pytest.raises(FileNotFoundError, match=r"x\.safetensors does not exist; `hf-longctx read"):
+    with pytest.raises(FileNotFoundError, match=r"x\.safetensors does not exist. Write it with `hf-longctx read"):
         load_state(tmp_path / "x.safetensors", model)
     state.save(tmp_path / "bare", model)
     for other in ("bare", "no"):

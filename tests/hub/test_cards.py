@@ -129,7 +129,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
         "| tokens in these steps | 3,686,400 |",
         "| loss after step 600 | 1.25 |",
         'model = AutoModelForCausalLM.from_pretrained("alice/llama", revision="v1")',
-        "- It claims 512 tokens and was trained on sequences of 256.",
+        "- The model claims 512 tokens and was trained on sequences of 256 tokens.",
         "| [speed.json](speed.json) |  | 0123abc |  |",
     ):
         assert line in text.splitlines(), line
@@ -163,16 +163,16 @@ def test_the_model_index_is_that_of_the_results(llama):
     ids=str,
 )
 def test_a_card_of_an_hmt_names_what_looks_ahead(tmp_path, settings, sentence):
-    more = "; 4 retrieved tokens are read again; neural cache with weight 0.1" if "recall_tokens" in settings else ""
+    more = "; 4 retrieved tokens are re-read; neural cache with weight 0.1" if "recall_tokens" in settings else ""
     settings = HMTConfig(segment_length=8, sensory_tokens=2, **settings)
     hmt = HMTWrapper.from_backbone(LlamaForCausalLM(LLAMA), settings)
     hmt.save_pretrained(tmp_path)
     text = with_card(build_bundle(tmp_path), "alice/hmt", "v1").text("README.md")
-    assert ("**It looks ahead**" in text) == bool(sentence) and sentence in text
+    assert ("**The model looks ahead**" in text) == bool(sentence) and sentence in text
     assert "| claimed | any length | segment by segment | [config.json](config.json) |" in text
     mode = settings.recall_mode.replace("_", r"\_")
     memory = f"300 memory embeddings retained; recall: {mode}{more} |"
-    assert f"segments of 8 tokens with the 2 before them; {memory}" in text
+    assert f"segments of 8 tokens, plus 2 sensory tokens; {memory}" in text
 
 
 def test_a_card_vouches_for_the_code_of_the_package_only(tmp_path):
@@ -240,7 +240,7 @@ def test_notes_become_parts_of_the_sections_of_their_name(folder):
     write(folder / "card_notes.md", notes)
     bundle = with_card(build_bundle(folder))
     text = bundle.text("README.md")
-    assert "# llama\n\nFor tests.\n\n|" in text and "## Use and limits\n\nNone.\n\n- It claims" in text
+    assert "# llama\n\nFor tests.\n\n|" in text and "## Use and limits\n\nNone.\n\n- The model claims" in text
     assert "## Thanks\n\nTo {{ config }}.\n" in text, "notes are text, and no template"
     assert "card_notes.md" in bundle.files
     assert not [line for line in missing_fields(bundle) if "Use and limits" in line]
