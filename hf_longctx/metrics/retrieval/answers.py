@@ -20,9 +20,9 @@ from ..result import Number, plural
 from ..task import Answered, Counts, TaskResult
 
 
-REPLY_MARGIN = 16  # tokens that a generated text may have beyond the answer
+REPLY_MARGIN = 16  # extra tokens that a response may have beyond the answer
 SCORES = ("match_rate", "exact_rate", "probability")
-FEWEST = 5  # haystacks or records that a rate with an interval needs
+FEWEST = 5  # minimum number of haystacks or records for the interval of a rate
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Chinese
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
 SUMMARY = {"match_rate": "found", "exact_rate": "given token for token"}

@@ -71,14 +71,14 @@ class Engine:
         scalings = [getattr(module, "rope_type", None) for module in model.modules()]  # of rotary embeddings
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
-        # a dynamic RoPE scales as for the longest input so far, until it reads one that needs no scaling
+        # dynamic RoPE scales for the longest input so far, until it reads one that does not need scaling
         self._rescales = any("dynamic" in name for name in rope_types)
         trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
         logits = self._logits(trial, trial.shape[1])
         self.vocab_size = logits.shape[-1]
         check_causal(model, trial, logits, lambda ids: self._logits(ids, ids.shape[1]))
-        # "dynamic" and "longrope" change all frequencies at some length, so that cached keys no longer fit
+        # "dynamic" and "longrope" change all frequencies at some length, which invalidates cached keys
         fixed = not self._rescales and "longrope" not in rope_types
         takes_cache = "use_cache" in accepted and not accepted.isdisjoint(CACHES)
         self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
@@ -151,12 +151,12 @@ class Engine:
             start = stop
 
     def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> Iterator[torch.Tensor]:
-        """Read ids (B, t), each row on from the one sequence of a cache, as `read` does; the cache is restored."""
+        """Read ids (B, t) like `read`, each row continuing the single sequence of a cache, which is then restored."""
         if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
             yield from self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return
-        branch = copy.deepcopy(cache)  # layers of other types forget or overwrite their input
+        branch = copy.deepcopy(cache)  # other layer types drop or overwrite their input
         if len(ids) > 1 and cache.get_seq_length():
             first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
             branch.reorder_cache(first)
@@ -167,7 +167,7 @@ class Engine:
         if not isinstance(self.config, PreTrainedConfig) or getattr(self.model, "_is_stateful", False):
             return False
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
-            return False  # PEFT passes a cache of its own
+            return False  # PEFT passes its own cache
         if not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
             return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
@@ -178,7 +178,7 @@ class Engine:
         [*self.read_after(cache, ids[:, a:], 1)]
         parts += [self._logits(ids[:, i:j], j - i, cache=cache) for i, j in ((a, b), (b, ids.shape[1]))]
         error = (torch.cat(parts, 1).float() - logits.float()).norm()
-        # Rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
+        # rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
         exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
         return bool(error <= (1e-3 if exact else 0.1) * (logits.float() - logits.float().mean()).norm())
 

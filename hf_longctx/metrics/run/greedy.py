@@ -1,14 +1,14 @@
 """Count a served model's right predictions from greedy completions, if it does not report prompt log-probabilities.
 
-The prediction of a causal model at a position depends only on the tokens before it. So the response to `ids[:p]` at
-temperature 0 is right at p, p + 1, ... as long as it repeats the true tokens, and the next request continues after its
-first wrong token, with the true token there. That takes errors + 1 requests for each part of the text. Parts are
-requested in parallel, as all of the text is known.
+A causal model's prediction at a position depends only on the tokens before it. The response to `ids[:p]` at
+temperature 0 is thus right at p, p + 1, ... as long as it repeats the true tokens. The next request continues after
+the first wrong token, replaced by the true one. Each part of a sequence takes errors + 1 requests. Parts are requested
+in parallel, because the whole sequence is known.
 
-A server that responds in text gets a request for each token: several tokens may have the text of others.
+A server that returns text instead of ids gets one request per token, because several tokens may decode to one string.
 
-A chat API cannot be measured, as its response does not begin after given tokens. Losses and log-probabilities are not
-available.
+Chat APIs are not supported, because their response does not continue given tokens. Losses and log-probabilities are
+not available.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The logits of one forward pass, from any model."""
+"""Return the logits of one forward pass, from any model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .model import first_parameter
 
 
 OPTIONS = ("use_cache", "logits_to_keep")
-# The names of a cache, in transformers 5.24 and before; remote code keeps the old one
+# Names of the cache argument, in transformers 5.24 and before; remote code still uses the old one
 CACHES = ("cache", "past_key_values")
 
 
@@ -78,7 +78,7 @@ def cache_argument(model: nn.Module) -> str:
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Return where the model takes its ids."""
+    """Return the device for the model's input ids."""
     device = first_parameter(model).device
-    # on "meta" the weights are offloaded, and accelerate moves the input to where they will be
+    # weights on "meta" are offloaded, and accelerate moves the input to their execution device
     return torch.device("cpu") if device.type == "meta" else device

@@ -1,4 +1,4 @@
-"""Properties of a model before it runs: configuration, identity, vocabulary, positions."""
+"""Inspect a model before it runs: config, identity, vocabulary, positions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 
-# Entries of a configuration about the origin of a model and its implementation, not about the function that it
-# computes: the settings of a result have dtype and attention.
+# Config entries about a model's origin and implementation, not about the function that it computes.
+# A result's settings record dtype and attention.
 VOLATILE = {"_name_or_path", "backbone_name_or_path", "transformers_version", "architectures", "auto_map"}
 VOLATILE |= {"dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "use_cache"}
 
@@ -80,11 +80,11 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return how many tokens fit into the model's table of absolute positions; None if any number do.
+    """Return the number of positions in the model's absolute position table; None if it does not have one.
 
-    The table itself is looked for, learned or fixed, because `max_position_embeddings` is its size in some models
+    We search for the table itself, learned or fixed, because `max_position_embeddings` is its size in some models
     (GPT-2, OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one
-    segment at a time, so the table limits no input.
+    segment at a time, so the table does not limit the input.
     """
     if getattr(model, "reads_in_segments", False):
         return None
