@@ -231,13 +231,8 @@ def draw_rates(figure: Any, result: LineRetrieval, title: str) -> None:
     from .. import style
 
     axes = figure.add_subplot()
-    scores, places = (
-        result.rates_measured,
-        np.arange(len(result.points)),
-    )  # evenly spaced, because line counts usually double
-    for score, shift in zip(
-        scores, np.linspace(-0.1, 0.1, len(scores))
-    ):  # shifted, so that equal rates do not overlap
+    scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced, as lines usually double
+    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # shifted to keep equal rates apart
         label, colour, marker, dashes = style.RATES[score]
         rates = np.array([getattr(point, score) for point in result.points])
         bars: dict[str, Any] = dict(capsize=3, elinewidth=1)
