@@ -39,7 +39,7 @@ def module_path(name: str) -> str:
         ValueError: no module has this name.
     """
     if name not in NAMES:
-        raise ValueError(f"there is no evaluate module {name!r}; there are {', '.join(NAMES)}.")
+        raise ValueError(f"the evaluate module must be one of {', '.join(NAMES)}, got {name!r}.")
     return str(MODULES / name)
 
 

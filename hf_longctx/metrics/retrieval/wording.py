@@ -70,7 +70,7 @@ def wording(
         hidden = f"{QUESTION} Answer: {ANSWER_BEGIN}" if mode == "easy" else ANSWER_BEGIN
         return Wording(f"\n{hidden}{ANSWER}\n", f"\n{TASK} {QUESTION}", ANSWER_BEGIN, ANSWER)
     if not (question and question.strip()) or not (answer and answer.strip()):
-        raise ValueError("an own needle needs its question and its answer: give both, --question and --answer.")
+        raise ValueError("a custom needle needs a question and an answer. Give both, --question and --answer.")
     if (needle is None) != (mode == "easy"):
         raise ValueError(
             'mode="easy" hides question and answer, and mode="standard" needs the needle to hide: give one of the two, '
@@ -81,7 +81,9 @@ def wording(
     if needle is None:
         needle = question + answer
     if not holds_text(needle, answer):
-        raise ValueError(f"the needle {needle!r} does not hold the answer {answer.strip()!r}, so it cannot be found.")
+        raise ValueError(
+            f"the needle {needle!r} does not contain the answer {answer.strip()!r}, so it cannot be found."
+        )
     return Wording(f"\n{needle.strip()}\n", f"\n{question}", "", answer)
 
 
@@ -101,7 +103,9 @@ def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
     turn = [{"role": "user", "content": words}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False, **(kwargs or {}))
     if text.count(words) != 1:
-        raise ValueError(f"the chat template shows the words of a user {text.count(words)} times; it must once.")
+        raise ValueError(
+            f"the chat template must contain the user message exactly once, got it {text.count(words)} times."
+        )
     return Frame(*text.split(words))
 
 
@@ -116,12 +120,12 @@ class RetrievalTask(Task):
 
     asks = True
 
-    chat_template: bool = option(False, "ask as the user of a chat, with the tokenizer's chat template")
+    chat_template: bool = option(False, "send prompts as user messages, with the tokenizer's chat template")
     chat_template_kwargs: dict | None = option(
         None, "variables of the chat template in JSON, such as '{\"enable_thinking\": false}'"
     )
     seed: int = option(0, "random seed of the prompts")
-    replies: bool = option(True, "generate a response where the likeliest tokens are not the answer")
+    replies: bool = option(True, "generate a response if greedy decoding does not give the answer")
 
     def prepare(self):
         subject = self.subject

@@ -62,7 +62,7 @@ class Journal(AbstractContextManager):
         elif not header.startswith(content):
             raise ValueError(f"{self.path} is not a journal. Give another path, or move that file away.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - close() closes it; unbuffered, so nothing is left to flush
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         self._file.truncate(len(whole))
         if not whole:
             self._write(header)

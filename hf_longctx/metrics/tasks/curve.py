@@ -317,7 +317,7 @@ class Curve(Task):
     confidence: float | None = option(
         None, "confidence at which the adaptive protocol stops (default: 0.95)", least=0.01, most=0.9999
     )
-    seed: int = option(0, "random seed of the places of the passages")
+    seed: int = option(0, "random seed of the passage positions")
 
     def __post_init__(self):
         super().__post_init__()

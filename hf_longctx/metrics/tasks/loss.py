@@ -290,7 +290,7 @@ class Loss(Task):
     sequences: int | None = option(
         None, "number of sequences (default: as many as fit side by side, but at most 32)", least=1, selects=True
     )
-    starts: list[int] | None = option(None, "where the sequences start in the text", least=0, selects=True)
+    starts: list[int] | None = option(None, "start of each sequence in the text, in tokens", least=0, selects=True)
 
     def prepare(self):
         text, length, starts = len(self.subject.text), self.context_length, self.starts

@@ -9,14 +9,14 @@ from hf_longctx.metrics import evaluate_modules  # From: hf-longctx
 _DESCRIPTION = """
 The forgetting curve measures how far back a causal language model remembers. With teacher forcing, the model copies a
 passage S that it has read, and is compared with itself after an unrelated passage I of the same length. The fine length
-is the longest S for which the model predicts more than 99 % of the second half right. The coarse length is the longest S
-for which it predicts at least 1 % more than after I.
+is the longest S for which the model predicts more than 99 % of the second half right. The coarse length is the longest
+S for which it predicts at least 1 % more than after I.
 """
 
 _KWARGS_DESCRIPTION = """
 Either a model:
     model: a causal language model of transformers, or its name or folder.
-    corpus (str, list of str or list of int): corpus to draw S and I from, its path, or its token ids. It must be at least
+    corpus (str, list of str or list of int): corpus to draw S and I from, its path, or its token ids, at least
         three times as long as the longest passage. None for data_type="random".
     tokenizer: tokenizer for the corpus, or its name. Default: the model's.
     model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
@@ -30,7 +30,7 @@ Returns:
     fine_low, fine_high, coarse_low, coarse_high (int): ends of the 95 % intervals of the lengths, in tokens: at least low (0
         if no length is significant) and below high (None if no end is significant). Compare models by these.
     intervals_95 (dict): the same, with repeats_needed, longest, text_too_short.
-    fine_length, coarse_length (int): the paper's lengths, in tokens: the longest that passes, even by chance; 0 if none.
+    fine_length, coarse_length (int): the paper's, in tokens: the longest that passes, even by chance; 0 if none does.
     fine_open_ended, coarse_open_ended (bool): whether the longest tested length still passes.
     settings (dict): how the curve was measured.
     memory_lengths (dict): five definitions of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
