@@ -140,8 +140,8 @@ def readable(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # the content of a file can break any line that reads it
         raise ValueError(
-            f"the config of {name} contains a value of the wrong type or size ({type(error).__name__}: {error}); compare "
-            "its config.json with one that transformers has saved."
+            f"the config of {name} contains a value of the wrong type or size ({type(error).__name__}: {error}). "
+            "Compare its config.json with one that transformers has saved."
         ) from error
 
 
