@@ -1,15 +1,15 @@
-"""Every task of `hf_longctx.metrics` as a task of lm-eval, and FoX and HMT as its model type `hf-longctx`.
+"""lm-eval tasks for every task of `hf_longctx.metrics`, and a model type `hf-longctx` for FoX and HMT.
 
-lm-eval finds the tasks in the folder of `tasks_folder`:
+lm-eval finds the tasks in the folder that `tasks_folder` returns:
 `lm_eval run --include_path "$(hf-longctx lm-eval --tasks-folder)" --tasks forgetting_curve`.
-It knows the model type once `model` has been imported, as `hf-longctx lm-eval` does.
+Importing `model` registers the model type, as `hf-longctx lm-eval` does.
 """
 
 from pathlib import Path
 
 
 def tasks_folder() -> Path:
-    """Write a YAML file for each task into the cache of this user, and return its folder."""
+    """Write a YAML file for each task into the user's cache, and return the folder."""
     from huggingface_hub.constants import HF_HOME
 
     from ..metrics import tasks  # noqa: F401 - registers them

@@ -1,4 +1,4 @@
-"""lm-eval's model type `hf-longctx`: its `hf`, for FoX and HMT without trust_remote_code, and HMT without a limit."""
+"""The lm-eval model type `hf-longctx`: `hf` that loads FoX and HMT without trust_remote_code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ UNLIMITED = 2**31 - 1
 
 @register_model("hf-longctx")
 class LongContextLM(HFLM):
-    """A causal language model of transformers, FoX and HMT among them, which importing this package makes known.
+    """A causal language model of transformers, including FoX and HMT, which importing this package registers.
 
-    `max_length` defaults to what the configuration claims, as in HFLM; a model that reads in segments has no limit.
+    `max_length` defaults to the claimed context, as in HFLM; a model that reads in segments does not have a limit.
     """
 
     @property

@@ -1,13 +1,13 @@
-"""Every `Task` as a task of lm-eval: one class, one type of request, and a reader of lm-eval's models.
+"""Run every `Task` in lm-eval: one task class, one request type, and a reader for lm-eval's models.
 
-A YAML file names a task by what it measures: `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`. Options of
-the task come by `--metadata '{"lengths": [64, 128], "repeats": 3}'`. A document is a share of the trials, so that
-lm-eval's processes divide them. The metrics are the numbers of the result of all documents, with our own intervals
+A YAML file names a task by what it measures: `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`.
+`--metadata '{"lengths": [64, 128], "repeats": 3}'` sets the task's options. A document is a share of the trials, so
+lm-eval's processes divide the trials among them. The metrics aggregate all documents and come with our own intervals
 instead of lm-eval's standard errors.
 
-A PyTorch model is read by its `LocalReader`. Others (vllm, completions endpoints) only report the log-probability of
-some tokens after others, and whether they are all the likeliest: right tokens are counted by bisection, in 1 + about
-2 e log2(k/e) requests for e errors among k tokens, and losses come in blocks.
+A `LocalReader` reads a PyTorch model. Other models (vllm, completions endpoints) only report the log-probability of a
+continuation and whether it is greedy. We then count right tokens by bisection, in 1 + about 2 e log2(k/e) requests for
+e errors among k tokens, and report losses as block means.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from ..metrics.run.runner import first_ids, measure_one
 from ..metrics.task import Subject, Task, as_key, options
 
 
-DOCUMENTS = 8  # shares of the trials
-BLOCKS = 8  # parts of a sequence whose mean losses are asked for, where a model reports no more
-ANOTHER = -2  # in place of an id that a model does not report
+DOCUMENTS = 8  # number of shares that the trials are split into
+BLOCKS = 8  # blocks per sequence whose mean losses are requested from models that only score continuations
+ANOTHER = -2  # stands for an id that a model does not report
 
 
 def __getattr__(name: str) -> type[TaskInLmEval]:
-    """Return lm-eval's class of the task that measures `name`."""
+    """Return the lm-eval task class that measures `name`."""
     for task in Task.tasks.values():
         if task.result.kind == name:
             return type(name, (TaskInLmEval,), {"task": task})
@@ -51,10 +51,10 @@ def __getattr__(name: str) -> type[TaskInLmEval]:
 
 
 class TaskInLmEval(ConfigurableTask):
-    """A task of lm-eval, made of `task`.
+    """An lm-eval task that wraps `task`.
 
     Attributes:
-        settings: the defaults, and what `--metadata` gives instead of them.
+        settings: the default options, updated with `--metadata`.
     """
 
     task: type[Task]
@@ -63,20 +63,20 @@ class TaskInLmEval(ConfigurableTask):
         config = config or {}
         given = config.get("metadata") or {}
         known = {entry.name: entry.default for entry in options(self.task)} | {"documents": DOCUMENTS, "text": None}
-        for name in given.keys() - known.keys():  # among the arguments of the model
+        for name in given.keys() - known.keys():  # lm-eval adds the model arguments to the metadata
             meant = get_close_matches(name, known, n=1, cutoff=0.8)
             if meant:
                 raise ValueError(f"--metadata has {name}; did you mean {meant[0]}? Known: {', '.join(known)}.")
         self.settings = {name: given.get(name, default) for name, default in known.items()}
         self.settings["context"] = given.get("max_length")
-        task_of(self.task, self.settings)  # raises where an option does not fit
+        task_of(self.task, self.settings)  # raises for invalid options
         if self.settings.get("protocol") == "adaptive":
             raise ValueError(
                 "protocol must be reference in lm-eval, which sends all requests in one round, got adaptive."
             )
         names = {"task": config.get("task"), "num_fewshot": 0, "output_type": "loglikelihood"}
         super().__init__(config=names | {"metadata": {"version": 2, **self.settings}})
-        self.OUTPUT_TYPE = "trial_scores"  # of which lm-eval evens out the numbers that processes get
+        self.OUTPUT_TYPE = "trial_scores"  # lm-eval balances the requests of this type across processes
 
     def download(self, *args, **kwargs) -> None:
         rows = [{"share": share} for share in range(self.settings["documents"])]
@@ -102,7 +102,7 @@ class TaskInLmEval(ConfigurableTask):
         return ""
 
     def build_all_requests(self, **kwargs) -> None:
-        # lm-eval's cache of requests ignores settings, and these take no time to make
+        # lm-eval's request cache ignores settings, and building these requests takes no time
         super().build_all_requests(**kwargs | {"cache_requests": False})
 
     def construct_requests(self, doc, ctx, *, metadata=None, **kwargs) -> list[Instance]:
@@ -114,7 +114,7 @@ class TaskInLmEval(ConfigurableTask):
         return dict.fromkeys(self.numbers([scores]), scores)
 
     def numbers(self, documents: list[dict]) -> dict[str, float]:
-        """Return the numbers of some documents, and the ends of their intervals, by names for lm-eval's tables."""
+        """Return the numbers of some documents and the bounds of their intervals, under names for lm-eval's tables."""
         task = task_of(self.task, self.settings)
         measured, missing = {}, {}
         for document in documents:
@@ -123,7 +123,7 @@ class TaskInLmEval(ConfigurableTask):
         scores, _ = task.summarize(measured, missing)
         named: dict[str, float] = {}
         result = self.task.result(scores)
-        if len(documents) > 1:  # of a single share, overlaps say nothing
+        if len(documents) > 1:  # overlaps within a single share are not informative
             warn_once(getattr(result, "shortage", ""))
         for number in result.numbers():
             name = re.sub(r"\W+", "_", number.name).strip("_")
@@ -139,7 +139,7 @@ class TaskInLmEval(ConfigurableTask):
 
 
 class Named(dict):
-    """A value for each name that is asked for."""
+    """A dictionary that computes the value of any missing name."""
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__()
@@ -151,18 +151,18 @@ class Named(dict):
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning; lm-eval asks for each number by itself."""
+    """Log a warning once, although lm-eval aggregates each number separately."""
     if text:
         logging.getLogger(__name__).warning(text.removeprefix("; "))
 
 
 def task_of(task: type[Task], settings: dict[str, Any]) -> Task:
-    """Return the task with those of the settings that are its options."""
+    """Return the task with those settings that are options of it."""
     return task(**{entry.name: settings[entry.name] for entry in options(task)})
 
 
 def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) -> list[list]:
-    """Answer requests, as a method of lm-eval's models: the scores of a share of the trials of a task."""
+    """Answer requests like a method of an lm-eval model: return the scores of a share of a task's trials."""
     known = {} if lm.cache_hook.dbdict is None else lm.cache_hook.dbdict
     prepared: dict[tuple[str, str], Task] = {}
     bar, replies = tqdm(total=len(requests), desc="trials", disable=disable_tqdm or lm.rank > 0), []
@@ -176,7 +176,7 @@ def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) 
             trials = task.trials({})
             with task.subject.reader.reading(first_ids(task.requests(trials[0].key)[0]), None):
                 mine = trials[share :: json.loads(settings)["documents"]]
-                # written when it is complete, so that a killed run resumes after it
+                # written only once complete, so a killed run resumes after it
                 known[key] = [(trial.key, measure_one(task, trial)) for trial in mine]
         replies.append(known[key])
         bar.update()
@@ -187,7 +187,7 @@ TemplateLM.trial_scores = trial_scores
 
 
 def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
-    """Return a task on a model of lm-eval."""
+    """Return a task that is prepared for an lm-eval model."""
     tokenizer, model = lm.tokenizer, getattr(lm, "model", None)
     if not hasattr(tokenizer, "all_special_ids"):
         raise ValueError(
@@ -202,18 +202,18 @@ def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
 
 
 class SpanReader(Reader):
-    """The reader of models of lm-eval that score spans of tokens only."""
+    """A reader for lm-eval models that only score spans of tokens."""
 
     def __init__(self, lm: Any):
         self.lm, self.vocab_size = lm, len(lm.tokenizer)
-        self.position_limit = self.claimed_context = lm.max_length  # lm-eval cuts off what is longer without a word
+        self.position_limit = self.claimed_context = lm.max_length  # lm-eval silently truncates longer inputs
 
     def settings(self) -> dict[str, Any]:
         return {"model": getattr(self.lm, "model_name", type(self.lm).__name__)}
 
     def log_probs(self, ids: list[int], spans: list[tuple[int, int]]) -> list[tuple[float, bool]]:
-        """Return for each span (a, b) the log-probability of ids[a:b] after ids[:a], and whether all are likeliest."""
-        requests = [(None, ids[:a], ids[a:b]) for a, b in spans]  # None: not for the cache
+        """Return for each span (a, b) the log-probability of ids[a:b] given ids[:a], and whether all are greedy."""
+        requests = [(None, ids[:a], ids[a:b]) for a, b in spans]  # None keeps the request out of lm-eval's cache
         return self.lm._loglikelihood_tokens(requests, disable_tqdm=True)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
@@ -231,7 +231,7 @@ class SpanReader(Reader):
         return predictions
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        """Score targets; those of a long span have the mean of their block."""
+        """Score targets; in a long span, each target gets the mean of its block."""
         whole, first = [*ids.tolist(), int(targets[-1])], positions.start + 1
         edges = np.linspace(0, len(targets), min(len(targets), BLOCKS) + 1).astype(int).tolist()
         spans = [*pairwise(edges if positions.start == 0 else (0, len(targets)))]

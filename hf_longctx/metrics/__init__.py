@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from .tasks.needle import NeedleGrid as NeedleGrid
     from .tasks.needle import needle_in_a_haystack as needle_in_a_haystack
 
-# Public names by the module that defines them.
+# Public names, by defining module.
 _NAMES = {
     "evaluate_modules": "module_path register",
     "report.card": "eval_results",

@@ -1,4 +1,4 @@
-"""Checks of arguments: counts, lengths, token ids."""
+"""Argument checks for counts, lengths and token ids."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 
 
 def as_int(name: str, value, least: float = -math.inf) -> int:
-    """Return a whole number as a plain integer.
+    """Return an integral value as an int.
 
     Raises:
-        ValueError: it is not a whole number, such as True, or below `least`.
+        ValueError: the value is not integral (True is not), or is below `least`.
     """
     try:
         if isinstance(value, bool):
@@ -27,7 +27,7 @@ def as_int(name: str, value, least: float = -math.inf) -> int:
 
 
 def public_name(name: str) -> str:
-    """Return a name that means the same on every machine: of a path, its last component.
+    """Return a name that means the same on every machine: a path is reduced to its last component.
 
     >>> public_name("/home/ann/my-model"), public_name("../books/emma.txt"), public_name("gpt2")
     ('my-model', 'emma.txt', 'gpt2')
@@ -45,7 +45,7 @@ def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, 
     """Return values as plain integers.
 
     Raises:
-        ValueError: there is none, or one is not an integer from `low` to `high`.
+        ValueError: `values` is empty, or a value is not an integer from `low` to `high`.
 
     >>> integers([3, 4.0], "positions", 0)
     Traceback (most recent call last):
@@ -66,10 +66,10 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
 
     Args:
         ids: a flat sequence, an array, or a tensor on any device.
-        vocab_size: `math.inf` if unknown.
+        vocab_size: size of the vocabulary; `math.inf` if unknown.
 
     Raises:
-        ValueError: empty, not one-dimensional, not integers, or an id outside 0 .. vocab_size - 1.
+        ValueError: the ids are empty, not one-dimensional or not integers, or an id is outside 0 .. vocab_size - 1.
     """
     ids = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     if ids.size == 0:

@@ -1,11 +1,11 @@
 """Register metrics with the evaluate library: `evaluate.load("forgetting_curve")` works after `register()`.
 
-A module is a folder `modules/NAME/NAME.py` with its card, as in a Space of the Hub. evaluate loads it from a path
-(`module_path`), a Space, or its own cache. A bare name means a Space of evaluate's organisation. If there is none,
-evaluate looks into its cache, so `register` writes a file there that imports the module. The file stays valid when
-this package is upgraded.
+A module is a folder `modules/NAME/NAME.py` with a card, as in a Hub Space. evaluate loads it from a path
+(`module_path`), a Space, or its own cache. A bare name refers to a Space of evaluate's organisation. If that Space
+does not exist, evaluate looks into its cache, where `register` writes a file that imports the module. The file stays
+valid when this package is upgraded.
 
-This file has what the modules call: `compute` measures a model, or scores predictions that were made elsewhere.
+This file implements the modules: `compute` measures a model, or scores predictions that were made elsewhere.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from .tasks.curve import ForgettingCurve
 
 MODULES = Path(__file__).with_name("modules")
 NAMES = ("forgetting_curve", "rope_base_check")
-# Keywords of from_pretrained that configuration and tokenizer need as well.
+# from_pretrained keywords that the config and the tokenizer need as well.
 SOURCE = ("revision", "code_revision", "token", "trust_remote_code", "cache_dir", "local_files_only", "subfolder")
 
 
 def module_path(name: str) -> str:
-    """Return the folder of a module; `evaluate.load(module_path(NAME))` needs neither `register` nor a network.
+    """Return the folder of a module; `evaluate.load(module_path(NAME))` works without `register` and offline.
 
     Raises:
         ValueError: no module has this name.
     """
     if name not in NAMES:
-        raise ValueError(f"there is no evaluate module {name!r}; there are {', '.join(NAMES)}.")
+        raise ValueError(f"the evaluate module must be one of {', '.join(NAMES)}, got {name!r}.")
     return str(MODULES / name)
 
 
 def register() -> list[Path]:
-    """Let `evaluate.load` find our modules by their bare names, in this and all later processes of this user.
+    """Let `evaluate.load` find our modules by their bare names, in this and all later processes of the user.
 
-    Writes a file for each into evaluate's cache of modules (`HF_MODULES_CACHE`). Calling it again changes nothing.
+    This writes one file per module into evaluate's module cache (`HF_MODULES_CACHE`). Calling it again is a no-op.
     Behind a firewall that drops requests to the Hub, evaluate waits minutes before it looks into its cache: set
-    HF_EVALUATE_OFFLINE=1, or load by `module_path`.
+    HF_EVALUATE_OFFLINE=1, or load the module by `module_path`.
 
     Returns:
         paths of the files.
@@ -60,7 +60,7 @@ def register() -> list[Path]:
         from evaluate.loading import init_dynamic_modules
     except ImportError as error:
         raise ImportError("the evaluate library is missing: pip install 'hf-longctx[metrics]'") from error
-    cache = Path(init_dynamic_modules()) / "metrics"  # "metrics" whatever the type of the module
+    cache = Path(init_dynamic_modules()) / "metrics"  # evaluate caches all module types under "metrics"
     written = []
     for name in NAMES:
         class_name = name.title().replace("_", "")
@@ -78,10 +78,10 @@ def register() -> list[Path]:
 
 
 def measures(module: Any, model: Any, *scored: Any) -> bool:
-    """Return whether compute() measures a model; else it scores what it was given, or what was added before.
+    """Return whether compute() measures a model; otherwise it scores predictions passed now or added before.
 
     Raises:
-        ImportError: a model is to be measured in a Space, which has no code for that.
+        ImportError: compute() got a model in a Space, which does not contain the code to measure it.
         ValueError: compute() got both a model and something to score, or neither.
     """
     if (model is not None) == (len(module) > 0 or any(rows is not None for rows in scored)):
@@ -92,27 +92,27 @@ def measures(module: Any, model: Any, *scored: Any) -> bool:
             from .run import reader  # noqa: F401
         except ModuleNotFoundError as error:
             raise ImportError(
-                f"measuring a model needs the package, and scoring does not: pip install hf-longctx ({error})"
+                f"measuring a model, unlike scoring, needs the package: pip install hf-longctx ({error})"
             ) from error
     return model is not None
 
 
 def source_of(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return those of `model_kwargs` that configuration and tokenizer need as well.
+    """Return the `model_kwargs` that the config and the tokenizer need as well.
 
     Raises:
-        ValueError: there are such keywords, and the model is not given by its name.
+        ValueError: `model_kwargs` are set, but the model is not given by its name.
     """
     if model_kwargs and not isinstance(model, str):
-        raise ValueError(f"model_kwargs are for a model given by its name, and this one is a {type(model).__name__}.")
+        raise ValueError(f"model must be a name if model_kwargs are set, got a {type(model).__name__}.")
     return {key: value for key, value in model_kwargs.items() if key in SOURCE}
 
 
 def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
-    """Return a text, several texts joined by blank lines, or the content of the text file whose path it is.
+    """Return a document, several documents joined by blank lines, or the content of a text file given by its path.
 
     Raises:
-        ValueError: a path leads to no plain text file.
+        ValueError: the path is not a plain text file.
     """
     if not isinstance(corpus, str | os.PathLike):
         return "\n\n".join(corpus)
@@ -134,15 +134,15 @@ def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
 def score_predictions(
     predictions: Sequence[Sequence[Sequence[int]]], references: Sequence[Sequence[int]]
 ) -> ForgettingCurve:
-    """Make a curve of greedy predictions that were made elsewhere by the protocol of `curve`.
+    """Make a curve from greedy predictions that were made elsewhere with the protocol of `curve`.
 
     Args:
         predictions: a pair [copy, lm] for each target S of n tokens: the ids predicted for the n tokens of the last S
             in `[bos] S [bos] S [eos]` and in `[bos] I [bos] S [eos]`, by teacher forcing. The second half counts.
-        references: the ids of each target S. Targets of one length are the repeats of a point.
+        references: the ids of each target S. Targets of equal length are the repeats of one point.
 
     Raises:
-        ValueError: the lists are empty, or a row has another form.
+        ValueError: the lists are empty, or a row has the wrong shape.
 
     >>> score_predictions([[[9, 5, 6, 7], [9, 5, 0, 7]]], [[4, 5, 6, 7]]).points[0].copy_mean
     1.0
@@ -177,16 +177,17 @@ def measure_curve(
 
     Args:
         model: a causal language model, or its name or folder.
-        corpus: a text or the path of one, a list of texts, or token ids; None for data_type="random".
-        tokenizer: tokenizer of the text, or its name (default: found by the model's name).
-        model_kwargs: keywords of `from_pretrained` for a model given by its name. The tokenizer gets `SOURCE`.
+        corpus: a document or its path, a list of documents, or token ids; None for data_type="random".
+        tokenizer: tokenizer for the corpus, or its name (default: the model's).
+        model_kwargs: keywords of `from_pretrained` for a model given by its name. The tokenizer gets those in
+            `SOURCE`.
         options: keywords of `forgetting_curve` and fields of `Run`.
 
     Returns:
-        plain JSON types, see `curve_result`.
+        the result as plain JSON types; see `curve_result`.
 
     Raises:
-        ValueError: a text has no tokenizer, or an argument does not fit.
+        ValueError: a corpus in words is missing a tokenizer, or an argument is invalid.
         TypeError: an argument is unknown.
     """
     from transformers import AutoTokenizer
@@ -213,7 +214,7 @@ def measure_curve(
 
 
 def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
-    """Return a curve in plain JSON types: summary, intervals, the paper's lengths, and what `from_json` reads."""
+    """Return a curve as plain JSON types: summary, intervals, the paper's lengths, and the input of `from_json`."""
     fine, coarse = curve.fine_length, curve.coarse_length
     intervals = {
         f"{method}_{end}": getattr(curve.interval(method), end) for method in METHODS for end in ("low", "high")
@@ -242,9 +243,9 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
 
 
 def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Check a model, a configuration, or the name of either by `rope_report`, in plain JSON types.
+    """Run `rope_report` on a model, a config or the name of either; return plain JSON types.
 
-    `holds` is None if the bound is inconclusive, and for a model without RoPE, with a note on the reason.
+    `holds` is None if the bound is inconclusive, or if the model does not use RoPE; a note then gives the reason.
     """
     from .rope.config import NoRopeError
     from .rope.measure import rope_report
@@ -261,14 +262,14 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
 
     Args:
         bases: RoPE bases (rope_theta).
-        context_lengths: a context for each base, in tokens.
+        context_lengths: context length for each base, in tokens.
         head_dim: dimensions of a query or key head, all of which rotate.
 
     Returns:
         plain JSON types: `holds`, the share of pairs that hold, and for each pair `verdicts`, `context_bounds` (the
-        distance that the base reaches; None if there is no end), `minimum_bases` (the smallest base for the context,
-        above which some bases fail) and `settled_bases` (above which none fails up to 16 times the minimum; None if
-        some does).
+        distance that the base supports; None if unlimited), `minimum_bases` (the smallest base for the context; some
+        larger bases fail) and `settled_bases` (the base from which all bases hold, up to 16 times the minimum; None
+        if there is none).
 
     Raises:
         ValueError: a number is out of range, or the lists differ in length.

@@ -10,9 +10,9 @@ from .task import Subject, Task, options
 
 
 def function(task: type[Task]) -> Callable[..., Any]:
-    """Return the Python function of a task: `measure(model, [tokenizer,] [tokens,] *, ..., run=None)`.
+    """Build the Python function of a task: `measure(model, [tokenizer,] [tokens,] *, ..., run=None)`.
 
-    Its keywords are the options of the task, and those of `Subject` but for `context`.
+    Its keywords are the task's options, and the arguments of `Subject` except `context`.
     """
     data = ["model", *["tokenizer"] * task.asks, *["tokens"] * task.reads_text]
     kept = [p for p in inspect.signature(Subject).parameters.values() if p.name not in (*data, "context", "tokens")]
@@ -38,9 +38,9 @@ def function(task: type[Task]) -> Callable[..., Any]:
         f"{inspect.getdoc(task)}\n\nArgs:\n"
         + "\n".join(lines)
         + "\n    run: journal, memory budget and progress bar; see `Run`.\n\nReturns:\n"
-        f"    `{task.result.__name__}`. An exception that ends the run early has it as its attribute `result`.\n\n"
-        "Raises:\n    ValueError: an argument does not fit, which is raised before the model runs; or nothing could be "
-        "measured, or a\n        logit is NaN.\n"
+        f"    `{task.result.__name__}`. An exception that ends the run early carries the partial one as `result`.\n\n"
+        "Raises:\n    ValueError: an argument is invalid (raised before the model runs), nothing could be measured, "
+        "or a\n        logit is NaN.\n"
     )
     measure.__signature__ = signature  # ty: ignore[missing-attribute]
     return measure

@@ -8,11 +8,11 @@ from .result import Result
 
 
 def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
-    """Call `measure`, and return the partial result if an exception ends it.
+    """Call `measure`; return the partial result if an exception ends it.
 
     Returns:
-        the result, None if nothing was measured, and the exception, None if there was none. The caller raises it
-        again once the result is written.
+        the result (None if nothing was measured) and the exception (None if it succeeded). The caller re-raises the
+        exception once the result is written.
     """
     try:
         return measure(), None

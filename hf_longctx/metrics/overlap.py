@@ -1,4 +1,4 @@
-"""Stretches of a text that overlap."""
+"""Overlapping spans of a corpus."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def separate(stretches: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of the largest set of stretches without an overlap, in the order of their ends.
+    """Return the indices of the largest set of spans that do not overlap, ordered by their ends.
 
     Args:
-        stretches: first token, and the one after the last, of each.
+        stretches: spans [first, stop), in tokens.
 
     >>> separate([(0, 4), (6, 10), (3, 7), (7, 9)])
     [0, 3]

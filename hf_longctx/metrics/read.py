@@ -11,11 +11,11 @@ from .rope import result  # noqa: F401 - registers RopeReport
 
 
 def read_result(path) -> Result:
-    """Read the result in a JSON file: of a `save`, of `RopeReport.to_json`, or of `evaluate.save` with our modules.
+    """Read a result from a JSON file that `save`, `RopeReport.to_json`, or `evaluate.save` with our modules wrote.
 
     Raises:
-        ValueError: the file is not JSON, or not a result of any metric; it is named.
-        FileNotFoundError: there is no such file.
+        ValueError: the file is not JSON, or not a result of any metric; the message names the file.
+        FileNotFoundError: the file does not exist.
     """
     path = Path(path)
     try:

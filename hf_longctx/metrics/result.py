@@ -1,6 +1,6 @@
-"""The base class of all results: their JSON texts, files, figures and what a report says about them.
+"""The base class of all results: JSON serialization, files, figures and report entries.
 
-The result of a task is a `task.TaskResult`. This file knows no model and no metric.
+The result of a task is a `task.TaskResult`. This file does not depend on any model or metric.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 
-WRITTEN = ("scripts/results", "model_cards")  # by measurements
+WRITTEN = ("scripts/results", "model_cards")  # folders that measurements write to
 
 
 class Number(NamedTuple):
     """A headline number of a result: a row of a report, an entry of a model card, a metric in lm-eval.
 
     Attributes:
-        metric: name of the metric on the Hub, such as "perplexity"; empty if the number is not for a model card.
+        metric: name of the metric on the Hub, such as "perplexity"; empty to omit the number from model cards.
         name: name in words, with the unit.
         value: number, or a verdict.
         low: lower end of the 95 % CI; None if it is not known.
-        high: upper end.
+        high: upper end of the 95 % CI; None if it is not known.
         sample: sample size, such as "10 sequences".
-        words: value and interval in words, where numbers do not suffice.
+        words: value and interval in words, if numbers do not suffice.
         more_is_better: whether a larger value is better.
     """
 
@@ -58,7 +58,7 @@ class Number(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The numbers of a result, as strings and numbers to show."""
+    """The numbers of a result as a table to display."""
 
     columns: tuple[str, ...]
     rows: list[tuple]
@@ -67,13 +67,13 @@ class Table(NamedTuple):
 class Result:
     """A measurement and its settings.
 
-    A subclass is a frozen dataclass with a field or property `settings`, in plain JSON values. It sets `kind` and
-    `title` and defines the methods of the first part.
+    A subclass is a frozen dataclass with a field or property `settings` of plain JSON values. It sets `kind` and
+    `title`, and defines the methods of the first section.
 
     Attributes:
         kind: name of the metric in JSON; registers the class for `read_result`.
         title: heading of the metric in a report.
-        version: version of the JSON format; raised when the format changes.
+        version: version of the JSON format, incremented when the format changes.
     """
 
     kind: ClassVar[str]
@@ -104,7 +104,7 @@ class Result:
 
     @property
     def holds(self) -> bool | None:
-        """Return whether the model passes; None if the metric has nothing to pass, or cannot tell."""
+        """Return whether the model passes; None if the metric is not pass/fail, or is inconclusive."""
         return None
 
     def numbers(self) -> list[Number]:
@@ -120,34 +120,33 @@ class Result:
         raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON object without its header: settings, counts, and the numbers that follow from them."""
+        """Return the JSON object without its header: settings, counts, and the numbers derived from them."""
         raise NotImplementedError
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Result:
-        """Return the result with this `document`. Only counts and settings are read; the rest follows from them."""
+        """Return the result with this `document`. It reads counts and settings only, and derives the other numbers."""
         raise NotImplementedError
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options) -> None:
-        """Draw the result into a PNG, SVG or PDF, by the extension of `path`.
+        """Draw the result as a PNG, SVG or PDF, depending on the extension of `path`.
 
         Args:
-            path: the file to write.
-            train_length: context length of the model's training, in tokens, marked where the figure has tokens on an
-                axis.
+            path: path of the figure.
+            train_length: training context in tokens, marked if an axis of the figure shows tokens.
             title: title of the figure (default: the metric and the model).
             options: options of the metric's figure.
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: nothing was measured, or matplotlib does not know the extension.
+            ValueError: nothing was measured, or matplotlib does not support the extension.
         """
         raise NotImplementedError
 
     # In a notebook ------------------------------------------------------------------------------------------------
 
     def _repr_png_(self) -> bytes | None:
-        """Return the figure; None without matplotlib, or if nothing was measured."""
+        """Return the figure; None if matplotlib is missing or nothing was measured."""
         if not self.measured:
             return None
         with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +158,7 @@ class Result:
             return file.read_bytes()
 
     def _repr_html_(self) -> str:
-        """Return title, summary and figure, with the numbers folded away."""
+        """Return title, summary and figure, with the numbers in a collapsed section."""
         columns, rows = self.table() if self.measured else ((), [])
         cells = [("th", columns), *(("td", row) for row in rows)]
         table = "".join(
@@ -176,25 +175,25 @@ class Result:
 
     @property
     def interruption(self) -> str:
-        """Return the part of a summary about what ended the measurement early; empty if nothing did."""
+        """Describe what interrupted the measurement, for a summary; empty if nothing did."""
         cause = self.settings.get("interrupted")
         return f"; interrupted: {cause}" if cause else ""
 
     @property
     def model_name(self) -> str:
-        """Return the model's name on the Hub, the last part of its folder, or "a model"."""
+        """Return the model's name on the Hub, the last component of its folder, or "a model"."""
         name = str(self.settings.get("model") or "a model").rstrip("/")
         return name if name.count("/") <= 1 and not name.startswith("/") else name.rpartition("/")[2]
 
     def dataset(self) -> tuple[str, str]:
-        """Return name and identifier of the data that the model was measured on."""
+        """Return name and identifier of the evaluation data."""
         if self.settings.get("data_type") == "random":
             return "random tokens", "random-tokens"
         name = str(self.settings.get("corpus", "text"))
         return name, re.sub(r"[^\w./-]+", "-", name.lower())
 
     def with_settings(self, **settings: Any) -> Self:
-        """Return a copy with more settings."""
+        """Return a copy with additional settings."""
         # every subclass is a dataclass
         return replace(self, settings={**self.settings, **settings})  # ty: ignore[invalid-argument-type]
 
@@ -205,20 +204,20 @@ class Result:
         return None if metric == cls.kind else f'this JSON is not a result of {cls.kind}: its "metric" is {metric!r}.'
 
     def to_json(self) -> str:
-        """Return header and `document` as a JSON text. The same measurement gives the same text.
+        """Serialize header and `document` as JSON. The same measurement gives the same string.
 
         Raises:
-            ValueError: a number is NaN or infinite, which JSON does not have.
+            ValueError: a number is NaN or infinite, which JSON does not support.
         """
         document = {"metric": self.kind, "format": self.version, **self.document()}
         return json.dumps(document, indent=1, allow_nan=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Result:
-        """Return the result that `to_json` wrote; see `from_document`.
+        """Load the result that `to_json` wrote; see `from_document`.
 
         Raises:
-            ValueError: the text is not a result of this class, lacks something, or has a newer format.
+            ValueError: the JSON is not a result of this class, misses a field, or has a newer format.
         """
         document = json.loads(text)
         mismatch = cls.mismatch(document if isinstance(document, dict) else {})
@@ -237,10 +236,10 @@ class Result:
             raise ValueError(f"a value in this result of {cls.kind} has the wrong type ({error}).") from error
 
     def save(self, path) -> None:
-        """Write `to_json()` to a file, which appears when it is complete; `read_result` reads it.
+        """Write `to_json()` to a file atomically; `read_result` reads it.
 
-        The file also says when it was saved (UTC), and by which commit of this package. The text does not, so that the
-        same measurement gives the same text.
+        The file also records the time (UTC) and the commit of this package. `to_json` does not, so that the same
+        measurement gives the same string.
         """
         path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
         document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
@@ -251,7 +250,7 @@ class Result:
 
 
 def plural(number: int, unit: str) -> str:
-    """Write a count of something.
+    """Format a count with its unit.
 
     >>> plural(1, "length"), plural(3, "length")
     ('1 length', '3 lengths')
@@ -260,13 +259,13 @@ def plural(number: int, unit: str) -> str:
 
 
 def rounded(value: int | float | str) -> str:
-    """Write a number to show: four digits, or all of an integer."""
+    """Format a number to four digits, or an integer in full."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name the file in an OSError, such as a full disk, and remove the part that was written."""
+    """Add the file name to an OSError, such as a full disk, and remove the incomplete file."""
     try:
         yield
     except OSError as error:
@@ -276,11 +275,11 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def commit(folder: Path) -> str | None:
-    """Return the commit of a git checkout, "-dirty" after it if tracked files were changed; None elsewhere.
+    """Return the commit of a git checkout, with "-dirty" if tracked files were changed; None outside a checkout.
 
-    Files that measurements write do not count: otherwise the second of two measurements would be "-dirty".
+    Files that measurements write are ignored: otherwise the second of two measurements would be "-dirty".
     """
-    if not (folder / ".git").exists():  # installed, perhaps within the repository of something else
+    if not (folder / ".git").exists():  # an installed package may lie within an unrelated repository
         return None
     git = ["git", "-C", str(folder)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}

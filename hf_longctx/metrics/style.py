@@ -1,6 +1,6 @@
 """The style of all figures. It needs matplotlib but not a display: figures are drawn without pyplot.
 
-The drawing files take what they need of matplotlib from here, so that its absence is explained in one place.
+Plotting modules import matplotlib from here, so that a single place reports if it is missing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ except ImportError as error:
 
 INK, QUIET, GRID, WARNING = "#1f2933", "#5f6b76", "#e4e7ea", "#a3301f"
 COPY, LM, PROBABILITY = "#b8500a", "#1f5fa6", "#2c7a4b"
-# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve and as bars; what is not significant is white.
+# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve and as bars; white is not significant.
 PALE = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
 STRONG = {"fine": "#57a55f", "coarse": "#7ea6d8", "amnesia": "#e59a94"}
 AREAS = {"fine": "copied word for word", "coarse": "copied", "amnesia": "no memory", "unsure": "not significant"}
-# Colours that stay apart for colour-blind readers (after Okabe and Ito), and a marker where colours do not suffice.
+# Colours that colour-blind readers can distinguish (Okabe and Ito), and markers where colours do not suffice.
 MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-# what a rate of answers counts; colour, marker and dashes of its line
+# Each answer rate's legend label, and the colour, marker and dashes of its line
 RATES = {
     "match_rate": ("answers found in the responses", COPY, "o", "-"),
     "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),  # shows a line below it
@@ -41,21 +41,21 @@ FITS = (
     (1, 40, 28),
     (1, 20, 16),
 )  # columns, characters of a label, of the title
-WIDTH = 6.6  # inches: a telephone shows this in 390 pixels, with letters of 10 points in 8 pixels
+WIDTH = 6.6  # inches; on a phone 390 pixels wide, 10-point text is 8 pixels high
 
 
 def figure(width: float, height: float) -> Figure:
-    """An empty white figure; sizes in inches."""
+    """Create an empty white figure; sizes are in inches."""
     return Figure(figsize=(width, height), dpi=220, layout="constrained", facecolor="white")
 
 
 def save(figure: Figure, path) -> None:
-    """Write a figure into a file, in the format that its name ends with."""
+    """Save a figure in the format of the file's extension."""
     figure.savefig(Path(path))
 
 
 def area(colours: dict[str, str], name: str) -> dict:
-    """Return how an area is filled, with `PALE` or `STRONG` colours: options of patches and bars.
+    """Return the fill options of an area, for patches and bars, with `PALE` or `STRONG` colours.
 
     Args:
         name: one of `AREAS`.
@@ -66,10 +66,10 @@ def area(colours: dict[str, str], name: str) -> dict:
 
 
 def strip_frame(axes, across: str = "", up: str = "", colour: str = INK, **ticks) -> None:
-    """Name the axes, and leave their labels only: no frame, no tick marks.
+    """Label the axes, and remove the frame and the tick marks.
 
     Args:
-        across, up: what the x and the y axis count; an empty name is left out.
+        across, up: labels of the x and the y axis; empty labels are omitted.
         ticks: options of matplotlib's `tick_params`.
     """
     if across:
@@ -87,18 +87,18 @@ def grid(axes, colour: str = GRID, width: float = 0.8) -> None:
 
 
 def percent_axis(axes) -> None:
-    """Give the y axis a range from 0 % to 100 %."""
+    """Set the y axis to a range from 0 % to 100 %."""
     axes.set_ylim(-0.02, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 
 
 def mark_training(axes, x: float, width: float = 1.2):
-    """Draw a dashed vertical line where the context of training ends."""
+    """Draw a dashed vertical line at the end of the training context."""
     return axes.axvline(x, color=INK, linewidth=width, linestyle=(0, (5, 3)), zorder=2)
 
 
 def literal(text: str) -> str:
-    """Escape a text for matplotlib, which reads dollars as mathematics.
+    """Escape a string for matplotlib, which parses dollar signs as math.
 
     >>> print(literal("a$x_{$b"))
     a\\$x_{\\$b
@@ -107,7 +107,7 @@ def literal(text: str) -> str:
 
 
 def name_differences(axes, differences) -> None:
-    """Write above the axes the settings in which the results differ; see `report.comparison.differences`."""
+    """List above the axes the settings in which the results differ; see `report.comparison.differences`."""
     if differences:
         axes.set_title(
             textwrap.fill(literal("different: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING
@@ -115,7 +115,7 @@ def name_differences(axes, differences) -> None:
 
 
 def heading(result, metric: str | None = None) -> str:
-    """Return metric (default: the result's title), model if it is known, and whether the run was interrupted."""
+    """Return a heading: metric (default: the result's title), model if known, and "(interrupted)" if so."""
     metric = metric or result.title
     model = f" of {literal(result.model_name)}" if result.settings.get("model") else ""
     return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
@@ -126,22 +126,22 @@ def draw_title(figure: Figure, text: str) -> None:
 
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:
-    """Draw a legend under its title, above the axes, where no curve can run into it."""
+    """Draw a legend with a title above the axes, so that it does not cover a curve."""
     font = {"size": 13, "weight": "bold"}
     place: dict[str, Any] = dict(loc="outside upper left", columnspacing=1.6, fontsize=fontsize)
     legend = fitted_legend(figure, figure, handles, text, columns, title_fontproperties=font, **place)
     width, height = figure.get_size_inches()
     surplus = legend.get_window_extent().height / figure.dpi - 1.8
-    if surplus > 0:  # of many models
+    if surplus > 0:  # with many models
         figure.set_size_inches(width, height + surplus)
 
 
 def fitted_legend(figure: Figure, owner: Any, handles, title: str, columns: int = 2, **options: Any) -> Any:
-    """Draw a legend that is not wider than its figure: in fewer columns, and with shorter lines, as far as needed.
+    """Draw a legend that fits the figure's width, with fewer columns and shorter lines if needed.
 
     Args:
-        owner: the figure or the axes that it belongs to.
-        options: of matplotlib's `legend`.
+        owner: figure or axes that the legend belongs to.
+        options: options of matplotlib's `legend`.
     """
     labels = [str(handle.get_label()) for handle in handles]
     for most, width, title_width in FITS:
@@ -155,7 +155,7 @@ def fitted_legend(figure: Figure, owner: Any, handles, title: str, columns: int 
 
 
 def small_print(figure: Figure, *notes: str, said: str = "") -> None:
-    """Write what the figure says, and how the numbers were made, at the bottom right."""
+    """Write the conclusion and the footnotes at the bottom right."""
     lines = [textwrap.fill(literal(text), 84, max_lines=4) for text in (said, ", ".join(notes)) if text]
     words = "\n".join(lines)
     figure.supxlabel(words, x=0.99, ha="right", multialignment="right", fontsize=9, color=QUIET)

@@ -1,4 +1,4 @@
-"""The two classes of a metric: a `Task` says what a model reads and how it is scored, a `TaskResult` what scores mean.
+"""The two classes of a metric: a `Task` defines the inputs and their scores, a `TaskResult` interprets the scores.
 
     @dataclass(frozen=True)
     class Repeats(Task):
@@ -19,9 +19,9 @@
 
     repeats = function(Repeats)
 
-`run.runner.run` reads the requests and makes the result. The Python function, the command, the task of lm-eval, the
-section of a report and the entry of a model card follow from these two classes. This file runs no model, and imports
-neither PyTorch nor scipy.special, so that the command line can ask it for options.
+`run.runner.run` runs the requests and builds the result. The Python function, the command, the lm-eval task, the
+report section and the model card entry are derived from these two classes. This file does not run a model, and imports
+neither PyTorch nor scipy.special, so that the command line can list options quickly.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from .run.journal import content_hash
 if TYPE_CHECKING:
     from .run.reader import Reader
 
-NO_CLAIM = 4096  # context in tokens where a model claims none
-Key = Any  # of a trial: a number, a text, or a tuple of these
+NO_CLAIM = 4096  # context in tokens for models that do not claim one
+Key = Any  # key of a trial: a number, a string, or a tuple of these
 
 
 # What a model reads --------------------------------------------------------------------------------------------------
@@ -55,8 +55,8 @@ Key = Any  # of a trial: a number, a text, or a tuple of these
 class Predict(NamedTuple):
     """Greedy predictions at `positions` of rows of one length, (R, T) int64.
 
-    The response is whether each prediction is the next id of its row, (R, len(positions)) bool. Rows may share their
-    first `prefix` ids, which are then read once.
+    The response is (R, len(positions)) bool: whether each prediction equals the next id of its row. If rows share
+    their first `prefix` ids, these are read once.
     """
 
     rows: np.ndarray
@@ -75,9 +75,9 @@ class Score(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A question whose answer is known. The response is an `Answered`.
+    """A question with a known answer. The response is an `Answered`.
 
-    `reply` is the number of tokens that the model may generate where its likeliest tokens are not the answer.
+    `reply` is the maximum number of tokens to generate if greedy decoding does not give the answer.
     """
 
     prompt: np.ndarray
@@ -86,7 +86,7 @@ class Ask(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """The log-probability of an answer, whether all its tokens are the likeliest, and the generated text or None."""
+    """The log-probability of an answer, whether it is greedy, and the generated response or None."""
 
     log_prob: float
     exact: bool
@@ -101,7 +101,7 @@ class Trial(NamedTuple):
 
     Attributes:
         key: name in the journal and in the result.
-        tokens: number of positions in the longest input, with the generated text.
+        tokens: number of positions in the longest input, including the generated response.
         inputs: number of inputs, for the progress bar.
     """
 
@@ -111,7 +111,7 @@ class Trial(NamedTuple):
 
 
 class Missing(str):
-    """The reason why a trial has no score."""
+    """The reason why a trial does not have a score."""
 
 
 # Options -------------------------------------------------------------------------------------------------------------
@@ -126,12 +126,12 @@ def option(
     choices: Sequence[str] = (),
     selects: bool = False,
 ) -> Any:
-    """Make a field of a task, which is also an option of its function and its command.
+    """Define a field of a task, which is also an option of its function and its command.
 
     Args:
-        default: default value; None where `prepare` chooses by the model and the text.
+        default: default value; None if `prepare` chooses it by model and corpus.
         text: help text, a noun phrase. The command line adds the default.
-        least: lower bound of a number, or of each number of a list. A list must ascend.
+        least: lower bound of a number, or of each number in a list. Lists must be ascending.
         most: upper bound.
         choices: allowed values.
         selects: whether the option only selects trials, so that a journal can be resumed with another value.
@@ -143,9 +143,9 @@ def option(
 
 
 class Option(NamedTuple):
-    """A field of a task, as the command line and the checks see it.
+    """A field of a task, for the command line and for checks.
 
-    `kind` is the type of the value, or of each value of a list; `np.ndarray` stands for token ids.
+    `kind` is the type of the value, or of each value in a list; `np.ndarray` stands for token ids.
     """
 
     name: str
@@ -159,7 +159,7 @@ class Option(NamedTuple):
     selects: bool
 
     def check(self, value: Any) -> Any:
-        """Return the value in plain types; raise ValueError if it does not fit."""
+        """Return the value in plain types; raise ValueError if it is invalid."""
         if (value is None and self.default is None) or self.kind is np.ndarray:
             return value
         if not self.listed:
@@ -202,7 +202,7 @@ class Option(NamedTuple):
 
 
 def options(task: type[Task]) -> list[Option]:
-    """Return the options of a task, in the order of its fields."""
+    """Return the options of a task, in field order."""
     hints, found = get_type_hints(task), []
     for entry in dataclasses.fields(task):
         hint: Any = hints[entry.name]
@@ -219,21 +219,21 @@ def options(task: type[Task]) -> list[Option]:
 
 
 class Subject:
-    """A model, its tokenizer and a text, which a task measures.
+    """The subject of a measurement: a model, its tokenizer and a corpus.
 
     Args:
         model: causal language model, which runs in its dtype, on its device, in eval mode; or a reader, such as
             `ServedModel`.
-        tokenizer: the model's tokenizer. Tasks that ask no questions in words need none, and also take its name.
-        tokens: the text, a flat sequence of ids, encoded without special tokens.
-        context: longest input to measure with, in tokens. Default: the context that the model claims, else 4096.
+        tokenizer: the model's tokenizer. Optional for tasks without questions in words, which also accept its name.
+        tokens: the corpus, a flat sequence of ids, encoded without special tokens.
+        context: longest input to measure with, in tokens. Default: the claimed context, else 4096.
         bos_token_id: default: the tokenizer's, then the model's, then EOS.
         eos_token_id: default: the tokenizer's, then the model's, then BOS.
-        corpus_name: name of the text, for the settings.
-        train_length: context length of the training, in tokens, for the settings.
+        corpus_name: name of the corpus, for the settings.
+        train_length: training context in tokens, for the settings.
 
     Raises:
-        ValueError: an argument does not fit, or there is neither a BOS nor an EOS.
+        ValueError: an argument is invalid, or neither BOS nor EOS is known.
     """
 
     def __init__(
@@ -270,19 +270,19 @@ class Subject:
 
     @property
     def text(self) -> np.ndarray:
-        """The ids of the text, (N,) int64; ValueError if there is none."""
+        """The token ids of the corpus, (N,) int64; raises ValueError without a corpus."""
         if self.tokens is None:
             raise ValueError("tokens must be the ids of a text, got None. Encode one without special tokens.")
         return self.tokens
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text without special tokens."""
+        """Encode a string without special tokens."""
         if not callable(self.tokenizer):
             raise ValueError(f"tokenizer must be the tokenizer of the model, got {self.tokenizer!r}.")
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def settings(self, reads_text: bool) -> dict[str, Any]:
-        """Return what the numbers depend on: model, tokenizer, special ids and text."""
+        """Return the settings that the numbers depend on: model, tokenizer, special ids and corpus."""
         settings = self.reader.settings() | {"tokenizer": self.tokenizer_name}
         settings |= {"bos_token_id": self.bos, "eos_token_id": self.eos}
         if reads_text:
@@ -292,16 +292,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Task:
-    """How something is measured. A subclass is a frozen dataclass of `option` fields, whose docstring is the help.
+    """The base class of tasks. A subclass is a frozen dataclass of `option` fields; its docstring is the help text.
 
     Attributes:
-        name: name of the command, and of the files of a report.
+        name: name of the command, and of the files in a report.
         result: class of the result.
-        reads_text: whether the task needs a text.
-        asks: whether the task asks in words, and so needs a tokenizer.
-        examples: command lines without `hf-longctx`, one for each example.
+        reads_text: whether the task needs a corpus.
+        asks: whether the task asks questions in words, and so needs a tokenizer.
+        examples: example command lines, without `hf-longctx`.
         tasks: all tasks by name.
-        subject: the model, tokenizer and text. `on` sets it.
+        subject: the model, tokenizer and corpus, set by `on`.
     """
 
     name: ClassVar[str]
@@ -326,7 +326,7 @@ class Task:
 
     @classmethod
     def in_report(cls, **arguments: Any) -> Self:
-        """Return the task as a report measures it; `arguments` are `seed` and `repeats` of the report."""
+        """Return the task with a report's options; `arguments` are the report's `seed` and `repeats`."""
         return cls(**{entry.name: arguments["seed"] for entry in options(cls) if entry.name == "seed"})
 
     def fill(self, **values: Any) -> None:
@@ -335,7 +335,7 @@ class Task:
             object.__setattr__(self, name, value)
 
     def on(self, subject: Subject) -> Self:
-        """Return a copy that knows its subject and has no open options; raise ValueError if they do not fit."""
+        """Return a copy with its subject set and all options filled in; raise ValueError if they do not match."""
         task = copy.copy(self)
         task.fill(subject=subject)
         task.prepare()
@@ -347,8 +347,8 @@ class Task:
     def trials(self, scores: dict[Key, Any]) -> list[Trial]:
         """Return the trials that are needed given `scores`; the run ends when all of them have a score.
 
-        Most tasks ignore the scores. An adaptive one returns those that it has asked for so far, and the next ones: it
-        is called again after each round. The score of a trial that could not be read is a `Missing`.
+        Most tasks ignore the scores. An adaptive task is called after each round, and returns all trials so far plus
+        the next ones. The score of a trial that could not be read is a `Missing`.
         """
         raise NotImplementedError
 
@@ -357,19 +357,19 @@ class Task:
         raise NotImplementedError
 
     def score(self, key: Key, responses: list[Any]) -> Any:
-        """Return the score of a trial, as JSON values."""
+        """Return the score of a trial as JSON values."""
         raise NotImplementedError
 
     def summarize(self, scores: dict[Key, Any], missing: dict[Key, str]) -> tuple[dict, dict]:
-        """Return scores and reasons for the result: unchanged, unless a mean says the same in fewer numbers."""
+        """Return scores and reasons for the result: unchanged, unless a mean suffices."""
         return scores, missing
 
     def uses_text(self) -> bool:
-        """Return whether these options need the text."""
+        """Return whether these options need the corpus."""
         return self.reads_text
 
     def facts(self) -> dict[str, Any]:
-        """Return further settings that the numbers depend on."""
+        """Return additional settings that the numbers depend on."""
         return {}
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -385,12 +385,12 @@ class Task:
 
 
 class Counts(NamedTuple):
-    """The right answers at one length, by units that are drawn independently: targets, haystacks, records.
+    """The right answers at one length, by independently drawn unit: target, haystack or record.
 
     Attributes:
         length: length in the `size_unit` of the result.
-        shares: share of right answers for each unit, in the order in which they were drawn, (R,) float64 from 0 to 1.
-        questions: most questions in a unit: scored tokens of a target, questions about a haystack, 1 for a record.
+        shares: share of right answers for each unit, in drawing order, (R,) float64 from 0 to 1.
+        questions: maximum questions per unit: scored tokens of a target, questions about a haystack, 1 for a record.
         tokens: length in tokens; for line retrieval, the mean over records.
         asked: number of questions in all units.
         right: number of right answers.
@@ -406,19 +406,19 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskResult(Result):
-    """The scores of a task's trials, and the numbers that follow from them.
+    """The scores of a task's trials, and the numbers derived from them.
 
     A subclass sets `kind` and `title` and defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
-    may raise ValueError for scores that no measurement gives. With `by_length` and `places`, models can be compared.
+    may raise ValueError for impossible scores. To compare models, it defines `by_length` and `places`.
 
     Attributes:
         scores: scores by the keys of the trials, as JSON values.
         settings: settings of the measurement.
-        missing: the reason why a trial has no score, by its key.
+        missing: reasons for missing scores, by the keys of the trials.
         inches: width and height of the figure.
         size_unit: unit of the lengths in `by_length`.
-        verb: what a model does if it answers right, such as "copies".
-        same_texts: settings that two results must share to have read the same texts.
+        verb: verb for a right answer, such as "copies".
+        same_texts: settings that must match for two results to have read the same samples.
     """
 
     version = 2
@@ -443,38 +443,38 @@ class TaskResult(Result):
         return ", ".join(f"{number.name}: {number.interval() or number.value}" for number in self.numbers())
 
     def with_gaps(self, text: str) -> str:
-        """Append the lengths that were not measured, and the cause of an interruption, to a text."""
+        """Append the lengths that were not measured, and the cause of an interruption, to a summary."""
         for reason in dict.fromkeys(self.missing.values()):
             keys = [key for key, why in self.missing.items() if why == reason]
             text += f"; {self.span(keys)} not measured: {reason}"
         return text + self.interruption
 
     def span(self, keys: list[Key]) -> str:
-        """Name trials, such as "3 lengths from 8 to 64"."""
+        """Describe trials, such as "3 lengths from 8 to 64"."""
         return f"{keys[0]}" if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
 
     def by_length(self, replies: bool = True, overlapping: bool = False) -> list[Counts]:
         """Return the right answers at each length, ascending.
 
         Args:
-            replies: count answers found in generated responses, where there are any; else those given token for token.
-            overlapping: keep texts that share scored tokens with others.
+            replies: whether to count answers found in generated responses, if any; else those given token for token.
+            overlapping: whether to keep samples that share scored tokens with others.
 
         Raises:
-            ValueError: this metric counts no right answers.
+            ValueError: this metric does not count right answers.
         """
         raise ValueError(f"a {type(self).__name__} has no scores by length; give curves, needle or line retrieval.")
 
     def places(self) -> dict[int, list]:
-        """Return by length what identifies each text; an empty list for random ids."""
+        """Return by length what identifies each sample; an empty list for random ids."""
         raise NotImplementedError
 
     def distinct(self, length: int, texts: int) -> list[int]:
-        """Return which of the first texts of a length share no scored token with another."""
+        """Return which of the first `texts` samples of a length do not share scored tokens."""
         return [*range(texts)]
 
     def unlike(self, other: Any, *more: str) -> str | None:
-        """Return why this and another result of the metric did not read the same texts; None if they did.
+        """Return why this and another result of the metric did not read the same samples; None if they did.
 
         `more` names further settings that must be equal.
         """
@@ -514,5 +514,5 @@ class TaskResult(Result):
 
 
 def as_key(key: Any) -> Key:
-    """Turn a list, which JSON makes of a tuple, back into a key."""
+    """Convert a list from JSON back into a tuple key."""
     return tuple(key) if isinstance(key, list) else key

@@ -64,7 +64,7 @@ MODELS = [
     ("rope {fox}", "RoPE"),
     (
         "rope {refused}",
-        "config of refused holds a value of the wrong type or size .*TypeError: .*compare its config.json",
+        "config of refused contains a value of the wrong type or size .*TypeError: .*Compare its config.json",
     ),
     ("rope {llama} --context-length 0", "context to check .* must be at least 2, got 0"),
 ]

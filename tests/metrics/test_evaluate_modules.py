@@ -217,7 +217,7 @@ def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
     assert calls["AutoModelForCausalLM"] == [{**source, "dtype": "float64"}]
     assert calls["AutoTokenizer"] == [source]
     assert calls["config"] == [{"revision": "main"}]
-    with pytest.raises(ValueError, match="model_kwargs are for a model given by its name"):
+    with pytest.raises(ValueError, match="model must be a name if model_kwargs are set"):
         curve_module.compute(model=model, corpus=[3] * 20, model_kwargs={"revision": "v1"})
-    with pytest.raises(ValueError, match="this one is a LlamaConfig"):
+    with pytest.raises(ValueError, match="got a LlamaConfig"):
         rope_module.compute(model=model.config, model_kwargs={"revision": "v1"})

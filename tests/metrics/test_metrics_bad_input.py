@@ -208,7 +208,11 @@ CURVE_MODULE = partial(module, "forgetting_curve")
 EVALUATE = [
     refused("evaluate: nothing", CURVE_MODULE(), "either model=.* got neither"),
     refused("evaluate: both", CURVE_MODULE(model="gpt2", predictions=[[[1], [1]]], references=[[1]]), "got both"),
-    refused("evaluate: an unknown module", lambda: module_path("perplexity"), "no evaluate module 'perplexity'"),
+    refused(
+        "evaluate: an unknown module",
+        lambda: module_path("perplexity"),
+        "evaluate module must be one of .*got 'perplexity'",
+    ),
 ]
 
 

@@ -186,7 +186,7 @@ def test_lines_are_paired_by_record():
 @pytest.mark.parametrize(
     "one, other, message",
     [
-        (curve(*SHORT), lines([True]), "forgetting_curve and lines are two metrics"),
+        (curve(*SHORT), lines([True]), "must be from one metric, got forgetting_curve and lines"),
         (curve(*SHORT), curve(*LONG, settings=ORDER | {"corpus_sha256": "cd"}), "they differ in corpus_sha256"),
         (curve(*SHORT, settings={}), curve(*LONG, settings={}), "a text without a hash may be another"),
         (curve(*SHORT), curve(*LONG, begins=1), "the texts of length 400 are not the same"),

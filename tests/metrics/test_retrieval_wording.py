@@ -53,9 +53,9 @@ def test_languages_without_spaces():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({**COW, "answer": " "}, "needs its question and its answer"),
+        ({**COW, "answer": " "}, "needs a question and an answer"),
         ({**COW, "mode": "easy"}, "give one of the two"),
-        ({**COW, "answer": "Weide"}, "does not hold the answer 'Weide'"),
+        ({**COW, "answer": "Weide"}, "does not contain the answer 'Weide'"),
     ],
 )
 def test_what_nobody_could_find_is_refused(options, message):

@@ -1,1 +1,1 @@
-"""The forgetting curve: how far a model copies what it has read."""
+"""The forgetting curve: how far back a model can copy from its context."""

@@ -1,8 +1,8 @@
-"""Where to measure a forgetting curve, and how often, when only its two lengths and its shape matter.
+"""Choose where, and how often, to measure a forgetting curve when only its two lengths and its shape matter.
 
-The grid of lengths is the resolution. A few of them, each half as long as the one before, show the shape; bisection
-between a length that passes and one that does not leads to neighbours on the grid; these get more repeats until a test
-shows on which side each lies. This file runs no model.
+The grid of lengths sets the resolution. A few lengths, each half as long as the previous one, show the shape.
+Bisection between a length that passes and one that fails leads to two neighbours on the grid. Both get more repeats
+until a test shows on which side of the threshold each lies. This file does not run a model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .lengths import METHODS, CurvePoint
 from .protocol import input_tokens
 
 
-BUDGET = 64  # most tokens to read, in inputs of the longest length; 32 points of 10 repeats on a linear grid are 330
+BUDGET = 64  # maximum cost, in inputs of the longest length; 32 points of 10 repeats on a linear grid cost 330
 
 
 def locate(
@@ -27,14 +27,14 @@ def locate(
 ) -> list[CurvePoint]:
     """Measure the lengths that decide the fine and the coarse length.
 
-    Assumes that memory only fades as targets grow: a dip between lengths that were not measured goes unseen.
+    Assumes that memory only fades as targets grow: a dip between two measured lengths goes unnoticed.
 
     Args:
         lengths: the grid, ascending.
         measure: `measure(length, first, stop)` measures the repeats from first to stop - 1 and returns the point with
-            all repeats up to there.
-        repeats: most repeats of a point.
-        confidence: confidence at which the two neighbours on the grid are to differ from the threshold.
+            the repeats 0 to stop - 1.
+        repeats: maximum number of repeats per point.
+        confidence: confidence level at which the two neighbours on the grid must differ from the threshold.
 
     Returns:
         The measured points, ascending.
@@ -43,7 +43,7 @@ def locate(
     length = lengths[-1]
     while search.evaluate(length) and length > lengths[0]:
         length = lengths[max(bisect_right(lengths, length // 2) - 1, 0)]
-    while True in [search.step(method) for method in METHODS]:  # in turn, as they share the budget
+    while True in [search.step(method) for method in METHODS]:  # alternate, because the methods share the budget
         pass
     return [search.points[length] for length in sorted(search.points)]
 
@@ -57,7 +57,7 @@ class _Search:
         self.points: dict[int, CurvePoint] = {}
 
     def evaluate(self, length):
-        """Measure more repeats of a length. Return False, and do nothing, if it has all or they cost too much."""
+        """Measure more repeats of a length; return False if it already has all, or the budget does not allow more."""
         done = self.points[length].repeats if length in self.points else 0
         following = [n for n in self.stages if n > done]
         cost = 2 * (following[0] - done) * input_tokens(length) if following else 0
@@ -68,15 +68,15 @@ class _Search:
         return True
 
     def step(self, method):
-        """Add repeats where a method needs them most; False if it needs none or the budget allows none."""
+        """Add repeats where a method needs them most; return False if nothing was added."""
         low, high = self.interval(method)
         if high - low > 1:
             return self.evaluate(self.lengths[(low + high) // 2])
         return self.narrow(method, low, -1) or self.narrow(method, high, 1)
 
     def interval(self, method):
-        """Grid indices of the last length that passes and of the next measured one, by a non-increasing fit."""
-        from scipy.optimize import isotonic_regression  # half a second to import, for this protocol only
+        """Return grid indices of the last length that passes a non-increasing fit, and of the next measured one."""
+        from scipy.optimize import isotonic_regression  # slow to import (0.5 s), and only this protocol needs it
 
         measured = sorted(self.points)
         values = [centre(self.points[n].margins(method), method) for n in measured]
@@ -89,11 +89,11 @@ class _Search:
     def narrow(self, method, end, direction):
         """Add repeats that bring the nearest length with a significant result nearer to this end of the interval.
 
-        Below the interval (direction -1) lengths are to pass, above it (1) they are to fail.
+        Below the interval (direction -1) lengths should pass; above it (1) they should fail.
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
-        outside = [i for i in indices if (i - end) * direction >= 0]  # of the measured ones, from the end outwards
+        outside = [i for i in indices if (i - end) * direction >= 0]  # measured lengths, from the end outwards
         for position, i in enumerate(outside):
             point = self.points[self.lengths[i]]
             if test_result(point.margins(method)[point.texts], point.scored_tokens, level, method) == -direction:

@@ -1,31 +1,30 @@
-"""Confidence intervals of the memory lengths of a forgetting curve: tests of targets, and the interval that follows.
+"""Confidence intervals for the memory lengths of a forgetting curve, from tests over targets.
 
-A method ("fine" or "coarse") has a margin: by how much a target passes. A length n passes as coarse if the mean
-margin of all possible targets is positive, which a t test shows. It passes as fine if the typical target does, that
-is if more than half of them are copied above 99 %, which a sign test shows. The mean that the paper takes is out of
-reach there: where 97 of 100 texts are copied without an error and the others not at all, the mean is below 99 %, and
-ten texts rarely show it; to bound the mean whatever the errors take 368 perfect texts. Six of six show the typical
-one.
+For each method ("fine" or "coarse"), the margin of a target is how far it exceeds the threshold. A length n passes as
+coarse if the mean margin over all possible targets is positive; we use a t test. It passes as fine if the median
+target passes, i.e. more than half of all targets are copied above 99 %; we use a sign test. The paper takes the mean
+here as well, which a few repeats cannot establish: if 97 of 100 targets are copied perfectly and the others not at
+all, the mean is below 99 %, and ten targets rarely show it. A distribution-free bound on the mean takes 368 perfect
+targets; for the median, six of six suffice.
 
-If memory only fades as targets grow, the memory length reaches n if n passes, and ends before n if n fails. So the
-claim that it reaches n holds only with the same claim for all shorter lengths, and the claim that it ends before n
-only with that for all longer ones. Testing such claims in this order, up to the first test that does not reject,
-keeps the risk at the level of a single test (closed testing, Marcus, Peritz and Gabriel 1976), however many lengths
-there are.
+If memory only fades as targets grow, it reaches n if n passes, and ends before n if n fails. The claim "reaches n"
+thus implies the same claim for all shorter lengths, and "ends before n" implies it for all longer ones. Testing nested
+claims in this order, and stopping at the first test that does not reject, keeps the error rate of a single test for
+any number of lengths (closed testing, Marcus, Peritz and Gabriel 1976).
 
-That memory reaches n may be shown by all targets from n upwards, that it ends before n by all from n downwards. So
-each test takes windows of 1, 2, 4, 8 ... lengths from n on, and the window that says most, after Bonferroni's
-correction for their number. A long tail in which copying is as good as guessing, 1 % below the threshold, is seen in
-this way, even if no length shows it alone. Targets are the unit of the tests, not tokens, as the tokens of one target
-are correlated. Targets that share scored tokens share errors too: a test takes the largest set of targets of its
-window that share none.
+All targets from n upwards are evidence that memory reaches n; all targets up to n are evidence that it ends before n.
+Each test therefore pools windows of 1, 2, 4, 8 ... lengths starting at n, and takes the window with the smallest p
+value after a Bonferroni correction for their number. This detects a long tail in which copying is as good as guessing
+(1 % below the threshold), even if no single length shows it. The unit of a test is the target, not the token, because
+the tokens of a target are correlated. Targets that share scored tokens share errors too, so a test uses the largest
+subset of its window's targets without shared tokens.
 
-The adaptive protocol measures until single lengths are significant, and leaves few lengths to stand in a window. The
-interval of its curves takes single lengths only, in any order, with Bonferroni's correction for their number and for
-the looks at each of them: a test after 3, 5, 7 and 10 repeats, which stops when it rejects, has four chances to err.
+The adaptive protocol measures until single lengths are significant, so its windows would contain few lengths. The
+interval of an adaptive curve tests single lengths only, in any order, with a Bonferroni correction for their number
+and for repeated looks: a test after 3, 5, 7 and 10 repeats that stops when it rejects has four chances to err.
 
-`scripts/evidence/curve_coverage.py` counts how often simulated curves miss the truth. This file knows plain sequences
-of counts only.
+`scripts/evidence/curve_coverage.py` counts how often the intervals of simulated curves miss the true length. This file
+works on plain sequences of counts.
 """
 
 from __future__ import annotations
@@ -34,31 +33,31 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # imports scipy.special when that is first used, which the help of the command line does without
+import scipy  # imports scipy.special lazily, so `--help` does not wait for it
 
 from ..overlap import separate
 
 
-RESOLUTION = 0.01  # between copying exactly and the fine threshold, and between guessing and the coarse one
-POWER = 0.8  # chance that the repeats of `repeats_needed` suffice
-MAX_REPEATS = 1000  # repeats that it names
+RESOLUTION = 0.01  # gap between exact copying and the fine threshold, and between guessing and the coarse threshold
+POWER = 0.8  # power at which `repeats_needed` is computed
+MAX_REPEATS = 1000  # largest number that `repeats_needed` returns
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
-SEPARATE = 0.75  # share of repeats without an overlap below which a longer text says more than further repeats
-ENOUGH, ALONE = 6, 0.64  # texts for a sign test of one length, at its share of the risk of 2.5 %
+SEPARATE = 0.75  # below this share of non-overlapping repeats, a longer corpus helps more than further repeats
+ENOUGH, ALONE = 6, 0.64  # targets for a sign test of one length, and its share of the risk of 2.5 %
 
 
-# by length, where the scored tokens of each repeat stand in the corpus: the first, and the one after the last
+# For each length, the span [first, stop) of each repeat's scored tokens in the corpus.
 Places = Sequence[Sequence[tuple[int, int]] | None]
 
 
 class Mean(NamedTuple):
-    """Mean margin of the targets in a window of lengths, per scored token.
+    """The mean margin of the targets in a window of lengths, per scored token.
 
     Attributes:
-        value: over all scored tokens, (...,) float64.
-        error: its standard error, robust against unequal spread, and at least one token in total: three repeats of
-            four tokens, all right, do not show an accuracy above 99 %.
-        samples: how many targets.
+        value: mean over all scored tokens, (...,) float64.
+        error: standard error, robust to heteroscedasticity, and at least one token in total: three perfect repeats
+            of four tokens do not show an accuracy above 99 %.
+        samples: number of targets.
     """
 
     value: np.ndarray
@@ -70,8 +69,8 @@ def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int]) -> Mean:
     """Return the mean margin of a window of lengths.
 
     Args:
-        margins: for each length of the window, of its repeats, (..., R); R may differ between lengths.
-        scored: scored tokens of a repeat, for each length.
+        margins: for each length of the window, margins of its repeats, (..., R); R may differ between lengths.
+        scored: for each length, number of scored tokens per repeat.
     """
     tokens = np.concatenate([np.full(m.shape[-1], n, dtype=np.float64) for m, n in zip(margins, scored)])
     surplus = np.concatenate([m * n for m, n in zip(margins, scored)], axis=-1)
@@ -83,7 +82,7 @@ def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int]) -> Mean:
 
 
 def centre(margins: np.ndarray, method: str) -> float:
-    """Return a number above 0 where a length passes: the mean margin, or the share of targets beyond a half."""
+    """Return a number that is above 0 if a length passes: the mean margin, or the share of passing targets - 1/2."""
     return ((margins > 0) - 0.5 if method == "fine" else margins).mean()
 
 
@@ -108,15 +107,15 @@ def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: s
     """Return 1 if a length passes significantly, -1 if it fails significantly, else 0: one-sided tests at this level.
 
     Args:
-        margins: of the repeats, (R,).
-        scored_tokens: of each repeat.
+        margins: margins of the repeats, (R,).
+        scored_tokens: number of scored tokens per repeat.
     """
     side = 1 if centre(margins, method) > 0 else -1
     return side if p_value([margins], [scored_tokens], side, method) < level else 0
 
 
 def windows(lengths: int) -> list[int]:
-    """Return how many neighbouring lengths are tested together: 1, 2, 4 ... up to all.
+    """Return the window sizes, i.e. how many neighbouring lengths are tested together: 1, 2, 4 ... up to all.
 
     >>> windows(5)
     [1, 2, 4]
@@ -125,7 +124,7 @@ def windows(lengths: int) -> list[int]:
 
 
 def risk_shares(windows: int, method: str) -> list[float]:
-    """Return the share of the risk that each window has, from the smallest on.
+    """Return each window's share of the error rate, smallest window first.
 
     >>> risk_shares(4, "coarse"), risk_shares(3, "fine")
     ([0.25, 0.25, 0.25, 0.25], [0.64, 0.18, 0.18])
@@ -136,7 +135,7 @@ def risk_shares(windows: int, method: str) -> list[float]:
 
 
 def without_overlap(margins: Sequence[np.ndarray], places: Places) -> list[np.ndarray]:
-    """Return the margins of a window without those of targets that share scored tokens with one that is kept."""
+    """Return the margins of the largest subset of a window's targets that does not share scored tokens."""
     targets = [(i, j, place) for i, row in enumerate(places) for j, place in enumerate(row or ())]
     kept = [[] if row else [*range(m.shape[-1])] for m, row in zip(margins, places)]
     for index in separate([place for *_, place in targets]):
@@ -148,15 +147,15 @@ def without_overlap(margins: Sequence[np.ndarray], places: Places) -> list[np.nd
 def p_values(
     margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str, places: Places | None = None
 ) -> np.ndarray:
-    """For each length, the p value of the hypothesis that closed testing is to reject there.
+    """Return for each length the p value of the hypothesis that closed testing tries to reject.
 
     Args:
-        margins: for each length, of its repeats, (..., R).
-        scored: scored tokens of a repeat, for each length.
-        direction: 1 to show that memory reaches a length, by the lengths from there on; -1 to show that memory ends
-            before it, by the lengths up to there.
+        margins: for each length, margins of its repeats, (..., R).
+        scored: for each length, number of scored tokens per repeat.
+        direction: 1 to show that memory reaches a length, from windows that start there; -1 to show that memory ends
+            before it, from windows that end there.
         method: "fine" or "coarse".
-        places: for each length, where the scored tokens of its repeats stand in the corpus; None where none overlap.
+        places: for each length, the span of each repeat's scored tokens in the corpus; None if none overlap.
 
     Returns:
         (..., lengths) float64, corrected for the number of windows.
@@ -174,20 +173,20 @@ def p_values(
 
 
 def rejected(p: np.ndarray, level: float) -> np.ndarray:
-    """Return how many hypotheses are rejected before the first that is not; (..., lengths) to (...)."""
+    """Count the hypotheses that are rejected before the first one that is not; (..., lengths) to (...)."""
     return np.logical_and.accumulate(p < level, axis=-1).sum(-1)
 
 
 class LengthInterval(NamedTuple):
-    """Where a fine or coarse length lies: at `low` or above it, and below `high`, in tokens.
+    """The confidence interval [low, high) of a fine or coarse length, in tokens.
 
     Attributes:
-        low: the largest tested length that memory reaches significantly; 0 if none.
-        high: the smallest tested length that memory does not reach, significantly; None if none.
-        repeats_needed: about how many repeats would show more where `high` is missing; None where memory reaches the
-            longest length, or where `MAX_REPEATS` repeats would not do.
+        low: the largest tested length that memory significantly reaches; 0 if there is none.
+        high: the smallest tested length that memory significantly fails to reach; None if there is none.
+        repeats_needed: approximate number of repeats that would determine `high` if it is missing; None if memory
+            reaches the longest length, or if `MAX_REPEATS` repeats do not suffice.
         longest: whether `low` is the longest tested length.
-        text_too_short: whether repeats overlap so much that a longer text is needed to say more.
+        text_too_short: whether repeats overlap so much that a tighter interval needs a longer corpus.
 
     >>> print(LengthInterval(253, 387), LengthInterval(0, 64), LengthInterval(1400, None, longest=True))
     [253, 387) <64 >=1400 (the longest tested)
@@ -214,7 +213,7 @@ class LengthInterval(NamedTuple):
         return self.low > 0 or self.high is not None
 
     def in_words(self) -> str:
-        """Return the interval in the words of figures and tables.
+        """Return the interval in words, as figures and tables print it.
 
         >>> LengthInterval(1400, 2048).in_words(), LengthInterval(0, 64).in_words()
         ('1,400 to 2,048', 'below 64')
@@ -229,7 +228,7 @@ class LengthInterval(NamedTuple):
 
     @property
     def needed(self) -> str:
-        """Return what would show more, or why nothing does."""
+        """Return what a tighter interval needs, or why none is possible."""
         if self.text_too_short:
             return "a longer text is needed"
         if self.repeats_needed is None:
@@ -246,21 +245,21 @@ def length_interval(
     protocol: str = "reference",
     places: Places | None = None,
 ) -> LengthInterval:
-    """Confidence interval of the fine or coarse length, if memory only fades as targets grow.
+    """Compute a confidence interval of the fine or coarse length, assuming that memory only fades as targets grow.
 
-    Each end has half of the risk 1 - confidence.
+    Each end gets half of the error rate 1 - confidence.
 
     Args:
         lengths: tested lengths in tokens, ascending.
-        margins: per length, of its repeats above the threshold; see `lengths.margins`.
-        scored: per length, scored tokens of a repeat.
+        margins: for each length, margins of its repeats; see `lengths.margins`.
+        scored: for each length, number of scored tokens per repeat.
         method: "fine" or "coarse".
-        confidence: between 0 and 1.
-        protocol: how the lengths were measured; see `measure.forgetting_curve`.
-        places: as for `p_values`.
+        confidence: confidence level, between 0 and 1.
+        protocol: protocol by which the lengths were measured; see `measure.forgetting_curve`.
+        places: see `p_values`.
 
     Raises:
-        ValueError: the confidence is not between 0 and 1, or there is no such protocol.
+        ValueError: the confidence is not between 0 and 1, or the protocol is unknown.
     """
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
@@ -279,7 +278,7 @@ def length_interval(
     else:
         reached = int(rejected(p_values(margins, scored, 1, method, places), level))
         ended = int(rejected(p_values(margins, scored, -1, method, places)[..., ::-1], level))
-        end = max(count - ended, reached)  # after a dip, both may be shown of one length
+        end = max(count - ended, reached)  # after a dip, both claims can be significant at one length
     low, longest = lengths[reached - 1] if reached else 0, reached == count
     if end < count or longest:
         return LengthInterval(low, lengths[end] if end < count else None, None, longest)
@@ -290,9 +289,9 @@ def length_interval(
 
 
 def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int:
-    """Return the number of tests that the adaptive protocol makes, given the lengths and the most repeats of one.
+    """Return the number of tests in the adaptive protocol, given the number of lengths and the maximum repeats.
 
-    A look at too few texts for any sign test to reject is without risk, and not counted.
+    Looks with too few targets for a sign test to reject cannot err, and are not counted.
 
     >>> adaptive_tests(6, 10, "coarse", 0.025), adaptive_tests(6, 20, "coarse", 0.025)
     (24, 30)
@@ -308,27 +307,27 @@ def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int
 def repeats_needed(
     margins: Sequence[np.ndarray], scored: Sequence[int], levels: Sequence[float], method: str
 ) -> int | None:
-    """About how many repeats would show on which side of the threshold the longest of these lengths is.
+    """Estimate how many repeats would show on which side of the threshold the longest of these lengths is.
 
-    That it passes is shown by its own targets, that it fails by those of a window that ends there. Margins are taken
-    to be a standard error smaller than they are at hand, as the best of several windows flatters, and at least 1 %, as
-    that of guessing is; shares of texts half a standard error smaller.
+    Its own targets can show that it passes; the targets of a window that ends there can show that it fails. We reduce
+    the measured margins by one standard error, because picking the best window is optimistic, but not below 1 %, the
+    margin of guessing. Shares of targets are reduced by half a standard error.
 
-    The number closes about 80 % of simulated curves, but 54 % to 63 % where the truth is within one error of the
-    threshold: the margin at hand then errs by its own size, and curves whose margin is too large by luck get too low a
-    number. A margin that is smaller still would close these, and name many times too many for all others.
+    The number suffices for about 80 % of simulated curves, but for 54 % to 63 % where the truth is within one error of
+    the threshold: the measured margin then errs by its own size, and curves with a margin that is too large by chance
+    get too low a number. A smaller margin would fix these curves, and overestimate all others many times.
 
     Args:
-        margins, scored: as for `p_values`.
-        levels: of the one-sided tests of windows of 1, 2, 4 ... lengths.
+        margins, scored: see `p_values`.
+        levels: levels of the one-sided tests of windows of 1, 2, 4 ... lengths.
         method: "fine" or "coarse".
 
     Returns:
-        At most two significant digits, more than the repeats at hand; None if it takes more than `MAX_REPEATS`.
+        a number above the current repeats, to two significant digits; None if it would exceed `MAX_REPEATS`.
     """
     repeats = max(m.shape[-1] for m in margins)
     if method == "coarse" and repeats < 2:
-        return STAGES[0]  # nothing to judge by
+        return STAGES[0]  # no data to estimate from
     more = np.arange(repeats + 1, MAX_REPEATS + 1)
     sides = [(1, 1, levels[0])] + [(-1, size, level) for size, level in zip(windows(len(scored)), levels)]
     needed = [
@@ -341,16 +340,18 @@ def repeats_needed(
 
 
 def suffices(margins, scored, direction: int, factors: np.ndarray, level: float, method: str) -> np.ndarray:
-    """Return which multiples of the targets in a window show a side of the threshold with probability `POWER`.
+    """Return which multiples of a window's targets show one side of the threshold with probability `POWER`.
 
-    Where the measured targets show the other side, none do.
+    If the measured targets lie on the other side, no multiple does.
     """
     if method == "fine":
         passing, samples = sum((m > 0).sum() for m in margins), sum(map(len, margins))
         shown = passing if direction > 0 else samples - passing
         share, targets = (shown + 0.5) / (samples + 1), (samples * factors + 1e-9).astype(int)
         share -= 0.5 * (share * (1 - share) / (samples + 1)) ** 0.5
-        critical = np.ceil(scipy.special.bdtrik(1 - level, targets, 0.5)).astype(int) + 1  # as few of them as reject
+        critical = (
+            np.ceil(scipy.special.bdtrik(1 - level, targets, 0.5)).astype(int) + 1
+        )  # smallest count that rejects
         return (share > 0.5) & (critical <= targets) & (scipy.special.bdtrc(critical - 1, targets, share) >= POWER)
     mean = mean_margin(margins, scored)
     margin, freedom = direction * mean.value, np.maximum(mean.samples * factors - 1, 1)

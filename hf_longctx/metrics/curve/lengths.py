@@ -1,8 +1,8 @@
-"""The counts of a forgetting curve at a length, and the memory lengths of the paper that follow from them.
+"""The counts of a forgetting curve at one length, and the memory lengths that the paper derives from them.
 
-A length passes as fine if its copy accuracy is above 99 %, as coarse if that is at least 1 % above its LM accuracy.
-These methods take noise for memory: where copying is as good as guessing, one of many lengths passes by chance. What
-the counts show significantly is in intervals.py.
+A length passes as fine if its copy accuracy is above 99 %, and as coarse if it is at least 1 % above its LM accuracy.
+These definitions mistake noise for memory: if copying is only as good as guessing, one of many lengths passes by
+chance. For significance tests, see intervals.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_token
     """Return how far each repeat is above the threshold of a method, as a share of the scored tokens; (R,) float64.
 
     Raises:
-        ValueError: no such method.
+        ValueError: the method is unknown.
     """
     check_method(method)
     copy, lm = (np.array(counts) / scored_tokens for counts in (copy_correct, lm_correct))
@@ -40,11 +40,11 @@ def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_token
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """Counts at one length.
+    """The counts at one length.
 
     Attributes:
         length: number of tokens in the target.
-        copy_correct: correctly predicted tokens of the copy input, one integer per repeat, each of `scored_tokens`.
+        copy_correct: correctly predicted tokens of the copy input, one integer per repeat, out of `scored_tokens`.
         lm_correct: the same for the LM input. Repeat i of both has the same target.
         begin_locs: where each target starts in the corpus; None for random data.
     """
@@ -69,7 +69,7 @@ class CurvePoint:
             )
 
     def first(self, repeats: int) -> CurvePoint:
-        """Return the point with its first repeats only, one or more."""
+        """Return the point with only its first `repeats` repeats, at least one."""
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 
@@ -79,7 +79,7 @@ class CurvePoint:
 
     @property
     def scored_tokens(self) -> int:
-        """Tokens that count in each repeat."""
+        """Number of scored tokens per repeat."""
         return scored_tokens(self.length)
 
     @property
@@ -94,7 +94,7 @@ class CurvePoint:
 
     @property
     def places(self) -> list[tuple[int, int]] | None:
-        """Where the scored tokens of each repeat stand in the corpus: the first, and the one after the last."""
+        """Span [first, stop) of each repeat's scored tokens in the corpus."""
         if self.begin_locs is None:
             return None
         return [(begin + self.length - self.scored_tokens, begin + self.length) for begin in self.begin_locs]
@@ -106,7 +106,7 @@ class CurvePoint:
 
     @property
     def copied(self) -> int:
-        """How many repeats are copied with an accuracy above 99 %."""
+        """Number of repeats that are copied with an accuracy above 99 %."""
         return sum(100 * correct > 99 * self.scored_tokens for correct in self.copy_correct)
 
     @property
@@ -139,17 +139,17 @@ class CurvePoint:
         return margins(self.copy_correct, self.lm_correct, self.scored_tokens, method)
 
     def passes(self, method: str) -> bool:
-        """Return whether the mean passes as "fine" or "coarse", whatever its noise. It is decided in integers."""
+        """Return whether the mean passes as "fine" or "coarse", ignoring noise, in exact integer arithmetic."""
         copy, lm, scored = sum(self.copy_correct), sum(self.lm_correct), self.repeats * self.scored_tokens
         return 100 * copy > 99 * scored if method == "fine" else 100 * (copy - lm) >= scored
 
 
 class MemoryLength(int):
-    """A length read off a curve, in tokens: the last tested one that passes, 0 if none does.
+    """A memory length read off a curve, in tokens: the last tested length that passes, or 0.
 
     Attributes:
-        open_ended: the longest tested length passes, so the true one may be larger; printed as ">1400".
-        next_tested: the tested length after it, so that the true one lies in [self, next_tested); None if open ended.
+        open_ended: whether the longest tested length passes, so the true one may be larger; printed as ">1400".
+        next_tested: the next tested length; the true one lies in [self, next_tested). None if open-ended.
 
     >>> print(MemoryLength(1400, open_ended=True), MemoryLength(767, next_tested=893) + 1)
     >1400 768
@@ -169,12 +169,12 @@ class MemoryLength(int):
 
 
 def memory_lengths(points: Sequence[CurvePoint]) -> dict[str, MemoryLength]:
-    """Return five readings of "memory length" from the points of a curve, which ascend.
+    """Return five definitions of "memory length" from the points of a curve, in ascending order.
 
     Returns:
         `fine_max`, `coarse_max`: the largest length that passes (Table 3 of the paper).
-        `fine_first_run`, `coarse_first_run`: the end of the first uninterrupted stretch of passing lengths. Lengths
-        that fail before it are skipped: very short targets do not show yet that the task is to copy (footnote 7).
+        `fine_first_run`, `coarse_first_run`: the end of the first uninterrupted run of passing lengths. Failing
+        lengths before it are skipped: very short targets do not yet show that the task is to copy (footnote 7).
         `coarse_max_significant`: the largest length that passes as coarse with p < 0.05.
 
     >>> memory_lengths([CurvePoint(8, [4], [1]), CurvePoint(64, [31], [9]), CurvePoint(128, [5], [5])])["coarse_max"]

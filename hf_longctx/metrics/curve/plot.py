@@ -9,16 +9,16 @@ from .. import style
 from .lengths import METHODS
 
 
-SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # settings, and how they are written
+SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # format of each setting
 
 
 def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = None) -> None:
-    """Draw copy and LM accuracy over the length of the target, and what they show, in a sentence.
+    """Draw copy and LM accuracy over the length of the target, with the conclusion in a sentence.
 
-    Lines are means over repeats, ribbons one population standard deviation to each side, triangles the worst repeat.
-    Green are the lengths whose typical text is copied above 99 %, blue those that are copied better than guessed, as
-    far as memory reaches significantly; red are those that it does not reach. The upper axis counts what the model
-    reads, 2n + 3 tokens at length n, and a line marks where that is `train_length`. See `Result.plot`.
+    Lines show means over repeats, ribbons one population standard deviation on each side, triangles the worst repeat.
+    The background is green where the median target is significantly copied above 99 %, blue where targets are
+    significantly copied better than guessed, and red where memory significantly does not reach. The upper axis shows
+    the input length, 2n + 3 tokens at length n; a line marks an input of `train_length` tokens. See `Result.plot`.
     """
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
@@ -44,7 +44,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     style.grid(axes)
     style.strip_frame(axes, "length of the text to copy (tokens)", "tokens predicted right")
 
-    reads = axes.twiny()  # not secondary_xaxis, which forgets its ticks when the scale is logarithmic
+    reads = axes.twiny()  # secondary_xaxis loses its ticks on a logarithmic scale
     reads.set_xscale(**scale)
     reads.set_xlim(left, right)
     ticks = [2**i for i in range(64)] if log else style.MaxNLocator(6).tick_values(0, 2 * right)
@@ -59,7 +59,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
 
 
 def logarithmic(lengths) -> bool:
-    """Return whether the axis of lengths is logarithmic: a geometric grid has its middle far below that of its range.
+    """Return whether to use a logarithmic axis: the median of a geometric grid is far below the middle of its range.
 
     >>> logarithmic([8, 64, 512]), logarithmic([8, 48, 88, 128])
     (True, False)
@@ -68,7 +68,7 @@ def logarithmic(lengths) -> bool:
 
 
 def mark_input(axes, train_length: int, right: float) -> bool:
-    """Mark the length whose input is as long as the training context; False if it lies outside of the figure."""
+    """Mark the length whose input fills the training context; return False if it is outside the figure."""
     length = (train_length - 3) / 2
     if length > right:
         return False
@@ -80,7 +80,7 @@ def mark_input(axes, train_length: int, right: float) -> bool:
 
 
 def area_of(point, intervals) -> str:
-    """Return what a length shows significantly: "fine", "coarse" or "amnesia", else "unsure"."""
+    """Return the significant verdict at a length: "fine", "coarse" or "amnesia", else "unsure"."""
     fine, coarse = (intervals[method] for method in METHODS)
     if 2 * point.copied > point.repeats and point.length <= fine.low:
         return "fine"
@@ -90,9 +90,9 @@ def area_of(point, intervals) -> str:
 
 
 def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, float, str]]:
-    """Stretches of an axis from `left` to `right` around the measured lengths: start, end, and what they show.
+    """Split an axis from `left` to `right` into stretches around the measured lengths: start, end and verdict.
 
-    A boundary is in the middle of two lengths, by their ratio on a logarithmic axis.
+    Boundaries are halfway between two lengths, or at their geometric mean on a logarithmic axis.
     """
     intervals = {method: curve.interval(method) for method in METHODS}
     lengths = [p.length for p in curve.points]
@@ -104,7 +104,7 @@ def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, floa
 
 
 def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
-    """Shade the `areas` that are significant, and return their keys for the legend."""
+    """Shade the significant `areas`, and return their legend handles."""
     stretches = areas(curve, left, right, logarithmic([p.length for p in curve.points]))
     shaded = [stretch for stretch in stretches if stretch[2] != "unsure"]
     for start, end, area in shaded:
@@ -116,7 +116,7 @@ def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
 
 
 def ribbon(moments) -> tuple[list[float], list[float]]:
-    """One standard deviation below and above each mean, within 0 and 1, where accuracies end.
+    """Return the means minus and plus one standard deviation, clipped to 0 and 1.
 
     >>> ribbon([(0.125, 0.25), (0.9, 0.2)])
     ([0, 0.7], [0.375, 1])

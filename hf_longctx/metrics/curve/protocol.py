@@ -1,13 +1,13 @@
 """Lengths, samples and inputs of the forgetting curve.
 
-A model reads a target S of n tokens twice, `[bos] S [bos] S [eos]`, or once after an unrelated text of the same
+A model reads a target S of n tokens twice, `[bos] S [bos] S [eos]`, or once after an unrelated passage of the same
 length, `[bos] I [bos] S [eos]`. With teacher forcing, the share of tokens it predicts right in the second half of the
 last S is its copy accuracy in the first case and its language-modelling (LM) accuracy in the second. As n grows,
-copying is at first exact (fine-grained memory), then only better than guessing from the text (coarse-grained memory),
-and at last no better (amnesia).
+copying is first exact (fine-grained memory), then only better than guessing (coarse-grained memory), and finally no
+better than guessing (amnesia).
 
 Source: Liu et al. 2024, "Forgetting Curve: A Reliable Method for Evaluating Memorization Capability for Long-context
-Models", section 3. This file runs no model.
+Models", section 3. This file does not run a model.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def default_lengths(
     grid: Callable[[int, int], list[int]] = linear_lengths,
     repeats: int = 10,
 ) -> list[int]:
-    """Return a grid of `n` lengths up to those whose input fills the claimed context, as far as the corpus reaches.
+    """Return a grid of `n` lengths up to the one whose input fills the claimed context, if the corpus is long enough.
 
     Args:
-        claimed_context: in tokens; None if the model claims none.
-        corpus_tokens: None for random data.
-        repeats: number of targets that fit side by side into the corpus.
+        claimed_context: claimed context in tokens; None if the model does not claim one.
+        corpus_tokens: number of tokens in the corpus; None for random data.
+        repeats: number of targets that must fit side by side into the corpus.
 
     Raises:
         ValueError: both are None, or the corpus is too short.
@@ -87,7 +87,7 @@ def default_lengths(
 
 
 class Sample(NamedTuple):
-    """One repeat at one length n. The same target serves the copy and the LM input."""
+    """One repeat at one length n; the copy and the LM input share the target."""
 
     target: np.ndarray  # S, (n,) int64
     irrelevant: np.ndarray  # I, (n,) int64
@@ -97,9 +97,10 @@ class Sample(NamedTuple):
 def order_samples(
     corpus: np.ndarray, lengths: Sequence[int], repeats: int, seed: int, irrelevant: np.ndarray | None = None
 ) -> dict[int, list[Sample]]:
-    """Draw `repeats` stretches of `corpus` per length. Irrelevant text is the end of `irrelevant`, or of `corpus`.
+    """Draw `repeats` targets from `corpus` per length.
 
-    Lengths are drawn in the order given, so a grid that is cut short keeps the samples of its beginning.
+    Irrelevant passages come from the end of `irrelevant`, or of `corpus` without it.
+    Lengths are drawn in the given order, so the samples of a grid do not change if its end is cut off.
 
     Args:
         corpus: token ids, (N,) int64.
@@ -134,10 +135,10 @@ def random_samples(
 
     Args:
         id_range: lowest and highest id, both included.
-        skip: special ids, never drawn.
+        skip: special ids, which are never drawn.
 
     Raises:
-        ValueError: the range holds fewer than two ids that may be drawn; a single one cannot be forgotten.
+        ValueError: fewer than two ids of the range may be drawn; a sequence of a single id cannot be forgotten.
     """
     low, high = id_range
     skipped = sum(low <= i <= high for i in skip)
@@ -166,21 +167,21 @@ def model_inputs(kind: str, samples: Sequence[Sample], bos: int, eos: int) -> np
 
 
 def input_tokens(length: int) -> int:
-    """Return the tokens that the model reads at this length: 2n + 3."""
+    """Return the number of input tokens at this length: 2n + 3."""
     return 2 * length + 3
 
 
 def longest_length(max_tokens: int) -> int:
-    """Return the longest length whose input fits into `max_tokens`, 0 if none does."""
+    """Return the longest length whose input fits into `max_tokens`; 0 if none does."""
     return max((max_tokens - 3) // 2, 0)
 
 
 def scored_tokens(length: int) -> int:
-    """Count the scored tokens: the second half of the target, rounded up. The first half shows the task to copy."""
+    """Count the scored tokens: the second half of the target, rounded up. The first half introduces the copy task."""
     return (length + 1) // 2
 
 
 def scored_logits(length: int) -> range:
     """Return the input positions whose logits predict the scored tokens, one before each; never the last two."""
-    end = 2 * length + 1  # of 2n + 3 tokens
+    end = 2 * length + 1  # the input has 2n + 3 tokens
     return range(end - scored_tokens(length), end)

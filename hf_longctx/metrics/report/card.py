@@ -1,4 +1,4 @@
-"""Results as the evaluation metadata of a model card, which the Hub shows next to the model (`model-index`)."""
+"""Convert results to the evaluation metadata of a model card (`model-index`), which the Hub shows with the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..result import Result
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
-    """Return one entry for each number that the Hub has a name for: memory lengths, perplexity, rates of answers."""
+    """Return an entry for each number with a metric name on the Hub: memory lengths, perplexity, answer rates."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -30,7 +30,7 @@ def eval_results(results: Sequence[Result]) -> list[EvalResult]:
 
 
 def plain(text: str) -> str:
-    """Escape a text so that Markdown shows it unchanged, on one line.
+    """Escape a string so that Markdown renders it verbatim, on one line.
 
     >>> print(plain("a_b\\n--- <script>[x](y)"))
     a\\_b --- &lt;script>\\[x\\](y)

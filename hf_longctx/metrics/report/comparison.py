@@ -1,4 +1,4 @@
-"""Compare results of one metric for several models, in one figure and in one table."""
+"""Compare several models on one metric, in a figure and a table."""
 
 from __future__ import annotations
 
@@ -29,20 +29,21 @@ R = TypeVar("R", bound=Result)
 
 
 def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> str:
-    """Draw the results of several models into one figure, or write their table into a file.
+    """Draw the results of several models in one figure, or write their table to a file.
 
     Args:
-        results: results by the name of the model, in the order of the figure, of one metric: `curve`, `loss`, or any
-            that counts right answers by length.
-        path: path of a PNG, SVG or PDF, or of a Markdown file (.md), which gets the title and the returned text.
-        title: as for `plot_comparison`.
+        results: results of one metric by model name, in the order of the figure: `curve`, `loss`, or any metric that
+            counts right answers by length.
+        path: path of a PNG, SVG or PDF, or of a Markdown file (.md) for the title and the returned text.
+        title: see `plot_comparison`.
 
     Returns:
-        sentences on which model remembers more; then the numbers as a Markdown table, with a warning for each setting
-        that differs, the tests of `paired_text`, and effective lengths by three rules.
+        sentences on which model remembers more, followed by the numbers as a Markdown table, a warning for each
+        setting that differs, the tests of `paired_text`, and effective lengths under three rules.
 
     Raises:
-        ValueError: the results are of several metrics, or of one that cannot be compared; see also `plot_comparison`.
+        ValueError: the results are from different metrics, or from one that cannot be compared; see also
+            `plot_comparison`.
     """
     kinds = {type(result) for result in results.values()}
     if len(kinds) != 1 or not issubclass(next(iter(kinds)), TaskResult):
@@ -84,13 +85,13 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def train_lengths_of(curves: Mapping[str, TaskResult]) -> dict[str, int]:
-    """Return the context length of the training, in tokens, of the models whose result knows it."""
+    """Return the training context, in tokens, of each model whose result records it."""
     known = {name: curve.settings.get("train_length") for name, curve in curves.items()}
     return {name: length for name, length in known.items() if length is not None}
 
 
 def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
-    """Return sentences on how each model differs from the first, and the tables of their tests as Markdown."""
+    """Return sentences on how each model differs from the first, and Markdown tables of the tests."""
     (name, first), *others = results.items()
     said, text = [], ""
     for other, second in others:
@@ -125,7 +126,7 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
 
 
 def reaches(results: Mapping[str, TaskResult]) -> str:
-    """Return how far each of several curves reaches; an empty text for other results."""
+    """Describe how far each of several curves reaches; an empty string for other results."""
     ends = []
     for name, curve in results.items():
         if isinstance(curve, ForgettingCurve):
@@ -137,16 +138,16 @@ def reaches(results: Mapping[str, TaskResult]) -> str:
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
-    """Raise ValueError if there are no results, or nothing was measured in one of them."""
+    """Raise ValueError if `results` is empty, or a result does not contain measurements."""
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
         raise ValueError(f"results must hold measurements, got nothing from {', '.join(empty) or 'an empty list'}.")
 
 
 def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
-    """Return results by the last part of their model's name, with the file's name if two models share it.
+    """Return results by the last part of the model's name, with the file name appended if two models share it.
 
-    A model without a name gets that of its file.
+    A model without a name gets the name of its file.
     """
     names = [
         result.model_name.rpartition("/")[2] if result.settings.get("model") else path.stem or "a model"
@@ -162,7 +163,7 @@ def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
 
 
 def conditions(result: TaskResult) -> dict[str, str]:
-    """Return the settings of a result that must agree for a comparison of models."""
+    """Return the settings of a result that must match when models are compared."""
     settings = {name: str(value) for name, value in result.settings.items() if value is not None}
     names = {"data_type": "data", "corpus": "texts", "tokenizer": "tokenizers", "protocol": "protocols"}
     same = {words: settings[name] for name, words in names.items() if name in settings}
@@ -179,18 +180,18 @@ def differences(results: Mapping[str, TaskResult]) -> list[str]:
     >>> differences({"fox": curve("order"), "llama": curve("random")})
     ['data (order, random)', 'tokenizers, whose tokens differ in size (order, random)']
     """
-    values: dict[str, dict[str, None]] = {}  # by setting; a dictionary keeps the order
+    values: dict[str, dict[str, None]] = {}  # values of each setting; a dictionary serves as an ordered set
     for result in results.values():
         for words, value in conditions(result).items():
             values.setdefault(words, {})[Path(value).name] = None
     if len({result.settings.get("corpus_sha256", index) for index, result in enumerate(results.values())}) == 1:
-        values.pop("tokenizers", None)  # two names of one tokenizer: the hash is that of the tokens
+        values.pop("tokenizers", None)  # same token hash, so two names of one tokenizer
     comment = {"tokenizers": ", whose tokens differ in size"}
     return [f"{w}{comment.get(w, '')} ({', '.join(several)})" for w, several in values.items() if len(several) > 1]
 
 
 def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """Return a Markdown table; a bar in a cell is escaped."""
+    """Return a Markdown table, with bars in cells escaped."""
     lines = [[str(cell).replace("|", r"\|") for cell in row] for row in (columns, *rows)]
     header, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([header, "|---" * len(lines[0]) + "|", *body]) + "\n"
@@ -200,7 +201,7 @@ def comparison_table(curves: Mapping[str, ForgettingCurve], train_lengths: Mappi
     """Return the memory lengths of several models in tokens, as a Markdown table.
 
     Raises:
-        ValueError: curves are missing, or one has no points.
+        ValueError: `curves` is empty, or a curve does not have points.
     """
     check_measured(curves)
     rows = []
@@ -240,10 +241,10 @@ def shares_by_length(result: TaskResult) -> dict[int, float]:
 def compare_counts(
     models: Mapping[str, list[tuple[int, int, int]]], path: str | PathLike, *, title: str | None = None
 ) -> str:
-    """Draw counts of right answers by length, of any benchmark, and return effective lengths by three rules.
+    """Draw right answers by length, from any benchmark, and return effective lengths under three rules.
 
     Args:
-        models: rows of (length in tokens, right answers, answers) by the name of the model; see `read_counts`.
+        models: rows of (length in tokens, right answers, answers) by model name; see `read_counts`.
         path: see `compare`.
         title: see `compare`.
 
@@ -251,7 +252,7 @@ def compare_counts(
         a Markdown table.
 
     Raises:
-        ValueError: counts are impossible, or matplotlib does not know the extension.
+        ValueError: counts are impossible, or matplotlib does not support the extension.
     """
     text = markdown(*effective_rows(models))
     if Path(path).suffix == ".md":
@@ -270,7 +271,7 @@ def plot_shares(
     unit: str = "tokens",
     different: Sequence[str] = (),
 ) -> None:
-    """Draw a line of shares for each model; `different` is named in the figure, see `differences`."""
+    """Draw the shares of each model as a line; the figure lists `different`, see `differences`."""
     figure = style.figure(style.WIDTH, 4.6)
     axes = figure.add_subplot()
     for (name, shares), colour, marker in zip(models.items(), cycle(style.MODELS), cycle(style.MARKERS)):
@@ -298,19 +299,19 @@ def plot_comparison(
 ) -> None:
     """Draw the copy accuracy of several models over the length of the target, and how far each one remembers.
 
-    Above are means over repeats with ribbons of one population standard deviation, and a grey band with the LM
-    accuracies of all models. Below is a bar for each model up to its longest length, in the colours of its own figure.
-    A tick on the bar marks the length whose two readings fill the training context. The figure names settings that
-    differ.
+    The upper panel shows means over repeats with ribbons of one population standard deviation, and a grey band of the
+    LM accuracies of all models. The lower panel shows a bar for each model up to its longest length, coloured as in
+    its own figure. A tick on a bar marks the length whose two readings fill the training context. The figure lists
+    settings that differ.
 
     Args:
-        curves: curves by the name of the model, in the order of the bars.
+        curves: curves by model name, in the order of the bars.
         path: see `Result.plot`.
-        train_lengths: context length of the training, in tokens, of the models where it is known.
+        train_lengths: training context of each model in tokens, where known.
         title: see `Result.plot`.
 
     Raises:
-        ValueError: curves are missing, one has no points, or matplotlib does not know the extension.
+        ValueError: `curves` is empty, a curve does not have points, or matplotlib does not support the extension.
     """
     check_measured(curves)
     figure = style.figure(style.WIDTH, 5.2 + 0.5 * len(curves))
@@ -370,7 +371,7 @@ def draw_guesses(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
 
 
 def mark_place(curve: ForgettingCurve, train_length: int | None, left: float) -> float | None:
-    """Return the length whose input fills the training context; None if unknown or outside of the bar."""
+    """Return the length whose input fills the training context; None if unknown or outside the bar."""
     length = ((train_length or 0) - 3) / 2
     return length if left < length <= curve.points[-1].length else None
 
@@ -378,7 +379,7 @@ def mark_place(curve: ForgettingCurve, train_length: int | None, left: float) ->
 def draw_bars(
     axes: Axes, curves: Mapping[str, ForgettingCurve], train_lengths: Mapping[str, int], left: float, log: bool
 ) -> set[str]:
-    """Draw a bar for each model, the first on top, and its two lengths as text; return the areas drawn."""
+    """Draw a bar for each model, the first on top, with its two lengths in words; return the areas drawn."""
     drawn = set()
     for row, (name, curve) in enumerate(curves.items()):
         for start, end, area in areas(curve, left, curve.points[-1].length, log):

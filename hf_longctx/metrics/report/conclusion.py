@@ -1,4 +1,4 @@
-"""What the results of a model mean for its users, in three sentences, and what was measured on what."""
+"""Summarize for users what a model's results mean, in three sentences, and describe the model and the hardware."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .effective import RULES
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
-    """Return up to three sentences on one model: how far it copies, how far word for word, and what it finds."""
+    """Return up to three sentences on one model: how far it copies roughly and word for word, and what it finds."""
     measured = [result for result in results if result.measured]
     curve = next((result for result in measured if isinstance(result, ForgettingCurve)), None)
     losses = [result for result in measured if isinstance(result, PositionLoss)]
@@ -29,7 +29,7 @@ def conclusion(results: Sequence[Result]) -> list[str]:
 
 
 def found(result: Retrieval) -> str:
-    """Say up to which length most questions are answered."""
+    """Describe the length up to which the model answers most questions."""
     what, scores = result.hidden, result.by_length()
     good = [score for score in scores if score.right >= RULES["ours"] * score.asked]
     score = good[-1] if good else scores[0]
@@ -40,7 +40,7 @@ def found(result: Retrieval) -> str:
 
 
 def facts(results: Sequence[Result]) -> str:
-    """Return size, dtype and hardware of the measurements in a line, as far as they are known.
+    """Return model size, dtype and hardware on one line, as far as they are known.
 
     >>> facts([ForgettingCurve.of_points([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
     '5.3 million parameters, float32, AMD EPYC'

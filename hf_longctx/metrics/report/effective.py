@@ -1,19 +1,19 @@
-"""Effective length: the longest context in which enough answers are right, with an interval, under three rules.
+"""Effective length: the longest context with enough right answers, under three rules, with a confidence interval.
 
 The effective length is the largest tested length whose share of right answers reaches a threshold:
 
 - "ours": 85 %.
-- "RULER": 85.6 %, what Llama-2-7B had at 4,096 tokens (Hsieh et al. 2024).
-- "NoLiMa": 85 % of the base score, which is the best share of the lengths up to 1,000 tokens, or of the shortest if
-  there are none (Modarressi et al. 2025).
+- "RULER": 85.6 %, the score of Llama-2-7B at 4,096 tokens (Hsieh et al. 2024).
+- "NoLiMa": 85 % of the base score, i.e. of the best share at lengths up to 1,000 tokens, or at the shortest length if
+  all are longer (Modarressi et al. 2025).
 
-None of the benchmarks gives an interval. Here each length has confidence limits of its share, at a level at which all
-claims hold together in 95 % of all cases, for any curve. For single answers they are those of Clopper and Pearson,
-which are exact. Answers within one text depend on each other. So for texts (targets, or haystacks of several
-questions), the median is judged, with the limits of a sign test. The lower end is the largest length significantly
-above the threshold. Lengths share the risk, and one that is above passes its share on to the next (fallback procedure,
-Wiens 2003). The upper end is the smallest length from which on all lengths are significantly below the threshold,
-tested from the longest down. For NoLiMa's rule, half of the risk is for the base.
+These benchmarks do not report intervals. We compute confidence limits for the share at each length, at a level at
+which all claims hold jointly with 95 % confidence, for any curve. For single answers, we use the exact Clopper-Pearson
+limits. Answers about the same sample (a target, or a haystack with several questions) are dependent, so we use the
+median over samples with the limits of a sign test. The lower end is the largest length significantly above the
+threshold. Lengths share the error rate, and a significant length passes its share on to the next one (fallback
+procedure, Wiens 2003). The upper end is the smallest length from which all lengths are significantly below the
+threshold, tested from the longest down. Under NoLiMa's rule, half of the error rate is spent on the base score.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ BASE_LENGTH = 1000  # longest length of NoLiMa's base score, in tokens
 
 
 class EffectiveLength(NamedTuple):
-    """The effective length by one rule.
+    """The effective length under one rule.
 
     Attributes:
         tokens: the largest tested length that reaches the threshold; 0 if none does.
-        low: the largest tested length that reaches it significantly; 0 if none does.
-        high: the smallest tested length from which on all are significantly below it; None if none is.
+        low: the largest tested length that is significantly above the threshold; 0 if none is.
+        high: the smallest tested length from which all are significantly below the threshold; None if none is.
         threshold: share of right answers, from 0 to 1.
     """
 
@@ -64,9 +64,9 @@ class Shares(NamedTuple):
     """The share of right answers at one length.
 
     Attributes:
-        length: in tokens.
-        share: the share of right answers, or the median over texts.
-        texts: shares of the texts, ascending; None for single answers.
+        length: length in tokens.
+        share: share of right answers, or its median over samples.
+        texts: shares of the samples, ascending; None for single answers.
         right: number of right single answers.
         answers: number of single answers.
     """
@@ -78,24 +78,24 @@ class Shares(NamedTuple):
     answers: int = 0
 
     def limit(self, level: float, direction: int) -> float:
-        """Return the lower (direction -1) or upper (1) limit of the share, wrong with probability `level`."""
+        """Return the lower (direction -1) or upper (1) confidence limit of the share, with error rate `level`."""
         if self.texts is None:
             wrong = self.answers - self.right
             if direction < 0:
                 return float(betaincinv(self.right, wrong + 1, level)) if self.right else 0.0
             return float(betaincinv(self.right + 1, wrong, 1 - level)) if wrong else 1.0
         n = len(self.texts)
-        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of texts that may lie beyond the limit
+        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of samples that may lie beyond the limit
         if not beyond:
             return 0.0 if direction < 0 else 1.0
         return float(self.texts[beyond - 1 if direction < 0 else n - beyond])
 
 
 def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Shares]:
-    """Return the shares of each length, ascending.
+    """Return the shares at each length, ascending.
 
     Raises:
-        ValueError: counts are missing, impossible, or given twice for a length.
+        ValueError: counts are missing, impossible, or duplicated for a length.
     """
     if isinstance(counts, TaskResult):
         scores = counts.by_length()
@@ -124,12 +124,12 @@ def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Share
 def effective_length(
     counts: TaskResult | Sequence[tuple[int, int, int]], rule: str = "ours", confidence: float = 0.95
 ) -> EffectiveLength:
-    """Find the longest context in which enough answers are right, with its confidence interval.
+    """Find the longest context with enough right answers, and a confidence interval for it.
 
     Args:
-        counts: rows of (length in tokens, right answers, answers) of any benchmark; or a forgetting curve, needle or
-            line retrieval.
-        rule: "ours", "RULER" or "NoLiMa"; see the docstring of this module.
+        counts: rows of (length in tokens, right answers, answers) from any benchmark; or a forgetting curve, needle
+            or line retrieval result.
+        rule: "ours", "RULER" or "NoLiMa"; see the module docstring.
         confidence: confidence level, between 0 and 1.
 
     Raises:
@@ -148,7 +148,7 @@ def effective_length(
         risk /= 2
         base = [s for s in shares if s.length <= BASE_LENGTH] or shares[:1]
         threshold *= max(s.share for s in base)
-        most *= max(s.limit(risk, 1) for s in base)  # the limit of the best length suffices
+        most *= max(s.limit(risk, 1) for s in base)  # upper limit of the base score
         least *= max(s.limit(risk / len(base), -1) for s in base)
     low, high, level = 0, None, 0.0
     for s in shares:
@@ -165,13 +165,13 @@ def effective_length(
 
 
 def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
-    """Read a CSV with the columns length, correct and total, and model if it holds several models.
+    """Read a CSV with the columns length, correct and total, and a column model if it covers several models.
 
     Returns:
-        rows for `effective_length` by the name of the model.
+        rows for `effective_length`, by model name.
 
     Raises:
-        ValueError: a column is missing, or a value is not a whole number; the line is named.
+        ValueError: a column is missing, or a value is not a whole number; the message names the line.
     """
     models: dict[str, list[tuple[int, int, int]]] = {}
     with open(path, newline="", encoding="utf-8-sig") as file:
@@ -200,7 +200,7 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
 def effective_rows(
     results: Mapping[str, TaskResult] | Mapping[str, list[tuple[int, int, int]]],
 ) -> tuple[tuple[str, ...], list]:
-    """Return columns and rows of a table of effective lengths, with a row for each model and rule."""
+    """Return the columns and rows of a table of effective lengths, with a row for each model and rule."""
     columns = ("model", "rule", "threshold", "effective length", "95 % CI", "tested")
     rows = []
     for name, counts in results.items():
@@ -208,7 +208,7 @@ def effective_rows(
         for rule in RULES:
             length = effective_length(counts, rule)
             tested = f"{shares[0].length} to {shares[-1].length}"
-            base = length.threshold / RULES[rule]  # NoLiMa's rule takes 85 % of it, even if it is low
+            base = length.threshold / RULES[rule]  # NoLiMa's rule takes 85 % of any base score, even a low one
             tokens = f"{length.tokens} (base score {base:.0%}: cannot do the task)" if base < 0.5 else length.tokens
             rows.append((name, rule, f"{length.threshold:.1%}", tokens, length.interval, tested))
     return columns, rows

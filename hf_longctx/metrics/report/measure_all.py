@@ -1,4 +1,4 @@
-"""Measure one model by all tasks, into one folder.
+"""Run all tasks on one model, and write the results into one folder.
 
 report = measure_all(model, tokenizer, tokens, "report", corpus_name="my text")
 """
@@ -27,16 +27,16 @@ from ..task import Subject, Task
 from .page import write_report
 
 
-# What a metric raises if a model, a text or an installation does not suit it.
+# Exceptions that a metric raises if it does not support the model, the corpus or the installation.
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError, NotImplementedError)
 
 
 class Report(NamedTuple):
-    """The page that `measure_all` wrote, and what is on it."""
+    """The page that `measure_all` wrote, and its contents."""
 
     page: Path  # report.html
-    results: dict[str, Result]  # by the names of the tasks: NAME.json, and a figure NAME.png
-    missing: dict[str, str]  # the reason why a metric was not measured, or not to its end, by its title
+    results: dict[str, Result]  # results by task name; each has a NAME.json and a figure NAME.png
+    missing: dict[str, str]  # by title, why a metric was not measured or not completed
 
 
 def measure_all(
@@ -53,31 +53,31 @@ def measure_all(
     config: Any = None,
     progress: bool = False,
 ) -> Report | None:
-    """Measure a model by all tasks (curve, lines, loss, needle) and check its RoPE bound.
+    """Run all tasks (curve, lines, loss, needle) on a model, and check its RoPE bound.
 
-    `folder` gets report.html, which needs no other file, and NAME.json and NAME.png for each metric. The page says why
-    a metric is missing if this model, text or installation does not allow it.
+    This writes a self-contained report.html into `folder`, with NAME.json and NAME.png for each metric. If the model,
+    corpus or installation does not support a metric, the page gives the reason.
 
-    Called again after an interruption, it resumes from the journals in `folder`/journals. In several processes of
-    torch.distributed, each measures a share.
+    After an interruption, call it again to resume from the journals in `folder`/journals. With torch.distributed, each
+    process measures a share.
 
     Args:
         model: a causal language model, in its own dtype, on its own device; or a reader, such as `ServedModel`.
         tokenizer: tokenizer of the model.
-        tokens: the text, a flat sequence of ids, encoded without special tokens.
-        context_length: longest input to measure with, in tokens. Default: the context that the model claims.
-        train_length: context length of the training, in tokens, marked in the figures.
+        tokens: the corpus, a flat sequence of ids, encoded without special tokens.
+        context_length: longest input to measure with, in tokens. Default: the claimed context.
+        train_length: training context in tokens, marked in the figures.
         repeats: targets per length of the forgetting curve.
         seed: random seed of all metrics.
-        corpus_name: name of the text, for settings and model card.
-        config: config to check the RoPE bound of. Default: the model's; that of a served model is not known.
-        progress: whether to print on stderr which metric is being measured, with progress bars.
+        corpus_name: name of the corpus, for settings and model card.
+        config: config for the RoPE check. Default: the model's; a served model does not report one.
+        progress: whether to print the current metric and progress bars on stderr.
 
     Returns:
-        `Report`; None in all processes but the first.
+        `Report` in the first process, None in the others.
 
     Raises:
-        ValueError: nothing could be measured, or the folder holds journals of another model, text or argument.
+        ValueError: nothing could be measured, or the folder contains journals of another model, corpus or argument.
     """
     folder, rank = Path(folder), process_rank()
     log = partial(print, file=sys.stderr) if progress and rank == 0 else lambda line: None

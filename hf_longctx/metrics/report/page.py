@@ -1,6 +1,6 @@
-"""One HTML page from the results of a model: an overview, figures, tables of numbers, settings.
+"""Render a model's results as one HTML page: an overview, figures, tables and settings.
 
-It needs no other file: figures are SVG within the page. Every text that comes from a result is escaped. It needs
+The page is self-contained, with inline SVG figures, and every string from a result is escaped. Rendering requires
 matplotlib and jinja2.
 """
 
@@ -31,13 +31,13 @@ def write_report(
     title: str | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the page of the results of one model.
+    """Write an HTML page with the results of one model.
 
     Args:
-        results: results of any metrics, in the order of the page.
+        results: results of any metrics, in page order.
         path: path of the HTML file.
         title: heading (default: the name of the model).
-        missing: why a metric was not measured, or not to its end, by its title.
+        missing: reason why a metric was not measured or not completed, by title.
 
     Raises:
         ImportError: matplotlib or jinja2 is missing.
@@ -59,13 +59,13 @@ def write_report(
 
 
 def overview(result: Result) -> list[tuple[str, str, str, str]]:
-    """Return name, value, interval and sample of each number of a result; empty where there is nothing to say."""
+    """Return name, value, interval and sample of each number in a result; unknown entries are empty."""
     rows = [(n.name, rounded(n.value), n.interval(), n.sample) for n in result.numbers()]
     return rows or [("", "nothing measured", "", "")]
 
 
 def template() -> Template:
-    """Return the page's jinja2 template; what is filled in is escaped."""
+    """Return the page's jinja2 template, with autoescaping."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
@@ -76,7 +76,7 @@ def template() -> Template:
 
 
 def settings(result: Result) -> list[tuple[str, str]]:
-    """Return the settings of a result as texts."""
+    """Return the settings of a result as strings."""
     return [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in result.settings.items()]
 
 

@@ -1,16 +1,16 @@
 """Paired tests of two models on the same targets, haystacks or records, length by length.
 
-If both models read the same texts, the difference on each text does not depend on how hard the text is. Two tests are
-made of the differences of a length, and the larger p value counts:
+If both models read the same samples, the difference on each sample does not depend on its difficulty. At each length
+we run two tests on the differences, and report the larger p value:
 
 - The paired t test, with a standard error of at least one token (or question) in total.
 - The sign-flip test (Fisher 1935): if the models do not differ, each difference is equally likely with the other sign.
-  Its p value is exact for any distribution. If texts are copied wholly or not at all, three identical outcomes are
-  common, yet a t test calls them significant. For single questions it is McNemar's exact test.
+  Its p value is exact for any distribution. If targets are copied completely or not at all, three identical outcomes
+  are common, yet a t test calls them significant. For single questions, this is McNemar's exact test.
 
-So fewer than six texts never show a difference at one length. The interval is the smallest that holds the intervals of
-both tests; that of the sign-flip test lies between means of subsets (Hartigan 1969). With Holm's correction, the risk
-of one or more wrong claims over all lengths and their mean is 5 %.
+A difference at one length therefore takes at least six samples to be significant. The interval is the smallest one
+that contains the intervals of both tests; the sign-flip interval lies between subset means (Hartigan 1969). With
+Holm's correction, the familywise error rate over all lengths and their mean is 5 %.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ..tasks.curve import ForgettingCurve
 
 
 RISK = 0.05
-MAX_EXACT = 13  # differences of which all signs are tried; for more, `SIGN_DRAWS` signs are drawn
+MAX_EXACT = 13  # maximum differences for which we enumerate all signs; beyond, we draw `SIGN_DRAWS` of them
 SIGN_DRAWS = 10_000
 
 
 class Difference(NamedTuple):
-    """How many more answers of one model are right than of another, at one length.
+    """The difference in right answers between two models, at one length.
 
     Attributes:
-        length: in tokens, or lines; None for the mean over all lengths.
+        length: length in tokens or lines; None for the mean over all lengths.
         first, second: shares of right answers of the two models, from 0 to 1.
         low, high: 95 % confidence interval of second - first; infinite for fewer than six pairs.
-        p: p value of the hypothesis that the models do not differ there.
-        holm: the same, corrected for all lengths and their mean.
-        pairs: number of texts.
+        p: p value under the null hypothesis that the models do not differ.
+        holm: p value corrected for all lengths and their mean (Holm).
+        pairs: number of samples.
     """
 
     length: int | None
@@ -56,14 +56,14 @@ class Difference(NamedTuple):
 
     @property
     def significant(self) -> bool:
-        """Return whether the difference is significant over all lengths together."""
+        """Return whether the difference is significant after Holm's correction."""
         return self.holm <= RISK
 
 
 def signs(pairs: int) -> np.ndarray:
-    """Return signs to multiply differences by, (F, pairs): all up to a common sign, or drawn ones.
+    """Return signs to multiply differences by, (F, pairs): all sign patterns up to a common sign, or random ones.
 
-    The first row flips none, and the first column is never flipped.
+    The first row does not flip any sign, and the first column is never flipped.
     """
     if pairs <= MAX_EXACT:
         return np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=pairs - 1)])
@@ -92,13 +92,13 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
 
 
 def t_error(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the standard error of the mean of differences (..., R); that of their sum is at least `least`."""
+    """Return the standard error of the mean of differences (..., R), with at least `least` for their sum."""
     pairs = differences.shape[-1]
     return np.sqrt(differences.var(-1) * pairs**2 / max(pairs - 1, 1) + least**2) / pairs
 
 
 def p_values(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the larger p value of t test and sign-flip test, two-sided, for differences (..., R) to (...)."""
+    """Return the larger of the two-sided p values of t test and sign-flip test, for differences (..., R) to (...)."""
     pairs = differences.shape[-1]
     if pairs < 2:
         return np.ones(differences.shape[:-1])
@@ -116,7 +116,7 @@ def interval(differences: np.ndarray, least: float) -> tuple[float, float]:
 
 
 def holm(p: np.ndarray) -> np.ndarray:
-    """Correct p values (..., m) for their number (Holm 1979).
+    """Apply Holm's correction (1979) to p values (..., m).
 
     >>> holm(np.array([0.01, 0.04, 0.03])).round(2).tolist()
     [0.03, 0.06, 0.06]
@@ -129,20 +129,20 @@ def holm(p: np.ndarray) -> np.ndarray:
 
 
 def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference]:
-    """Test length by length how much more the second model has right than the first, on the same texts.
+    """Test at each length how many more right answers the second model gives than the first, on the same samples.
 
     Args:
         first: a forgetting curve (share of tokens copied), needle or line retrieval (share of right answers).
-        second: one of the same kind.
+        second: a result of the same kind.
 
     Returns:
-        one `Difference` for each length that both have, and one for their mean if there are several.
+        one `Difference` for each common length, and one for their mean if there are several.
 
     Raises:
-        ValueError: they are of two metrics, or did not get the same texts; the setting that differs is named.
+        ValueError: the results are from two metrics or different samples; the message names the setting that differs.
     """
     if type(first) is not type(second):
-        raise ValueError(f"{first.kind} and {second.kind} are two metrics; give two results of one.")
+        raise ValueError(f"the results must be from one metric, got {first.kind} and {second.kind}.")
     reason = first.unlike(second)
     if reason is not None:
         raise ValueError(f"the differences cannot be paired: {reason}.")
@@ -156,7 +156,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
         a, b = (place[n][:pairs] if first.kind != "needle" else place[n] for place in places)
         if a != b:
             raise ValueError(f"the differences cannot be paired: the texts of length {n} are not the same.")
-        kept = first.distinct(n, pairs)  # of overlapping texts, one is enough
+        kept = first.distinct(n, pairs)  # keep one of several overlapping samples
         shares = one[n].shares[kept], other[n].shares[kept]
         units.append(shares[1] - shares[0])
         tests.append((n, shares, units[-1], 1 / one[n].questions))
@@ -164,7 +164,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
         raise ValueError("the differences cannot be paired: the results have no length in common.")
     if len(tests) > 1:
         means = tuple(np.array([np.mean(shares[i]) for _, shares, *_ in tests]) for i in (0, 1))
-        weights = [len(tests) ** -1 * sum(map(len, units)) / len(d) for d in units]  # each length counts the same
+        weights = [len(tests) ** -1 * sum(map(len, units)) / len(d) for d in units]  # weight all lengths equally
         together = np.concatenate([d * weight for d, weight in zip(units, weights)])
         least = max(weight * test[-1] for weight, test in zip(weights, tests))
         tests.append((None, means, together, least))
@@ -176,7 +176,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
 
 
 def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, differences: Sequence[Difference]) -> str:
-    """Return one or two sentences on which of two models is right more often, and where that is significant."""
+    """Return one or two sentences on which of two models is right more often, and where significantly."""
     verb, size = first.verb, first.size_unit
     sentences = further(name, other, first, second)
     claims = []
@@ -199,7 +199,7 @@ def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, dif
 
 
 def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
-    """Name some of the tested lengths, and runs of neighbours by their ends.
+    """Format some of the tested lengths, abbreviating runs of neighbours.
 
     >>> spans([8, 16, 32, 64, 128], [8, 32, 64, 128])
     '8 and 32 to 128'
@@ -212,10 +212,10 @@ def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
 
 
 def further(name: str, other: str, first: TaskResult, second: TaskResult) -> list[str]:
-    """Return whose fine and whose coarse length is larger, where that is significant; the results need not be paired.
+    """Describe which model has the larger fine and coarse length, if significant; the results need not be paired.
 
-    Lengths of different tokenizers are compared in bytes. The risk of 5 % is shared by two methods, two models and
-    which of them is ahead.
+    Lengths under different tokenizers are compared in bytes. Two methods, two models and two directions share the
+    error rate of 5 %.
     """
     sentences = []
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):

@@ -1,1 +1,1 @@
-"""Questions that only the context answers: a needle in a haystack, one line among many."""
+"""Retrieval questions that only the context can answer: a needle in a haystack, one line among many."""

@@ -1,8 +1,8 @@
-"""Answers to retrieval questions, and how they are scored without a judge.
+"""Score answers to retrieval questions without a judge model.
 
-Only the context holds the answer to a question, and the answer is known. Two scores need one forward pass over
-question and answer: the probability of the answer, and whether each of its tokens is the model's first choice, so that
-greedy decoding gives it word for word. The third searches the text that the model generates.
+Only the context contains the answer to a question, and the answer is known. One forward pass over question and answer
+gives two scores: the probability of the answer, and whether greedy decoding reproduces it token for token. The third
+score searches for the answer in the generated response.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..result import Number, plural
 from ..task import Answered, Counts, TaskResult
 
 
-REPLY_MARGIN = 16  # tokens that a generated text may have beyond the answer
+REPLY_MARGIN = 16  # extra tokens that a response may have beyond the answer
 SCORES = ("match_rate", "exact_rate", "probability")
-FEWEST = 5  # haystacks or records that a rate with an interval needs
+FEWEST = 5  # minimum number of haystacks or records for the interval of a rate
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Chinese
 COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
 SUMMARY = {"match_rate": "found", "exact_rate": "given token for token"}
@@ -30,7 +30,7 @@ HEADLINE_SCORE = {
     "match_rate": "The score is the share of answers found in the model's responses.",
     "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
 }
-# Markers that open and close the thoughts of a model
+# Markers that open and close a model's thinking
 THOUGHTS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -47,9 +47,9 @@ class Answer:
     Attributes:
         log_prob: log-probability of the right answer after the prompt, in nats, summed over its tokens.
         tokens: number of tokens in the right answer.
-        exact: whether each of them is the likeliest one.
-        reply: the response that the model generates; None without one.
-        matched: whether the response holds the answer; equal to `exact` without a response.
+        exact: whether each of these tokens is the most likely one.
+        reply: generated response; None if the model did not generate one.
+        matched: whether the response contains the answer; equal to `exact` without a response.
     """
 
     log_prob: float
@@ -64,8 +64,8 @@ class Answer:
 
         Args:
             tokens: number of tokens in the answer.
-            matches: function that says whether a text holds the answer. It does not get the thoughts of the model.
-            opened: the beginning of a thought in the prompt, see `opened_thought`.
+            matches: function that returns whether a string contains the answer. It does not get the model's thinking.
+            opened: marker of a thought that the prompt opens, see `opened_thought`.
         """
         if response.reply is None:
             return cls(response.log_prob, tokens, response.exact, None, response.exact)
@@ -75,20 +75,20 @@ class Answer:
 
     @property
     def ends_in_thought(self) -> bool:
-        """Return whether the response ends before the model has finished to think."""
+        """Return whether the response ends while the model is still thinking."""
         return self.reply is not None and after_thought(self.reply) is None
 
     @property
     def probability(self) -> float:
-        """Probability of a token of the answer, geometric mean over its tokens."""
+        """Probability per token of the answer (geometric mean)."""
         return math.exp(self.log_prob / self.tokens)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to questions of one kind, each rate from 0 to 1.
+    """The answers to questions of one kind; each rate is from 0 to 1.
 
-    A subclass has further fields: those of `key` name it in a result, and the others stand next to the answers.
+    A subclass adds fields: those in `key` identify it in a result, and the others are saved next to the answers.
     """
 
     key: ClassVar[tuple[str, ...]] = ()
@@ -97,13 +97,13 @@ class Answers:
 
     @classmethod
     def of_score(cls, key: Any, score: dict[str, Any]) -> Self:
-        """Return the answers that have this key and score in a result."""
+        """Rebuild the answers from their key and score in a result."""
         names = dict(zip(cls.key, key if isinstance(key, tuple) else (key,)))
         others = {name: tuple(values) for name, values in score.items()}
         return cls(**{**names, **others, "answers": tuple(Answer(**answer) for answer in score["answers"])})
 
     def score(self) -> tuple[Any, dict[str, Any]]:
-        """Return key and score in a result."""
+        """Return the key and the score that a result stores."""
         key = tuple(getattr(self, name) for name in self.key)
         others = {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name not in self.key}
         score = {name: [*values] for name, values in others.items() if values is not None}
@@ -111,22 +111,22 @@ class Answers:
 
     @property
     def match_rate(self) -> float:
-        """Share of the answers found in the responses; equal to `exact_rate` without responses."""
+        """Share of answers found in the responses; equal to `exact_rate` without responses."""
         return sum(a.matched for a in self.answers) / len(self.answers)
 
     @property
     def exact_rate(self) -> float:
-        """Share of the answers that greedy decoding gives token for token."""
+        """Share of answers that greedy decoding reproduces token for token."""
         return sum(a.exact for a in self.answers) / len(self.answers)
 
     @property
     def probability(self) -> float:
-        """Mean over answers of the probability of a token."""
+        """Mean over answers of the per-token probability."""
         return sum(a.probability for a in self.answers) / len(self.answers)
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the rates: without responses there is no match rate."""
+        """Names of the rates; the match rate needs responses."""
         return SCORES if any(a.reply is not None for a in self.answers) else SCORES[1:]
 
     def rates(self) -> dict[str, float]:
@@ -135,10 +135,10 @@ class Answers:
 
 
 def rate_interval(rate: float, units: int) -> tuple[float, float] | None:
-    """Return the 95 % Wilson interval of a rate over haystacks or records, which are drawn independently.
+    """Return the 95 % Wilson interval of a rate over independently drawn haystacks or records.
 
-    Several questions about one haystack count as one, as they may be right or wrong together. Fewer than five
-    haystacks have no interval.
+    Several questions about one haystack count as one, because their answers are correlated. Returns None for fewer
+    than five haystacks.
 
     >>> rate_interval(0.5, 4), [round(end, 2) for end in rate_interval(0.5, 10)]
     (None, [0.24, 0.76])
@@ -156,12 +156,12 @@ def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
     """
     centre = (rate + z**2 / (2 * answers)) / (1 + z**2 / answers)
     half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
-    # exactly 0 and 1 at these rates, where both terms have rounding errors
+    # the bounds are exactly 0 and 1 at these rates; the terms would leave rounding errors
     return 0.0 if rate == 0 else centre - half, 1.0 if rate == 1 else centre + half
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the marker that opens a thought at the end of a prompt and is not closed there, or an empty text.
+    """Return the marker of a thought that the prompt opens and does not close, or an empty string.
 
     >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
     ('<think>', '')
@@ -171,7 +171,7 @@ def opened_thought(prompt: str) -> str:
 
 
 def after_thought(response: str) -> str | None:
-    """Return what follows the thoughts in a response; None if it ends inside of one.
+    """Return the part of a response after the model's thinking; None if the model is still thinking.
 
     >>> after_thought("<think>The cow ...</think> Alm"), after_thought("Alm"), after_thought("<think>The cow")
     (' Alm', 'Alm', None)
@@ -183,7 +183,7 @@ def after_thought(response: str) -> str | None:
 
 
 def holds_text(reply: str, expected: str) -> bool:
-    """Return whether the words of `expected` stand in `reply` in a row; case and punctuation do not count.
+    """Return whether `reply` contains the words of `expected` consecutively, ignoring case and punctuation.
 
     >>> holds_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
     True
@@ -199,7 +199,7 @@ def holds_text(reply: str, expected: str) -> bool:
 
 
 def holds_number(reply: str, expected: int) -> bool:
-    """Return whether the first whole number in `reply` is the expected one; commas may set off thousands.
+    """Return whether the first integer in `reply` is the expected one; commas may separate thousands.
 
     >>> holds_number("<4096> is the content of line 12", 4096)
     True
@@ -209,16 +209,15 @@ def holds_number(reply: str, expected: int) -> bool:
 
 
 class Retrieval(TaskResult):
-    """The base class of results that keep `Answers` for each of several kinds of prompts.
+    """The base class of results with `Answers` for several kinds of prompts.
 
-    A subclass also sets the attributes, and defines `units`. Numbers in a few words are those of the first of the
-    `rates_measured`.
+    A subclass also sets the attributes, and defines `units`. Summaries show the first of the `rates_measured`.
 
     Attributes:
         part: class of the answers to prompts of one kind.
-        question: the question in words.
-        drawn: noun for the random part of a prompt.
-        hidden: noun for what the model searches.
+        question: description of the question.
+        drawn: noun for the random part of a prompt, such as "record".
+        hidden: noun for what the model has to find.
     """
 
     part: ClassVar[type[Any]]
@@ -232,7 +231,7 @@ class Retrieval(TaskResult):
         return cls(dict(part.score() for part in parts), settings or {})
 
     def __post_init__(self):
-        assert self.parts is not None  # raises where a score lacks something
+        assert self.parts is not None  # raises if a score is incomplete
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
@@ -248,11 +247,11 @@ class Retrieval(TaskResult):
         return f"{self.question} {HEADLINE_SCORE[self.rates_measured[0]]}"
 
     def units(self, size: int) -> list[list[Answer]]:
-        """Return the answers about each prompt of this size that was drawn independently."""
+        """Return the answers at this size, grouped by independently drawn prompt."""
         raise NotImplementedError
 
     def tokens(self, size: int) -> int:
-        """Return a size in tokens."""
+        """Convert a size to tokens."""
         return size
 
     def by_length(self, replies=True, overlapping=False):
@@ -265,11 +264,11 @@ class Retrieval(TaskResult):
         return counts
 
     def rates(self) -> dict[int, float]:
-        """Return the first of the `rates_measured` for each size, over all questions."""
+        """Return the first of the `rates_measured` at each size, over all questions."""
         return {counts.length: counts.right / counts.asked for counts in self.by_length()}
 
     def numbers(self):
-        """Return the rate of each size with its interval: sizes differ too much for a mean."""
+        """Return the rate at each size with its interval; a mean over sizes is not meaningful."""
         numbers = []
         for counts in self.by_length():
             rate, units, asked = counts.right / counts.asked, len(counts.shares), plural(counts.asked, "question")
@@ -291,5 +290,5 @@ class Retrieval(TaskResult):
         return super().with_gaps(text)
 
     def score_columns(self) -> tuple[str, ...]:
-        """Return headings for the `rates` of the parts."""
+        """Return the table headings for the `rates` of the parts."""
         return tuple(COLUMNS[score] for score in self.rates_measured) if self.parts else ()

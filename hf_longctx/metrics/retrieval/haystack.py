@@ -1,11 +1,11 @@
-"""A needle in a haystack: one sentence hidden in a long text, and a question that only it answers.
+"""Needle in a haystack: one sentence is hidden in a long document, and only this sentence answers the question.
 
-In the standard mode the sentence is alone; in the easy mode the question precedes it, as at the end of the
-prompt, which suits models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
+In standard mode, the needle is a plain sentence. In easy mode, the needle repeats the question before the answer, for
+models without instruction tuning. The answer is known, so scoring does not need a judge model; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
-and Qin et al. 2024. Unlike those programs, a prompt has exactly the tokens that its length says, sentences end at any
-token that ends with a full stop, and the needle stays where it is if no sentence ends before it. This file knows no
+and Qin et al. 2024. Unlike their programs, we make prompts exactly as long as requested, end sentences at any token
+that ends with a full stop, and leave the needle at its depth if no sentence ends before it. This file does not use a
 model.
 """
 
@@ -25,16 +25,16 @@ DEPTHS = tuple(i / 10 for i in range(11))
 
 
 class Pieces(NamedTuple):
-    """The texts around the haystack, as ids, each (n,) int64."""
+    """The parts of a prompt around the haystack, as ids, each (n,) int64."""
 
-    bos: np.ndarray  # in a chat, all that stands before the words of the user
+    bos: np.ndarray  # in a chat, everything before the user message
     needle: np.ndarray
     question: np.ndarray
     answer: np.ndarray
 
     @property
     def tokens(self) -> int:
-        """Tokens of all pieces together."""
+        """Total number of tokens in all pieces."""
         return sum(map(len, self))
 
 
@@ -44,13 +44,13 @@ def needle_pieces(
     """Encode the needle, question and answer.
 
     Args:
-        encode: function from text to ids, without special tokens.
-        bos: first token without a frame.
-        words: texts of the prompt, see `wording`.
-        frame: frame of a chat, see `chat_frame`.
+        encode: function that encodes a string without special tokens.
+        bos: first token of a prompt without a chat template.
+        words: wording of the prompt, see `wording`.
+        frame: chat frame, see `chat_frame`.
 
     Raises:
-        ValueError: the tokenizer makes one id of the whole answer.
+        ValueError: the tokenizer encodes the answer as a single repeated id.
     """
     if frame is None:
         before, prompt, answer = [bos], words.prompt, words.answer
@@ -68,10 +68,10 @@ def needle_pieces(
 
 
 def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Encode a prompt and the answer after it together, because tokens may begin with a space.
+    """Encode a prompt and its answer jointly, because tokens may begin with a space.
 
-    The answer is what differs from the encoding of the prompt alone. If a token reaches over the seam, it belongs to
-    the answer.
+    The answer begins where the encoding differs from the encoding of the prompt alone. A token that spans both belongs
+    to the answer.
     """
     alone, together = encode(prompt), list(encode(prompt + answer))
     seam = next((i for i, (a, b) in enumerate(zip(alone, together)) if a != b), len(alone))
@@ -79,10 +79,10 @@ def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: 
 
 
 def haystack_length(length: int, pieces: Pieces) -> int:
-    """Return the number of haystack tokens in a prompt whose length with its answer is `length`.
+    """Return the number of haystack tokens if prompt and answer take `length` tokens.
 
     Raises:
-        ValueError: there is no room.
+        ValueError: `length` does not leave room for a haystack.
     """
     room = length - pieces.tokens
     if room < 1:
@@ -94,12 +94,12 @@ def haystack_length(length: int, pieces: Pieces) -> int:
 
 
 def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> list[int]:
-    """Draw where the haystacks of one length start in the corpus: one for each question, none overlapping another.
+    """Draw the starts of non-overlapping haystacks of one length in the corpus, one for each question.
 
-    Where the corpus does not have room for all, questions share the haystacks that fit, in turn.
+    If the corpus is too short for all, the questions share the haystacks that fit, in turn.
 
     Raises:
-        ValueError: the corpus is too short for one.
+        ValueError: the corpus is shorter than one haystack.
     """
     if corpus_tokens < room:
         raise ValueError(
@@ -138,9 +138,9 @@ def hide_needle(haystack: np.ndarray, at: int, pieces: Pieces) -> np.ndarray:
 
 
 def ends_sentence(text: str) -> bool:
-    """Return whether a sentence ends with this token.
+    """Return whether a token ends a sentence.
 
     >>> [ends_sentence(token) for token in ('."', ".\\n", " e.g", "!", "\u3002", ",")]
     [True, True, False, True, True, False]
     """
-    return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # the last three are Chinese and Japanese
+    return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # the last three are full-width

@@ -1,4 +1,4 @@
-"""The words of retrieval tasks, the chat template around them, and the options that these tasks share."""
+"""The wording of retrieval tasks, the chat template around it, and the options that these tasks share."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ MODES = ("standard", "easy")
 
 
 class Wording(NamedTuple):
-    """The texts of a needle prompt.
+    """The wording of a needle prompt.
 
     Attributes:
-        needle: what is hidden.
-        question: what follows the haystack.
-        begin: how the answer begins, as a part of the prompt: after "Answer:", or in a chat where the response begins.
-        answer: what the model is to say next.
+        needle: sentence to hide.
+        question: question after the haystack.
+        begin: beginning of the answer, which the prompt contains: after "Answer:", or in a chat as the start of the
+            response.
+        answer: expected continuation.
     """
 
     needle: str
@@ -40,12 +41,12 @@ class Wording(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The text between haystack and answer, without a chat."""
+        """The part of the prompt between haystack and answer, without a chat template."""
         return self.question + (f" Answer: {self.begin}" if self.begin else "")
 
 
 class Frame(NamedTuple):
-    """What a chat template puts before and after the words of a user, up to where the response begins."""
+    """The parts of a chat prompt before and after the user message, up to the start of the response."""
 
     head: str
     tail: str
@@ -54,22 +55,22 @@ class Frame(NamedTuple):
 def wording(
     mode: str = "standard", needle: str | None = None, question: str | None = None, answer: str | None = None
 ) -> Wording:
-    """Return the texts of a mode, the paper's or one's own.
+    """Return the wording for a mode, with the paper's or a custom needle.
 
     Args:
         mode: "standard", or "easy" with the question in the needle.
-        needle: the sentence to hide; in the easy mode there is none, as question and answer are hidden.
-        question: the question, in any language.
-        answer: the answer. A space is put before it if the question has spaces.
+        needle: sentence to hide; easy mode does not take one, because it hides question and answer.
+        question: question, in any language.
+        answer: answer. A space is prepended if the question contains spaces.
 
     Raises:
-        ValueError: question or answer is missing, or the needle does not hold the answer.
+        ValueError: the question or the answer is missing, or the needle does not contain the answer.
     """
     if needle is None and question is None and answer is None:
         hidden = f"{QUESTION} Answer: {ANSWER_BEGIN}" if mode == "easy" else ANSWER_BEGIN
         return Wording(f"\n{hidden}{ANSWER}\n", f"\n{TASK} {QUESTION}", ANSWER_BEGIN, ANSWER)
     if not (question and question.strip()) or not (answer and answer.strip()):
-        raise ValueError("an own needle needs its question and its answer: give both, --question and --answer.")
+        raise ValueError("a custom needle needs a question and an answer. Give both, --question and --answer.")
     if (needle is None) != (mode == "easy"):
         raise ValueError(
             'mode="easy" hides question and answer, and mode="standard" needs the needle to hide: give one of the two, '
@@ -80,18 +81,20 @@ def wording(
     if needle is None:
         needle = question + answer
     if not holds_text(needle, answer):
-        raise ValueError(f"the needle {needle!r} does not hold the answer {answer.strip()!r}, so it cannot be found.")
+        raise ValueError(
+            f"the needle {needle!r} does not contain the answer {answer.strip()!r}, so it cannot be found."
+        )
     return Wording(f"\n{needle.strip()}\n", f"\n{question}", "", answer)
 
 
 def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
-    """Return what the tokenizer's chat template puts around the words of a user.
+    """Return what the tokenizer's chat template adds around a user message.
 
     Args:
-        kwargs: further variables of the template, such as enable_thinking.
+        kwargs: additional template variables, such as enable_thinking.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or one that does not repeat the words once.
+        ValueError: the chat template is missing, or does not contain the user message exactly once.
     """
     words = "HAYSTACK"
     if getattr(tokenizer, "chat_template", None) is None:
@@ -100,7 +103,9 @@ def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
     turn = [{"role": "user", "content": words}]
     text = tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False, **(kwargs or {}))
     if text.count(words) != 1:
-        raise ValueError(f"the chat template shows the words of a user {text.count(words)} times; it must once.")
+        raise ValueError(
+            f"the chat template must contain the user message exactly once, got it {text.count(words)} times."
+        )
     return Frame(*text.split(words))
 
 
@@ -109,18 +114,18 @@ class RetrievalTask(Task):
     """The options and steps that all retrieval tasks share.
 
     Attributes:
-        frame: what stands around the words of the user in a chat; None without a chat.
-        opened: the thought that the prompt opens, see `opened_thought`.
+        frame: chat prompt around the user message; None without a chat template.
+        opened: marker of a thought that the prompt opens, see `opened_thought`.
     """
 
     asks = True
 
-    chat_template: bool = option(False, "ask as the user of a chat, with the tokenizer's chat template")
+    chat_template: bool = option(False, "send prompts as user messages, with the tokenizer's chat template")
     chat_template_kwargs: dict | None = option(
         None, "variables of the chat template in JSON, such as '{\"enable_thinking\": false}'"
     )
     seed: int = option(0, "random seed of the prompts")
-    replies: bool = option(True, "generate a response where the likeliest tokens are not the answer")
+    replies: bool = option(True, "generate a response if greedy decoding does not give the answer")
 
     def prepare(self):
         subject = self.subject
@@ -135,13 +140,13 @@ class RetrievalTask(Task):
         self.fill(frame=frame, opened=opened_thought(frame.tail if frame else ""))
 
     def check_ids(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return ids, which the model must know, as an array."""
+        """Return ids as an array, after checking that they are in the model's vocabulary."""
         return check_token_ids(ids, f"the {name} as the tokenizer encodes it", self.subject.reader.vocab_size)
 
     def ask(self, prompt: np.ndarray, answer: np.ndarray) -> Ask:
-        """Return the request with this prompt and answer."""
+        """Build the request with this prompt and answer."""
         return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN))
 
     def trial(self, key: Any, tokens: int, questions: int) -> Trial:
-        """Return the trial of prompts whose longest has this number of tokens with its answer."""
+        """Build a trial; `tokens` is the length of its longest prompt with the answer."""
         return Trial(key, tokens + self.replies * REPLY_MARGIN, questions)

@@ -1,1 +1,1 @@
-"""The RoPE base bound, and what it says about a model."""
+"""The RoPE base bound, and a check of models against it."""

@@ -3,8 +3,8 @@
     base_L = inf { base > 1 : B_m >= 0 for m = 0..L }                              (eq. 18)
 
 The admissible bases are not an interval. They begin with windows that can be 1e-5 wide and are interrupted far above
-base_L, so a search on any grid reports a larger value. `rope_base_bound` finds the infimum itself, and three numbers
-for use in practice: the width of the first window, the first base of two digits, and the base above which none fails.
+base_L, so a grid search reports a larger value. `rope_base_bound` finds the infimum itself, and three practical
+numbers: the width of the first window, the first base with two digits, and the base above which none fails.
 
 Taylor's theorem proves every step between two evaluations; the evaluations themselves carry rounding errors (below
 1e-8 in B_m at m = 1e6), which are not enclosed.
@@ -34,10 +34,10 @@ from .bounds import (
 )
 
 
-# WIDTH consecutive distances form a row of one matrix product.
+# WIDTH consecutive distances form one row of a matrix product.
 WIDTH = 256
-POOL = 64  # rows that are tried before all rows; more rows cost more per try, fewer are exhausted sooner
-BATCH = 32  # rows that are evaluated again together
+POOL = 64  # rows to try before all rows; more rows cost more per try, fewer are exhausted sooner
+BATCH = 32  # rows that are re-evaluated together
 MAX_CONTEXT = 10**8  # in tokens; longer contexts take minutes
 
 TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
@@ -45,18 +45,18 @@ TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
 
 @dataclass(frozen=True)
 class RopeBaseBound:
-    """The bases that satisfy B_m >= 0 for all m <= context_length. Bases are numbers above 1; widths are relative.
+    """The bases that satisfy B_m >= 0 for all m <= context_length. Bases are above 1; widths are relative.
 
     Attributes:
         context_length: L, in tokens of distance.
-        head_dim: dimensions that rotate; there are head_dim / 2 frequencies.
-        non_rotary_dims: further dimensions, which do not rotate; they add non_rotary_dims / 2 to every B_m.
+        head_dim: number of rotating dimensions, with head_dim / 2 frequencies.
+        non_rotary_dims: number of additional dimensions that do not rotate; they add non_rotary_dims / 2 to every B_m.
         base: base_L of eq. 18, the infimum of the admissible bases.
         critical_distance: the m with B_m = 0 at base and B_m < 0 just below; None if base is 1.
-        window_end: where the first window [base, window_end] ends; None if it is open up to search_limit.
-        two_digit_base: the smallest admissible base of two significant digits.
+        window_end: end of the first window [base, window_end]; None if it extends beyond search_limit.
+        two_digit_base: the smallest admissible base with two significant digits.
         settled_base: every base from here to search_limit is admissible; None if search_limit itself is not.
-        search_limit: the largest base looked at.
+        search_limit: the largest base searched.
     """
 
     context_length: int
@@ -84,8 +84,8 @@ def rope_base_bound(
         context_length: L in tokens: B_m must be >= 0 for m = 0..L. A context of N tokens needs only L = N - 1.
         head_dim: dimensions that rotate, even, at least 4.
         non_rotary_dims: dimensions of the head that do not rotate (partial rotary embeddings), even.
-        search_ratio: where the search for window_end and settled_base ends, as a multiple (above 1) of base. This
-            search takes most of the time; `rope_base_table` omits it.
+        search_ratio: end of the search for window_end and settled_base, as a multiple (above 1) of base. This search
+            takes most of the time; `rope_base_table` omits it.
 
     Returns:
         RopeBaseBound. `base` is correct to one unit in the last place of a float64.
@@ -139,7 +139,7 @@ def rope_base_scan(
 ) -> dict[int, float]:
     """Find the first admissible base with a given number of significant digits, for several lengths.
 
-    Such a base suits a config. It says nothing about bases above it.
+    Such a base is suitable for a config. Larger bases may still fail.
     Arguments and errors are those of `rope_base_bound`; the result maps each length to a base.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
@@ -191,7 +191,7 @@ class _DecayFamily:
         return self._negative(real_product(coarse, rotations(theta, 0, 1, WIDTH)) + self.constant, starts, u, length)
 
     def first_negative(self, u: float, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return such distances among all m <= length, from ranges that double until one holds some.
+        """Return such distances among all m <= length, from ranges that double until one contains some.
 
         Returns:
             distances, (k,), and the starts of the POOL rows with the lowest B, where the next violations are likely.
@@ -209,7 +209,7 @@ class _DecayFamily:
                 return negative, np.argsort(np.concatenate(lowest))[:POOL] * WIDTH
 
     def _negative(self, value: np.ndarray, starts: np.ndarray, u: float, length: int) -> np.ndarray:
-        """Return the distances m <= length whose B_m, evaluated again by cosines, is negative beyond rounding."""
+        """Return the distances m <= length at which B_m, re-evaluated by cosines, is negative beyond rounding."""
         row, column = np.nonzero(value < 0)
         m = starts[row] + column
         m = m[m <= length]
@@ -223,7 +223,7 @@ class _DecayFamily:
     def base_at_root(self, u: float, m: int | None) -> float:
         """Return the base near exp(u) at which B_m = 0.
 
-        It is found by Newton's method with angles of 40 digits; float64 angles would cost two digits of the base.
+        We use Newton's method with 40-digit angles; float64 angles would lose two digits of the base.
         """
         if m is None:
             return math.exp(u)
@@ -241,9 +241,9 @@ class _DecayFamily:
 def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int, float, int | None]]:
     """Find the infimum for each length, ascending.
 
-    u sweeps upwards from 0. If some B_m < 0 with m <= L, no base is admissible while Taylor's bound keeps that B_m
-    negative, so the sweep follows that m to its root. If there is none, the infimum is found. Any violation proves a
-    step, so the rows that were lowest at the last full evaluation are tried first.
+    u sweeps upwards from 0. If some B_m < 0 with m <= L, no base is admissible while Taylor's bound keeps this B_m
+    negative, so the sweep follows m to its root. Otherwise, u is the infimum. Any violation justifies a step, so we
+    first try the rows that were lowest at the last full evaluation.
 
     Yields:
         (L, u, m): exp(u) is base_L, where B_m rises through 0; m is None if u is 0.
@@ -261,7 +261,7 @@ def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int,
 
 
 def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple[float, int]:
-    """Move u to where one of the violated distances is no longer violated.
+    """Move u to a base at which one of the violated distances is no longer violated.
 
     Args:
         m: distances with B_m < 0 at u, (k,). The step follows the distance that provably stays negative for longest.
@@ -280,13 +280,13 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 
 
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
-    """Find the first place from u towards end where some B_m with m <= length falls through 0.
+    """Find the first point from u towards end at which some B_m with m <= length falls through 0.
 
-    Each row of distances has a distance from u up to which it is proven non-negative. The rows with the shortest
-    proof are evaluated again where it ends.
+    Each row of distances is proven non-negative up to some step from u. The rows with the shortest proven step are
+    re-evaluated at its end.
 
     Returns:
-        the place and the distance m, or None.
+        the point and the distance m, or None.
     """
     towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
     proven = np.zeros(len(starts))
@@ -339,5 +339,5 @@ def _bases_of(digits: int, start: float) -> Iterator[float]:
 
 
 def _lengths(context_lengths: Iterable[int]) -> list[int]:
-    """Return the lengths sorted, each once."""
+    """Return the unique lengths, sorted."""
     return sorted({as_int("context_lengths", length, 1) for length in context_lengths})

@@ -33,7 +33,7 @@ def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
     Raises:
         ValueError: base is not a finite number above 1, or head_dim is not an even positive integer.
     """
-    if isinstance(base, str) or not 1 < base < math.inf:  # NaN is not
+    if isinstance(base, str) or not 1 < base < math.inf:  # False for NaN
         raise ValueError(f"base must be a finite number above 1, so that frequencies decrease, got {base!r}.")
     return float(base) ** -exponents(head_dim)
 

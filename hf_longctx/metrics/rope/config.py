@@ -1,7 +1,7 @@
-"""What a config describes: groups of layers, their rotary frequencies and their reach, and the claimed context.
+"""Read from a config the claimed context and the groups of layers with their rotary frequencies and reach.
 
 Full attention must distinguish tokens up to distance claimed context - 1, sliding attention up to window - 1. A group
-has the frequencies that transformers computes for its scaling type, or those in the buffers of a model.
+uses the frequencies that transformers computes for its scaling type, or a model's buffers.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .bounds import rope_inv_freq
 from .reading import LENGTHS, ROPE_UNLESS, Source, positive
 
 
-# What only modeling code says; `python -m scripts.rope_types` derives the types from that of transformers.
+# Facts that only modeling code contains; `python -m scripts.rope_types` derives the types from transformers' code.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
 ROPE_ON_SLIDING_LAYERS_ONLY = (
     *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
 )
 NTK_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")  # dynamic: base * alpha ** (d / (d - 2))
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
-# What each rope type reads, and what changes no frequency.
+# Parameters that each rope type reads, and parameters that do not change any frequency.
 READS = {
     "default": "",
     "linear": "factor",
@@ -42,11 +42,11 @@ MIN_TRAINING_LENGTH = 2048  # tokens; see `scaled_length`
 
 
 class NoRopeError(ValueError):
-    """The model has no rotary position embedding.
+    """The model does not use a rotary position embedding.
 
     Args:
         config: config of the model.
-        reason: what shows it.
+        reason: evidence in the config.
     """
 
     def __init__(self, config: Any, reason: str):
@@ -57,7 +57,7 @@ class NoRopeError(ValueError):
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of some layers; inv_freq is (n,), float64, and rotates the first 2n of head_dim."""
+    """The rotary embedding of a group of layers; inv_freq (n,) float64 rotates the first 2n dimensions of a head."""
 
     type: str
     base: float
@@ -69,12 +69,12 @@ class Rope(NamedTuple):
 
 
 def claimed_context(source: Source) -> tuple[int, str]:
-    """Return the tokens of context that a model claims, and which setting claims them; adds to `source.notes`.
+    """Return the context that a model claims, in tokens, and the setting that claims it; adds to `source.notes`.
 
-    It is the largest that the config or the tokenizer's config claims.
+    This is the largest claim in the config or the tokenizer's config.
 
     Raises:
-        ValueError: nothing claims a length, or one is not a number of tokens.
+        ValueError: no setting claims a length, or a claim is not a number of tokens.
     """
     config, notes = source.config, source.notes
     claims = stated_lengths(source)
@@ -85,7 +85,7 @@ def claimed_context(source: Source) -> tuple[int, str]:
         claims["rope_condense_ratio"] = int(positive("rope_condense_ratio", condensed) * stated)
         notes.append(f"rope_condense_ratio = {condensed:g} needs code of FastChat: plain RoPE is judged")
     of_tokenizer: Any = source.tokenizer.get("model_max_length")
-    if isinstance(of_tokenizer, int | float) and 1 < of_tokenizer <= MAX_CONTEXT:  # those without a limit say 1e30
+    if isinstance(of_tokenizer, int | float) and 1 < of_tokenizer <= MAX_CONTEXT:  # 1e30 stands for no limit
         claims["model_max_length of the tokenizer"] = int(of_tokenizer)
     if not claims:
         raise ValueError(f"{type(config).__name__} has no max_position_embeddings; pass context_length instead.")
@@ -105,7 +105,7 @@ def claimed_context(source: Source) -> tuple[int, str]:
 
 
 def stated_lengths(source: Source) -> dict[str, int]:
-    """Return the lengths of a config by their names; defaults of its class only if config.json names no length."""
+    """Return a config's lengths by name; class defaults only count if config.json does not set any length."""
     config, lengths = source.config, {}
     named = any(map(source.names, LENGTHS))
     for name in LENGTHS:
@@ -119,15 +119,15 @@ def stated_lengths(source: Source) -> dict[str, int]:
 
 
 def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str, int]:
-    """Return the length that scaling claims, its factor times the length before it; adds a note on a guess.
+    """Return the scaled length, i.e. the scaling factor times the original length; adds a note if it is a guess.
 
-    Configs name the length before scaling, or else max_position_embeddings is either of the two: with dynamic scaling
-    and YaRN the length before it, as transformers computes; with linear scaling the length before it if the other
-    reading would be a training on 2048 tokens or fewer.
+    If a config does not name the original length, max_position_embeddings may be the original or the scaled length. We
+    take it as the original with dynamic scaling and YaRN, like transformers, and with linear scaling if the model
+    would otherwise have been trained on 2048 tokens or fewer.
 
     Args:
         stated: max_position_embeddings.
-        longer: whether the config states a longer length under another name, so that no guess is needed.
+        longer: whether the config states a longer length under another name, which makes a guess unnecessary.
     """
     rope, notes = source.config.rope_parameters, source.notes
     nested = [value for value in rope.values() if isinstance(value, dict)]
@@ -160,10 +160,10 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
 
 
 def with_rope_parameters(source: Source) -> Any:
-    """Return the config of a source, with its RoPE in `rope_parameters` under any spelling.
+    """Return the config of a source, with RoPE settings of any spelling in `rope_parameters`.
 
     Raises:
-        NoRopeError: the model has no RoPE.
+        NoRopeError: the model does not use RoPE.
     """
     config = source.config
     if not may_rotate(config):
@@ -230,7 +230,7 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
 
 
 def rotates(config: Any, i: int, kind: str) -> bool:
-    """Return whether layer i rotates queries and keys, by its config or the modeling code of its type."""
+    """Return whether layer i rotates queries and keys, according to the config or the model type's code."""
     if getattr(config, "no_rope_layers", None):
         return bool(config.no_rope_layers[i])  # 1 where there is RoPE, despite the name
     if config.model_type in ROPE_ON_SLIDING_LAYERS_ONLY and getattr(config, "sliding_window", None):
@@ -245,7 +245,7 @@ def layer_config(config: Any, layers: list[int]) -> Any:
 
 
 def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
-    """Return how many tokens such a layer sees; None if it sees all."""
+    """Return the window of such layers in tokens; None for full attention."""
     name = "sliding_window" if "sliding" in kind else "attention_chunk_size" if "chunked" in kind else None
     tokens = getattr(layer_config(config, layers), name, None) if name else None
     return None if tokens is None else as_int(str(name), tokens, 2)
@@ -296,10 +296,10 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
 
 
 def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
-    """Note what is assumed of the parameters of a group, and which of them its rope type does not use.
+    """Add notes on assumed parameters of a group, and on parameters that its rope type does not use.
 
     Raises:
-        ValueError: a parameter is not one of transformers, so that its effect on the frequencies is not known.
+        ValueError: transformers does not define a parameter, so its effect on the frequencies is unknown.
         NotImplementedError: the rope type is unknown.
     """
     config, notes, rope_type = source.config, source.notes, parameters["rope_type"]
@@ -358,7 +358,7 @@ def with_model_frequencies(rope: Rope, model: Any, kind: str, notes: list[str]) 
 
 
 def required_int(config: Any, name: str) -> int:
-    """Return a positive integer that the config must have."""
+    """Return a required positive integer from the config."""
     value = getattr(config, name, None)
     if value is None:
         raise ValueError(f"{type(config).__name__} has no {name}, which the bound needs. No default is assumed.")
@@ -366,8 +366,8 @@ def required_int(config: Any, name: str) -> int:
 
 
 def required_base(parameters: dict[str, Any]) -> float:
-    """Return rope_theta, which the parameters must have."""
+    """Return the required rope_theta from the parameters."""
     if parameters.get("rope_theta") is None:
         raise ValueError(f"rope_theta is missing in {parameters}. No default is assumed.")
-    rope_inv_freq(parameters["rope_theta"], 2)  # raises for what cannot be a base, whatever the scaling
+    rope_inv_freq(parameters["rope_theta"], 2)  # raises for an invalid base
     return parameters["rope_theta"]

@@ -28,7 +28,7 @@ from .reading import Source, read_source, readable
 from .result import RopeLayers, RopeReport
 
 
-SEARCHED = 1 << 22  # distances in which the end of B_m >= 0 is sought if the model needs fewer
+SEARCHED = 1 << 22  # minimum distances to search for the first B_m < 0
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 MINIMUM_BASE_UP_TO = 1 << 20  # tokens; eq. 18 takes minutes beyond
 
@@ -59,9 +59,8 @@ def rope_report(
         RopeReport. Its notes name the assumptions, such as defaults of the config class.
 
     Raises:
-        NoRopeError: the model has no RoPE; a ValueError.
-        ValueError: the config lacks a setting that would have to be guessed, or has one that is not known; or an
-            argument is out of range.
+        NoRopeError: the model does not use RoPE; a ValueError.
+        ValueError: the config misses a setting or has an unknown one, or an argument is out of range.
         NotImplementedError: the rope type is unknown.
     """
     source = read_source(model_or_config, **(model_kwargs or {}))

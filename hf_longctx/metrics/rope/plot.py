@@ -25,8 +25,9 @@ def plot_bound(
 ) -> None:
     """Draw B_m (eq. 16) of each group of layers with RoPE in a `RopeReport`, one below the other.
 
-    A dashed line marks the last distance that the claimed context needs, a dotted line the first with B_m < 0, and
-    dots mark all of them. If some dimensions do not rotate, a thin line marks 0 of those that do.
+    A dashed line marks the last distance that the claimed context needs, a dotted line the first distance with B_m <
+    0, and dots mark all such distances. If some dimensions do not rotate, a thin line marks 0 for the rotating ones
+    alone.
     """
     groups = [group for group in report.groups if group.rope_type is not None]
     figure = style.figure(style.WIDTH, 1 + 3.8 * len(groups))
@@ -77,7 +78,7 @@ def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:
 
 
 def decay_range(group: Any, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return where each range from an edge to the next begins, and the smallest and the largest B_m in it."""
+    """Return the start of each range between two edges, and the smallest and the largest B_m in it."""
     theta = np.append(group.inv_freq, np.zeros(group.head_dim // 2 - len(group.inv_freq)))
     ranges = [rope_decay(range(first, end), inv_freq=theta) for first, end in pairwise(edges)]
     return edges[:-1], np.array([part.min() for part in ranges]), np.array([part.max() for part in ranges])

@@ -1,7 +1,8 @@
 """Read the config of any model: a name, a folder, a JSON object, a config or a model.
 
-transformers reads the types that it knows. The plain fields of any other type are read as a Llama would, under the
-names that code on the Hub gives them, and no code of the model runs.
+transformers reads the model types that it supports. For any other type, we read the plain fields as for a Llama, under
+the names that code on the Hub uses. The model's own code never runs.
+---
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from ..checks import public_name
 
 
-# Settings under the names of transformers, and other names for them in config.json.
+# Settings by their names in transformers, with alternative names in config.json.
 SPELLINGS = {
     "hidden_size": ("n_embd", "d_model", "dim", "model_dim"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
@@ -38,13 +39,13 @@ TEXT_PARTS = (
     *("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "decoder"),
     *("llm", "language_model", "text_model"),
 )
-# A model has no RoPE if it has one of these settings with another value.
+# A model does not use RoPE if one of these settings has another value.
 ROPE_UNLESS = {
     **dict.fromkeys(("alibi", "use_alibi", "no_rope"), (False, None)),
     **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
     **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
 }
-# Settings that mean the same for types that transformers does not know.
+# Settings with the same meaning in types unknown to transformers.
 SHARED_FIELDS = (
     *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers", "rope_condense_ratio"),
     *("original_max_position_embeddings", "dual_chunk_attention_config"),
@@ -60,15 +61,15 @@ ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
 @dataclass
 class Source:
-    """What is known of a model without its weights.
+    """The information about a model that does not need its weights.
 
     Attributes:
-        config: config of its text decoder, a copy.
-        name: a name that means the same elsewhere: of a local model the last component of its path.
-        file: content of config.json, with the fields of its text decoder on top; empty if it is not on this machine.
+        config: copy of the text decoder's config.
+        name: portable name; for a local model, the last component of its path.
+        file: content of config.json, with the text decoder's fields on top; empty if it is not on this machine.
         tokenizer: content of tokenizer_config.json; empty if it is not on this machine.
         notes: assumptions.
-        known: whether transformers has a class for its type.
+        known: whether transformers has a config class for the model type.
     """
 
     config: Any
@@ -79,21 +80,21 @@ class Source:
     known: bool = True
 
     def names(self, setting: str) -> bool:
-        """Return whether config.json names a setting of the text decoder; True if there is no file to look into."""
+        """Return whether config.json sets a setting of the text decoder; True if the file is not available."""
         spellings = {setting, *SPELLINGS.get(setting, ())}
         ropes = {key: self.file.get(key) for key in ("rope_parameters", "rope_scaling")}
         return not self.file or not spellings.isdisjoint(self.file) or is_inside(ropes, spellings)
 
 
 def is_inside(part: Any, names: set[str]) -> bool:
-    """Return whether a JSON object has one of these keys, at any depth."""
+    """Return whether a JSON object contains one of these keys, at any depth."""
     return isinstance(part, dict) and (
         not names.isdisjoint(part) or any(is_inside(value, names) for value in part.values())
     )
 
 
 def read_source(model: Any, **options: Any) -> Source:
-    """Read what is known of a model without its weights.
+    """Read the `Source` of a model, without its weights.
 
     Args:
         model: a model or config of transformers, the content of config.json, or a name, a folder or a config.json.
@@ -139,13 +140,13 @@ def readable(name: str) -> Iterator[None]:
         raise
     except Exception as error:  # the content of a file can break any line that reads it
         raise ValueError(
-            f"the config of {name} holds a value of the wrong type or size ({type(error).__name__}: {error}); compare its "
-            "config.json with one that transformers has saved."
+            f"the config of {name} contains a value of the wrong type or size ({type(error).__name__}: {error}). "
+            "Compare its config.json with one that transformers has saved."
         ) from error
 
 
 def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and tokenizer_config.json; the latter is empty if there is no such file."""
+    """Return the contents of config.json and tokenizer_config.json; the latter is empty if the file is missing."""
     from transformers import PreTrainedConfig
     from transformers.utils import cached_file
 
@@ -202,14 +203,14 @@ def text_part(file: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def with_part_on_top(file: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json with the fields of its text decoder in place of the part."""
+    """Return the content of config.json with the text decoder's fields moved to the top level."""
     while (part := text_part(file)) is not None:
         file = {key: value for key, value in file.items() if value is not part} | part
     return file
 
 
 def layers_named(file: dict[str, Any]) -> str | None:
-    """Return the name under which a config.json has its number of layers."""
+    """Return the key of the number of layers in a config.json."""
     return next((name for name in ("num_hidden_layers", *SPELLINGS["num_hidden_layers"]) if name in file), None)
 
 
@@ -232,7 +233,7 @@ def read_rope(value: Any) -> dict[str, Any]:
     rope = {}
     for key, entry in value.items():
         if isinstance(entry, dict):
-            rope[key] = read_rope(entry)  # of a layer type
+            rope[key] = read_rope(entry)  # parameters of a layer type
         elif key in POSITIVE and entry is not None:
             rope[key] = positive(f"{key} of rope_parameters", entry)
         elif key in ("type", "rope_type"):
@@ -250,7 +251,7 @@ def positive(name: str, value: Any) -> float:
 
 
 def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
-    """Return a config with the plain fields of a type that transformers does not know, and note assumptions."""
+    """Return a config with the plain fields of a type unknown to transformers; adds notes on assumptions."""
     from transformers import PreTrainedConfig
 
     kind = file.get("model_type")

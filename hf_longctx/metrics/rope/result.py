@@ -1,8 +1,8 @@
-"""The verdict of the RoPE bound for each group of layers of a model, as text, table and JSON.
+"""The verdict of the RoPE bound for each group of a model's layers, as text, table and JSON.
 
 Layers with the same rotary embedding and reach form a group. Dimensions of a head that do not rotate count as
 frequency 0, as in Theorem 1 of arXiv 2405.14591 with those dimensions kept; the bound without them is reported too. If
-they are half of the head or more, no base makes B_m negative, and the bound is inconclusive. This file knows no model.
+they are half of the head or more, no base makes B_m negative, and the bound is inconclusive.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class RopeLayers:
     """The bound for layers that share a rotary embedding and a reach. Distances are in tokens.
 
     Attributes:
-        layer_type: as in the config's layer_types, or its key in rope_parameters.
+        layer_type: layer type as in the config's layer_types, or its key in rope_parameters.
         layers: number of layers; None if the config does not say.
-        rope_type: the scaling type; None if these layers have no rotary embedding, and so none of the rest.
+        rope_type: the scaling type; None if these layers do not use RoPE, in which case the rest is None too.
         base: rope_theta.
         head_dim: dimensions of a query or key head.
         rotary_dim: dimensions of a head that rotate.
@@ -39,13 +39,13 @@ class RopeLayers:
             to m = 4194304 and max_distance.
         rotary_only_bound: the same over the rotating dimensions alone.
         negative_distances: how many m in 0..max_distance have B_m < 0.
-        last_negative: the last of them; None if there is none.
+        last_negative: the last of these distances; None if there is none.
         lowest_decay: the smallest B_m of m in 0..max_distance, to three decimals; B_0 = head_dim / 2.
         minimum_base: eq. 18 for max_distance, for plain RoPE on the same dimensions; None if every base satisfies the
-            bound (half of the head or more does not rotate) or if not computed (not asked for, more than 1048576
+            bound (half of the head or more does not rotate) or if not computed (not requested, more than 1048576
             tokens, or proportional RoPE, whose exponents differ). Above it, bases that hold alternate with bases that
             fail.
-        two_digit_base: the first base of two significant digits that holds.
+        two_digit_base: the first base with two significant digits that holds.
         settled_base: every base from here to search_limit holds; None as for minimum_base, or if search_limit fails.
         search_limit: the largest base searched, 16 times minimum_base.
         inv_freq: the rotary_dim / 2 frequencies, in radians per token.

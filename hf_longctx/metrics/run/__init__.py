@@ -1,1 +1,1 @@
-"""Running a model, local or served: predictions, scores and responses, in trials that a journal keeps."""
+"""Run a local or served model: predictions, scores and responses, in trials that a journal records."""

@@ -1,4 +1,4 @@
-"""The processes of torch.distributed that share a measurement. This file knows no metric."""
+"""Share a measurement among the processes of torch.distributed. This file does not depend on a metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .reader import Reader
 
 
 def rank_and_world_size(reader: Reader | None = None) -> tuple[int, int]:
-    """Return the rank of this process and the number of all that share the work: (0, 1) unless each has the model."""
+    """Return rank and number of the processes that share the work; (0, 1) if they hold one model together."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or (reader and reader.is_distributed):
         return 0, 1
@@ -18,12 +18,12 @@ def rank_and_world_size(reader: Reader | None = None) -> tuple[int, int]:
 
 
 def process_rank() -> int:
-    """Return the rank of this process in torch.distributed; 0 without it."""
+    """Return the rank of this process; 0 if torch.distributed is not initialized."""
     return rank_and_world_size()[0]
 
 
 def exchange(scores: dict, failure: BaseException | None) -> tuple[dict, BaseException | None]:
-    """Collect the scores of all processes, and a failure if one of them had one."""
+    """Gather the scores of all processes, and the first failure, if any."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (scores, repr(failure) if failure else None))
     for rank, (_, message) in enumerate(everyone):

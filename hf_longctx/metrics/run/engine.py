@@ -1,11 +1,11 @@
-"""The logits at some positions of many inputs, at the least cost that does not change them.
+"""Compute logits at some positions of many inputs at the lowest cost that does not change them.
 
-`last_logits` is the definition: one forward pass per input. An `Engine` gives the same logits for less:
+`last_logits` is the reference: one forward pass per input. An `Engine` computes the same logits at a lower cost:
 
-- inputs that share a prefix read it once, and its cache is cut back after each of them;
-- long inputs are read in passes of a bounded number of tokens, and short inputs share a pass.
+- inputs with a common prefix read it once, and its cache is cropped after each input;
+- long inputs are read in chunks of a bounded number of tokens, and short inputs are batched.
 
-A cache is used only if the model advertises it and reading a short input in parts reproduces the plain logits.
+It uses a cache only if the model supports one, and if reading a short input in chunks reproduces the plain logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .logits import CACHES, accepted_options, argmax, input_device, last_logits
 from .model import first_parameter, text_config
 
 
-# Tokens and logits per pass: small where memory is what they cost, large where a device waits for work
+# Tokens and logits per pass: small on a CPU to save memory, large on accelerators to keep them busy
 TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
 LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class UnsupportedInput(RuntimeError):
-    """The model cannot read an input of this kind or length, for the reason in the message; it can read others."""
+    """The model cannot read an input of this kind or length; the message gives the reason. Other inputs may work."""
 
 
 class OutOfMemory(UnsupportedInput):
@@ -47,18 +47,18 @@ class Engine:
 
     Args:
         model: a causal language model.
-        trial: a typical input, (T,) int64, T >= 3. Up to 32 of its ids are read to see what the model can do.
+        trial: a typical input, (T,) int64, T >= 3. Up to 32 of its ids are read to detect what the model supports.
         tokens_per_pass: maximum number of tokens in a forward pass, and in the caches of inputs that share one.
-            A model whose cache cannot be continued reads an input in one pass, however long it is. Default: 512 on a
-            CPU, 4096 elsewhere.
+            If the model's cache cannot be continued, an input is read in one pass regardless of its length. Default:
+            512 on a CPU, 4096 elsewhere.
 
     Raises:
         ValueError: the model is not causal; see `check_causal`.
 
     Attributes:
         tokens_per_pass: may be changed at any time.
-        logits_per_pass: bound of positions times vocabulary in the logits of a pass.
-        reuses_prefixes: whether the model's cache can be continued and cut back.
+        logits_per_pass: maximum number of logits (positions times vocabulary) per pass.
+        reuses_prefixes: whether the model's cache can be continued and cropped.
     """
 
     def __init__(self, model: nn.Module, trial: np.ndarray, tokens_per_pass: int | None = None):
@@ -71,14 +71,14 @@ class Engine:
         scalings = [getattr(module, "rope_type", None) for module in model.modules()]  # of rotary embeddings
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
-        # a dynamic RoPE scales as for the longest input so far, until it reads one that needs no scaling
+        # dynamic RoPE scales for the longest input so far, until it reads one that does not need scaling
         self._rescales = any("dynamic" in name for name in rope_types)
         trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
         logits = self._logits(trial, trial.shape[1])
         self.vocab_size = logits.shape[-1]
         check_causal(model, trial, logits, lambda ids: self._logits(ids, ids.shape[1]))
-        # "dynamic" and "longrope" change all frequencies at some length, so that cached keys no longer fit
+        # "dynamic" and "longrope" change all frequencies at some length, which invalidates cached keys
         fixed = not self._rescales and "longrope" not in rope_types
         takes_cache = "use_cache" in accepted and not accepted.isdisjoint(CACHES)
         self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
@@ -87,7 +87,7 @@ class Engine:
         """Return `work(*args)`; if memory runs out, retry with a quarter of the tokens per pass, down to 16.
 
         Raises:
-            OutOfMemory: 16 tokens per pass are too many.
+            OutOfMemory: memory runs out even with 16 tokens per pass.
         """
         while True:
             try:
@@ -129,12 +129,12 @@ class Engine:
         yield from logits.split(max(1, self.logits_per_pass // self.vocab_size))
 
     def forget_lengths(self) -> None:
-        """Undo the scaling of a dynamic RoPE for an earlier, longer input."""
+        """Reset the scaling of dynamic RoPE after an earlier, longer input."""
         if self._rescales:
             self._logits(self._first_id, 1)
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int) -> Iterator[torch.Tensor]:
-        """Read ids (B, t) on from a cache of B sequences, which grows, in passes of at most `tokens_per_pass` tokens.
+        """Read ids (B, t) in passes of at most `tokens_per_pass` tokens, continuing and extending a cache.
 
         Yields:
             the logits at the last `scored` positions, (B, n, V) for the next n of them.
@@ -151,23 +151,23 @@ class Engine:
             start = stop
 
     def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> Iterator[torch.Tensor]:
-        """Read ids (B, t), each row on from the one sequence of a cache, as `read` does; the cache is restored."""
+        """Read ids (B, t) like `read`, each row continuing the single sequence of a cache, which is then restored."""
         if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
             yield from self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return
-        branch = copy.deepcopy(cache)  # layers of other types forget or overwrite their input
+        branch = copy.deepcopy(cache)  # other layer types drop or overwrite their input
         if len(ids) > 1 and cache.get_seq_length():
             first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
             branch.reorder_cache(first)
         yield from self.read(ids, branch, scored)
 
     def _continues_exactly(self, ids, logits):
-        """Check that reading in parts, with the end read again, gives the logits of one pass but for rounding."""
+        """Check that reading in chunks, with the end read twice, gives the logits of one pass up to rounding."""
         if not isinstance(self.config, PreTrainedConfig) or getattr(self.model, "_is_stateful", False):
             return False
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
-            return False  # PEFT passes a cache of its own
+            return False  # PEFT passes its own cache
         if not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
             return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
@@ -178,7 +178,7 @@ class Engine:
         [*self.read_after(cache, ids[:, a:], 1)]
         parts += [self._logits(ids[:, i:j], j - i, cache=cache) for i, j in ((a, b), (b, ids.shape[1]))]
         error = (torch.cat(parts, 1).float() - logits.float()).norm()
-        # Rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
+        # rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
         exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
         return bool(error <= (1e-3 if exact else 0.1) * (logits.float() - logits.float().mean()).norm())
 
@@ -186,19 +186,19 @@ class Engine:
 def check_causal(
     model: nn.Module, ids: np.ndarray, logits: torch.Tensor, read: Callable[[np.ndarray], torch.Tensor]
 ) -> None:
-    """Read a trial again with other ids in its second half: the logits of the first half must stay.
+    """Check that changing the second half of a trial does not change the logits of its first half.
 
-    The boundary has an odd index, so that it lies within a block of models that look ahead in blocks. Logits that are
-    NaN pass: the runner reports where they are.
+    The boundary has an odd index, so that it lies within a block if a model looks ahead in blocks. NaN logits pass
+    here: the runner reports their positions.
 
     Args:
         ids: the trial, (1, T) int64, T >= 3.
-        logits: what `read`, from ids to (1, T, V), gives for it.
+        logits: output of `read`, which maps ids to logits (1, T, V), for the trial.
 
     Raises:
         ValueError: the first half depends on the second.
     """
-    if logits.shape[1] < ids.shape[1]:  # a model that returns the last logits only, or not those asked for
+    if logits.shape[1] < ids.shape[1]:  # the model only returns the last logits, or not the requested ones
         return
     boundary = ids.shape[1] // 2 | 1
     distinct = np.unique(ids) if (ids != ids[0, 0]).any() else np.unique([ids[0, 0], 0, 1])
@@ -209,7 +209,7 @@ def check_causal(
         p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1
     }  # no quantized ones
     eps = max(torch.finfo(dtype).eps for dtype in dtypes or {torch.float32})
-    # a fraction of the spread: a mixture of experts groups the positions differently, and rounds differently
+    # tolerance relative to the spread: a mixture of experts groups, and thus rounds, the positions differently
     if (after - before).norm() > max(8 * eps, 1e-4) * (before - before.mean()).norm():
         raise ValueError(
             f"{type(model).__name__} is not causal: its logits change with tokens that come later, so it reads what it is "
@@ -220,14 +220,14 @@ def check_causal(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, on a device (torch.OutOfMemoryError) or not (torch's CPU allocator)."""
+    """Return whether memory ran out, on a device (torch.OutOfMemoryError) or on the CPU (torch's allocator)."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def equal_rows(rows: np.ndarray) -> list[list[int]]:
-    """Return the indices of the rows, those of equal rows together."""
+    """Return the row indices, grouped by equal rows."""
     groups = {}
     for index, row in enumerate(rows):
         groups.setdefault(row.tobytes(), []).append(index)

@@ -1,14 +1,14 @@
-"""Exact counts of a served model from greedy completions alone, where it reports no log-probabilities of a prompt.
+"""Count a served model's right predictions from greedy completions, if it does not report prompt log-probabilities.
 
-The prediction of a causal model at a position depends only on the tokens before it. So the response to `ids[:p]` at
-temperature 0 is right at p, p + 1, ... as long as it repeats the true tokens, and the next request continues after its
-first wrong token, with the true token there. That takes errors + 1 requests for each part of the text. Parts are
-requested in parallel, as all of the text is known.
+A causal model's prediction at a position depends only on the tokens before it. The response to `ids[:p]` at
+temperature 0 is thus right at p, p + 1, ... as long as it repeats the true tokens. The next request continues after
+the first wrong token, replaced by the true one. Each part of a sequence takes errors + 1 requests. Parts are requested
+in parallel, because the whole sequence is known.
 
-A server that responds in text gets a request for each token: several tokens may have the text of others.
+A server that returns text instead of ids gets one request per token, because several tokens may decode to one string.
 
-A chat API cannot be measured, as its response does not begin after given tokens. Losses and log-probabilities are not
-available.
+Chat APIs are not supported, because their response does not continue given tokens. Losses and log-probabilities are
+not available.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .engine import UnsupportedInput
 from .journal import Journal, content_hash
 
 
-ANOTHER = -2  # in place of an id that is not the true one
+ANOTHER = -2  # stands for an id that is not the true one
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0}
 
 
 class Form(NamedTuple):
-    """The form of a request: whether ids can be sent, whether they are returned, and which options that takes."""
+    """The form of a request: whether to send ids, whether the server returns ids, and the options for it."""
 
     sends_ids: bool
     returns_ids: bool
@@ -55,11 +55,11 @@ class GreedyCompletions:
 
     Args:
         server: a `served.ServedModel`, which sends the requests.
-        tokenizer: the model's tokenizer; a server that takes and returns ids needs none.
-        journal: path of a file that gets a line for every response, from which a killed run resumes; or None.
+        tokenizer: the model's tokenizer; optional if the server takes and returns ids.
+        journal: path of a file that records every response, so that a killed run can resume; or None.
 
     Raises:
-        ValueError: the server does not complete prompts, or the journal is of another model.
+        ValueError: the server does not complete prompts, or the journal is from another model.
     """
 
     def __init__(self, server: Any, tokenizer: Any = None, journal: Any = None):
@@ -70,7 +70,7 @@ class GreedyCompletions:
         self.choose_form()
 
     def choose_form(self) -> None:
-        """Choose the first form that the server understands."""
+        """Choose the first form that the server supports."""
         failures = []
         for form in FORMS if self.tokenizer is not None else FORMS[:2]:
             self.form = form
@@ -87,7 +87,7 @@ class GreedyCompletions:
         )
 
     def probe(self) -> list[int]:
-        """Return five ids that a server reads."""
+        """Return five ids for a test request."""
         if self.tokenizer is None:
             return [0, 1, 2, 3, 4]
         bos = self.tokenizer.bos_token_id
@@ -95,10 +95,10 @@ class GreedyCompletions:
         return ([] if bos is None else [bos]) + ids[: 5 - (bos is not None)]
 
     def predict(self, inputs: np.ndarray, positions: range) -> np.ndarray:
-        """Return the input's next id where the model predicts it, and -2 where it predicts another.
+        """Return the input's next id where the model predicts it, and -2 where it predicts another id.
 
         Raises:
-            UnsupportedInput: no text leads to a position, or the text of a response may be that of several tokens.
+            UnsupportedInput: a position cannot be reached by text, or several tokens decode to the response.
         """
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         first, stop, workers = positions.start + 1, positions.stop + 1, self.server.concurrency
@@ -108,10 +108,10 @@ class GreedyCompletions:
         self.halted = False
         with ThreadPoolExecutor(workers) as pool:
             try:
-                if parts > 1:  # the server then has read each row, and may have cached what the parts share
+                if parts > 1:  # the server has then read each row, and may have cached the common prefix of the parts
                     list(pool.map(lambda row: self.read(row, stop - 1, stop), rows))
                 read = list(pool.map(lambda job: self.read(*job), jobs))
-            finally:  # at Ctrl-C, stop the other parts
+            finally:  # on Ctrl-C, cancel the other parts
                 self.halted = True
         verdicts = np.array([*chain(*read)]).reshape(len(rows), -1)
         unsure = int((verdicts == "unsure").sum())
@@ -139,25 +139,25 @@ class GreedyCompletions:
                         self.answers.append((name, at), answer)
             right, then = self.answers.done[name, at]
             verdicts += ["right"] * right + [then] * bool(then)
-            chunk = 2 * right + 1 if then else 2 * chunk  # what is generated after an error is wasted
+            chunk = 2 * right + 1 if then else 2 * chunk  # tokens generated after an error are wasted
         return verdicts[: stop - start]
 
     def ask(self, ids: list[int], start: int, stop: int, **options: Any) -> tuple[int, str]:
-        """Return how many of ids[start:stop] a response repeats, and the verdict on the token after them, if any."""
+        """Return how many of ids[start:stop] a response repeats, and the verdict on the next token, if any."""
         if not self.form.returns_ids:
             return self.ask_for_text(ids[:start], ids[start], **options)
         said, stopped = self.complete(ids[:start], start, stop - start, **options)
         right = next((i for i, pair in enumerate(zip(said, ids[start:stop])) if pair[0] != pair[1]), len(said))
         if right < len(said):
             return right, "wrong"
-        if stopped and start + right < stop:  # at an end-of-text token that is not named
+        if stopped and start + right < stop:  # stopped at an unreported end-of-text token
             return right, "unsure" if self.is_special(ids[start + right]) else "wrong"
         if not right:
             raise ValueError(f"{self.server.base_url} returned no token ids.")
         return right, ""
 
     def ask_for_text(self, before: list[int], token: int, **options: Any) -> tuple[int, str]:
-        """Return the same as `ask` for one token, by its text."""
+        """Return the same as `ask` for one token, comparing its text."""
         prompt, text = self.decode(before), self.decode([*before, token])
         expected, reachable = text.removeprefix(prompt), self.form.sends_ids or self.encode(prompt) == before
         if not (reachable and text.startswith(prompt) and expected) or "\ufffd" in expected or self.is_special(token):
@@ -173,7 +173,7 @@ class GreedyCompletions:
         """Return the response to a prompt of `length` tokens, ids or text, and whether an end-of-text token ended it.
 
         Raises:
-            ValueError: the server has read another number of tokens.
+            ValueError: the server has read a different number of tokens.
         """
         body = {
             "model": self.server.model,
@@ -198,7 +198,7 @@ class GreedyCompletions:
         return ids[:tokens], stopped
 
     def is_special(self, token: int) -> bool:
-        """Return whether an id may end a text."""
+        """Return whether an id may end a sequence."""
         return self.tokenizer is None or token in self.tokenizer.all_special_ids
 
     def encode(self, text: str) -> list[int]:
@@ -209,7 +209,7 @@ class GreedyCompletions:
 
     @cached_property
     def ids_of_text(self) -> Counter[str]:
-        """How many ids have a text, behind another token."""
+        """Number of ids that decode to each string after another token."""
         before = self.encode("a")
         texts = [self.decode([*before, token]) for token in range(len(self.tokenizer))]
         return Counter(text.removeprefix(self.decode(before)) for text in texts)

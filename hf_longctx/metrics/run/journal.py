@@ -1,12 +1,13 @@
-"""A journal: every finished part of a measurement is a line of a file, from which a killed run resumes.
+"""A journal: a file with a line for every finished part of a measurement, from which a killed run resumes.
 
     with Journal("curve.jsonl", settings) as journal:
         for length in lengths:
             if length not in journal.done:
                 journal.append(length, measure(length))
 
-The first line holds the settings, each other line one part. Lines carry no time, so a run that was killed and resumed,
-going through its parts in the same order, ends with the same bytes as one that was not. This file knows no model.
+The first line contains the settings, each other line one part. Lines do not contain timestamps, so a run that is
+killed and resumed in the same order writes the same bytes as an uninterrupted one. This file does not depend on a
+model.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ FORMAT = 1
 
 
 class OtherRun(ValueError):
-    """A journal holds a run with other settings."""
+    """The journal belongs to a run with other settings."""
 
 
 class Journal(AbstractContextManager):
-    """Results by key, kept in a JSONL file. Close it, or use it in a `with` statement.
+    """Results by key in a JSONL file. Close it, or use it in a `with` statement.
 
     Args:
-        path: the file; made with its folder if missing, resumed if it is a journal of the same settings. A last line
-            that was being written when the run was killed is dropped. None keeps the results in memory only.
-        settings: all that the results depend on, as JSON values: model, seed, tokenizer, hash of the corpus, ...
+        path: path of the file. It is created with its folder if missing, and resumed if its settings match. An
+            incomplete last line of a killed run is dropped. None keeps the results in memory only.
+        settings: everything that the results depend on, as JSON values: model, seed, tokenizer, corpus hash, ...
 
     Attributes:
-        settings: in JSON types.
-        done: the finished parts, `{key: result}`. Lists within keys are tuples here.
+        settings: the settings in JSON types.
+        done: the finished parts, `{key: result}`. Lists within keys become tuples.
 
     Raises:
-        OtherRun: the file holds a run with other settings; the message names what differs.
-        ValueError: the file is not a journal, or is damaged before its last line. It is left as it was.
+        OtherRun: the file belongs to a run with other settings; the message names the differences.
+        ValueError: the file is not a journal, or is damaged before its last line. The file is not modified.
     """
 
     def __init__(self, path: str | os.PathLike | None, settings: dict[str, Any]):
@@ -61,22 +62,22 @@ class Journal(AbstractContextManager):
         elif not header.startswith(content):
             raise ValueError(f"{self.path} is not a journal. Give another path, or move that file away.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close(), which has nothing to write
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         self._file.truncate(len(whole))
         if not whole:
             self._write(header)
 
     def append(self, key, result) -> None:
-        """Add a finished part; once this returns, it is on the disk.
+        """Add a finished part, which is on disk when this returns.
 
         Args:
-            key: a string, a number, None, or a list or tuple of these, not in `done` yet.
+            key: a string, a number, None, or a list or tuple of these, that is not in `done` yet.
             result: JSON values. Numbers must be finite.
 
         Raises:
-            ValueError: the key is there already, or a number is not finite.
-            TypeError: key or result are not such values.
-            OSError: the part cannot be written, as when the disk is full; `done` has the part all the same.
+            ValueError: the key exists already, or a number is not finite.
+            TypeError: the key or the result has another type.
+            OSError: the part cannot be written, e.g. because the disk is full; `done` contains it nevertheless.
         """
         line = json.dumps({"key": key, "result": result}, allow_nan=False).encode() + b"\n"
         entry = json.loads(line)
@@ -97,14 +98,14 @@ class Journal(AbstractContextManager):
 
     def _write(self, line):
         try:
-            if self._file.write(line) < len(line):  # unbuffered, so that a full disk is noticed here and only here
+            if self._file.write(line) < len(line):  # unbuffered, so a full disk shows up here and nowhere else
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as error:
             raise OSError(error.errno, f"the journal cannot be written: {error.strerror}", str(self.path)) from error
 
     def _read(self, lines):
-        """Return the results in the lines of a file, whose first one must be our header."""
+        """Parse the lines of a file into results; the first line must be our header."""
         try:
             header, *parts = map(json.loads, lines)
             written, version = header["settings"], header["format"]
@@ -130,7 +131,7 @@ class Journal(AbstractContextManager):
 
 
 def content_hash(ids) -> str:
-    """SHA-256 of a sequence of token ids, whatever integer type they come in; for the settings of a journal.
+    """Return the SHA-256 of token ids, independent of their integer type, for the settings of a journal.
 
     >>> content_hash([1, 2, 3])[:8] == content_hash(np.array([1, 2, 3], dtype=np.uint16))[:8]
     True

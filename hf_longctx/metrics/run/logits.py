@@ -1,4 +1,4 @@
-"""The logits of one forward pass, from any model."""
+"""Return the logits of one forward pass, from any model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from .model import first_parameter
 
 
 OPTIONS = ("use_cache", "logits_to_keep")
-# The names of a cache, in transformers 5.24 and before; remote code keeps the old one
+# Names of the cache argument, in transformers 5.24 and before; remote code still uses the old one
 CACHES = ("cache", "past_key_values")
 
 
 def last_logits(model: nn.Module, ids: np.ndarray, keep: int, accepted: set[str], cache: Any = None) -> torch.Tensor:
-    """Return logits at the last positions of inputs (B, T), by one forward pass; (B, keep, V).
+    """Return the logits at the last `keep` positions of inputs (B, T) from one forward pass, (B, keep, V).
 
-    No others are computed where the model's forward takes `logits_to_keep`, as the causal models in transformers do.
+    The other logits are not computed if the model's forward takes `logits_to_keep`, as causal models in transformers
+    do.
 
     Args:
         accepted: `accepted_options` of the model.
-        cache: what the inputs continue, and what then holds them too.
+        cache: cache of the preceding tokens, which is updated in place.
 
     Raises:
-        ValueError: the model returns fewer logits.
+        ValueError: the model returns fewer than `keep` logits.
     """
     options: dict[str, Any] = {"use_cache": cache is not None, "logits_to_keep": keep}
-    if cache is not None:  # None would replace the prefix of a PEFT model; one of the names is accepted
+    if cache is not None:  # None would override the prefix of a PEFT model
         options |= dict.fromkeys(CACHES, cache)
     options = {name: value for name, value in options.items() if name in accepted}
     output = model(torch.from_numpy(ids).to(input_device(model)), **options)
@@ -48,15 +49,15 @@ def last_logits(model: nn.Module, ids: np.ndarray, keep: int, accepted: set[str]
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:
-    """Return the index of the largest of (..., V), the first of equal ones, or -1 where one is NaN; (...) int64."""
-    best = logits.max(-1)  # NaN wins a maximum, so that no second pass over the logits is needed to find it
+    """Return the argmax of logits (..., V), the lowest index on ties, or -1 if one is NaN; (...) int64."""
+    best = logits.max(-1)  # max propagates NaN, which saves a second pass over the logits
     return best.indices.masked_fill(best.values.isnan(), -1).cpu().numpy()
 
 
 def accepted_options(model: nn.Module) -> set[str]:
     """Return which of `OPTIONS` the model's forward takes, by name or through **kwargs, and its name for a cache.
 
-    Where wrappers take **kwargs, the name is that of the first module in them that has one.
+    If a wrapper takes **kwargs, the cache name comes from its first inner module that has one.
     """
     accepted: set[str] = set()
     for module in model.modules():
@@ -72,12 +73,12 @@ def accepted_options(model: nn.Module) -> set[str]:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of the cache in the arguments and outputs of a model, one of `CACHES`."""
+    """Return the name of a model's cache argument and output, one of `CACHES`."""
     return next(name for name in CACHES if name in accepted_options(model))
 
 
 def input_device(model: nn.Module) -> torch.device:
-    """Return where the model takes its ids."""
+    """Return the device for the model's input ids."""
     device = first_parameter(model).device
-    # on "meta" the weights are offloaded, and accelerate moves the input to where they will be
+    # weights on "meta" are offloaded, and accelerate moves the input to their execution device
     return torch.device("cpu") if device.type == "meta" else device

@@ -1,4 +1,4 @@
-"""Properties of a model before it runs: configuration, identity, vocabulary, positions."""
+"""Inspect a model before it runs: config, identity, vocabulary, positions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 
-# Entries of a configuration about the origin of a model and its implementation, not about the function that it
-# computes: the settings of a result have dtype and attention.
+# Config entries about a model's origin and implementation, not about the function that it computes.
+# A result's settings record dtype and attention.
 VOLATILE = {"_name_or_path", "backbone_name_or_path", "transformers_version", "architectures", "auto_map"}
 VOLATILE |= {"dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "use_cache"}
 
@@ -24,18 +24,18 @@ NOT_OF_TEXT = re.compile(r"(^|[._])(rel|relative|rotary|vision|visual|image|audi
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the configuration of the language model, which multimodal models keep inside theirs."""
+    """Return the config of the language model, which a multimodal config contains."""
     config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def first_parameter(model: nn.Module) -> torch.Tensor:
-    """Return a tensor with the dtype of the model and the device of its input."""
+    """Return a parameter with the model's dtype and input device."""
     return next(model.parameters(), torch.empty(0))
 
 
 def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
-    """Return the number of parameters and the name of the hardware, as settings; none of a model elsewhere."""
+    """Return the number of parameters and the hardware's name, as settings; empty for a remote model."""
     if not isinstance(model, nn.Module) or device is None:
         return {}
     kind = device.partition(":")[0]
@@ -48,10 +48,10 @@ def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Return a SHA-256 over the configuration, and over name, shape and up to 64 values of every parameter.
+    """Return a SHA-256 over the config, and over name, shape and up to 64 values of every parameter.
 
-    Two models that differ in the base of RoPE, a window or a scale only have different hashes too. Values that are not
-    there (on the meta device), or that a quantized type does not let one index, are left out.
+    Two models that only differ in the RoPE base, a window or a scale also get different hashes. Values on the meta
+    device, or of quantized types that do not support indexing, are skipped.
     """
     config: Any = model.config
     config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
@@ -66,13 +66,13 @@ def weights_hash(model: nn.Module) -> str:
             with suppress(NotImplementedError):
                 values: Any = parameter.detach().flatten()
                 values = values[:: max(1, len(values) // 64)]
-                values = values.full_tensor() if hasattr(values, "full_tensor") else values  # spread over processes
+                values = values.full_tensor() if hasattr(values, "full_tensor") else values  # sharded over processes
                 digest.update(values.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return how many ids the model can embed."""
+    """Return the number of ids that the model can embed."""
     with suppress(AttributeError, NotImplementedError):
         embeddings: Any = model.get_input_embeddings
         return embeddings().num_embeddings
@@ -80,11 +80,11 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return how many tokens fit into the model's table of absolute positions; None if any number do.
+    """Return the number of positions in the model's absolute position table; None if it does not have one.
 
-    The table itself is looked for, learned or fixed, because `max_position_embeddings` is its size in some models
+    We search for the table itself, learned or fixed, because `max_position_embeddings` is its size in some models
     (GPT-2, OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one
-    segment at a time, so the table limits no input.
+    segment at a time, so the table does not limit the input.
     """
     if getattr(model, "reads_in_segments", False):
         return None
@@ -94,7 +94,7 @@ def position_limit(model: nn.Module) -> int | None:
         if not POSITION.search(name.rpartition(".")[2]) or NOT_OF_TEXT.search(name):
             continue
         if isinstance(table, nn.Embedding):
-            # OPT and BART keep their first rows free, as .offset says; RoBERTa starts after its padding row
+            # OPT and BART skip their first .offset rows; RoBERTa starts after its padding row
             start = getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1)
             limits.append(table.num_embeddings - start)
         elif isinstance(table, torch.Tensor) and table.is_floating_point() and table.ndim > 1:
@@ -103,12 +103,12 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def load_language_model(name: str, **options: Any) -> nn.Module:
-    """Load with `AutoModelForCausalLM`, with a short error where a model has no causal head.
+    """Load with `AutoModelForCausalLM`, with a short error if the model does not have a causal head.
 
-    A model on the Hub is loaded from one commit, which its `config._commit_hash` names afterwards.
+    A model on the Hub is loaded from a single commit, which `config._commit_hash` then names.
 
     Raises:
-        ValueError: the model is an encoder-decoder, or of another kind that transformers has no causal head for.
+        ValueError: the model is an encoder-decoder, or transformers does not have a causal head for its type.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -130,7 +130,7 @@ def load_language_model(name: str, **options: Any) -> nn.Module:
 
 
 def commit_of(name: str, options: dict[str, Any]) -> str | None:
-    """Return the commit on the Hub that the options of `from_pretrained` lead to; None for an adapter."""
+    """Return the Hub commit that the `from_pretrained` options resolve to; None for an adapter."""
     from transformers.utils.hub import cached_file, extract_commit_hash
 
     of_the_hub = ("cache_dir", "token", "revision", "local_files_only", "subfolder")
@@ -141,7 +141,7 @@ def commit_of(name: str, options: dict[str, Any]) -> str | None:
 
 
 def check_decoder(config: Any) -> None:
-    """Raise ValueError if the configuration is of an encoder-decoder."""
+    """Raise ValueError if the config belongs to an encoder-decoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder, and a causal language model is needed: "

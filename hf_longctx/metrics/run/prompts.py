@@ -1,7 +1,7 @@
-"""Models of vLLM that report what they expected in place of each token of a prompt: `prompt_logprobs`.
+"""Read vLLM models that report the predictions at each token of a prompt (`prompt_logprobs`).
 
-The prediction after a position is reported with the token that follows, so a prompt has one token more than is scored.
-`served.ServedModel` reads a server in this way, and `OfflineModel` an engine in this program:
+vLLM reports a prediction at the token that it predicts, so a prompt is one token longer than the scored input.
+`served.ServedModel` reads a server in this way, and `OfflineModel` an engine in this process:
 
     forgetting_curve(OfflineModel(LLM("my-fox", dtype="float32")), tokens, ...)
 """
@@ -17,19 +17,19 @@ from ..checks import public_name
 from .reader import Reader, configured_id
 
 
-NO_PREDICTION = -1  # in place of an id: NaN
-Entry = dict[int, float]  # log-probabilities by id: of a token and of the likeliest one, in nats
+NO_PREDICTION = -1  # stands for an id if the logits are NaN
+Entry = dict[int, float]  # log-probabilities by id, in nats: the prompt token and the most likely token
 
 
 class PromptReader(Reader):
-    """The part of a `Reader` that follows from `prompt_entries`."""
+    """A `Reader` that predicts and scores from `prompt_entries`."""
 
     def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
-        """Return the entries of prompts of one length, (R, T) int64; the first one of each is empty."""
+        """Return the entries of prompts of one length, (R, T) int64; the first entry of each prompt is empty."""
         raise NotImplementedError
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Return predictions at positions up to T - 2, as an entry belongs to a token of the prompt."""
+        """Return predictions at positions up to T - 2, because an entry belongs to a prompt token."""
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         reported = slice(positions.start + 1, positions.stop + 1)
         best = np.array([[likeliest(entry) for entry in row[reported]] for row in self.prompt_entries(rows)])
@@ -43,14 +43,14 @@ class PromptReader(Reader):
 
 
 def likeliest(entry: Entry) -> int:
-    """Return the likeliest id, the lowest of equal ones as argmax does; -1 where a log-probability is NaN."""
+    """Return the most likely id, the lowest on ties like argmax; -1 if a log-probability is NaN."""
     if any(map(math.isnan, entry.values())):
         return NO_PREDICTION
     return min(entry, key=lambda token: (-entry[token], token))
 
 
 def check_entries(entries: list[Entry], ids: list[int]) -> list[Entry]:
-    """Return the entries of a prompt; raise ValueError if they are those of other tokens."""
+    """Return the entries of a prompt; raise ValueError if they belong to other tokens."""
     for i, (entry, token) in enumerate(zip(entries, ids)):
         if i and token not in entry:
             raise ValueError(
@@ -64,7 +64,7 @@ class OfflineModel(PromptReader):
     """The `Reader` of a `vllm.LLM`, which may be made with `skip_tokenizer_init=True`.
 
     Attributes:
-        position_limit: longest prompt in tokens: `max_model_len`, less one that has to be generated.
+        position_limit: longest prompt in tokens: `max_model_len` - 1, because vLLM must generate a token.
     """
 
     def __init__(self, llm: Any):
@@ -77,7 +77,7 @@ class OfflineModel(PromptReader):
         return {"model": public_name(self.config.model), "dtype": dtype, "attention": None, "served_with": "vllm.LLM"}
 
     def identity(self) -> dict[str, str]:
-        revision = getattr(self.config.hf_config, "_commit_hash", None)  # of a model from the Hub
+        revision = getattr(self.config.hf_config, "_commit_hash", None)  # set for models from the Hub
         return {"engine": "vllm"} | ({"revision": revision} if revision else {})
 
     def configured_id(self, name: str) -> int | None:

@@ -1,6 +1,6 @@
-"""How a metric reads a model: the base class `Reader`, and the reader of a model in this process.
+"""Readers, through which metrics use a model: the base class `Reader`, and the reader for a model in this process.
 
-`served.ServedModel` and `prompts.OfflineModel` are the other readers. A metric never asks which of them it has.
+`served.ServedModel` and `prompts.OfflineModel` are the other readers. A metric never depends on the kind of reader.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Reader:
     """A causal language model that reads token ids. Any object with these members can be measured.
 
     Attributes:
-        vocab_size: how many ids it can read; `math.inf` if unknown.
-        position_limit: most tokens in an input, or None if there is no limit.
-        claimed_context: the context that it claims, in tokens, or None.
-        device: where it runs, such as "cuda:0"; None if unknown.
-        can_reply: whether `reply` works.
-        is_distributed: whether processes hold one model together, so that they cannot share work.
+        vocab_size: size of the vocabulary; `math.inf` if unknown.
+        position_limit: maximum number of input tokens; None if unlimited.
+        claimed_context: claimed context in tokens, or None.
+        device: device of the model, such as "cuda:0"; None if unknown.
+        can_reply: whether the model supports `reply`.
+        is_distributed: whether the model is sharded over processes, which then cannot share work.
     """
 
     vocab_size: int | float = math.inf
@@ -43,15 +43,15 @@ class Reader:
     is_distributed: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return what the settings of a result say about the model; "model" is its name."""
+        """Return the model's entries in the settings of a result; "model" is its name."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, str]:
-        """Return what identifies the model besides its name, for the settings of results and journals."""
+        """Return what identifies the model in addition to its name, for the settings of results and journals."""
         return {}
 
     def configured_id(self, name: str) -> int | None:
-        """Return the model's "bos_token_id" or "eos_token_id", None if it has none."""
+        """Return the model's "bos_token_id" or "eos_token_id"; None if it is not set."""
         return None
 
     def cost(self, tokens: int) -> float:
@@ -59,11 +59,11 @@ class Reader:
         return tokens
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
-        """Prepare the model: everything below is called within `with reader.reading(...)`.
+        """Prepare the model; the methods below are only called inside `with reader.reading(...)`.
 
         Args:
             trial: ids of a typical input, (T,).
-            tokens_per_pass: most tokens in a forward pass; see `engine.Engine`.
+            tokens_per_pass: maximum number of tokens per forward pass; see `engine.Engine`.
         """
         return nullcontext()
 
@@ -72,11 +72,11 @@ class Reader:
 
         Args:
             inputs: (R, T) int64.
-            prefix: length of the beginnings that inputs may share, at most `positions.start`.
+            prefix: length of the prefix that inputs may share, at most `positions.start`.
             positions: consecutive input positions, ascending.
 
         Returns:
-            (R, len(positions)) int64: at each position the likeliest id to come next; -1 where a logit is NaN.
+            (R, len(positions)) int64, the most likely next id at each position; -1 where a logit is NaN.
 
         Raises:
             engine.OutOfMemory: memory runs out even in the smallest passes.
@@ -100,15 +100,15 @@ class Reader:
         raise NotImplementedError
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
-        """Return the text that greedy decoding gives after a prompt (T,), at most `tokens` tokens."""
+        """Return the greedy response to a prompt (T,), of at most `tokens` tokens."""
         raise NotImplementedError
 
 
 def reader_for(model: nn.Module | Reader) -> Reader:
-    """Return a reader unchanged, and a torch model in a `LocalReader`.
+    """Return a reader unchanged, or wrap a torch model in a `LocalReader`.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `model` is neither.
     """
     if isinstance(model, nn.Module):
         return LocalReader(model)
@@ -121,10 +121,10 @@ def reader_for(model: nn.Module | Reader) -> Reader:
 
 
 class LocalReader(Reader):
-    """Read with a torch model, whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V).
+    """A reader for a torch model whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V).
 
     Raises:
-        ValueError: the model is an encoder-decoder; or, once it reads, it is not causal (see `engine.check_causal`).
+        ValueError: the model is an encoder-decoder, or turns out not to be causal (see `engine.check_causal`).
     """
 
     def __init__(self, model: nn.Module):
@@ -150,7 +150,7 @@ class LocalReader(Reader):
         return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {})
 
     def configured_id(self, name: str) -> int | None:
-        """Return the id in the model's config, else in its generation config."""
+        """Return the id from the model's config, or from its generation config."""
         return configured_id(name, self.config, getattr(self.model, "generation_config", None))
 
     def cost(self, tokens: int) -> float:
@@ -163,7 +163,7 @@ class LocalReader(Reader):
 
     @contextmanager
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Iterator[None]:
-        """Set eval and inference mode; afterwards every module has its training flag again."""
+        """Set eval and inference mode, and restore every module's training flag afterwards."""
         self._engine_arguments = np.resize(trial, max(len(trial), 3)), tokens_per_pass
         training = [module for module in self.model.modules() if module.training]
         self.model.eval()
@@ -177,7 +177,7 @@ class LocalReader(Reader):
 
     @cached_property
     def engine(self) -> Engine:
-        """Make the engine when it is first needed, because it runs the model."""
+        """Create the engine lazily, because it runs the model."""
         return Engine(self.model, *self._engine_arguments)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
@@ -233,7 +233,7 @@ class UnloadedModel(Reader):
 
 
 def configured_id(name: str, *configs: Any) -> int | None:
-    """Return the special id of that name in the first configuration that has it."""
+    """Return the special id from the first config that sets it."""
     for config in configs:
         value = getattr(config, name, None)
         if value is not None:
@@ -242,10 +242,10 @@ def configured_id(name: str, *configs: Any) -> int | None:
 
 
 def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:
-    """Return BOS and EOS: the caller's, else the model's, else the other of the two.
+    """Return BOS and EOS: the caller's, else the model's, else the other one of the two.
 
     Raises:
-        ValueError: there is neither, or one is not in the vocabulary.
+        ValueError: neither is known, or one is not in the vocabulary.
     """
     bos = reader.configured_id("bos_token_id") if bos is None else bos
     eos = reader.configured_id("eos_token_id") if eos is None else eos

@@ -22,24 +22,24 @@ from .model import size_and_hardware
 from .reader import Reader
 
 
-BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # counts costs, not trials, as long inputs are slow
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # progress by cost, not trials, because long inputs are slow
 OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Options of a run that change the numbers by rounding at most.
+    """Options of a run, which change the numbers at most by rounding.
 
-    Where torch.distributed is initialized (`torchrun`, `accelerate launch`), every process, with its own copy of the
-    model, measures a share, and all return the whole result. An exception that ends a run once measuring has begun,
-    also KeyboardInterrupt, has an attribute `result`: what was measured until then, or None.
+    If torch.distributed is initialized (`torchrun`, `accelerate launch`), each process measures a share with its own
+    copy of the model, and all return the complete result. An exception that ends a run after measuring has begun,
+    including KeyboardInterrupt, gets an attribute `result` with the partial result, or None.
 
     Attributes:
-        journal: path of a file that gets a line for every finished trial. After a crash, a run with the same path
-            resumes there, and ends with the same file. Process k > 0 of several writes to `PATH.k`. None: no file.
-        tokens_per_pass: memory budget: most tokens in a forward pass, see `engine.Engine`.
-        progress: show a progress bar by cost: long inputs count for more than their tokens.
+        journal: path of a file that records every finished trial. After a crash, a run with the same path resumes, and
+            produces the same file. With several processes, process k > 0 writes to `PATH.k`. None: no file.
+        tokens_per_pass: memory budget, the maximum number of tokens per forward pass; see `engine.Engine`.
+        progress: whether to show a progress bar, which advances by cost.
 
     Raises:
         ValueError: tokens_per_pass is below 1.
@@ -55,12 +55,12 @@ class Run:
 
 
 def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
-    """Measure, and return the result of the task.
+    """Run the task and return its result.
 
     Raises:
-        ValueError: an option does not fit, which is raised before the model runs; or nothing could be measured, the
-            journal is of another run, or a logit is NaN.
-        BaseException: the error that ends the run early, with an attribute `result`: the partial result, or None.
+        ValueError: an option is invalid (raised before the model runs), nothing could be measured, the journal belongs
+            to another run, or a logit is NaN.
+        BaseException: the error that ended the run early, with the partial result (or None) as attribute `result`.
     """
     run, reader = run or Run(), subject.reader
     rank, processes = distributed.rank_and_world_size(reader)
@@ -96,9 +96,9 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
 
 
 def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> BaseException | None:
-    """Measure all trials that the task asks for, and return what ended the run early, or None.
+    """Measure all trials that the task requests; return the exception that ended the run early, or None.
 
-    Each score is in the journal as soon as it is known. In the end `journal.done` has what all processes measured.
+    Each score is written to the journal immediately. Finally, `journal.done` contains the scores of all processes.
     """
     reader, processes, failure = task.subject.reader, task.subject.processes, None
     typical = first_ids(task.requests(min(task.trials({}), key=lambda trial: trial.tokens).key)[0])
@@ -129,7 +129,7 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
 
 
 def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
-    """Return the trials of this process: the costliest are dealt out first, to the process with the least to do."""
+    """Return the trials of this process: the most expensive go first, each to the process with the least work."""
     loads, owner = [0.0] * processes, {}
     for key in sorted(costs, key=lambda key: -costs[key]):
         owner[key] = loads.index(min(loads))
@@ -138,7 +138,7 @@ def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
 
 
 def scores_of(journal: Journal) -> dict[Key, Any]:
-    """Return the scores by key, or the reason where there is none."""
+    """Return by key each trial's score, or the reason why it is missing."""
     return {
         key: Missing(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
         for key, entry in journal.done.items()
@@ -146,7 +146,7 @@ def scores_of(journal: Journal) -> dict[Key, Any]:
 
 
 def facts(reader: Reader, run: Run) -> dict[str, Any]:
-    """Return settings that change a number by rounding at most."""
+    """Return the settings that change a number at most by rounding."""
     tokens_per_pass = run.tokens_per_pass
     if tokens_per_pass is None and reader.device is not None:
         tokens_per_pass = TOKENS_PER_PASS["cpu" if reader.device == "cpu" else "accelerator"]
@@ -157,7 +157,7 @@ def facts(reader: Reader, run: Run) -> dict[str, Any]:
 def result_of(
     task: Task, scores: dict[Key, Any], settings: dict[str, Any], failure: BaseException | None
 ) -> TaskResult:
-    """Make the result of the trials that the task asks for; a journal may have others too."""
+    """Build the result from the trials that the task requests; a journal may contain others."""
     trials = [trial.key for trial in task.trials(scores)]
     measured = {key: scores[key] for key in trials if key in scores and not isinstance(scores[key], Missing)}
     missing = {key: str(scores[key]) for key in trials if isinstance(scores.get(key), Missing)}
@@ -188,7 +188,7 @@ class NotFinite(ValueError):
 
 
 def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
-    """Let a model answer one request."""
+    """Answer one request with a model."""
     if isinstance(request, Predict):
         predictions, positions = reader.predict(*request), request.positions
         bad = np.argwhere(predictions == -1)
@@ -206,7 +206,7 @@ def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
 
 
 def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-probabilities of ids[first:], and the likeliest ids in their places."""
+    """Return the log-probabilities of ids[first:], and the most likely ids at the same positions."""
     log_probs, best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1))
     bad = np.flatnonzero(~np.isfinite(log_probs) if finite else np.isnan(log_probs))
     if len(bad):
@@ -218,7 +218,7 @@ def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> t
 
 
 def first_ids(request: Request) -> np.ndarray:
-    """Return a typical input: the first one of a request."""
+    """Return the first input of a request, as a typical one."""
     if isinstance(request, Predict):
         return request.rows[0]
     return request.ids[:-1] if isinstance(request, Score) else request.prompt

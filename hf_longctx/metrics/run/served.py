@@ -1,10 +1,10 @@
 """A model behind an OpenAI-compatible completions endpoint.
 
-vLLM's `prompt_logprobs` report, for each token of a prompt, a dictionary of token ids with log-probability and rank,
-among them the likeliest token. Of another server only a forgetting curve can be measured, by greedy completions.
+For each prompt token, vLLM's `prompt_logprobs` report a dictionary of token ids with log-probability and rank,
+including the most likely token. Other servers only support a forgetting curve, by greedy completions.
 
-The prediction in place of a token does not depend on that token. Prompts that differ in one token show whether this
-holds for the log-probabilities of a server, or whether its lists are one position late.
+The prediction at a token does not depend on that token. Prompts that differ in one token show whether this holds for a
+server, or whether its lists are one position late.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
@@ -33,34 +33,34 @@ from .prompts import Entry, PromptReader, check_entries
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # the same request may succeed later
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
 REQUEST = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-ROUNDING = 0.02  # largest difference of a log-probability between requests by rounding, in nats
+ROUNDING = 0.02  # tolerance for log-probabilities between requests, in nats
 
 
 class ServedModel(PromptReader):
-    """The `Reader` of one served model. Making one asks the server for its name, and for what it can report.
+    """The `Reader` of one served model. The constructor asks the server for the model's name and capabilities.
 
     Args:
-        base_url: up to and including the version, such as "http://localhost:8000/v1".
-        model: name of the model there; optional if the server lists one model only.
-        tokenizer: the model's tokenizer, for greedy completions of servers that take or return no ids.
-        journal: path of a file for the responses of greedy completions, from which a killed run resumes.
+        base_url: URL up to and including the version, such as "http://localhost:8000/v1".
+        model: name of the served model; optional if the server only lists one.
+        tokenizer: the model's tokenizer, for greedy completions on servers that do not take or return ids.
+        journal: path of a file that records greedy completions, from which a killed run resumes.
         vocab_size: size of the vocabulary, which servers do not report. Needed for random data without id_range.
-        api_key: bearer token, which is not sent to where a server redirects. None: no key is sent.
-        concurrency: number of requests in flight. A server batches them.
+        api_key: bearer token, which is not forwarded on redirects. Default: none.
+        concurrency: number of concurrent requests, which the server batches.
         timeout: timeout of a request in seconds. A response begins when the whole prompt has been read.
-        retries: most retries of a request after a broken connection, a timeout or a temporary error (429, 5xx), each
+        retries: maximum number of retries after a broken connection, a timeout or a temporary error (429, 5xx), each
             with a RuntimeWarning.
         backoff: seconds before the first retry, doubled for each further one.
 
     Attributes:
-        position_limit: longest prompt in tokens, None if the server does not say.
-        greedy: reads by greedy completions; None where the server reports log-probabilities.
+        position_limit: longest prompt in tokens; None if the server does not report it.
+        greedy: reader by greedy completions; None if the server reports log-probabilities.
 
     Raises:
         ConnectionError: the server cannot be reached.
-        ValueError: there is no such model, or the endpoint neither gives log-probabilities of a prompt nor completes
-            one.
-        RuntimeError: the server answers with an error, whose message is in this one.
+        ValueError: the model does not exist, or the endpoint neither reports prompt log-probabilities nor completes
+            prompts.
+        RuntimeError: the server returned an error; the message includes it.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class ServedModel(PromptReader):
         """Return the entries of one prompt.
 
         Raises:
-            ConnectionError, RuntimeError: as for the class.
-            ValueError: the response does not have one entry for each token, or its tokens are others.
+            ConnectionError, RuntimeError: see the class.
+            ValueError: the response does not have one entry for each token, or has other tokens.
             UnsupportedInput: the prompt is longer than the server allows.
         """
         response = self.complete({"model": self.model, "prompt": prompt, **REQUEST}, **options)
@@ -132,22 +132,22 @@ class ServedModel(PromptReader):
         return check_entries(by_id, prompt)
 
     def complete(self, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Return the response to a request for completions, which has a choice."""
+        """Return the response to a completions request, after checking that it has choices."""
         response = self._send("/completions", body, **options)
         if not (isinstance(response, dict) and isinstance(response.get("choices"), list) and response["choices"]):
             raise RuntimeError(f"{self.base_url}/completions answered without choices: {str(response)[:200]}")
         return response
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any = None) -> str:
-        """Return the greedy response; the server's tokenizer makes the text."""
+        """Return the greedy response, decoded by the server's tokenizer."""
         body = {"model": self.model, "prompt": prompt.tolist(), "max_tokens": tokens, "temperature": 0}
         return self.complete(body)["choices"][0]["text"]
 
     def _choose_model(self, model):
-        """Return the name of the model, and its longest prompt."""
+        """Return the model's name and its longest prompt."""
         try:
             entries = self._send("/models")["data"]
-        except (RuntimeError, LookupError, TypeError) as error:  # few servers lack the list, but nothing depends on it
+        except (RuntimeError, LookupError, TypeError) as error:  # a few servers do not list models, which is fine
             if model is None and isinstance(error, RuntimeError):
                 raise
             entries = []
@@ -163,17 +163,17 @@ class ServedModel(PromptReader):
         return model, limits[0] - 1 if limits and limits[0] else None  # one token must be generated
 
     def _check_log_probs(self):
-        """Raise ValueError or RuntimeError unless the server gives log-probabilities of the right tokens."""
+        """Raise ValueError or RuntimeError unless the server reports log-probabilities of the right tokens."""
         size = 10 if self.vocab_size == math.inf else int(self.vocab_size)
         probes = [self.entries([0, 1, 2, size * i // 5], retries=1) for i in range(1, 5)]
         if np.ptp([max(entries[3].values()) for entries in probes]) > ROUNDING:
             raise ValueError("they are those of other tokens, as if one position late.")
 
     def _send(self, path, body=None, retries=None):
-        """Return the JSON of a response; retry as long as that may help.
+        """Return the JSON of a response; retry after temporary errors.
 
-        We do not use `huggingface_hub.utils.http_backoff`: its client rejects every address under HF_HUB_OFFLINE,
-        where a server on this machine can still be measured, and is closed for all threads when one cannot connect.
+        We do not use `huggingface_hub.utils.http_backoff`: its client rejects every address under HF_HUB_OFFLINE, even
+        a server on this machine, and is closed for all threads if one of them cannot connect.
         """
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -209,7 +209,7 @@ class ServedModel(PromptReader):
 
 
 def read_message(error: urllib.error.HTTPError) -> str:
-    """Return what the server says about an error."""
+    """Return the server's error message."""
     text = error.read().decode(errors="replace").strip()
     try:
         document = json.loads(text)
@@ -221,7 +221,7 @@ def read_message(error: urllib.error.HTTPError) -> str:
 
 
 def as_float(value: float | None) -> float:
-    """Return a number of JSON, which has no NaN."""
+    """Return a float; JSON encodes NaN as null."""
     return math.nan if value is None else float(value)
 
 

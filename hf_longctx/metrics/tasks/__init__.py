@@ -1,4 +1,4 @@
-"""Every metric that runs a model, one file each. Importing this module registers all of them in `task.Task.tasks`."""
+"""All metrics that run a model, one per file. Importing this module registers them in `task.Task.tasks`."""
 
 import importlib
 import pkgutil

@@ -37,7 +37,7 @@ from ..task import Counts, Missing, Predict, Task, TaskResult, Trial, option
 
 
 PAPER_POINTS = 32  # lengths of the paper
-# settings that random texts depend on
+# Settings that random sequences depend on
 RANDOM_TEXTS = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
 
 
@@ -54,7 +54,7 @@ def span(lengths: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class ForgettingCurve(TaskResult):
-    """A measured curve, whose scores have lengths as keys."""
+    """A measured forgetting curve; its scores are keyed by length."""
 
     kind, title, inches = "forgetting_curve", "Forgetting curve", (6.6, 5.6)
     verb, same_texts = "copies", ("data_type", "corpus_sha256")
@@ -66,7 +66,7 @@ class ForgettingCurve(TaskResult):
         settings: dict[str, Any] | None = None,
         not_measured: dict[int, str] | None = None,
     ) -> Self:
-        """Return the curve of these points; `not_measured` says why a length has none."""
+        """Return the curve with these points; `not_measured` gives the reasons for missing lengths."""
         points = sorted(points, key=lambda p: p.length)
         twice = [a.length for a, b in pairwise(points) if a.length == b.length]
         if twice:
@@ -88,7 +88,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def not_measured(self) -> dict[int, str]:
-        """The reason why a length has no point, by length."""
+        """The reasons for missing points, by length."""
         return self.missing
 
     def span(self, keys):
@@ -103,13 +103,13 @@ class ForgettingCurve(TaskResult):
     def coarse_length(self) -> MemoryLength:
         """The paper's coarse length: the largest measured length copied at least 1 % better than guessed.
 
-        One of many lengths passes by chance, even where nothing is remembered; `interval` is significant.
+        One of many lengths passes by chance, even without memory; `interval` tests for significance.
         """
         return self.memory_lengths["coarse_max"]
 
     @property
     def memory_lengths(self) -> dict[str, MemoryLength]:
-        """All five readings; see the function `memory_lengths`."""
+        """All five definitions; see the function `memory_lengths`."""
         return memory_lengths(self.points)
 
     def interval(self, method: str, confidence: float = 0.95) -> LengthInterval:
@@ -124,12 +124,12 @@ class ForgettingCurve(TaskResult):
 
     @cached_property
     def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
-        """Cache of `interval`, which a card needs a dozen times."""
+        """Cache of `interval`, which a card calls a dozen times."""
         return {}
 
     @property
     def repeats_in_words(self) -> str:
-        """Return the number of repeats in words, such as "10 repeats", or "3 to 10 repeats" of an adaptive curve."""
+        """Return the number of repeats in words, such as "10 repeats", or "3 to 10 repeats" for an adaptive curve."""
         counts = sorted({p.repeats for p in self.points})
         return plural(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
 
@@ -199,7 +199,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """Return the part of the summary about passages that overlap, as the text is too short."""
+        """Return the part of the summary about passages that overlap because the corpus is too short."""
         if not self.overlapping:
             return ""
         p = next(p for p in self.points if p.length == self.overlapping[0])
@@ -218,9 +218,9 @@ class ForgettingCurve(TaskResult):
         )
 
     def numbers(self):
-        """Return the lower ends of the intervals, which are not noise.
+        """Return the lower ends of the intervals, which are significant.
 
-        An upper end is not a score, but a leaderboard would rank it.
+        Upper ends are omitted: a leaderboard would rank them as scores.
         """
         if not self.points:
             return []
@@ -317,7 +317,7 @@ class Curve(Task):
     confidence: float | None = option(
         None, "confidence at which the adaptive protocol stops (default: 0.95)", least=0.01, most=0.9999
     )
-    seed: int = option(0, "random seed of the places of the passages")
+    seed: int = option(0, "random seed of the passage positions")
 
     def __post_init__(self):
         super().__post_init__()
@@ -382,7 +382,7 @@ class Curve(Task):
         return default_lengths(subject.claimed, corpus_tokens, points, grid, self.repeats)
 
     def check_id_range(self) -> list[int]:
-        """Return lowest and highest random id."""
+        """Return the lowest and the highest random id."""
         vocab_size = self.subject.reader.vocab_size
         if self.id_range is None and vocab_size == math.inf:
             raise ValueError(
@@ -401,7 +401,7 @@ class Curve(Task):
             return facts
         if self.irrelevant is not None:
             facts |= {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
-        if hasattr(tokenizer, "decode"):  # to compare models of other tokenizers in bytes
+        if hasattr(tokenizer, "decode"):  # to compare models with different tokenizers in bytes
             sample = self.subject.text[:10_000].tolist()
             text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
             facts["bytes_per_token"] = round(len(text.encode()) / len(sample), 2)
@@ -411,10 +411,10 @@ class Curve(Task):
         if self.protocol == "reference":
             return [self.trial(length, 0, self.repeats) for length in self.samples]
         asked = {key: self.trial(*key) for key, score in scores.items() if isinstance(score, Missing)}
-        too_long = min([length for length, *_ in asked], default=math.inf)  # nothing longer can be read either
+        too_long = min([length for length, *_ in asked], default=math.inf)  # longer inputs cannot be read either
 
         def measure(length: int, first: int, stop: int) -> CurvePoint:
-            """Return the point of all repeats up to `stop`, which the processes share."""
+            """Return the point with all repeats up to `stop`, which the processes share."""
             edges = [first + (stop - first) * i // self.subject.processes for i in range(self.subject.processes + 1)]
             asked.update({(length, a, b): self.trial(length, a, b) for a, b in pairwise(edges) if a < b})
             parts = {key: scores.get(key) for key in asked if key[0] == length}
@@ -424,13 +424,13 @@ class Curve(Task):
             return CurvePoint(length, point["copy"], point["LM"], point.get("begins"))
 
         lengths = [length for length in self.samples if length < too_long]
-        with suppress(Pending):  # replay: the search depends on the scores only
+        with suppress(Pending):  # replays the search, which only depends on the scores
             if lengths:
                 locate(lengths, measure, repeats=self.repeats, confidence=self.confidence or 0.95)
         return [*asked.values()]
 
     def trial(self, length: int, first: int, stop: int) -> Trial:
-        """Return the trial of some of the repeats of a length, each with two inputs."""
+        """Return the trial for some repeats of a length, with two inputs each."""
         return Trial((length, first, stop), input_tokens(length), 2 * (stop - first))
 
     def requests(self, key):
@@ -450,7 +450,7 @@ class Curve(Task):
         reasons = {length: reason for (length, *_), reason in missing.items()}
         readable = {key: score for key, score in scores.items() if reasons.get(key[0], "interrupted") == "interrupted"}
         measured = joined(readable)
-        if "interrupted" in reasons.values():  # which of the others would be needed is not known
+        if "interrupted" in reasons.values():  # we cannot know which other trials would be needed
             reasons |= dict.fromkeys([length for length in self.samples if length not in reasons], "interrupted")
         return measured, {length: reason for length, reason in sorted(reasons.items()) if length not in measured}
 
@@ -472,6 +472,6 @@ def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int
 
 
 def undrawn_ids(tokenizer, low: int, high: int) -> frozenset[int]:
-    """Return the ids from `low` to `high` that text cannot have: special and added tokens, ids without a token."""
+    """Return the ids from `low` to `high` that text does not contain: special and added tokens, unused ids."""
     added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return frozenset(range(low, high + 1)) - (set(tokenizer.get_vocab().values()) - added)

@@ -1,4 +1,4 @@
-"""Line retrieval: many lines with a name and a number each, and a question about the number of one of them.
+"""Line retrieval: a record of many lines, each with a name and a number, and a question about one of the numbers.
 
 The line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, for models
 without instruction tuning.
@@ -23,7 +23,7 @@ from ..retrieval.wording import Frame, RetrievalTask
 from ..task import option
 
 
-LARGEST = 50_000  # numbers are from 1 to this, as in LongEval
+LARGEST = 50_000  # largest number in a line, as in LongEval
 
 ADJECTIVES = (
     "able amber ample arid basic bold brave brief bright broad calm cheap clean clear clever close cold cool curly damp "
@@ -46,7 +46,7 @@ NAMES = ["-".join(pair) for pair in product(ADJECTIVES.split(), NOUNS.split())]
 
 
 class Record(NamedTuple):
-    """One record and the question about it."""
+    """A record and the question about it."""
 
     text: str
     question: str
@@ -56,7 +56,7 @@ class Record(NamedTuple):
 
 
 def draw_record(lines: int, seed: int, repeat: int) -> Record:
-    """Draw a record of `lines` lines; the same for the same three numbers.
+    """Draw a record of `lines` lines, deterministically for the three arguments.
 
     >>> print(draw_record(2, 0, 0).text.splitlines()[-1].split()[2:4])
     ['REGISTER_CONTENT', 'is']
@@ -84,7 +84,7 @@ class LinesPoint(Answers):
     Attributes:
         lines: number of lines in the record.
         tokens: number of tokens of prompt and answer together, for each repeat.
-        asked_lines: the line in question in each, counted from 0.
+        asked_lines: index (from 0) of the line in question, for each repeat.
     """
 
     key = ("lines",)
@@ -101,7 +101,7 @@ class LinesPoint(Answers):
 
 @dataclass(frozen=True)
 class LineRetrieval(Retrieval):
-    """Measured line retrieval, whose scores have numbers of lines as keys."""
+    """Measured line retrieval; its scores are keyed by the number of lines."""
 
     kind = "lines"
     title = "Line retrieval"
@@ -142,7 +142,7 @@ class LineRetrieval(Retrieval):
         return Table(("lines", "tokens", *self.score_columns(), "records"), rows)
 
     def draw(self, figure, title, train_length):
-        """Draw the result; `train_length` is not marked, as the figure counts lines and not tokens."""
+        """Draw the result; `train_length` is not marked, because the figure shows lines, not tokens."""
         draw_rates(figure, self, title)
 
 
@@ -206,7 +206,7 @@ line_retrieval = function(Lines)
 
 
 def record_prompt(record: Record, frame: Frame | None) -> str:
-    """Return record and question, up to where the answer begins; in a chat, the response begins with it."""
+    """Return record and question, ending with the start of the answer, which in a chat begins the response."""
     if frame is None:
         return record.text + record.question
     question, _, begin = record.question.rpartition("\nAnswer: ")
@@ -231,8 +231,8 @@ def draw_rates(figure: Any, result: LineRetrieval, title: str) -> None:
     from .. import style
 
     axes = figure.add_subplot()
-    scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced: lines double, as a rule
-    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # next to each other where they are equal
+    scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced, as lines usually double
+    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # shifted to keep equal rates apart
         label, colour, marker, dashes = style.RATES[score]
         rates = np.array([getattr(point, score) for point in result.points])
         bars: dict[str, Any] = dict(capsize=3, elinewidth=1)

@@ -1,4 +1,4 @@
-"""Per-token loss: how well a model predicts the i-th token of a text, given the i - 1 before it.
+"""Per-token loss: how well a model predicts the i-th token of a sequence, given the i - 1 tokens before it.
 
 L(i) is the mean over M sequences of the negative log-probability of token i, in nats. While it falls with i, the model
 uses context of that length; where it stays level, the model gains nothing from more context. The perplexity
@@ -24,16 +24,16 @@ from ..result import Number, Table, plural
 from ..task import Score, Task, TaskResult, Trial, option
 
 
-MOST_SEQUENCES = 32  # by default
+MOST_SEQUENCES = 32  # default maximum
 WINDOW = 101  # tokens in the moving average of the paper's figures
-LEAST_SPAN = 0.5  # nats between the bottom and the top of a figure, so that noise does not look like a trend
+LEAST_SPAN = 0.5  # minimum height of the y axis in nats, so that noise does not look like a trend
 
 
 # Averages ------------------------------------------------------------------------------------------------------------
 
 
 def smoothing_window(context_length: int) -> int:
-    """Return the tokens in the moving average: the paper's 101, but at most a tenth of the context.
+    """Return the window of the moving average in tokens: the paper's 101, but at most a tenth of the context.
 
     >>> [smoothing_window(tokens) for tokens in (8, 64, 400, 16384)]
     [1, 5, 39, 101]
@@ -86,7 +86,7 @@ def perplexity(loss: Sequence[float]) -> np.ndarray:
 
 
 def window_starts(corpus_tokens: int, context_length: int, sequences: int | None) -> list[int]:
-    """Return where `sequences` evenly spaced windows start; by default as many as fit side by side, but at most 32.
+    """Return the starts of `sequences` evenly spaced windows (default: as many as fit side by side, at most 32).
 
     Raises:
         ValueError: the corpus is shorter than one window.
@@ -109,7 +109,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
 
 @dataclass(frozen=True)
 class PositionLoss(TaskResult):
-    """A measured per-token loss. Its one score, `"mean"`, has `loss`, `error`, `sequences` and `texts`."""
+    """A measured per-token loss. Its only score, `"mean"`, has `loss`, `error`, `sequences` and `texts`."""
 
     kind, title, inches = "position_loss", "Per-token loss", (6.6, 7)
 
@@ -128,27 +128,27 @@ class PositionLoss(TaskResult):
         error: Sequence[float] | None = None,
         texts: int = 0,
     ) -> Self:
-        """Return the result of a mean loss.
+        """Return the result for a mean loss.
 
         Args:
             loss: L(1) .. L(T) in nats, one float per position, the mean over sequences.
             sequences: number of sequences.
             error: standard error over sequences of `smoothed()`, one float per position; None if not known.
-            texts: number of sequences that do not overlap; the error is that of their mean. Default (0): all.
+            texts: number of sequences that do not overlap, which the error refers to. Default (0): all.
         """
         mean = {"loss": np.asarray(loss, dtype=np.float64).tolist(), "error": None if error is None else [*error]}
         return cls({"mean": {**mean, "sequences": sequences, "texts": texts or sequences}}, settings or {})
 
     @classmethod
     def of_sequences(cls, losses: Any, settings: dict[str, Any], starts: Sequence[int] | None = None) -> Self:
-        """Return the mean over sequences, and its error by those that do not overlap.
+        """Return the mean over sequences, with its error over those that do not overlap.
 
         Args:
             losses: losses of M sequences of T tokens, (M, T), in nats.
-            starts: where the sequences start in one text; None if they do not overlap.
+            starts: starts of the sequences in one corpus; None if they do not overlap.
 
         Raises:
-            ValueError: the sequences are missing, or not of one length.
+            ValueError: `losses` is empty, or the sequences differ in length.
         """
         return cls.of_mean(settings=settings, **mean_of(losses, starts))
 
@@ -224,7 +224,7 @@ class PositionLoss(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """Return the part of the summary about sequences that overlap, as the text is too short."""
+        """Return the part of the summary about sequences that overlap because the corpus is too short."""
         if self.texts == self.sequences:
             return ""
         return f"; the text is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'text')}"
@@ -250,7 +250,7 @@ class PositionLoss(TaskResult):
         return Table(("tokens", "L(i), smoothed", "P(l)"), rows)
 
     def ends(self) -> np.ndarray:
-        """Return the powers of two up to the context length, and that."""
+        """Return the powers of two up to the context length, and the context length."""
         return np.unique([*(2**i for i in range(self.context_length.bit_length())), self.context_length])
 
     def draw(self, figure, title, train_length):
@@ -290,7 +290,7 @@ class Loss(Task):
     sequences: int | None = option(
         None, "number of sequences (default: as many as fit side by side, but at most 32)", least=1, selects=True
     )
-    starts: list[int] | None = option(None, "where the sequences start in the text", least=0, selects=True)
+    starts: list[int] | None = option(None, "start of each sequence in the text, in tokens", least=0, selects=True)
 
     def prepare(self):
         text, length, starts = len(self.subject.text), self.context_length, self.starts
@@ -333,9 +333,9 @@ def draw_losses(
     train_length: int | None = None,
     differences: Sequence[str] = (),
 ) -> None:
-    """Draw the smoothed L(i) in a ribbon of its standard error, and below it P(l), from half a window of tokens on.
+    """Draw the smoothed L(i) with a ribbon of its standard error, and P(l) in a lower panel, from half a window on.
 
-    `differences` are settings in which the measurements differ, named in the figure.
+    `differences` are the settings in which the measurements differ; the figure lists them.
     """
     from .. import style
 
@@ -349,7 +349,7 @@ def draw_losses(
             above.fill_between(positions, *edges, color=colour, alpha=0.2, linewidth=0)
         label = f"{style.literal(result.model_name)}, {plural(result.sequences, 'sequence')}"
         above.plot(positions, smoothed, color=colour, linewidth=1.6, label=label)
-        begin = result.window // 2  # few tokens have perplexities far off the scale
+        begin = result.window // 2  # perplexities over few tokens are far off the scale
         below.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
     above.set_ylim(*least_span(*above.get_ylim()))
     below.set_ylim(*np.exp(least_span(*np.log(np.maximum(below.get_ylim(), 1)))))
@@ -371,7 +371,7 @@ def draw_losses(
 
 
 def least_span(low: float, high: float) -> tuple[float, float]:
-    """Return the ends of an axis, moved apart if they are nearer than half a nat.
+    """Return the limits of an axis, widened to at least half a nat.
 
     >>> least_span(6.25, 6.75), least_span(6.5, 6.5)
     ((6.25, 6.75), (6.25, 6.75))

@@ -1,10 +1,10 @@
-"""A needle in a haystack: one sentence hidden in a long text, and a question that only it answers.
+"""Needle in a haystack: one sentence is hidden in a long document, and only this sentence answers the question.
 
-In the standard mode the sentence is alone; in the easy mode the question precedes it, as at the end of the prompt, for
-models without instruction tuning. The answer is known, so no judge is needed; see `answers`.
+In standard mode, the needle is a plain sentence. In easy mode, the needle repeats the question before the answer, for
+models without instruction tuning. The answer is known, so scoring does not need a judge model; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
-and Qin et al. 2024. How prompts are made is in `haystack`, their texts are in `wording`.
+and Qin et al. 2024. `haystack` builds the prompts, and `wording` contains their wording.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class NeedleCell(Answers):
 
     Attributes:
         length: number of tokens of prompt and answer together.
-        depth: intended place of the needle, 0 (beginning) to 1 (end of the haystack).
+        depth: intended depth of the needle, from 0 (beginning of the haystack) to 1 (end).
         positions: number of tokens before the needle in each prompt, BOS included.
-        begins: where each haystack starts in the corpus; None if not known.
+        begins: start of each haystack in the corpus; None if not known.
     """
 
     key = "length", "depth"
@@ -55,7 +55,7 @@ class NeedleCell(Answers):
 
 @dataclass(frozen=True)
 class NeedleGrid(Retrieval):
-    """A measured grid of lengths and depths, whose scores have keys (length, depth)."""
+    """A measured grid of lengths and depths; its scores are keyed by (length, depth)."""
 
     kind = "needle"
     title = "Needle in a haystack"
@@ -66,7 +66,7 @@ class NeedleGrid(Retrieval):
 
     @property
     def cells(self) -> tuple[NeedleCell, ...]:
-        """One `NeedleCell` per length and depth that was measured, length by length."""
+        """One `NeedleCell` per measured length and depth, ordered by length."""
         return self.parts
 
     def span(self, keys):
@@ -74,7 +74,7 @@ class NeedleGrid(Retrieval):
         return f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
 
     def units(self, size: int) -> list[list[Answer]]:
-        """Return the answers at a length by their haystacks, named by where they start, or by repeat."""
+        """Return the answers at a length, grouped by haystack: by its start in the corpus, or by repeat."""
         answers: dict[int, list[Answer]] = {}
         for cell in self.cells:
             if cell.length == size:
@@ -88,12 +88,12 @@ class NeedleGrid(Retrieval):
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths that were measured, ascending."""
+        """The measured lengths, ascending."""
         return sorted({cell.length for cell in self.cells})
 
     @property
     def depths(self) -> list[float]:
-        """The depths that were measured, ascending."""
+        """The measured depths, ascending."""
         return sorted({cell.depth for cell in self.cells})
 
     def grid(self, score: str = "match_rate") -> np.ndarray:
@@ -219,8 +219,8 @@ needle_in_a_haystack = function(Needle)
 def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | None = None) -> None:
     """Draw a heat map of the rate of right answers, length by depth, red (0) to blue (1); white is not measured.
 
-    A cell shows per cent, or where it has fewer than five answers, how many of them are right; where no cell has five,
-    the colours are pale, as few answers say little about a cell.
+    A cell shows a percentage, or with fewer than five answers the number of right ones. If no cell has five answers,
+    the colours are pale, because few answers say little about a cell.
     """
     from .. import style
 
@@ -229,7 +229,7 @@ def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | N
     figure.set_size_inches(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
     pale = max(len(cell.answers) for cell in result.cells) < 5
-    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # colour-blind readers can read it
+    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # readable for colour-blind readers
     image = axes.imshow(rates, **colours, vmin=0, vmax=1, aspect="auto")
     for cell in result.cells:
         rate, answers = getattr(cell, shown), len(cell.answers)

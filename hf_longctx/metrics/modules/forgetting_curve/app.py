@@ -1,4 +1,4 @@
-"""The page that evaluate makes of this module: a table of predictions, and their scores."""
+"""The Gradio page that evaluate generates for this module: a table of predictions and their scores."""
 
 from pathlib import Path
 

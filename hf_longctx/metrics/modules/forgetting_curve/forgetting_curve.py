@@ -7,18 +7,18 @@ from hf_longctx.metrics import evaluate_modules  # From: hf-longctx
 
 
 _DESCRIPTION = """
-The forgetting curve measures how far a causal language model remembers. The model copies a passage S that it has read,
-by teacher forcing, and is compared with itself after an unrelated passage I of the same length. The fine length is the
-longest S of whose second half more than 99 % is predicted right. The coarse length is the longest S with at least 1 %
-more than after I.
+The forgetting curve measures how far back a causal language model remembers. With teacher forcing, the model copies a
+passage S that it has read, and is compared with itself after an unrelated passage I of the same length. The fine length
+is the longest S for which the model predicts more than 99 % of the second half right. The coarse length is the longest
+S for which it predicts at least 1 % more than after I.
 """
 
 _KWARGS_DESCRIPTION = """
 Either a model:
     model: a causal language model of transformers, or its name or folder.
-    corpus (str, list of str or list of int): the text that S and I are drawn from, its path, or its token ids. It must be at
-        least three times as long as the longest passage. None for data_type="random".
-    tokenizer: tokenizer of the text, or its name. Default: found by the model's name.
+    corpus (str, list of str or list of int): corpus to draw S and I from, its path, or its token ids, at least
+        three times as long as the longest passage. None for data_type="random".
+    tokenizer: tokenizer for the corpus, or its name. Default: the model's.
     model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
     further keywords of hf_longctx.metrics.forgetting_curve and hf_longctx.metrics.Run: lengths, repeats, seed, journal ...
 Or predictions and references, one for each passage S of n tokens:
@@ -67,7 +67,7 @@ class ForgettingCurve(evaluate.Metric):
         )
 
     def compute(self, *, predictions=None, references=None, model=None, **options):
-        """Measure a model, or score predictions: those given here and those added before."""
+        """Measure a model, or score the predictions passed here and added before."""
         if evaluate_modules.measures(self, model, predictions, references):
             return evaluate_modules.measure_curve(model, **options)
         return super().compute(predictions=predictions, references=references, **options)

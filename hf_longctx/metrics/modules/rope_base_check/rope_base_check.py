@@ -7,9 +7,9 @@ from hf_longctx.metrics import evaluate_modules  # From: hf-longctx
 
 
 _DESCRIPTION = """
-With a rotary position embedding (RoPE), a query prefers a similar key to a random one only up to some distance, which
-depends on the base. This module checks the bound at the context that a model claims, or for pairs of a base and a
-context. It is a screening number: below the bound the paper found low perplexity but poor retrieval at a distance.
+With a rotary position embedding (RoPE), a query prefers a similar key to a random one only up to a distance that
+depends on the base. This module checks this bound at a model's claimed context, or for pairs of a base and a context.
+It is a screening number: below the bound, the paper found low perplexity but poor long-distance retrieval.
 """
 
 _KWARGS_DESCRIPTION = """
@@ -20,7 +20,7 @@ Either a model:
     model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
 Or predictions and references:
     predictions (list of float): RoPE bases.
-    references (list of int): the contexts that they should support, in tokens.
+    references (list of int): context length that each base should support, in tokens.
     head_dim (int): dimensions of a query or key head, all of which rotate.
 Returns:
     for a model, the report of hf_longctx.metrics.rope_report: verdict ("holds"; "holds within windows" if no layer with
@@ -62,7 +62,7 @@ class RopeBaseCheck(evaluate.Metric):
         )
 
     def compute(self, *, predictions=None, references=None, model=None, **options):
-        """Check a model, or pairs of a base and a context: those given here and those added before."""
+        """Check a model, or the pairs of a base and a context that were passed here and added before."""
         if evaluate_modules.measures(self, model, predictions, references):
             return evaluate_modules.check_model(model, **options)
         return super().compute(predictions=predictions, references=references, **options)
