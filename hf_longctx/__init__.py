@@ -1,6 +1,6 @@
 """Long-context research in the Hugging Face ecosystem.
 
-`import hf_longctx` registers our models with transformers' Auto classes. Everything else is imported at first use.
+`import hf_longctx` registers our models with transformers' Auto classes. Everything else is imported lazily.
 """
 
 import importlib

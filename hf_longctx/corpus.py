@@ -1,4 +1,4 @@
-"""Corpora for measuring and training: a file, a folder, a dataset, PG-19, or the English text that ships with CPython.
+"""Corpora for evaluation and training: a file, a folder, a dataset, PG-19, or the English text shipped with CPython.
 
 A corpus is a sequence of documents, which are read lazily.
 """
@@ -19,12 +19,12 @@ import numpy as np
 
 PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
 STDLIB = "stdlib"
-# We take the first of these splits that a dataset has, else its first split.
+# Preferred splits of a dataset, in this order; otherwise we read its first split
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Columns of conversations and of their options, named as in TRL
 CONVERSATIONS, CHAT_OPTIONS = (("messages",), ("prompt", "completion")), ("tools", "chat_template_kwargs")
-SUFFIXES = (*PLAIN, *TABLES)  # of a folder, we read the files with the first suffix that occurs
+SUFFIXES = (*PLAIN, *TABLES)  # by priority: from a folder, we read only files of the first kind found
 HUB_TIMEOUT_S = 3.0
 
 
@@ -36,7 +36,7 @@ class Corpus(NamedTuple):
 
 
 def split_mixture(data: str) -> list[tuple[str, float | None]]:
-    """Return the sources of a mixture and their shares, which sum to 1; None: each source is read once.
+    """Parse a mixture into sources and shares, which sum to 1. A share of None reads the source once.
 
     >>> split_mixture("books=3,web.jsonl=1")
     [('books', 0.75), ('web.jsonl', 0.25)]
@@ -53,7 +53,7 @@ def split_mixture(data: str) -> list[tuple[str, float | None]]:
     shares = [float(match[2]) for match in matches if match]
     if len(shares) < len(parts) or min(shares) == 0:
         raise ValueError(
-            f"{data} names several sources; either all or none must have a share above 0, as in books=0.7,web.jsonl=0.3."
+            f"Either all sources of {data} must have a share above 0, or none, as in books=0.7,web.jsonl=0.3."
         )
     return [(match[1], share / sum(shares)) for match, share in zip(matches, shares) if match]
 
@@ -62,12 +62,12 @@ def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | No
     """Read a corpus as token ids; documents are tokenized separately, without special tokens.
 
     Args:
-        tokenizer: tokenizer of transformers.
+        tokenizer: a transformers tokenizer.
         source: as for `load_text`; None: PG-19 if the Hub responds within seconds, else `stdlib_text`.
-        at_least: stop after the document with which this number of tokens is reached. Default: read all documents.
+        at_least: stop after the document that reaches this number of tokens. Default: read all documents.
 
     Raises:
-        ValueError: as for `load_text`, or the tokenizer maps everything to one id.
+        ValueError: as for `load_text`, or the tokenizer maps every token to one id.
         ImportError, FileNotFoundError: as for `load_text`.
     """
     name, documents = open_source(source)
@@ -82,8 +82,8 @@ def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | No
     distinct = len(np.unique(tokens))
     if distinct < 2:
         raise ValueError(
-            f"The tokenizer encodes {name} as {len(tokens)} tokens with {distinct} distinct ids, and at least two are "
-            "needed. It does not seem to know this language: choose another text or another tokenizer."
+            f"The tokenizer must encode {name} with at least two distinct ids, got {distinct} in {len(tokens)} tokens. "
+            "It does not seem to support this language; choose another corpus or tokenizer."
         )
     return Corpus(tokens, name)
 
@@ -92,21 +92,19 @@ def load_text(source: str | None = None) -> str:
     """Read a whole corpus.
 
     Args:
-        source: path of a file: the column "text" of a .jsonl, .json, .parquet or .csv file, or plain text with any
-            other suffix; all may be compressed (.gz). Or path of a folder, from which files of one kind, nested ones
-            included, are read in the order of their names: .txt if there are any, else .md, .jsonl, .json, .parquet
-            or .csv.
-            Or the name of a dataset for `datasets.load_dataset` (its "text" column, split "test", else "validation",
-            else the first); "pg19" for the test books of PG-19; "stdlib" or None for the held-out part of
-            `stdlib_text`.
+        source: one of: a .jsonl, .json, .parquet or .csv file with a "text" column, or a plain-text file with any
+            other suffix, optionally compressed (.gz); a folder, whose files of one kind, including nested ones, are
+            read in alphabetical order: .txt if there are any, else .md, .jsonl, .json, .parquet or .csv; a dataset
+            name for `datasets.load_dataset` ("text" column; split "test", else "validation", else the first);
+            "pg19", the test books of PG-19; "stdlib" or None, the held-out part of `stdlib_text`.
 
     Returns:
-        the documents, separated by empty lines.
+        the documents, separated by blank lines.
 
     Raises:
-        ValueError: the text is empty or not in UTF-8, or the table or dataset does not have a "text" column.
-        ImportError: a table or a dataset was named and `datasets` is not installed.
-        FileNotFoundError: there is neither a path nor a dataset of that name.
+        ValueError: the corpus is empty or not in UTF-8, or the table or dataset does not have a "text" column.
+        ImportError: the source is a table or a dataset, and `datasets` is not installed.
+        FileNotFoundError: the source is neither a path nor a dataset.
     """
     return "\n\n".join(open_source(source or STDLIB)[1])
 
@@ -117,9 +115,9 @@ def open_source(
     """Return the name of a source and its nonempty documents; see `load_tokens` and `load_text`.
 
     Args:
-        part: "held_out" or "train" part of a dataset, "pg19" or "stdlib".
-        column: column of a table with the text. Default: "text".
-        conversations: return the conversations of a table, unless `column` is given, as dicts: {"messages"} or
+        part: "held_out" or "train", for a dataset, "pg19" or "stdlib".
+        column: table column to read. Default: "text".
+        conversations: without `column`, return a table's conversations as dicts: {"messages"} or
             {"prompt", "completion"}, with "tools" and "chat_template_kwargs", which may be None.
     """
     if source is None:
@@ -146,7 +144,7 @@ def open_source(
 
 
 def _files(folder):
-    """Return the files of the first kind in a folder, without hidden ones."""
+    """Return a folder's files of the first kind in `SUFFIXES`, except hidden ones."""
     files = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
@@ -156,39 +154,39 @@ def _files(folder):
             return files[suffix]
     kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     raise ValueError(
-        f"{folder} does not hold a file of these kinds: {kinds} (or with .gz). Give such files, or a single file."
+        f"{folder} does not contain any of these files: {kinds} (or with .gz). Add one, or give a single file."
     )
 
 
 def _suffix(path):
-    """Return the suffix of a file without .gz."""
+    """Return a file's suffix, ignoring .gz."""
     return Path(path.stem if path.suffix == ".gz" else path).suffix.lower()
 
 
 def _read(path, column, conversations):
-    """Return the documents of a file: the rows of a table, or the whole text."""
+    """Return a file's documents: the rows of a table, or the whole file."""
     if _suffix(path) in TABLES:
         return _documents(*_open_table(path), path, column, conversations)
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file ({error}); compress the text again.") from error
+        raise ValueError(f"{path} is not a complete gzip file ({error}); compress it again.") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not text in UTF-8 ({error}). Give a text file, and convert other encodings, for example with "
+            f"{path} is not UTF-8 text ({error}). Give a text file, and convert other encodings, for example with "
             "iconv."
         ) from error
     if "\0" in text:
-        raise ValueError(f"{path} is a binary file with zero bytes; give a text file.")
+        raise ValueError(f"{path} is a binary file (it contains zero bytes); give a text file.")
     return [text.replace("\r\n", "\n")]
 
 
 def _open_table(path) -> tuple[Any, list[str]]:
-    """Return the rows of a file, and the names of its columns."""
+    """Return a table's rows and column names."""
     datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
     verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it would log the same error again
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # `datasets` would also log the error
     try:
         rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
         columns = list(next(iter(rows), {}))
@@ -202,7 +200,7 @@ def _open_table(path) -> tuple[Any, list[str]]:
 
 
 def _filled(source, documents):
-    """Drop blank documents, and raise ValueError if no others remain."""
+    """Drop blank documents, and raise ValueError if none remain."""
     documents = (document for document in documents if document and (isinstance(document, dict) or document.strip()))
     first = next(documents, None)
     if first is None:
@@ -216,7 +214,7 @@ def _filled(source, documents):
 
 
 def _open_dataset(name, part) -> tuple[Any, list[str]]:
-    """Return the rows of a dataset, streamed from the Hub or offline from the cache, and its columns."""
+    """Return a dataset's rows, streamed from the Hub or offline from the cache, and its column names."""
     from huggingface_hub import is_offline_mode
 
     datasets = _datasets(f"{name} is neither a file nor a folder; reading it as a dataset")
@@ -227,7 +225,7 @@ def _open_dataset(name, part) -> tuple[Any, list[str]]:
             f"{name} is neither a file nor a folder, and load_dataset({name!r}) failed: {error}"
         ) from error
     split = splits[next(name for name in (*SPLITS[part], *splits) if name in splits)]
-    columns = split.column_names or list(next(iter(split), {}))  # a stream may not know its columns
+    columns = split.column_names or list(next(iter(split), {}))  # a streamed dataset may lack column names
     return split, columns
 
 
@@ -240,15 +238,15 @@ def _datasets(what):
 
 
 def _documents(rows, columns, name, column, conversations):
-    """Return the conversations of a table, or a column of texts."""
+    """Return a table's conversations, or its text column."""
     found = next((names for names in CONVERSATIONS if set(names) <= set(columns)), None)
     if conversations and found and column is None:
         return ({name: row.get(name) for name in (*found, *CHAT_OPTIONS)} for row in rows)
     column = column or "text"
     if column not in columns:
         raise ValueError(
-            f'{name} must have a column "{column}", got {columns}. Rename the one with the text, or name it for train and '
-            "finetune by --text_column. These also read conversations from "
+            f'{name} must have a column "{column}", got {columns}. Rename your text column, or give --text_column to train '
+            "or finetune. These also read conversations from "
             '"messages", lists of {"role", "content"}, or from "prompt" and "completion".'
         )
 
@@ -263,8 +261,8 @@ def _documents(rows, columns, name, column, conversations):
 def stdlib_text(part: str) -> str:
     """Return English from the Python language reference, which CPython ships in `pydoc_data.topics` (PSF licence).
 
-    "held_out" is a fifth of the topics, chosen by a hash of their names. "train" has each paragraph of the others
-    once, except those that also occur in a held-out topic. The text differs slightly between Python versions.
+    "held_out" is a fifth of the topics, selected by a hash of their names. "train" is the rest, without duplicate
+    paragraphs and paragraphs that also occur in a held-out topic. The text differs slightly between Python versions.
 
     Raises:
         ValueError: `part` is neither "train" nor "held_out".

@@ -2,7 +2,7 @@
 
     python -m scripts.convert_hmt weights_700.pth hmt --base facebook/opt-350m --segment-length 990 --sensory-tokens 32
 
-The file is a model_weights_*.pth, such as those of OswaldHe123/hmt_pretrained. The folder appears when it is complete.
+The file is a model_weights_*.pth, as in OswaldHe123/hmt_pretrained. The folder is written atomically.
 """
 
 import argparse
@@ -23,21 +23,19 @@ from hf_longctx.hmt import HMTWrapper, from_official
 from hf_longctx.hmt.convert import BACKBONE, OFFICIAL_NAMES
 
 
-MEMORY_SIZE = 100  # default of the official command line; no file has it
-LORA_ALPHA = 32  # alpha in all training runs of the official code, for any rank
+MEMORY_SIZE = 100  # default of the official command line; not saved in checkpoints
+LORA_ALPHA = 32  # LoRA alpha in all official training runs, for any rank
 LORA = re.compile(r"(.*)\.lora_(embedding_)?([AB])\.\w+(?:\.weight)?")
 OF_ARMT = re.compile(r"\.W_m[qkvb]\.")
-OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # old versions of transformers saved them
+OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # saved by old versions of transformers
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Convert a file to a folder."""
+    """Convert a checkpoint file to a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="FILE", help="file of weights")
     parser.add_argument("destination", metavar="DST", help="folder to make")
-    parser.add_argument(
-        "--base", required=True, metavar="MODEL", help="folder or Hub name of the model that was wrapped"
-    )
+    parser.add_argument("--base", required=True, metavar="MODEL", help="folder or Hub name of the wrapped model")
     parser.add_argument(
         "--segment-length",
         type=int,
@@ -76,22 +74,22 @@ def load_official(
 ) -> HMTWrapper:
     """Load a checkpoint of the official HMT or RMT code (`model_weights_*.pth`) around its backbone.
 
-    A file without `mem` and `cross_attn` holds a memory without recall: RMT, or stage 1 of HMT. LoRA products are
-    added to their layers. Code in the file is not run (`torch.load(weights_only=True)`).
+    A checkpoint without `mem` and `cross_attn` has a memory without recall: RMT, or stage 1 of HMT. LoRA weights are
+    merged into their layers. Code in the file is not run (`torch.load(weights_only=True)`).
 
     If the width and h are at least 4096, the official code has divided scores by h since February 2025. Before, and in
-    `generate`, it divided by sqrt(h), as we do. For a file of the newer code, multiply `memory.wq` by h ** -0.5.
+    `generate`, it divided by sqrt(h), as we do. For newer checkpoints, multiply `memory.wq` by h ** -0.5.
 
     Args:
-        path: the file; .safetensors is read too.
-        base: folder or Hub name of the wrapped model, for its configuration. Its weights are read if the file does not
-            have weights of a backbone.
+        path: the checkpoint; .safetensors is also supported. base: folder or Hub name of the wrapped model, for its
+        config. Its weights are loaded if the checkpoint does not
+            contain backbone weights.
         segment_length: *new* tokens per segment: the official segment_length - 2 m - num_sensory.
         sensory_tokens: the official num_sensory; 0 for RMT.
         memory_size: the official mem_recall_context.
 
     Raises:
-        ValueError: the file is damaged, holds more than tensors, or the weights of another model than `base`.
+        ValueError: the file is damaged, contains anything but tensors, or does not match `base`.
         OSError: the file or the base does not exist.
     """
     weights = read_state_dict(path)
@@ -118,7 +116,7 @@ def load_official(
 
 
 def read_state_dict(path: str | Path) -> dict[str, Tensor]:
-    """Read a state dict, without the prefix of DDP and the entries that a trainer adds; see `load_official`."""
+    """Load a state dict, without DDP's prefix and a trainer's extra entries; see `load_official`."""
     if Path(path).is_dir():
         raise ValueError(
             f"FILE must be a file of weights such as model_weights_700.pth, got the folder {path}. To make one from a "
@@ -145,7 +143,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 
 
 def merge_lora(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights under their names without PEFT, with W + alpha / r B A in place of W."""
+    """Merge LoRA into the weights, W + alpha / r B A, and remove PEFT's prefixes from their names."""
     weights = {name.removeprefix("base_model.model."): x for name, x in weights.items()}
     factors: dict[str, dict[str, Tensor]] = {}
     for name, x in weights.items():
@@ -165,7 +163,7 @@ def merge_lora(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def build_backbone(path: str | Path, base: str | Path, weights: dict[str, Tensor]):
-    """Build the model with the configuration of `base` and these weights; raise ValueError if they do not fit."""
+    """Build the model from the config of `base` and the weights; raise ValueError if they do not match."""
     config = AutoConfig.from_pretrained(base)
     if config.tie_word_embeddings and not same(weights, "embed_tokens.weight", "lm_head.weight"):
         config.tie_word_embeddings = False  # LoRA has changed one of them
@@ -184,7 +182,7 @@ def build_backbone(path: str | Path, base: str | Path, weights: dict[str, Tensor
 
 
 def same(weights, *ends):
-    """Return whether the tensors with these endings of their names are equal, or one is absent."""
+    """Return whether the tensors with these name suffixes are equal, or one is missing."""
     tensors = [x for end in ends for name, x in weights.items() if name.endswith(end)]
     return len(tensors) < len(ends) or torch.equal(*tensors)
 

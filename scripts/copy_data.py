@@ -1,9 +1,9 @@
-"""Write sequences in which passages occur twice, from which a model learns to remember.
+"""Write training sequences with repeated passages, which teach a model to copy from context.
 
-Plain text rarely rewards remembering; a repeated passage rewards it at every token. Passages have all lengths, because
-a preferred length would teach a fixed offset instead of copying. A model soon memorizes a small corpus, and
-repetitions of memorized text teach nothing. Therefore many passages are corrupted text, shuffled snippets or random
-tokens, which only a model that has read them in the same sequence can predict.
+Plain text rarely rewards remembering; a repeated passage rewards it at every token. Passage lengths vary, because a
+preferred length would teach a fixed offset instead of copying. Repetitions of memorized text teach nothing, and a
+small corpus is soon memorized. Therefore many passages are corrupted text, shuffled snippets or random tokens, which
+can only be predicted from the context.
 """
 
 import random
@@ -18,19 +18,19 @@ from hf_longctx.training.data import FLAGS, TokenDataset
 
 # Kinds of passages and their probabilities.
 PASSAGES = {"text": 0.5, "corrupted text": 0.2, "snippets": 0.15, "random tokens": 0.15}
-CORRUPTION = 0.2  # share of the tokens in corrupted text that are replaced by random ones
+CORRUPTION = 0.2  # share of tokens replaced by random tokens in corrupted text
 SHORTEST = 8  # tokens of a passage
 
 
 class CopyDataset(torch.utils.data.Dataset):
     """Sequences of text, some of which are replaced by repeated passages: [bos] S [bos] S, with S of any length.
 
-    Sequence i depends only on `seed` and i, so a resumed training sees the sequences of an uninterrupted one.
+    Sequence i depends only on `seed` and i, so a resumed run sees the same sequences as an uninterrupted one.
 
     Args:
         rows: sequences of text.
-        share: share of the sequences that are replaced, from 0 to 1.
-        tokenizer: its BOS begins a passage.
+        share: fraction of sequences to replace, from 0 to 1.
+        tokenizer: a tokenizer whose BOS begins each passage.
         seed: random seed of the passages.
     """
 
@@ -52,7 +52,7 @@ class CopyDataset(torch.utils.data.Dataset):
             (kind,) = rng.choices(list(PASSAGES), PASSAGES.values())
             passage = self.passage(rng, kind, rng.randint(SHORTEST, room // 2 - 1))
             ids += [self.bos_token_id, *passage] * 2
-            # neither the end of a passage nor what is not text can be predicted before the repetition
+            # before the repetition, the end of a passage and anything but text is unpredictable
             labels += [-100, *(passage if kind == "text" else [-100] * len(passage)), -100, *passage]
         text = self.text(rng, room)
         ids, labels = [*ids, self.bos_token_id, *text], [*labels, -100, *text]
@@ -75,7 +75,7 @@ class CopyDataset(torch.utils.data.Dataset):
 
 
 def write(rows: CopyDataset, path: Path) -> None:
-    """Write sequences to a token file, .npy, and to another one the flags: where documents begin, what is scored."""
+    """Write sequences to a token file (.npy), and document starts and scored labels to a flags file."""
     tokens, flags = [], []
     for row in (rows[i] for i in range(len(rows))):
         tokens.append(row["input_ids"].numpy())

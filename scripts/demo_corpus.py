@@ -67,13 +67,13 @@ def unpacked(work, package):
 
 
 def joined(text):
-    """Return the paragraphs on one line each; the sources break lines at some width."""
+    """Join the hard-wrapped lines of each paragraph."""
     paragraphs = re.split(r"\n\s*\n", text)
     return "\n\n".join(filter(None, (" ".join(paragraph.split()) for paragraph in paragraphs)))
 
 
 def r_values(database):
-    """Yield the serialized values in an .rdb file of R: each is its length in four bytes, and zlib data."""
+    """Yield the serialized values in an R .rdb file; each is a four-byte length and zlib data."""
     while database:
         decompressor = zlib.decompressobj()
         yield decompressor.decompress(database[4:])
@@ -81,7 +81,7 @@ def r_values(database):
 
 
 def r_strings(value):
-    """Yield the strings of a serialized vector of R: flags that end in 9, the length, the bytes."""
+    """Yield the strings of a serialized R vector; each is flags that end in 9, a length, and bytes."""
     for header in re.finditer(rb"\x00\x04\x00\x09(....)", value, re.DOTALL):
         (length,) = struct.unpack(">i", header[1])
         yield value[header.end() : header.end() + length].decode() if length >= 0 else ""

@@ -2,8 +2,8 @@
 
     python scripts/docs.py [FOLDER]
 
-The HTML goes to FOLDER (default: build/docs). A docstring that Sphinx warns about is an error, as is an entry of its
-sections that names several arguments.
+The HTML is written to FOLDER (default: build/docs). Sphinx warnings are errors, and so are docstring entries that name
+several arguments.
 """
 
 import importlib
@@ -40,20 +40,20 @@ def heading(text: str) -> str:
 
 
 def page(name: str) -> str:
-    """Return the reStructuredText of a module and its public names."""
+    """Return the reStructuredText page of a module and its public names."""
     module = importlib.import_module(name)
     own = (key for key, value in vars(module).items() if key[0] != "_" and getattr(value, "__module__", "") == name)
     text = f"{heading(name)}{inspect.getdoc(module)}\n\n"
     for public in getattr(module, "__all__", own):
         is_class = inspect.isclass(getattr(module, public))
         text += f".. auto{'class' if is_class else 'function'}:: {name}.{public}\n"
-        # `generate` of a model has the docstring of transformers
+        # a model's `generate` inherits transformers' docstring
         text += "   :members:\n   :exclude-members: generate\n\n" if is_class else "\n"
     return text
 
 
 def main(folder: str = str(ROOT / "build" / "docs")) -> int:
-    """Return the exit status of Sphinx."""
+    """Build the reference and return Sphinx's exit status."""
     with tempfile.TemporaryDirectory() as source:
         Path(source, "conf.py").write_text(CONFIG)
         contents = "\n".join(f"   {name}" for name in MODULES)

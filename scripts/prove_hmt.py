@@ -1,27 +1,26 @@
-"""Show that HMT remembers: accuracy on a recall task over segments, on one CPU core.
+"""Train and evaluate HMT and its baselines on a recall task over segments, on one CPU core.
 
     python -m scripts.prove_hmt --small     # 4 of the runs, 10 minutes of one core
     python -m scripts.prove_hmt [--seeds 0 1 2]
 
 A tiny Llama learns `RecallTask` (facts, one per segment, then questions about them) from scratch in two stages, as in
 the paper: without recall on one fact and one question, until it answers 95 % of them, then with recall on two or four
-facts and two questions. It is evaluated on sequences of 2 to 64 facts. The baselines are a sliding attention window of
-as many positions as HMT sees at a time, and full attention and RMT (one and four memory tokens, no recall), which
-train on two facts until they answer 95 % of the questions. Each "until" has a budget of four rounds of steps. The
+facts and two questions. It is evaluated on sequences of 2 to 64 facts. The baselines are a sliding attention window
+with as many positions as HMT sees at a time, full attention, and RMT (one and four memory tokens, no recall). The last
+two train on two facts until they answer 95 % of the questions. Each stage is limited to four rounds of steps. The
 single-pass mode is also trained with a recall after a quarter of each segment, instead of the default half.
 
-Three settings make the task harder: less filler that repeats the key of a segment (`topic`), segments of noise between
-facts and questions, and more facts. On the *leak* task the answer comes before the question: a model that is right
-more often than once in the number of facts has read ahead.
+Three settings make the task harder: less filler that repeats a segment's key (`topic`), noise segments between facts
+and questions, and more facts. On the *leak* task the answer comes before the question: accuracy above one in the
+number of facts means that a model has read ahead.
 
-Each trained HMT is evaluated again with controls: with the recall forced to the segment of the fact ("oracle recall":
-remaining errors are due to writing and reading, not to the search), and with the memories of another sequence
-("shuffled memories": right answers do not come from memories). One mode is also evaluated with four memories, without
-and with pages.
+Each trained HMT is also evaluated with two controls: with the recall forced to the fact's segment ("oracle recall":
+remaining errors come from writing and reading, not from the search), and with another sequence's memories ("shuffled
+memories": correct answers do not come from memories). One mode is also evaluated with four memories, without and with
+pages.
 
-The result is scripts/results/hmt_recall.json and a figure; those of --small are in demo_output/prove_hmt. Each run
-adds a row, and runs that have a row are not repeated: the same command resumes after an interruption, and other seeds
-add to the same file.
+Results are written to scripts/results/hmt_recall.json and a figure; with --small, to demo_output/prove_hmt. Completed
+runs are skipped: the same command resumes after an interruption, and other seeds add rows to the same file.
 """
 
 import itertools
@@ -101,7 +100,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Sizes and steps of all runs."""
+    """The sizes and steps of all runs."""
 
     hidden_size: int = 64
     layers: int = 2
@@ -110,19 +109,19 @@ class Recipe:
     sensory_tokens: int = 2
     stage_1_steps: int = 200
     stage_2_steps: int = 700
-    stage_2_writes: tuple[int, ...] = (2, 4)  # numbers of facts, in turn
-    rounds: int = 4  # times that the steps of a stage are repeated at most until its task is solved
+    stage_2_writes: tuple[int, ...] = (2, 4)  # numbers of facts, alternating
+    rounds: int = 4  # maximum rounds of a stage's steps until its task is solved
     batch: int = 32
     learning_rate: float = 2e-3
     texts: int = 128
 
 
 def list_runs(seeds, small):
-    """Return all runs, the most informative ones first."""
+    """Return all runs, most informative first."""
     if small:
         return [Run("recall", 0.6, 0, seeds[0], method) for method in METHODS if method not in LEFT_OUT]
     runs = [Run(*x, seed, method) for x, seed, method in itertools.product(CONDITIONS, seeds, METHODS)]
-    # methods that train longest come last: they do not learn the easiest task, so harder ones say little about them
+    # methods that train longest come last: they fail on the easiest task, so harder tasks add little information
     return sorted(runs, key=lambda run: run.method in UNTIL_SOLVED and (run.topic, run.noise_segments) != (0.6, 0))
 
 
@@ -171,7 +170,7 @@ def train(model, task, writes, reads, steps, recipe, generator):
 
 
 def trained(run, recipe):
-    """Return the model after both stages, and the steps of each stage."""
+    """Train both stages, and return the model and the steps of each stage."""
     torch.manual_seed(run.seed)
     generator = torch.Generator().manual_seed(run.seed)
     task = run.recall_task(recipe)
@@ -205,10 +204,10 @@ def train_rounds(model, task, writes, reads, steps, until_solved, run, recipe, g
 
 @torch.no_grad()
 def ask(model, task, writes, run, recipe, control=None, reads=READS):
-    """Return the share of right answers (arg-max over the vocabulary), and of recalls with most weight at the fact.
+    """Return the accuracy (argmax over the vocabulary), and the share of recalls with most weight at the fact.
 
     Args:
-        control: one of `CONTROLS`. The second share is None without recall, or with a control.
+        control: one of `CONTROLS`. The second value is None without recall, or with a control.
     """
     generator = torch.Generator().manual_seed(1000 + run.seed)
     texts = task.sample(writes, reads, recipe.texts, generator)
@@ -230,7 +229,7 @@ def ask(model, task, writes, run, recipe, control=None, reads=READS):
 
 
 def oracle_recall(recall, query, bank, valid, facts, first_question):
-    """Make every question recall the memory of its fact."""
+    """Force every question to recall its fact's memory."""
     question = bank.shape[1] - first_question
     if question < 0:
         return recall(query, bank, valid)
@@ -239,7 +238,7 @@ def oracle_recall(recall, query, bank, valid, facts, first_question):
 
 
 def shuffled_memories(recall, query, bank, valid, facts, first_question):
-    """Make every sequence recall from the memories of another one."""
+    """Force every sequence to recall from another sequence's memories."""
     return recall(query, bank.roll(1, 0), valid)
 
 
@@ -248,17 +247,17 @@ CONTROLS = {"oracle recall": oracle_recall, "shuffled memories": shuffled_memori
 
 @contextmanager
 def changed_recall(model, control, facts, first_question):
-    """Replace `HMTMemory.recall` by a control, for one call from the start of a sequence."""
+    """Replace `HMTMemory.recall` with a control, for one call that starts at the beginning of a sequence."""
     recall = model.memory.recall
     model.memory.recall = lambda query, bank, valid: control(recall, query, bank, valid, facts, first_question)
     try:
         yield
     finally:
-        del model.memory.recall  # that of the class remains
+        del model.memory.recall  # restore the class's method
 
 
 def measure(run, recipe):
-    """Train and evaluate one model; return its row of the result."""
+    """Train and evaluate one model, and return its result row."""
     begin = time.process_time()
     model, (first_steps, steps) = trained(run, recipe)
     row = run._asdict() | {
@@ -291,10 +290,10 @@ def measure(run, recipe):
 
 
 def prove(result, output, runs, recipe):
-    """Add a row for each run that `output` lacks, and save after each one.
+    """Run whatever is missing in `output`, and save after each run.
 
     Raises:
-        ValueError: `output` holds runs of another recipe.
+        ValueError: `output` contains runs of another recipe.
     """
     torch.set_num_threads(1)
     logging.set_verbosity_error()  # no warning about the parameters that stage 2 adds
@@ -356,7 +355,7 @@ def table(result):
 
 
 def draw(result, path):
-    """Plot accuracy over the number of facts, with a panel for each condition."""
+    """Plot accuracy over the number of facts, with one panel per condition."""
     panels = {}
     for condition, heading in CONDITIONS.items():
         shares = series([row for row in result["rows"] if run_of(row)[:3] == condition])

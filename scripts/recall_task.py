@@ -1,16 +1,16 @@
-"""A small task that requires memory: facts, one per segment, and later questions about the facts.
+"""A small synthetic memory task: facts, one per segment, followed by questions about them.
 
     write   [W key value  filler ...]
     noise   [filler ...]
     read    [R key  filler ...  A value  filler ...]
 
-Most filler tokens of a segment repeat its key, as a document on a topic repeats its words, so that a summary of a few
-tokens shows the topic. The keys of a sequence differ. Questions draw keys with replacement; otherwise a model could
-answer by elimination. A model without memory is right about at most one question in `writes`.
+Most filler tokens repeat the segment's key, as a document repeats its topic words, so that a summary of a few tokens
+shows the topic. The keys of a sequence differ. Questions draw keys with replacement; otherwise a model could answer by
+elimination. Without memory, accuracy is at most one in `writes`.
 
-`answer_at`, the position of the answer in a question, determines what is measured. Position 13 (of 16) is outside of
-the first half, which the published recall reads before it predicts it. Position 2 comes before the key of its segment,
-as `[R A value key ...]`: a causal model cannot know the question yet, and a model that answers has read ahead.
+`answer_at`, the position of the answer in a question, determines what is measured. Position 13 (of 16) is outside the
+first half, which the published recall reads before predicting it. Position 2 comes before its segment's key, as in
+`[R A value key ...]`: a causal model cannot know the question yet, so a model that answers has read ahead.
 """
 
 from dataclasses import dataclass
@@ -24,15 +24,15 @@ FIRST_KEY = 4
 
 @dataclass(frozen=True)
 class RecallTask:
-    """Sizes of the task.
+    """The sizes of the task.
 
     Args:
         segment_length: tokens per fact or question.
-        keys: number of different keys, which bounds the facts of a sequence.
-        values: number of different values.
-        noise: number of different tokens without a meaning.
+        keys: number of distinct keys, an upper bound on the facts per sequence.
+        values: number of distinct values.
+        noise: number of distinct noise tokens.
         topic: share of the filler that repeats the segment's key; the rest is noise.
-        noise_segments: segments of noise between the facts and the questions.
+        noise_segments: noise segments between facts and questions.
         answer_at: position of the answer in a question, 2 or from 3 to segment_length - 1. At 2 the key follows it.
     """
 

@@ -1,9 +1,9 @@
-"""Check what CONTRIBUTING.md asks for before a release, and print what is missing.
+"""Check the release requirements of CONTRIBUTING.md, and print what is missing.
 
     python scripts/release.py [--quick]
 
---quick leaves out what takes minutes: the tests, the round trip through a Hub, and the wheel under each Python. If
-nothing is missing, the commands that tag and build the release are printed.
+--quick skips slow checks: the tests, the Hub round trip, and the wheel under each Python. If nothing is missing, the
+commands that tag and build the release are printed.
 """
 
 import argparse
@@ -16,7 +16,9 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parents[1]
-PLACEHOLDER = "hf-longctx"  # owner of the models in cards and examples, until the repository has an address
+PLACEHOLDER = (
+    "hf-longctx"  # placeholder owner of the models in cards and examples, until the repository has an address
+)
 COMMANDS = (["scripts/test"], [sys.executable, "scripts/hub_roundtrip.py"], ["scripts/check_wheel"])
 
 
@@ -25,7 +27,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def find(pattern: str, file: Path) -> re.Match:
-    """Return the first line of a file that matches."""
+    """Return the first line of a file that matches a pattern."""
     match = re.search(pattern, file.read_text(encoding="utf-8"), re.MULTILINE)
     if match is None:
         raise ValueError(f"{file} must have a line that matches {pattern}.")
@@ -37,7 +39,7 @@ def read_version(root: Path) -> str:
 
 
 def missing(root: Path) -> Iterator[str]:
-    """Yield a sentence for everything that is not ready."""
+    """Yield a sentence for each missing requirement."""
     version, head = read_version(root), find("^## (.*)", root / "CHANGELOG.md")[1]
     if not re.fullmatch(r"\d+\.\d+\.\d+", version):
         yield f"__version__ must be like 1.2.3, got {version}."

@@ -1,9 +1,9 @@
-"""Print facts about RoPE that only the modeling code of transformers has, for hf_longctx/metrics/rope/config.py.
+"""Extract RoPE facts from transformers' modeling code, for hf_longctx/metrics/rope/config.py.
 
     python -m scripts.rope_types
 
-Follows the names that a model class uses, from class to class and function to function, through the syntax trees of
-the modeling files, without importing them or building a model.
+Follows names through the syntax trees of the modeling files, from class to class and function to function, without
+importing them or building a model.
 """
 
 import ast
@@ -25,7 +25,7 @@ MAPPINGS = (*CAUSAL, modeling_auto.MODEL_MAPPING_NAMES)
 
 
 def language_models() -> list[str]:
-    """Return the model types that are language models, not composed of others, and have a model class."""
+    """Return the model types that are language models, not composites, and have a model class."""
     shipped = [
         name for name in sorted(CONFIG_MAPPING_NAMES) if CONFIG_MAPPING[name].__module__.startswith("transformers.")
     ]
@@ -42,7 +42,7 @@ def is_language_model(model_type: str) -> bool:
 
 
 def classes(model_type: str) -> list[tuple[Path, str]]:
-    """Return the file and name of each class that is built for a model type or takes its config."""
+    """Return the file and name of each class that is registered for a model type or takes its config."""
     found = [mapping[model_type] for mapping in MAPPINGS if model_type in mapping]
     names = [name for entry in found for name in ([entry] if isinstance(entry, str) else entry)]
     modules = {name: transformers._class_to_module.get(name) for name in names}
@@ -58,7 +58,7 @@ def classes(model_type: str) -> list[tuple[Path, str]]:
 
 @cache
 def definitions(path: Path) -> dict[str, ast.AST]:
-    """Return classes, functions, constants and imports from other modeling files at the top of a file, by name."""
+    """Return a file's top-level classes, functions, constants and imports from other modeling files, by name."""
     found: dict[str, ast.AST] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -72,7 +72,7 @@ def definitions(path: Path) -> dict[str, ast.AST]:
 
 @cache
 def reachable(model_type: str) -> list[ast.AST]:
-    """Return the definitions that the classes of a model type use, directly or through others."""
+    """Return the definitions that a model type's classes use, directly or indirectly."""
     pending, seen, found = classes(model_type), set(), []
     while pending:
         path, name = pending.pop()
@@ -112,7 +112,7 @@ def rotates(model_type: str) -> bool:
 
 
 def rotates_on_sliding_layers_only(model_type: str) -> bool:
-    """Return whether each rotation, or each passing of its angles, depends on the layer having a window."""
+    """Return whether every rotation, or every use of its angles, depends on the layer having a window."""
     conditions = [
         ast.unparse(part.test)
         for node in reachable(model_type)

@@ -1,4 +1,4 @@
-"""Write sample.json of a model: a generated sample, which its card shows.
+"""Write a model's sample.json: a generated sample for its card.
 
     python -m scripts.sample model_cards/fox-demo "She looked at him, and" --max-new-tokens 60
 
@@ -16,7 +16,7 @@ import hf_longctx  # noqa: F401 (registers FoX and HMT)
 
 
 def sample(name: str, prompt: str, max_new_tokens: int, seed: int = 0) -> dict:
-    """Return prompt, generated text and tokens, and the settings that reproduce them on a CPU."""
+    """Return the prompt, the generated text and tokens, and the settings to reproduce them on a CPU."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(name).eval(), AutoTokenizer.from_pretrained(name)
     config = model.generation_config
     config.update(max_new_tokens=max_new_tokens, max_length=None)
@@ -35,16 +35,18 @@ def sample(name: str, prompt: str, max_new_tokens: int, seed: int = 0) -> dict:
 
 
 def write(folder: Path, name: str, prompt: str, max_new_tokens: int) -> None:
-    """Write sample.json of the model `name` to `folder`."""
+    """Write the sample.json of model `name` to `folder`."""
     document = sample(name, prompt, max_new_tokens)
     (folder / "sample.json").write_text(json.dumps(document, ensure_ascii=False) + "\n")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", metavar="FOLDER", help="folder of the model, to which sample.json is written")
-    parser.add_argument("prompt", metavar="PROMPT", help="text that the model continues")
-    parser.add_argument("--max-new-tokens", type=int, default=60, metavar="N", help="tokens to generate (default: 60)")
+    parser.add_argument("folder", metavar="FOLDER", help="folder of the model, where sample.json is written")
+    parser.add_argument("prompt", metavar="PROMPT", help="prompt")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=60, metavar="N", help="number of tokens to generate (default: 60)"
+    )
     args = parser.parse_args()
     write(Path(args.folder), args.folder, args.prompt, args.max_new_tokens)
 

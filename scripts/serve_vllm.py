@@ -1,8 +1,8 @@
-"""Compare a FoX behind vLLM's server with transformers: responses, log-probabilities, forgetting curve.
+"""Compare a FoX served by vLLM with transformers: responses, log-probabilities, forgetting curve.
 
     scripts/serve_vllm [--model FOLDER] [--dtype float32]
 
-Each row compares the endpoint, read by the openai client or by the forgetting curve, with the local model.
+Each row compares the endpoint, queried by the openai client or the forgetting curve, with the local model.
 """
 
 import os
@@ -26,7 +26,7 @@ CHAT = [{"role": "user", "content": "How do I sort a list?"}]
 
 
 def read_prompts(tokens, count):
-    """Return passages of a document, of unequal lengths."""
+    """Return passages of different lengths from a document."""
     return [tokens[start : start + 20 + 37 * i].tolist() for i, start in enumerate(range(0, 1000 * count, 1000))]
 
 
@@ -66,7 +66,7 @@ def compare_responses(client, name, model, tokenizer, prompts, tokens):
 
 
 def compare_chat(client, name, model, tokenizer, tokens):
-    """Compare the response in a chat, as a whole and streamed."""
+    """Compare a chat response, whole and streamed."""
     options = dict(model=name, messages=CHAT, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True})
     whole = client.chat.completions.create(**options).choices[0].message.content
     stream = client.chat.completions.create(**options, stream=True)
@@ -77,7 +77,7 @@ def compare_chat(client, name, model, tokenizer, tokens):
 
 
 def compare_curve(address, model, tokenizer, args):
-    """Yield comparisons of the forgetting curves of the server and of the local model."""
+    """Yield comparisons of the server's and the local model's forgetting curves."""
     for data_type, theirs, ours in served_curves(address, model, tokenizer, args.lengths, args.repeats):
         yield {
             "name": f"forgetting curve, {'English' if data_type == 'order' else 'random tokens'}",
@@ -93,9 +93,9 @@ def measure(args):
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype).eval()
     tokens = load_tokens(tokenizer, "stdlib").tokens
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; by default half of the machine's
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is half of the machine's memory
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without RoPE, a FoX reads any length
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # without RoPE, a FoX supports any length
     # the module of `vllm serve`; in vLLM's build for CPUs, that command looks for a package of another name
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--port", "{port}"]
     command += ["--dtype", args.dtype, "--served-model-name", "fox", "--max-model-len", str(args.max_model_len)]

@@ -1,4 +1,4 @@
-"""Write long documents with a known structure, which show what a memory recalls (arXiv 2405.06067).
+"""Write long documents with a known structure, to test what a memory recalls (arXiv 2405.06067).
 
     python -m scripts.synthetic_data interleave books --tokenizer MODEL --output tokens.npy [--size 256]
     hf-longctx finetune --model MODEL --recipe hmt --data tokens.npy ...
@@ -8,8 +8,8 @@
     pubmedqa-long   the abstracts of two questions, one of the questions, and its answer in sentences
     pubmedqa-short  the same with the answer yes, no or maybe
 
-PubMedQA is the .json of its authors, or a dataset whose part `pqa_artificial` is read, as in the paper. The official
-code reads only a part of it, because it multiplies the index of a group twice, and it does not use short answers.
+PubMedQA is its authors' .json, or a dataset with a subset `pqa_artificial`, as in the paper. The official code reads
+only a part of it, because it multiplies a group's index twice, and it does not use short answers.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def dilate(ids: list[int], length: int, filler: int) -> list[int]:
 
 
 def arrange(kind: str, size: int, documents: list[list[int]], filler: int) -> list[list[int]]:
-    """Arrange the token ids of documents; an interleaved one is made of two, and the last may be single."""
+    """Arrange documents' token ids; interleaving takes documents in pairs, and the last may be single."""
     if kind == "interleave":
         pairs = zip_longest(documents[::2], documents[1::2], fillvalue=[])
         return [interleave(first, second, size) for first, second in pairs]
@@ -50,7 +50,7 @@ def arrange(kind: str, size: int, documents: list[list[int]], filler: int) -> li
 
 
 def open_pubmedqa(source: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of PubMedQA under the authors' names."""
+    """Yield the rows of PubMedQA with its authors' field names."""
     if source.endswith(".json"):
         yield from json.loads(Path(source).read_text(encoding="utf-8")).values()
         return
@@ -65,7 +65,7 @@ def questions(rows: Iterator[dict[str, Any]], answers: str, size: int) -> Iterat
     """Yield a text for each row: the abstracts of its group of `size` rows, its question, and its answer.
 
     Args:
-        rows: those of `open_pubmedqa`. Rows that are left at the end are not used.
+        rows: rows of `open_pubmedqa`. An incomplete last group is dropped.
         answers: "long", the conclusion of the abstract; or "short": yes, no or maybe.
         size: M of the paper.
 

@@ -107,7 +107,7 @@ def write_copies(work):
 
 
 def train(name, preset, work):
-    """Train one model; return {folder of a stage: its command}."""
+    """Train one model, and return {folder of a stage: its command}."""
     commands, before = {}, None
     for number, stage in enumerate(STAGES, start=1):
         output = f"{name}/stage-{number}"
@@ -124,14 +124,14 @@ def train(name, preset, work):
 
 
 def publish(stages, card):
-    """Save the model, the settings and the log of a training, {folder: command}, in the folder of its card."""
+    """Save a trained model, its settings and log, {folder: command}, in its card's folder."""
     trained = list(stages)[-1] / "model"
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.bfloat16)
     model.config.use_cache = True  # Trainer disabled it
     model.generation_config.update(**SAMPLING)
     model.save_pretrained(card)
     AutoTokenizer.from_pretrained(trained).save_pretrained(card)
-    for code in card.glob("*.py"):  # in this repository, the code of the model is the package
+    for code in card.glob("*.py"):  # in this repository, the model's code is the package
         code.unlink()
     config = json.loads((card / "config.json").read_text())
     config.pop("auto_map", None)
@@ -148,7 +148,7 @@ def publish(stages, card):
 
 
 def measure(card):
-    """Save a sample, the losses and the forgetting curve of the model in the folder of its card."""
+    """Save a model's sample, losses and forgetting curve in its card's folder."""
     sample.write(card, str(card.relative_to(ROOT)), PROMPT, max_new_tokens=60)
     model = AutoModelForCausalLM.from_pretrained(card, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(card)

@@ -1,9 +1,9 @@
-"""Train a memory around a model in two stages, each of which is `hf-longctx finetune --recipe hmt`.
+"""Train a memory around a model in two stages, each by `hf-longctx finetune --recipe hmt`.
 
     python -m scripts.train_hmt MODEL --data books --output_dir run [--segment_length 512] [--segments 15] [options]
 
-The first stage reads sequences of two segments without recall; the second stage recalls, and reads sequences of
-`--segments` (arXiv 2405.06067, section 4: 200 and 500 steps). Other options apply to both. Launch it by python,
+The first stage reads sequences of two segments without recall; the second stage reads sequences of `--segments` with
+recall (arXiv 2405.06067, section 4: 200 and 500 steps). Other options apply to both stages. Launch it with python,
 torchrun or accelerate launch; after an interruption, the same command resumes.
 """
 
@@ -27,7 +27,7 @@ def stages():
     parser.add_argument("model", metavar="MODEL", help="folder or Hub name of the backbone, or of an HMT")
     parser.add_argument("--output_dir", required=True, metavar="FOLDER", help="folder of both runs")
     parser.add_argument(
-        "--segment_length", type=int, metavar="TOKENS", help="segment length (default: that of an HMT, or else 512)"
+        "--segment_length", type=int, metavar="TOKENS", help="segment length (default: an HMT's own, else 512)"
     )
     parser.add_argument("--segments", type=int, default=15, help="segments per sequence in stage 2 (default: 15)")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="fields of the memory")

@@ -2,11 +2,11 @@
 
     python -m scripts.train_hmt_demo
 
-Trains the single-pass mode of `scripts.prove_hmt` with that script's recipe, in two minutes of one core. The tokens of
-`RecallTask` become words, so that a sequence reads "remember Ada red Ada the Ada of ...", and the answer can be
-generated. The HMT is evaluated on new sequences, also with its recall forced to the right segment, and with the
-memories of another sequence. The baseline is the Llama of `scripts.prove_hmt` with a sliding window as long as the
-input of an HMT's segment, trained identically.
+Trains the single-pass mode of `scripts.prove_hmt` with its recipe, in two minutes on one core. The tokens of
+`RecallTask` are mapped to words, so that a sequence reads "remember Ada red Ada the Ada of ...", and answers can be
+generated. The HMT is evaluated on new sequences, also with its recall forced to the correct segment, and with another
+sequence's memories. The baseline is the Llama of `scripts.prove_hmt`, trained identically, with a sliding window as
+long as an HMT segment's input.
 """
 
 import json
@@ -57,10 +57,10 @@ def save(model, task, folder: Path):
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     model.generation_config.update(
         bos_token_id=None, eos_token_id=None, pad_token_id=0
-    )  # the ids of Llama's BOS and EOS are words here
+    )  # Llama's BOS and EOS ids are words here
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0]).save_pretrained(folder)
-    for code in folder.glob("*.py"):  # in this repository, the code of the model is the package
+    for code in folder.glob("*.py"):  # in this repository, the model's code is the package
         code.unlink()
     config = json.loads((folder / "config.json").read_text())
     config.pop("auto_map", None)
@@ -68,7 +68,7 @@ def save(model, task, folder: Path):
 
 
 def accuracy(model, task, control=None):
-    """Return a row: the share of right answers for each number of facts."""
+    """Return a row with the accuracy for each number of facts."""
     shares = {f"{n} facts": ask(model, task, n, RUN, RECIPE, CONTROLS.get(control))[0] for n in FACTS}
     return {"model": TITLES[control]} | shares
 

@@ -95,9 +95,9 @@ def test_compressed_text_and_byte_order_marks(tmp_path):
 
 BAD_FILES = {
     "empty.txt": (b" \n", "does not contain text"),
-    "folder/picture.png": (b"PNG", r"does not hold a file of these kinds: \*.txt, \*.md"),
-    "latin.txt": ("F\u00fcchse".encode("latin-1"), "latin.txt is not text in UTF-8"),
-    "words.txt": (b"unknown words only", r"3 tokens with 1 distinct ids.*another text"),
+    "folder/picture.png": (b"PNG", r"does not contain any of these files: \*.txt, \*.md"),
+    "latin.txt": ("F\u00fcchse".encode("latin-1"), "latin.txt is not UTF-8 text"),
+    "words.txt": (b"unknown words only", r"at least two distinct ids, got 1 in 3 tokens.*another corpus"),
 }
 
 

@@ -1,12 +1,12 @@
 """The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
 
-`task_command` makes the commands of tasks, such as `curve`, from their classes. Every other command has a module with
-`add_arguments(parser)` and `run(args)`; the commands in `TRAINING`, whose settings are transformers', have
-`run(words)` and a parser of their own. Slow imports happen inside `run`.
+`task_command` generates the commands of tasks, such as `curve`, from their classes. Every other command has a module
+with `add_arguments(parser)` and `run(args)`. The commands in `TRAINING` use `TrainingArguments`: they have
+`run(words)` and their own parser. Slow imports happen inside `run`.
 
-Exit codes: 0 for success; 2 if the call is wrong (an unknown option, a missing file, incompatible settings); 1 if a
-correct call failed (a full disk, no memory, no network, a training run that overflows); 128 + N if signal N stopped
-it: 130 for Ctrl-C, 143 for SIGTERM, 141 if nothing reads the output. An error is one line on stderr.
+Exit codes: 0 for success; 2 for a usage error (an unknown option, a missing file, incompatible settings); 1 if a valid
+call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped it: 130 for Ctrl-C,
+143 for SIGTERM, 141 for a closed output pipe. An error is one line on stderr.
 """
 
 import argparse
@@ -36,7 +36,7 @@ COMMANDS |= {name: importlib.import_module(f".{name.replace('-', '_')}", __name_
 
 
 def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the argument parser of all commands, with the arguments of those in `with_arguments` only."""
+    """Return the parser of all commands; only the commands in `with_arguments` get their arguments."""
     top = argparse.ArgumentParser(
         prog="hf-longctx", description="Long-context research in the Hugging Face ecosystem."
     )
@@ -62,12 +62,14 @@ def main(argv: list[str] | None = None) -> int:
         if words and words[0] in TRAINING:
             COMMANDS[words[0]].run(words[1:])
         else:
-            if words[:1] != ["lm-eval"]:  # another program's arguments; in ours, transformers' underscores work too
+            if words[:1] != [
+                "lm-eval"
+            ]:  # our options also accept underscores, as in transformers; lm-eval's are passed unchanged
                 words = [re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words]
             args = parser(words).parse_args(words)
             args.run(args)
         print(end="", flush=True)
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+    except BrokenPipeError:  # the reader of our output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python complains at exit
         return 141
     except shared.EXPECTED as error:
@@ -76,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # tokenizers raises it, for example for an unknown word if the vocabulary has no unknown token
+        # tokenizers raises a plain Exception, for example for an unknown word without an unknown token
         print(f"hf-longctx: error: the tokenizer of this model cannot encode the text ({error}).", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

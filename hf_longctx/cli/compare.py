@@ -1,8 +1,9 @@
-"""Draw saved results of several models into one figure, and print their numbers side by side.
+"""Plot saved results of several models in one figure, and print a table that compares them.
 
-The files must come from one of `curve`, `loss`, `needle` or `lines`. Each model is tested against the first, length by
-length, on the texts that both have read. The effective length has an interval, under three rules. With --counts, it is
-computed for any other benchmark from a table that begins with length,correct,total or model,length,correct,total.
+All files must come from one command: `curve`, `loss`, `needle` or `lines`. Each model is tested against the first, at
+every length, on the documents that both have read. Effective lengths are reported with intervals, under three rules.
+With --counts, they are computed for any benchmark from a CSV with columns length,correct,total or
+model,length,correct,total.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
@@ -17,15 +18,15 @@ from . import measuring
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE.json", help="results, in the order of the figure")
-    parser.add_argument("--counts", metavar="FILE.csv", help="numbers of right answers by length, instead of results")
+    parser.add_argument("files", nargs="*", metavar="FILE.json", help="result files, in the order of the figure")
+    parser.add_argument("--counts", metavar="FILE.csv", help="correct answers by length, instead of result files")
     parser.add_argument(
         "--output",
         default="comparison.png",
         metavar="PATH",
         help="PNG, SVG or PDF for a figure, or .md for the table (default: %(default)s)",
     )
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="a name for each file (default: the models' names)")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="one name per file (default: the models' names)")
     parser.add_argument("--title", help="title of the figure")
 
 
@@ -35,10 +36,10 @@ def run(args: argparse.Namespace) -> None:
     from ..metrics.report.effective import read_counts
 
     if bool(args.files) == bool(args.counts):
-        raise ValueError("give result files, or --counts FILE.csv, and not both.")
+        raise ValueError("give either result files or --counts FILE.csv.")
     if args.counts is not None:
         if args.names is not None:
-            raise ValueError("--names is for result files; a column model names those of --counts.")
+            raise ValueError("--names is for result files; for --counts, add a column model to the CSV.")
         models, output = read_counts(args.counts), measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
         print(compare_counts(models, output, title=args.title), end="")
         print(f"wrote {output}")

@@ -1,8 +1,8 @@
 """Convert a checkpoint to FoX, or a FoX to another format.
 
-official: a checkpoint of FoX's authors. fla: one of flash-linear-attention. llama: a Llama, Mistral, Qwen2 or Qwen3,
-which gets open forget gates and can then be fine-tuned. Weights pass through memory one tensor at a time. DST appears
-when it is complete.
+Formats: official, a checkpoint of FoX's authors; fla, a checkpoint of flash-linear-attention; llama, a Llama, Mistral,
+Qwen2 or Qwen3, which gets open forget gates for fine-tuning. Weights are converted one tensor at a time. DST is
+written atomically.
 
 Examples:
   hf-longctx convert official_checkpoint fox --from official
@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--decay-time",
         type=float,
         metavar="TOKENS",
-        help="tokens after which a new gate has decayed by a factor e, for --from llama (default: 1e5 contexts)",
+        help="decay time of the new gates (to a factor 1/e) in tokens, for --from llama (default: 1e5 contexts)",
     )
 
 

@@ -1,4 +1,4 @@
-"""Print versions, GPU and attention implementation of this environment, for a bug report.
+"""Print this environment's versions, GPU and attention implementation, for bug reports.
 
 Examples:
   hf-longctx env

@@ -1,7 +1,7 @@
 """Draw the forget-gate heat map and the attention map of FoX heads.
 
-Writes one figure, like Figure 3 of the paper (Lin et al. 2025). Without --layers and --heads it shows four heads, from
-the fastest to the slowest decay.
+Writes one figure, like Figure 3 of the paper (Lin et al. 2025). By default it shows four heads, from the fastest to
+the slowest decay.
 
 Examples:
   hf-longctx gates model_cards/fox-demo --tokens 128 --output gates.svg

@@ -1,8 +1,8 @@
-"""Run lm-eval's command line with our tasks, and with FoX and HMT as its model type hf-longctx.
+"""Run lm-eval with our tasks and the model type hf-longctx, which loads FoX and HMT.
 
-All arguments after `lm-eval` go to lm-eval, see `hf-longctx lm-eval run --help`. --tasks-folder prints the folder of
-our tasks, for --include_path of lm-eval's own command with its models hf, vllm and local-completions. --metadata takes
-the options of the task's command, and "text" for --text.
+All arguments after `lm-eval` are passed to lm-eval, see `hf-longctx lm-eval run --help`. --tasks-folder prints the
+folder of our tasks, to pass as --include_path to lm-eval's own command with models such as hf, vllm and
+local-completions. --metadata takes the options of the task's command, and "text" for --text.
 
 Examples:
   hf-longctx lm-eval run --model hf-longctx --model_args pretrained=model_cards/fox-demo --tasks forgetting_curve,lines

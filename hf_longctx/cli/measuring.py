@@ -1,4 +1,4 @@
-"""Arguments, checks and output that the measuring commands share."""
+"""Shared arguments, checks and output of the evaluation commands."""
 
 import argparse
 import os
@@ -26,41 +26,41 @@ OTHER_FORMATS = (".gif", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ep
 
 
 def add_served(parser: argparse._ActionsContainer) -> None:
-    """Add the arguments for a served model."""
+    """Add arguments for a served model."""
     parser.add_argument(
         "--endpoint",
         metavar="URL",
-        help="server of MODEL, such as http://localhost:8000/v1; only the tokenizer is loaded. A forgetting curve works with "
-        "any server that completes text at temperature 0, other metrics with vLLM",
+        help="URL of a server of MODEL, such as http://localhost:8000/v1; only the tokenizer is loaded. Forgetting curves work "
+        "with any server of greedy completions, other metrics with vLLM",
     )
-    parser.add_argument("--served-as", metavar="NAME", help="endpoint: name of MODEL, if several are served")
-    parser.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable that holds the key")
+    parser.add_argument("--served-as", metavar="NAME", help="endpoint: served model name, if the server has several")
+    parser.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable with the API key")
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="endpoint: timeout of a request (default: 600)"
+        "--timeout", type=float, metavar="SECONDS", help="endpoint: request timeout in seconds (default: 600)"
     )
-    parser.add_argument("--retries", type=int, metavar="N", help="endpoint: retries of a failed request (default: 4)")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="endpoint: requests in flight (default: 8)")
+    parser.add_argument("--retries", type=int, metavar="N", help="endpoint: retries per failed request (default: 4)")
+    parser.add_argument("--concurrency", type=int, metavar="N", help="endpoint: concurrent requests (default: 8)")
 
 
 def add_text(parser: argparse._ActionsContainer) -> None:
-    """Add the argument for a text, see `hf_longctx.corpus`."""
+    """Add the argument for a corpus, see `hf_longctx.corpus`."""
     parser.add_argument(
         "--text",
         metavar="SOURCE",
         help="text file, .jsonl, .json or .parquet with a column text (each also .gz), folder of such files, dataset "
-        "name, pg19, or stdlib for English from CPython (default: pg19 where a hub can be reached, else stdlib)",
+        "name, pg19, or stdlib for English from CPython (default: pg19 if the Hub responds, else stdlib)",
     )
 
 
 def add_repeats(parser: argparse._ActionsContainer, of: str, default: int = 10) -> None:
-    """Add the number of repeats; `of` names them."""
+    """Add the argument for the number of repeats; `of` says what is repeated."""
     parser.add_argument("--repeats", type=int, default=default, metavar="N", help=f"{of} (default: %(default)s)")
 
 
 def add_train_length(parser: argparse._ActionsContainer) -> None:
-    """Add the context length of the training."""
+    """Add the argument for the training length."""
     parser.add_argument(
-        "--train-length", type=int, metavar="TOKENS", help="context length of the training, marked in figures"
+        "--train-length", type=int, metavar="TOKENS", help="training context length, marked in figures"
     )
 
 
@@ -68,33 +68,31 @@ def add_train_length(parser: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace, folder: bool = False) -> None:
-    """Raise ValueError if a file cannot be written; `folder` says whether --output names a folder."""
+    """Raise ValueError if an output file cannot be written; `folder`: --output is a folder."""
     check_writable("--output", args.output, folder)
     if getattr(args, "journal", None) is not None:
         check_writable("--journal", args.journal)
 
 
 def check_writable(option: str, name: str, folder: bool = False) -> None:
-    """Raise ValueError if no file, or folder, of that name can be written."""
+    """Raise ValueError if a file, or a folder, of that name cannot be written."""
     path = Path(name).absolute()
     if not folder and path.suffix.lower() in OTHER_FORMATS:
-        raise ValueError(
-            f"{option} {name} ends with {path.suffix}. A figure must end with one of {', '.join(FIGURES)}."
-        )
+        raise ValueError(f"{option} must end with one of {', '.join(FIGURES)}, got {name}.")
     if not folder and (path.is_dir() or name.endswith("/")):
-        raise ValueError(f"{option} {name} is a folder; name a file in it.")
+        raise ValueError(f"{option} must be a file, got the folder {name}. Give a file in it.")
     if not folder and path.exists() and not os.access(path, os.W_OK):
-        raise ValueError(f"{option} {name} is a file that you may not write.")
+        raise ValueError(f"{option} {name} is not writable; give another file.")
     parent = next(parent for parent in (*[path] * folder, *path.parents) if parent.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:  # permissions do not say it of /proc, or of a disk that is full
-        why = f"{parent} is not a folder that you may write into ({error.strerror})"
+    except OSError as error:  # permissions are not sufficient for /proc or a full disk
+        why = f"{parent} is not a writable folder ({error.strerror})"
         raise ValueError(f"{option} {name} cannot be written: {why}.") from error
 
 
 def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
-    """Return the file of a figure, and make its folder; one of `endings` is added where the name has none.
+    """Return the path of a figure, and create its folder. Without a suffix, .png is added.
 
     >>> figure_path("a/b").name, figure_path("a/b.svg").name
     ('b.png', 'b.svg')
@@ -102,7 +100,7 @@ def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
     path = Path(name)
     if path.suffix not in endings:
         if path.suffix[1:].isalpha():
-            raise ValueError(f"--output {name} ends with {path.suffix}. It must end with one of {', '.join(endings)}.")
+            raise ValueError(f"--output must end with one of {', '.join(endings)}, got {name}.")
         path = path.with_name(f"{path.name}.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
@@ -112,11 +110,10 @@ def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
 
 
 def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Reader, Callable[[], Reader]]":
-    """Read the configuration and the tokenizer of a model before its weights are loaded; join other processes first.
+    """Join other processes, then load a model's config and tokenizer before its weights.
 
     Returns:
-        the tokenizer, a reader that knows the configuration at least, and a function that makes the reader to measure
-        with.
+        the tokenizer, a reader with at least the config, and a function that returns the reader to measure with.
     """
     from transformers import AutoConfig
 
@@ -135,7 +132,7 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Read
     shared.choose_device(args.device)
     try:
         config = AutoConfig.from_pretrained(args.model, **shared.source(args)).get_text_config()
-    except Exception:  # an adapter has none, and loading the model gives the best error
+    except Exception:  # an adapter lacks a config; loading the model raises a clearer error
         local = LocalReader(shared.load_weights(args))
         return shared.load_tokenizer(args), local, lambda: local
     check_decoder(config)
@@ -147,7 +144,7 @@ def served_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `ServedModel`.
 
     Raises:
-        ValueError: there is an option without --endpoint, or the variable of the key is not set.
+        ValueError: an endpoint option is given without --endpoint, or the key's environment variable is not set.
     """
     options = {"model": args.served_as, "api_key": args.api_key_env, "timeout": args.timeout}
     options |= {"retries": args.retries, "concurrency": args.concurrency}
@@ -174,9 +171,9 @@ def join_processes() -> None:
 
 
 def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longest: int | None = None) -> "Corpus":
-    """Load a text by its name (see `add_text`), and log it.
+    """Load a corpus by its name (see `add_text`), and log it.
 
-    From a dataset, at most a million tokens are read, or ten times the `longest` stretch.
+    From a dataset, a million tokens are read, or ten times the `longest` input if that is more.
     """
     from ..corpus import load_tokens
 
@@ -189,18 +186,18 @@ def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longes
 
 
 def log(message: str) -> None:
-    """Print a line to stderr, in the first process only."""
+    """Print a line to stderr, in the main process only."""
     if int(os.environ.get("RANK", 0)) == 0:
         print(message, file=sys.stderr)
 
 
 def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]", **options: Any) -> None:
-    """Measure, print the summary, and write JSON and figure to --output, in the first of several processes.
+    """Measure, print the summary, and write JSON and figure to --output, in the main process only.
 
-    Where an exception ends the measurement, the partial result is written first.
+    If an exception interrupts the measurement, the partial result is written first.
 
     Args:
-        options: options of the result's `plot`.
+        options: arguments of the result's `plot`.
     """
     from ..metrics.output import run_measurement
     from ..metrics.result import writing
@@ -214,7 +211,7 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
     output.parent.mkdir(parents=True, exist_ok=True)
     result, failure = run_measurement(measure)
     if result is not None and process_rank() == 0:
-        print(result.summary(), flush=True)  # first, as the disk may be full
+        print(result.summary(), flush=True)  # printed first, because the disk may be full
         result.save(document)
         print(f"wrote {document}")
         with writing(figure):

@@ -1,13 +1,13 @@
 """Push a model, an adapter or a metric to the Hub, in one commit.
 
-The files are config, weights (safetensors), tokenizer, card, figures and results of DIR. The code is the package's
-own, so that the model loads without hf-longctx. Pickles, the state of a training run, hidden files, links out of DIR,
-tokens and paths of one machine are refused. A hand-written README.md is pushed unchanged. Without one, the card is
-generated from the files, and your text comes from card_notes.md, whose sections become parts of the sections of the
-same name. --write-card writes the card into DIR. The token is the one of `hf auth login`, or of the variable HF_TOKEN.
+Pushes DIR's config, safetensors weights, tokenizer, card, figures and results, with the package's modeling code, so
+that the model loads without hf-longctx. Pickles, training state, hidden files, links out of DIR, tokens and local
+paths are rejected. A hand-written README.md is pushed unchanged. Otherwise the card is generated from the files, and
+sections of card_notes.md are added to its sections of the same name. --write-card writes the card into DIR. The Hub
+token comes from `hf auth login` or HF_TOKEN.
 
-The name of a metric (forgetting_curve, rope_base_check) stands for a Space, which scores predictions where hf-longctx
-is not installed. `evaluate.load` runs its code without a question, so give others the commit: revision="...".
+A metric name (forgetting_curve, rope_base_check) pushes a Space, which scores predictions without hf-longctx.
+`evaluate.load` runs a Space's code without asking, so ask users to pin the commit: revision="...".
 
 Examples:
   hf-longctx push model alice/fox --dry-run
@@ -23,14 +23,14 @@ from typing import Any
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or name of a metric")
-    parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub; it is created if it does not exist")
+    parser.add_argument("folder", metavar="DIR", help="folder of a saved model or adapter, or a metric name")
+    parser.add_argument("repo", metavar="REPO", help="NAMESPACE/NAME on the Hub, created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument("--revision", metavar="BRANCH", help="branch, created if it does not exist (default: main)")
+    parser.add_argument("--tag", help="tag for the commit; the card's loading code pins it")
     parser.add_argument(
-        "--revision", metavar="BRANCH", help="branch; it is created if it does not exist (default: main)"
+        "--create-pr", action="store_true", help="open a pull request instead of committing to the branch"
     )
-    parser.add_argument("--tag", help="name for the commit, which the card's loading lines pin")
-    parser.add_argument("--create-pr", action="store_true", help="open a pull request instead")
     parser.add_argument(
         "--dry-run", action="store_true", help="list the files to push and to remove, and send nothing"
     )
@@ -79,7 +79,7 @@ def run(args: Namespace) -> None:
 
 
 def write_card(folder: str, given: Any, bundle: Any) -> None:
-    """Write the card of a model unless it is hand-written, and report what it lacks."""
+    """Write a model's card unless it is hand-written, and report missing parts."""
     from ..hub import check, missing_fields
 
     path = Path(folder, "README.md")
@@ -94,7 +94,7 @@ def write_card(folder: str, given: Any, bundle: Any) -> None:
 
 
 def send(bundle: Any, args: Namespace, repo_type: str = "model") -> Any:
-    """List the files to push and to remove, push, print the address, and return the commit; None for a dry run."""
+    """List the files to push and remove, push, print the URL, and return the commit; None for a dry run."""
     from ..hub import check, missing_fields, push, removed_files
 
     for path, content in sorted(bundle.files.items()):

@@ -1,10 +1,10 @@
-"""Read a document into the memory of an HMT, once, and answer a question about it.
+"""Read a document once into an HMT's memory, and answer a question about it.
 
-Without QUESTION, the memory is saved to --output every minute; the same command resumes from it, and only the weights
-that read the document can use the file. TEXT may be such a file, or one on the Hub, NAMESPACE/NAME@REVISION: then
-nothing is read, and an answer takes as long as the question. `hf upload NAMESPACE/NAME FILE` shares it.
+Without QUESTION, the memory is saved to --output every minute, and the same command resumes from it. Only the weights
+that wrote a memory can use it. TEXT may also be a saved memory, as a file or on the Hub (NAMESPACE/NAME@REVISION):
+then only the question is read. `hf upload NAMESPACE/NAME FILE` shares it.
 
-With --chat the question is the user's turn in the model's chat template; without, the model continues it.
+With --chat, QUESTION is the user's turn in the model's chat template; otherwise the model continues it.
 
 Examples:
   hf-longctx read MODEL novel.txt --output state.safetensors
@@ -30,7 +30,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "a saved memory",
     )
     parser.add_argument(
-        "question", nargs="?", metavar="QUESTION", help="question about the document, or its continuation"
+        "question", nargs="?", metavar="QUESTION", help="question about the document, or text that continues it"
     )
     parser.add_argument(
         "--output",
@@ -51,7 +51,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="T",
         help="sampling temperature, 0 for greedy decoding (default: from generation_config.json)",
     )
-    group.add_argument("--chat", action="store_true", help="make QUESTION the user's turn in the chat template")
+    group.add_argument(
+        "--chat", action="store_true", help="format QUESTION with the chat template, as the user's turn"
+    )
 
 
 def run(args: Namespace) -> None:
@@ -75,7 +77,7 @@ def run(args: Namespace) -> None:
 
 
 def read_source(source: str) -> tuple[str, str]:
-    """Return a document and its name, without its folder."""
+    """Return a document and its name without the folder."""
     from ..corpus import load_text
 
     if source != "-":
@@ -89,7 +91,7 @@ def read_source(source: str) -> tuple[str, str]:
 
 
 def encode(args: Namespace, tokenizer: Any) -> Any:
-    """Return the tokens of the question, without special tokens where it continues the document.
+    """Tokenize the question, without special tokens if it continues the document.
 
     Raises:
         ValueError: the question is empty, or the chat template is missing.
@@ -110,7 +112,7 @@ def encode(args: Namespace, tokenizer: Any) -> Any:
 
 
 def answer(args: Namespace, model: Any, tokenizer: Any, inputs: Any, state: Any) -> None:
-    """Print how the model continues the question, which follows the document of `state`."""
+    """Print the model's answer to a question about the document in `state`."""
     import torch
     from transformers import TextStreamer
 

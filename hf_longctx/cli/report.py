@@ -1,9 +1,9 @@
-"""Measure a model by all metrics, and put the results on one page.
+"""Evaluate a model with all metrics, and summarize the results on one page.
 
-Forgetting curve, per-token loss, needle in a haystack, line retrieval and RoPE bound; the page says why one is missing
-if this model cannot be measured by it. Writes into FOLDER: report.html, which needs no other file, and the results as
-JSON with their figures. Run again after an interruption, it resumes; if the weights or the text have changed since, it
-raises. Under torchrun or accelerate launch, the processes share the work. In Python: hf_longctx.metrics.measure_all.
+Metrics: forgetting curve, per-token loss, needle in a haystack, line retrieval and RoPE bound. The page explains why a
+metric does not support this model. Writes report.html, which is self-contained, and the results as JSON and figures
+into FOLDER. The same command resumes after an interruption, unless the weights or the corpus have changed. Under
+torchrun or accelerate launch, the processes share the work. In Python: hf_longctx.metrics.measure_all.
 
 Examples:
   hf-longctx report gpt2 --text book.txt --output gpt2_report
@@ -29,15 +29,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--context-length",
         type=int,
         metavar="TOKENS",
-        help="longest input to measure with (default: the context that the model claims)",
+        help="longest input to evaluate (default: the context that the model claims)",
     )
-    measuring.add_repeats(group, "of the curve")
+    measuring.add_repeats(group, "repeats per length of the forgetting curve")
     measuring.add_train_length(group)
     group.add_argument(
         "--output",
         default="report",
         metavar="FOLDER",
-        help="folder of the page and the results (default: %(default)s)",
+        help="output folder (default: %(default)s)",
     )
 
 
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def served_config(args: argparse.Namespace) -> "PreTrainedConfig | None":
-    """Return the config next to the tokenizer of a served model; None without one."""
+    """Return the config saved with a served model's tokenizer, or None."""
     from transformers import AutoConfig
 
     with suppress(OSError, ValueError):

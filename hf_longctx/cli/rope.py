@@ -1,7 +1,7 @@
-"""Does a model's RoPE base support the context that it claims? (arXiv 2405.14591)
+"""Check whether a model's RoPE base supports the context that it claims (arXiv 2405.14591).
 
-Only the configuration is read. The bound is a screening number: many good models violate it at the context that they
-claim. The figure shows B_m over the distance m, its first negative value, and the range of the claimed context.
+Only the config is read. The bound is for screening: many good models violate it at their claimed context. The figure
+shows B_m over the distance m, its first negative value, and the range of the claimed context.
 
 Examples:
   hf-longctx rope meta-llama/Llama-3.1-8B
@@ -14,7 +14,7 @@ from . import measuring, shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model, or path of a config.json")
+    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a model, or path to a config.json")
     parser.add_argument(
         "--context-length",
         type=int,
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.add_argument(
-        "--output", metavar="PATH", help="PNG, SVG or PDF for a figure of the bound (default: no figure)"
+        "--output", metavar="PATH", help="PNG, SVG or PDF file for a figure of the bound (default: no figure)"
     )
     shared.add_remote_code(parser)
 

@@ -1,12 +1,11 @@
-"""Serve a model over an OpenAI-compatible API: `transformers serve`, which also knows FoX and HMT.
+"""Serve a model over an OpenAI-compatible API, by `transformers serve` with support for FoX and HMT.
 
-The options are those of `transformers serve`, and follow MODEL; `hf-longctx serve MODEL --help` lists them. Serving
-needs fastapi, uvicorn and openai: pip install 'hf-longctx[serve]'.
+Options of `transformers serve` follow MODEL; `hf-longctx serve MODEL --help` lists them. Serving requires fastapi,
+uvicorn and openai: pip install 'hf-longctx[serve]'.
 
-Limits of transformers' server: it answers invalid values, such as a negative temperature, with status 500; with
---continuous-batching, `stop` and a negative max_tokens have no effect. An HMT reads each conversation from its
-beginning, and does not support continuous batching. vLLM serves a FoX without these limits: see
-hf_longctx/vllm/README.md.
+Limits of transformers' server: invalid values, such as a negative temperature, return status 500;
+--continuous-batching ignores `stop` and a negative max_tokens. An HMT rereads each conversation from its beginning,
+and does not support continuous batching. vLLM serves a FoX without these limits: see hf_longctx/vllm/README.md.
 
 Examples:
   hf-longctx serve model_cards/fox-demo --port 8000
@@ -22,7 +21,9 @@ from . import shared
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model; NAME@REVISION")
+    parser.add_argument(
+        "model", metavar="MODEL", help="folder or Hub name (NAME or NAME@REVISION) of a causal language model"
+    )
     parser.add_argument("options", nargs=REMAINDER, metavar="...", help="options of `transformers serve`")
 
 
@@ -40,7 +41,7 @@ def run(args: Namespace) -> None:
     from ..fox import FoxForCausalLM
     from ..hmt import HMTWrapper
 
-    library: Any = transformers  # the server looks for a model's class here, and not among the Auto classes
+    library: Any = transformers  # the server looks up model classes here, not in the Auto classes
     library.FoxForCausalLM, library.HMTWrapper = FoxForCausalLM, HMTWrapper
 
     class Server(Serve):
@@ -51,12 +52,12 @@ def run(args: Namespace) -> None:
             try:
                 super().__init__(*args, **options)
             finally:  # otherwise the thread of continuous batching keeps the process alive after Ctrl-C
-                with suppress(AttributeError):  # kill_server then looks for a thread that a blocking server lacks
+                with suppress(AttributeError):  # kill_server expects a thread, which a blocking server lacks
                     self.kill_server()
 
     app = typer.Typer(add_completion=False)
     app.command()(Server)
     try:
         app([args.model, *args.options], prog_name="hf-longctx serve")
-    except AttributeError as error:  # transformers does not have the class
+    except AttributeError as error:  # transformers does not define the class
         raise ValueError(f"transformers' server cannot load {args.model}: {error}.") from error

@@ -1,4 +1,4 @@
-"""Arguments and functions that several commands share: naming a model, loading it, exit codes."""
+"""Shared arguments and functions of the commands: model names, model loading, exit codes."""
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-# Mistakes in a call, and failures of a correct one: disk, network, memory, numbers.
+# Usage errors, and failures of a valid call: disk, network, memory, non-finite numbers
 MISTAKES = (
     ValueError,
     ImportError,
@@ -23,66 +23,65 @@ EXPECTED = (*MISTAKES, *FAILURES)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return exit code 2 for a usage error, as argparse does, and 1 if the same call may succeed later.
+    """Return exit code 2 for a usage error, as argparse does, and 1 if the same call may succeed on retry.
 
     >>> exit_code(FileNotFoundError(2, "No such file")), exit_code(OSError(28, "No space left on device"))
     (2, 1)
     """
-    of_a_name = type(error) is OSError and error.errno is None  # from_pretrained's, where a model is not found
+    of_a_name = type(error) is OSError and error.errno is None  # raised by from_pretrained if it does not find a model
     return 2 if isinstance(error, MISTAKES) or of_a_name else 1
 
 
 def add_model(parser: ArgumentParser) -> Any:
-    """Add arguments for a model, its dtype and its device; see `load_model`."""
+    """Add arguments for the model, its dtype and device; see `load_model`."""
     parser.add_argument("model", metavar="MODEL", help="folder or Hub name of a causal language model")
     group = parser.add_argument_group("model")
     group.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16", "float16"),
         default="auto",
-        help="auto (the checkpoint's, default), float32, bfloat16, float16",
+        help="model dtype (default: auto, the checkpoint's dtype)",
     )
-    group.add_argument("--device", help="cpu, cuda, cuda:1, mps ... (default: an accelerator if there is one)")
+    group.add_argument("--device", help="device, such as cpu, cuda:1 or mps (default: an accelerator if available)")
     add_remote_code(group)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: %(default)s)")
     return group
 
 
 def add_remote_code(parser: Any) -> None:
-    """Add arguments for the revision and the code of a model; see `source`."""
+    """Add arguments for a model's revision and remote code; see `source`."""
     parser.add_argument("--revision", metavar="REVISION", help="branch, tag or commit of MODEL on the Hub")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code from the model's repository")
 
 
 def source(args: Namespace, file: bool = False) -> dict[str, Any]:
-    """Return the options of `from_pretrained` from those of `add_remote_code`, and check them and the model's name.
+    """Check the model's name and the options of `add_remote_code`, and return them as `from_pretrained` arguments.
 
-    `file`: the name may also be that of a file, config.json.
+    Args:
+        file: also accept the path of a config.json.
 
     Raises:
-        ValueError: a name that can only be a path leads to no folder, or an option would be ignored.
+        ValueError: the name can only be a path and is not a folder, or an option would be ignored.
     """
     if not (file and Path(args.model).is_file()):
         check_model_name(args.model)
     if args.revision is not None and Path(args.model).is_dir():
-        raise ValueError(f"--revision {args.revision} is for a model on the Hub, and {args.model} is a folder.")
+        raise ValueError(f"--revision {args.revision} is for a model on the Hub, but {args.model} is a folder.")
     revision = {} if args.revision is None else {"revision": args.revision}
     return {"trust_remote_code": args.trust_remote_code, **revision}
 
 
 def check_model_name(name: str) -> None:
-    """Raise ValueError if a name that can only be a path leads to no folder, or to a file."""
+    """Raise ValueError if a name is a file, or can only be a path and does not exist."""
     path = Path(name)
     if path.is_file():
-        raise ValueError(f"{name} is a file; give the folder that holds the model: {path.parent}.")
+        raise ValueError(f"{name} is a file; give the folder with the model: {path.parent}.")
     if not path.exists() and (path.is_absolute() or name.startswith(".") or name.count("/") > 1):
-        raise ValueError(
-            f"the folder {name} does not exist. Give a folder that contains a model, or its name on the Hub."
-        )
+        raise ValueError(f"the folder {name} does not exist. Give a folder with a model, or a Hub name.")
 
 
 def choose_device(name: str | None) -> str:
-    """Return the device of that name, by default an accelerator if there is one, or raise ValueError."""
+    """Return the named device, or an accelerator if available; raise ValueError if it is not available."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -97,12 +96,12 @@ def choose_device(name: str | None) -> str:
 
 
 def load_model(args: Namespace) -> tuple[Any, Any]:
-    """Load the model, on its device, in eval mode, and its tokenizer."""
+    """Load the model on its device, in eval mode, and its tokenizer."""
     return load_weights(args), load_tokenizer(args)
 
 
 def load_weights(args: Namespace) -> Any:
-    """Load the model, on its device, in eval mode."""
+    """Load the model on its device, in eval mode."""
     from ..metrics.run.model import load_language_model
 
     options, device = source(args), choose_device(args.device)
@@ -113,7 +112,7 @@ def load_weights(args: Namespace) -> Any:
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Turn the errors of transformers about damaged files into a ValueError that names the model."""
+    """Convert transformers' errors about damaged files to a ValueError that names the model."""
     try:
         yield
     except EXPECTED:
@@ -126,7 +125,7 @@ def loading(name: str) -> Iterator[None]:
 
 
 def load_tokenizer(args: Namespace) -> Any:
-    """Load the tokenizer of the model without the model."""
+    """Load the model's tokenizer only."""
     from transformers import AutoTokenizer
 
     options = source(args)

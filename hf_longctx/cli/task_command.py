@@ -1,4 +1,4 @@
-"""The command of a task, generated from its class: the docstring is the help, fields are options but for token ids."""
+"""Generation of a task's command from its class: the docstring is the help, fields except token ids are options."""
 
 import argparse
 import inspect
@@ -15,7 +15,7 @@ METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
 
 
 class TaskCommand:
-    """The members that `cli.parser` expects of a module: `__doc__`, `add_arguments` and `run`."""
+    """A task's command, with the attributes that `cli.parser` expects: `__doc__`, `add_arguments` and `run`."""
 
     def __init__(self, task: type[Task]):
         self.task, self.options = task, [option for option in options(task) if option.kind is not np.ndarray]
@@ -32,7 +32,7 @@ class TaskCommand:
         if self.task.reads_text:
             measuring.add_text(group)
         for option in self.options:
-            if option.name != "seed":  # among the options of the model
+            if option.name != "seed":  # already added with the model's options
                 add_option(group, option)
         measuring.add_train_length(group)
         group = parser.add_argument_group("run")
@@ -46,19 +46,19 @@ class TaskCommand:
         group.add_argument(
             "--journal",
             metavar="FILE",
-            help="journal of finished trials, from which a killed run resumes",
+            help="file that records finished trials, so that a killed run resumes",
         )
         group.add_argument(
             "--tokens-per-pass",
             type=int,
             metavar="N",
-            help="most tokens in a forward pass (default: 512 on a CPU, 4096 elsewhere)",
+            help="maximum tokens per forward pass (default: 512 on a CPU, 4096 elsewhere)",
         )
         group.add_argument(
             "--output",
             default=self.task.result.kind,
             metavar="PATH",
-            help="path of JSON and figure, which is a PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
+            help="path of the JSON and the figure; PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
         )
 
     def run(self, args: argparse.Namespace) -> None:
@@ -69,7 +69,7 @@ class TaskCommand:
         chosen: dict[str, Any] = {option.name: getattr(args, option.name) for option in self.options}
         task = self.task(**chosen)  # checks the options
         if getattr(args, "text", None) is not None and not task.uses_text():
-            raise ValueError("--text must be left out: these options do not read a text.")
+            raise ValueError("--text is not used with these options; leave it out.")
         run_options = Run(args.journal, args.tokens_per_pass, progress=True)
         tokenizer, claims, open_reader = measuring.open_model(args)
         longest = max([claims.claimed_context or NO_CLAIM, *lengths_of(chosen)])
@@ -89,13 +89,13 @@ class TaskCommand:
 
 
 def lengths_of(chosen: dict[str, Any]) -> list[int]:
-    """Return the lengths in tokens among the options."""
+    """Return the options that are lengths in tokens."""
     values = [np.atleast_1d(value)[-1] for name, value in chosen.items() if "length" in name and value]
     return [int(value) for value in values]
 
 
 def add_option(group: argparse._ActionsContainer, option: Option) -> None:
-    """Add the option of a field."""
+    """Add a field's option to the parser."""
     text, default = option.help, option.default
     if default is not None and option.kind is not bool and "default" not in text:
         text += f" (default: {', '.join(map(str, default)) if option.listed else default})"
@@ -107,13 +107,13 @@ def add_option(group: argparse._ActionsContainer, option: Option) -> None:
     elif option.listed:
         how |= {"nargs": "+", "action": Numbers, "metavar": METAVARS[option.kind], "type": str, "const": option.kind}
     else:
-        kind = str if option.kind is dict else option.kind  # the check of the option reads JSON
+        kind = str if option.kind is dict else option.kind  # JSON is parsed when the option is checked
         how |= {"type": kind, "metavar": METAVARS[option.kind]}
     group.add_argument(f"--{option.name.replace('_', '-')}", **how)
 
 
 class Numbers(argparse.Action):
-    """Numbers of the type `const`, separated by spaces or commas."""
+    """An action that parses numbers of type `const`, separated by spaces or commas."""
 
     def __call__(
         self,

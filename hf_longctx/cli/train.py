@@ -1,4 +1,4 @@
-"""Pretrain a model from its config; the same command resumes a stopped run.
+"""Pretrain a new model from a config; the same command resumes a stopped run.
 
 Examples:
   hf-longctx train --model fox-pro-125m --data text.jsonl --tokenizer gpt2 --max_steps 1000 --output_dir run
@@ -15,7 +15,7 @@ def run(words: list[str]) -> None:
 
 
 def run_training(words: list[str], kind: str, description: str | None) -> None:
-    """Train with command-line settings; a stopped run exits with 128 + the number of the signal."""
+    """Train with command-line settings; a run stopped by a signal exits with 128 + its number."""
     try:
         from huggingface_hub.errors import StrictDataclassError
         from safetensors import SafetensorError
@@ -26,7 +26,7 @@ def run_training(words: list[str], kind: str, description: str | None) -> None:
         raise ImportError(f"Training needs more packages ({error}): pip install 'hf-longctx[training]'") from None
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # every saved checkpoint would show one
+    disable_progress_bar()  # otherwise every saved checkpoint shows one
     names = {
         "prog": f"hf-longctx {getattr(config, kind).command}",
         "usage": "%(prog)s --data DATA --output_dir RUN [options]",

@@ -1,4 +1,4 @@
-"""Pretraining and fine-tuning in a folder from which a run resumes.
+"""Pretraining and fine-tuning; a stopped run resumes from its output folder.
 
 from hf_longctx.training import PretrainConfig, train
 

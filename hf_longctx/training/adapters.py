@@ -1,4 +1,4 @@
-"""LoRA adapters with PEFT, and checks against silent mistakes."""
+"""LoRA adapters with PEFT, and checks for mistakes that PEFT does not report."""
 
 import hashlib
 import json
@@ -11,16 +11,16 @@ from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from .config import FinetuneConfig, nearest
 
 
-BASE = "base.json"  # file in an adapter's folder: fingerprint of the weights that it was trained on
+BASE = "base.json"  # fingerprint of the adapter's base weights, in the adapter's folder
 # PEFT 0.21 reads a property that transformers 5.23 has renamed
 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
 
 def add_lora(model, args: FinetuneConfig) -> PeftModel:
-    """Add a new adapter to a model; it and the modules that the recipe trains in full are float32.
+    """Add a new LoRA adapter to a model. The adapter and the fully trained modules are float32.
 
     Raises:
-        ValueError: the model does not have a named module, or merging the adapter would corrupt tied embeddings.
+        ValueError: a named module does not exist in the model, or merging would corrupt tied embeddings.
     """
     config = getattr(model.config, "backbone_config", model.config)  # an HMT wraps a backbone
     targets, in_full = args.lora_target_modules or ["all-linear"], args.lora_modules_to_save
@@ -33,7 +33,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
                 raise ValueError(f"{option} names {name}, which is not a module of this model. {nearest(name, names)}")
     if config.tie_word_embeddings and embeddings & set(targets):
         raise ValueError(
-            f"The input and output embeddings of this model are one tensor, and merging an adapter of "
+            f"This model ties its input and output embeddings, so merging an adapter of "
             f"{' or '.join(sorted(embeddings))} would change both. Name them in --lora_modules_to_save instead."
         )
     lora = LoraConfig(
@@ -50,7 +50,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
 
 
 def modules_of_recipe(model, recipe: str | None) -> list[str]:
-    """Return the modules to train in full: new ones, or norms and embeddings for a new context (arXiv 2309.12307)."""
+    """Return the modules to train in full: new modules, or norms and embeddings for rope-extend (arXiv 2309.12307)."""
     if recipe == "rope-extend":
         norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
         return sorted(norms | {_leaf_name(model, model.get_input_embeddings())})
@@ -64,11 +64,11 @@ def embedding_names(model) -> set[str]:
 
 
 def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
-    """Return the architecture of a base model, and a hash of a sample of its weights, rounded to bfloat16.
+    """Return a base model's architecture and a hash of sampled weights, rounded to bfloat16.
 
     Args:
-        names: names of the hashed parameters. Default: eight that are not quantized, so that a quantized base and the
-            original have the same fingerprint.
+        names: names of the hashed parameters. Default: eight unquantized parameters, so that a quantized base and its
+            original share a fingerprint.
     """
     config, digest, parameters = model.config, hashlib.sha256(), dict(model.named_parameters())
     if names is None:
@@ -85,15 +85,15 @@ def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
 
 
 def load_adapter(model, folder: str | Path) -> PeftModel:
-    """Load an adapter of `finetune` on its base model.
+    """Load an adapter saved by `finetune` onto its base model.
 
     Raises:
-        ValueError: the folder does not hold an adapter, or the adapter was trained on another base.
+        ValueError: the folder does not contain an adapter, or the adapter was trained on another base.
     """
     folder = Path(folder)
     if not (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"{folder} does not hold an adapter (adapter_config.json); give a folder that finetune wrote."
+            f"{folder} does not contain an adapter (adapter_config.json); give a folder saved by `finetune`."
         )
     if (folder / BASE).exists():
         saved = json.loads((folder / BASE).read_text())
@@ -110,7 +110,7 @@ def load_adapter(model, folder: str | Path) -> PeftModel:
 
 
 def _widen(model, names):
-    """Cast modules to float32 by name: PEFT does so for LoRA only, and copies other modules in their dtype."""
+    """Cast the named modules to float32: PEFT casts only LoRA weights, and copies other modules in their own dtype."""
     for name, module in _leaves(model):
         if name in names:
             module.float()

@@ -1,7 +1,7 @@
-"""Chunked cross entropy of any causal language model: with a large vocabulary, the logits take most of the memory.
+"""Chunked cross entropy for any causal language model: with a large vocabulary, logits dominate memory.
 
-The forward pass is the model's own, but its head returns the hidden states. The loss then computes the logits of one
-chunk of tokens at a time, and recomputes them in the backward pass, so only one chunk of logits is in memory.
+The model's forward pass is unchanged, except that its head returns the hidden states. The loss computes the logits one
+chunk of tokens at a time and recomputes them in the backward pass, so only one chunk is in memory.
 """
 
 from typing import Any
@@ -13,17 +13,17 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
-LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; smaller chunks make slow matrix products with a large vocabulary
+LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; with a large vocabulary, smaller chunks slow down the matmuls
 
 
 class ChunkedCrossEntropy:
-    """A context in which a model returns the same loss as before, and hidden states instead of logits.
+    """A context manager in which a model computes its loss in chunks, and returns hidden states instead of logits.
 
-    The logits get the soft cap (Gemma) and the scale (Granite, Cohere, Falcon-H1) of the model's config.
+    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied.
 
     Args:
-        model: a causal language model for which `can_chunk_loss` is true.
-        logits_at_once: size of a chunk in logits; a chunk has at least one token.
+        model: a causal language model for which `can_chunk_loss` returns True.
+        logits_at_once: chunk size in logits; a chunk has at least one token.
     """
 
     def __init__(self, model: Any, logits_at_once: int = LOGITS_AT_ONCE):
@@ -81,7 +81,7 @@ def scale_logits(model: Any, logits: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def can_chunk_loss(model: Any) -> bool:
-    """Return whether the chunked loss equals the model's own, by a trial with random states from the decoder."""
+    """Return whether the chunked loss matches the model's own loss on random decoder states."""
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None or decoder is model or model.loss_function is not ForCausalLMLoss:
         return False
@@ -103,7 +103,7 @@ def can_chunk_loss(model: Any) -> bool:
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """Output of a decoder with hidden states only: other fields, such as the cache of Mamba, are None."""
+    """A decoder output with hidden states only: other fields, such as Mamba's cache, are None."""
 
     def __getattr__(self, name):
         return None

@@ -1,4 +1,4 @@
-"""Settings of a run: the fields of transformers' `TrainingArguments`, and those that it lacks."""
+"""Settings of a run: transformers' `TrainingArguments` with additional fields."""
 
 import argparse
 import difflib
@@ -30,7 +30,7 @@ Config = TypeVar("Config", bound="RunConfig")
 
 
 class Loader(yaml.SafeLoader):
-    """YAML loader that reads 1e-4 as a number."""
+    """A YAML loader that parses 1e-4 as a float."""
 
 
 Loader.add_implicit_resolver(
@@ -39,7 +39,7 @@ Loader.add_implicit_resolver(
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help that shows defaults, except empty ones, and keeps the line breaks of the description."""
+    """A help formatter that shows nonempty defaults and keeps the description's line breaks."""
 
     def _get_help_string(self, action):
         return action.help if action.default in (None, []) else super()._get_help_string(action)
@@ -57,7 +57,7 @@ def option(default: Any, text: str, **parser_options: Any) -> Any:
 
 @dataclass
 class RunConfig(TrainingArguments):
-    """Settings of every run. The optimizer and schedule defaults are from FoX (arXiv 2503.02130, appendix B.1)."""
+    """The settings of every run. Optimizer and schedule defaults follow FoX (arXiv 2503.02130, appendix B.1)."""
 
     output_dir: str = required("Folder of the run")
     lr_scheduler_type: str = option("cosine", "Learning-rate schedule")
@@ -78,9 +78,11 @@ class RunConfig(TrainingArguments):
     disable_tqdm: bool | None = option(True, "Print log lines instead of a progress bar")
     remove_unused_columns: bool | None = option(False, "Drop columns that the model does not take")
     prediction_loss_only: bool = option(True, "Return only the loss from evaluations")
-    logging_nan_inf_filter: bool = option(False, "Filter losses that are not finite out of the log")
-    ddp_find_unused_parameters: bool | None = option(False, "Search for parameters without a gradient in DDP")
-    ddp_timeout: int = option(7 * 24 * 3600, "Seconds that processes wait, for example while one packs the data")
+    logging_nan_inf_filter: bool = option(False, "Omit non-finite losses from the log")
+    ddp_find_unused_parameters: bool | None = option(False, "Detect parameters without a gradient in DDP")
+    ddp_timeout: int = option(
+        7 * 24 * 3600, "Timeout of collectives in seconds; packing the data in one process must fit into it"
+    )
 
     data: str = required(
         "Training data: a .txt, .md, .jsonl, .parquet or .csv file, a folder, a dataset, token ids (.npy) or stdlib; "
@@ -88,7 +90,7 @@ class RunConfig(TrainingArguments):
     )
     eval_data: str | None = option(None, "Evaluation data, like `data`")
     text_column: str | None = option(
-        None, "Table column with the text (default: conversations if there are any, else `text`)"
+        None, "Table column to train on (default: conversations if there are any, else `text`)"
     )
     tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's)")
     max_length: int = option(2048, "Tokens per sequence")
@@ -108,7 +110,7 @@ class RunConfig(TrainingArguments):
 
     def __post_init__(self):
         names = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
-        # the given values that differ from the defaults
+        # explicitly set values that differ from the defaults
         self.given = {n: v for n, v in vars(self).items() if n in names and v is not None and v != names[n]}
         if self.recipe is not None and self.recipe not in recipes(self.command):
             raise ValueError(f"`recipe` must be one of {', '.join(recipes(self.command))}, got {self.recipe!r}.")
@@ -143,12 +145,12 @@ class RunConfig(TrainingArguments):
 
     @classmethod
     def from_recipe(cls: type[Config], name: str, **values: Any) -> Config:
-        """Return the settings of a recipe; `values` take precedence."""
+        """Return a recipe's settings; `values` take precedence."""
         settings: dict[str, Any] = {"recipe": name, **read_recipe(cls, name), **values}
         return cls(**settings)
 
     def config_fields(self) -> dict[str, Any]:
-        """Return the config fields that `set` changes.
+        """Return the config fields that `set` overrides.
 
         >>> FinetuneConfig(data="a", output_dir="b", model="c", set=["window=null", "rate=1e-4"]).config_fields()
         {'window': None, 'rate': 0.0001}
@@ -163,14 +165,14 @@ class RunConfig(TrainingArguments):
 
     @property
     def sequences_per_step(self) -> int:
-        """Sequences per optimizer step of all processes."""
+        """Sequences per optimizer step, summed over all processes."""
         processes = self.world_size // self.sequence_parallel
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
 
 
 @dataclass
 class PretrainConfig(RunConfig):
-    """Settings of pretraining."""
+    """The settings of pretraining."""
 
     learning_rate: float = option(1e-3, "Peak learning rate")
 
@@ -182,14 +184,14 @@ class PretrainConfig(RunConfig):
 
 @dataclass
 class FinetuneConfig(RunConfig):
-    """Settings of fine-tuning; `FinetuneConfig.from_recipe(name, ...)` starts from those of a recipe.
+    """The settings of fine-tuning; `FinetuneConfig.from_recipe(name, ...)` starts from a recipe's settings.
 
-    The LoRA and quantization settings have the names of TRL's `ModelConfig`.
+    LoRA and quantization settings are named as in TRL's `ModelConfig`.
     """
 
-    learning_rate: float = option(2e-4, "Peak learning rate; about 2e-5 is common without LoRA")
+    learning_rate: float = option(2e-4, "Peak learning rate; use about 2e-5 without LoRA")
     weight_decay: float = option(0.0, "Weight decay; norms and biases are exempt")
-    recipe: str | None = option("lora", "Recipe, with its defaults and its change of the model")
+    recipe: str | None = option("lora", "Recipe that sets defaults and adapts the model")
 
     model: str = required("Folder or Hub name of a causal language model")
     use_peft: bool = option(True, "Train LoRA adapters instead of all parameters")
@@ -216,7 +218,7 @@ class FinetuneConfig(RunConfig):
 
 
 def recipes(command: str) -> dict[str, Path]:
-    """Return the files of the recipes of a command by name."""
+    """Return a command's recipe files by name."""
     return {file.stem: file for file in sorted((FOLDER / "recipes" / command).glob("*.yaml"))}
 
 
@@ -245,18 +247,18 @@ def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
 
 
 def setting_names(kind: type[TrainingArguments]) -> set[str]:
-    """Return the names of the settings of a class."""
+    """Return the names of a config class's settings."""
     return {entry.name for entry in fields(kind) if entry.init}
 
 
 def nearest(name: str, names: Any) -> str:
-    """Return the sentence "Did you mean ...?" with the most similar name, or "" without one."""
+    """Return "Did you mean ...?" with the most similar name, or "" if none is similar."""
     close = difflib.get_close_matches(str(name), names, 1)
     return f"Did you mean {close[0]}?" if close else ""
 
 
 def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
-    """Return the parser of all settings; its help shows ours and `SHOWN`."""
+    """Return a parser for all settings; its help shows our own fields and those in `SHOWN`."""
     parser = HfArgumentParser(kind, allow_abbrev=False, formatter_class=HelpFormatter, **options)  # ty: ignore[invalid-argument-type]
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; options take precedence")
     inherited = setting_names(TrainingArguments) - SHOWN
@@ -277,7 +279,7 @@ def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
     Args:
         kind: `PretrainConfig` or `FinetuneConfig`.
         argv: command-line options.
-        options: arguments of the parser, for its help.
+        options: arguments of `ArgumentParser`, such as `description`.
     """
     early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     early.add_argument("--config")
@@ -298,13 +300,13 @@ def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
 
 
 def write_yaml(settings: RunConfig) -> str:
-    """Return the given settings as YAML, without secrets such as `hub_token`."""
+    """Return the explicitly set settings as YAML, without secrets such as `hub_token`."""
     given = {name: value for name, value in settings.given.items() if not name.endswith("_token")}
     return yaml.safe_dump({name: plain(value) for name, value in given.items()})
 
 
 def plain(value: Any) -> Any:
-    """Return the value of an enum, for YAML and JSON, and other values unchanged."""
+    """Return the value of an enum member, for YAML and JSON; return other values unchanged."""
     return value.value if isinstance(value, Enum) else value
 
 

@@ -1,4 +1,4 @@
-"""Conversations as token ids; only the assistant's tokens are scored."""
+"""Tokenization of conversations; only the assistant's tokens are scored."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 SCORED, FIRST = 1, 2  # bits of a flag: the label is scored; a document begins
-PROBE = "hf-longctx-probe"  # content that shows where a template writes a turn
+PROBE = "hf-longctx-probe"  # placeholder content that locates a turn in the rendered template
 QUESTION = {"role": "user", "content": "Who?"}
 
 
@@ -23,17 +23,16 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.
 
     Args:
         row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two strings or two such lists.
-            With lists, the template also gets "tools" and "chat_template_kwargs".
-        tokenizer: tokenizer of transformers; messages need its chat template.
+            With lists, "tools" and "chat_template_kwargs" are also passed to the template.
+        tokenizer: a transformers tokenizer; messages require a chat template.
 
     Returns:
-        ids, (T,), int64, and flags, (T,), uint8. Scored are the assistant's turns, or those of the completion, and
-        tokens that partly belong to them. A template marks these by `{% generation %}`; without marks, see
-        `find_answer`.
+        ids, (T,), int64, and flags, (T,), uint8. Tokens that overlap the assistant's turns, or the completion's, are
+        scored. The template marks these turns by `{% generation %}`; otherwise `find_answer` locates them.
 
     Raises:
-        ValueError: the tokenizer does not have a chat template, the turns are not such lists, or the assistant's turns
-            cannot be found in the rendered text.
+        ValueError: the tokenizer does not have a chat template, the turns are malformed, or the assistant's turns
+            cannot be found in the rendered prompt.
     """
     if "messages" not in row and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         text = row["prompt"] + row["completion"]
@@ -64,19 +63,19 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.
 
 
 def parse_json(value: Any) -> Any:
-    """Parse a JSON string, which some tables hold, and return other values unchanged."""
+    """Parse a JSON string, as stored in some tables; return other values unchanged."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove null fields, which tables add where their rows have different fields."""
+    """Remove null fields, which tables insert when rows have different fields."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def encode_spans(text: str, spans: list[tuple[int, int]], tokenizer, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of a text, and a mask of the tokens that overlap spans of characters."""
+    """Return token ids, and a mask of the tokens that overlap the character spans."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
         starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
@@ -102,7 +101,7 @@ def common_length(a: Sequence, b: Sequence) -> int:
 
 
 def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered text, and the spans of the assistant's turns, starting with turn `first`."""
+    """Render turns, and return the text with the spans of the assistant's turns from turn `first` on."""
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     words = [token[1:] for token in Environment().lex(template) if token[1] != "whitespace"]
     if any(word[0] == "block_begin" and follower[1] == "generation" for word, follower in pairwise(words)):
@@ -139,24 +138,24 @@ def special_tokens(tokenizer) -> list[str]:
 
 
 def with_probe(turn: dict) -> dict:
-    """Return a turn with the probe as its content, in a list if its content is a list."""
+    """Return a turn whose content is the probe, in a list if the original content is a list."""
     return {**turn, "content": [{"type": "text", "text": PROBE}] if isinstance(turn.get("content"), list) else PROBE}
 
 
 def find_answer(
     text: str, turns: list[dict], number: int, after: int, render: Callable[..., str], special: str
 ) -> tuple[int, int]:
-    """Return the span of turn `number`, an assistant's, in the rendered text.
+    """Return the span of the assistant's turn `number` in the rendered text.
 
-    We replace the turn by a probe. The answer begins after the last header (the text that `add_generation_prompt`
-    adds) before the probe, or with the probe if there is no header. It ends with the text that ends a conversation
-    there too. The rest must be unchanged.
+    We render the conversation again with a probe as this turn. The answer begins after the last header (the text that
+    `add_generation_prompt` adds) before the probe, or at the probe without a header. It includes the end-of-turn text
+    that also ends a conversation. The rest must be unchanged.
 
     Args:
         text: rendered text of all turns.
         after: end of the assistant's previous turn.
         render: function that renders turns.
-        special: regular expression for special tokens.
+        special: regular expression that matches special tokens.
     """
     before, turn = turns[:number], turns[number]
     asked = before if any(earlier["role"] == "user" for earlier in before) else [*before, QUESTION]
@@ -171,12 +170,12 @@ def find_answer(
             head, tail = render([*before, probe, *later]).split(PROBE)
             written = render([*before, turn, *later])
             other = render([*before, turn, with_probe(later[0]), *later[1:]]) if later else text
-        except (TemplateError, ValueError):  # a tool's response needs the call, which the probe lacks
+        except (TemplateError, ValueError):  # a tool response requires a tool call, which the probe lacks
             continue
         if header and header in head[after:]:
             begin = head.rfind(header, after)
             stop = begin + len(header)
-        else:  # the answer may begin with spaces
+        else:  # the answer may have leading spaces
             begin = stop = len(head.removesuffix("" if lead.strip(" ") else lead))
         start = common_length(written, head[:stop])
         ending = len(last_ending) if tail.startswith(last_ending) else 0
@@ -188,15 +187,15 @@ def find_answer(
             return start, end
     raise ValueError(
         f"The assistant's turn {number + 1} cannot be found in the rendered chat template, because the turn changes other "
-        "turns or the template rewrites it. Mark the assistant's turns in the template: "
+        "turns or the template rewrites it. Mark assistant turns in the template by "
         "{% generation %}...{% endgeneration %}."
     )
 
 
 def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode conversations, and drop those without a scored token.
+    """Encode conversations, and drop conversations without a scored token.
 
-    A warning on stderr reports the first answer that does not end with a special token.
+    Warns once on stderr if an answer does not end with a special token.
     """
     special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
     for number, row in enumerate(rows, 1):
@@ -215,7 +214,7 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.n
         if not is_reported and next(written, None) not in special:
             is_reported = True
             print(
-                "The last scored token of an answer is not a special token, so the model is not trained to end its turn. "
+                "The last scored token of an answer is not a special token, so the model does not learn to end its turn. "
                 "Add one, such as {{ eos_token }}, after the assistant's content in the chat template.",
                 file=sys.stderr,
             )

@@ -1,7 +1,7 @@
-"""Documents as sequences of tokens: packed once into a file, or packed while they are read.
+"""Packing of documents into token sequences, once into a file or on the fly.
 
-A document ends with the tokenizer's EOS, so any file of token ids (`.npy`, one or two dimensions of integers) contains
-its document boundaries. No label crosses a boundary, and positions restart at each.
+Each document ends with the tokenizer's EOS, which marks document boundaries in any file of token ids (`.npy`, 1D or 2D
+integers). Labels do not cross a boundary, and positions restart at each one.
 """
 
 import hashlib
@@ -21,37 +21,37 @@ from ..corpus import open_source
 from .conversations import FIRST, SCORED, encode_conversations
 
 
-FLAGS = ".flags.npy"  # suffix of the file of flags next to a token file
+FLAGS = ".flags.npy"  # suffix of the flags file next to a token file
 SECONDS_BETWEEN_LINES = 10
 DOCUMENTS_AT_ONCE = 256  # fast tokenizers encode a batch in parallel
 
 
 class TokenDataset(torch.utils.data.Dataset):
-    """Sequences of `length` tokens from a token file.
+    """A dataset of sequences of `length` tokens from a token file.
 
-    Sequences without a scored label are dropped, and so is an incomplete last one.
+    Sequences without a scored label and an incomplete last sequence are dropped.
 
     Args:
-        path: `.npy` file of integers, which is memory-mapped. A file of flags next to it (suffix `FLAGS`) marks where
-            documents begin and which labels are scored.
+        path: memory-mapped `.npy` file of integers. A flags file next to it (suffix `FLAGS`) marks where documents
+            begin and which labels are scored.
         length: T, tokens per sequence.
-        eos_token_id: token that ends a document. None: the file is one document.
-        vocab_size: upper bound on the token ids.
+        eos_token_id: id of the token that ends a document. None: the file is one document.
+        vocab_size: exclusive upper bound on the token ids.
 
     An item is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`.
 
     Raises:
-        ValueError: the file does not hold integers, is shorter than a sequence, or has a token beyond the vocabulary.
+        ValueError: the file does not contain integers, is shorter than a sequence, or has out-of-vocabulary tokens.
     """
 
     def __init__(self, path: str | Path, length: int, eos_token_id: int | None, vocab_size: int):
         try:
             tokens = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
-            raise ValueError(f"{path} is not a complete .npy file ({error}); write it by np.save.") from error
+            raise ValueError(f"{path} is not a complete .npy file ({error}); write it with np.save.") from error
         if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2):
             raise ValueError(
-                f"{path} must hold integers, such as uint16, in one or two dimensions, got {tokens.dtype} in "
+                f"{path} must be a 1D or 2D array of integers, such as uint16, got {tokens.dtype} in "
                 f"{tokens.ndim} dimensions."
             )
         self.path, self.tokens = Path(path), tokens.reshape(-1)
@@ -60,7 +60,7 @@ class TokenDataset(torch.utils.data.Dataset):
         self.flags = np.load(flags, mmap_mode="r") if flags.exists() else None
         if self.tokens.size < length:
             raise ValueError(
-                f"{path} holds {self.tokens.size} tokens; one sequence needs {length}. Give more data, or lower "
+                f"{path} has {self.tokens.size} tokens; one sequence needs {length}. Give more data, or lower "
                 "--max_length."
             )
         self.begins = np.arange(0, self.tokens.size - length + 1, length)
@@ -70,7 +70,7 @@ class TokenDataset(torch.utils.data.Dataset):
         lowest, highest = int(self.tokens.min()), int(self.tokens.max())
         if lowest < 0 or highest >= vocab_size:
             raise ValueError(
-                f"{path} holds token ids from {lowest} to {highest}, and the tokenizer has {vocab_size} tokens. Give the "
+                f"{path} has token ids from {lowest} to {highest}, but the tokenizer has {vocab_size} tokens. Give the "
                 "tokenizer that encoded the file."
             )
 
@@ -88,7 +88,7 @@ class TokenDataset(torch.utils.data.Dataset):
 
 
 class DocumentDataset(TokenDataset):
-    """Chunks of single documents of at most `length` tokens, padded on the right; the arguments are `TokenDataset`'s.
+    """A dataset of unpacked documents in right-padded chunks of at most `length` tokens; arguments as `TokenDataset`.
 
     An item is {"input_ids", "attention_mask", "labels"}, each (T,), int64.
     """
@@ -115,13 +115,13 @@ class DocumentDataset(TokenDataset):
 
 
 class StreamedTokenDataset(torch.utils.data.IterableDataset):
-    """The same sequences without files: documents are read, encoded and packed in order, in an endless stream.
+    """An endless stream of the same sequences: documents are read, encoded and packed in order, without files.
 
     A resumed run replays the stream up to its step.
 
     Args:
-        documents: functions that each open a source, as `encode` does.
-        shares: shares of the sources, which sum to 1.
+        documents: one function per source, which opens it as `encode` does.
+        shares: sampling weight of each source; they sum to 1.
         length, eos_token_id: as for `TokenDataset`.
     """
 
@@ -133,7 +133,7 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
         return interleave([self.read(open_documents) for open_documents in self.documents], self.shares)
 
     def read(self, open_documents: Callable) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the sequences of one source, which is read again and again."""
+        """Yield the sequences of one source, in an endless loop."""
         ids, flags = np.zeros(0, np.int64), np.zeros(0, np.uint8)
         while True:
             for document, its_flags in open_documents():
@@ -147,7 +147,7 @@ class StreamedTokenDataset(torch.utils.data.IterableDataset):
 
 
 def interleave(streams: Sequence[Iterator], shares: Sequence[float]) -> Iterator:
-    """Yield from several streams, always from the one that is furthest behind its share."""
+    """Interleave streams deterministically by always yielding from the stream furthest behind its share."""
     counts = np.zeros(len(streams))
     while True:
         number = int(((counts + 1) / shares).argmin())
@@ -156,7 +156,7 @@ def interleave(streams: Sequence[Iterator], shares: Sequence[float]) -> Iterator
 
 
 def flags_by_eos(ids: np.ndarray, eos_token_id: int | None) -> np.ndarray:
-    """Return flags of token ids, (T,), uint8: all labels are scored, and a document begins after each EOS."""
+    """Return flags, (T,), uint8, that score every label and begin a document after each EOS."""
     flags = np.full(len(ids), SCORED, np.uint8)
     flags[0] |= FIRST
     flags[1:][ids[:-1] == eos_token_id] |= FIRST
@@ -172,8 +172,8 @@ def make_sequence(ids: np.ndarray, flags: np.ndarray, is_one_document: bool = Fa
         is_one_document: do not restart the positions within the sequence.
 
     Returns:
-        input_ids; position_ids, which restart at 0 in every document; labels, which are the input_ids, and -100 where
-        they are not scored, such as at the first token of a document. Each (T,), int64.
+        input_ids; position_ids, which restart at 0 in every document; labels, equal to input_ids, with -100 at
+        unscored tokens and at the first token of each document. Each (T,), int64.
     """
     tokens, index = torch.from_numpy(ids.astype(np.int64)), torch.arange(len(ids))
     first = torch.from_numpy((flags & FIRST > 0) & (not is_one_document))
@@ -188,20 +188,20 @@ def encode(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Open a source and yield its documents as token ids, (T,), int64, and flags, (T,), uint8; see `make_sequence`.
 
-    A text begins with the BOS, if the tokenizer has one that differs from its EOS, and ends with the EOS.
+    A text document starts with the BOS, if the tokenizer has one that differs from its EOS, and ends with the EOS.
 
     Args:
         source: as for `hf_longctx.corpus.load_text`, or a table of conversations.
-        tokenizer: tokenizer of transformers with an EOS.
+        tokenizer: a transformers tokenizer with an EOS.
         part: "train" or "held_out", for a source that has both.
-        column: column of a table with the text. Default: its conversations, else "text".
+        column: table column to read. Default: conversations if there are any, else "text".
 
     Raises:
         ValueError: the source cannot be read, or the tokenizer does not have an EOS.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
-            "The tokenizer does not have an EOS token, which ends a document. Set one: tokenizer.eos_token = '</s>'."
+            "The tokenizer must have an EOS token to end documents. Set one: tokenizer.eos_token = '</s>'."
         )
     documents = open_source(source, part, column, conversations=True)[1]
     groups = groupby(documents, key=lambda document: isinstance(document, dict))
@@ -213,8 +213,8 @@ def encode(
 
 
 def encode_texts(texts: Iterator[str], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Encode texts in batches."""
-    # GPT-2's BOS is its EOS, and would be a document of one token
+    """Encode plain-text documents in batches."""
+    # GPT-2's BOS is also its EOS, so prepending it would create one-token documents
     before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
     while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
         for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
@@ -223,9 +223,9 @@ def encode_texts(texts: Iterator[str], tokenizer) -> Iterator[tuple[np.ndarray, 
 
 
 def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | None = None) -> None:
-    """Encode all documents of a source into a token file and a file of flags next to it (suffix `FLAGS`).
+    """Encode all documents of a source into a token file and a flags file next to it (suffix `FLAGS`).
 
-    Both appear when they are complete. Progress is printed on stderr every few seconds.
+    Both are written atomically. Progress is printed on stderr every few seconds.
 
     Args:
         source, tokenizer, part, column: as for `encode`.
@@ -244,12 +244,12 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
                 printed = time.monotonic()
                 print(f"packing {source}: {documents} documents, {tokens.count} tokens", file=sys.stderr)
     if not documents:
-        raise ValueError(f"{source} does not hold a conversation in which an assistant answers.")
+        raise ValueError(f"{source} does not contain a conversation with an assistant's turn.")
     print(f"packed {source}: {documents} documents, {tokens.count} tokens", file=sys.stderr)
 
 
 class GrowingArray:
-    """A one-dimensional .npy file that is written incrementally, and appears when it is complete and not empty."""
+    """A 1D .npy file that is appended to, then renamed to its final path unless it is empty or an error occurred."""
 
     def __init__(self, path: Path, dtype: type[np.unsignedinteger]):
         self.path, self.dtype, self.count = path, dtype, 0
@@ -275,19 +275,19 @@ class GrowingArray:
             os.unlink(file.name)
 
     def write_header(self) -> None:
-        """Write the header; numpy leaves room in it for a larger count."""
+        """Write the .npy header; numpy pads it to leave room for a larger count."""
         header = np.lib.format.header_data_from_array_1_0(np.empty(0, self.dtype)) | {"shape": (self.count,)}
         np.lib.format.write_array_header_1_0(self.file, header)
 
 
 def digest(path: Path) -> str:
-    """Return the hash of a file."""
+    """Return a file's SHA-256 hash."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def source_digest(source: str) -> str:
-    """Return the hash of the files of a local source, or the name of a dataset."""
+    """Return a hash of a local source's files, or the name of a dataset."""
     path = Path(source)
     if not path.exists():
         return source
@@ -304,9 +304,9 @@ def collate(
     """Collate sequences into model inputs, (B, T).
 
     Args:
-        without: entries that the model does not take.
+        without: entries that the model does not accept.
         options: other arguments of the model.
-        flat: concatenate the sequences, (1, B * T); FlashAttention then separates documents by their positions.
+        flat: concatenate the sequences to (1, B * T); FlashAttention then separates documents by position ids.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in without}
     return {name: x.view(1, -1) if flat else x for name, x in batch.items()} | dict(options or {})

@@ -1,4 +1,4 @@
-"""The model that a run starts from: new, or pretrained and changed by a recipe."""
+"""Creation of the model to train: new, or pretrained and adapted by a recipe."""
 
 import functools
 import inspect
@@ -30,10 +30,10 @@ base_bound = functools.cache(rope_base_bound)  # a run needs the same bound seve
 
 
 def make_config(args: RunConfig, tokenizer) -> Any:
-    """Return the config of the model to train, with the changes of the recipe and of `set`, before weights are loaded.
+    """Return the config of the model to train, with the overrides of the recipe and of `set`, without loading weights.
 
     Raises:
-        ValueError: the settings do not fit the model.
+        ValueError: the settings do not match the model.
     """
     if isinstance(args, PretrainConfig):
         return new_config(args, tokenizer)
@@ -58,9 +58,9 @@ def make_config(args: RunConfig, tokenizer) -> Any:
 
 
 def new_config(args: PretrainConfig, tokenizer) -> Any:
-    """Return the config of a new model, from a preset, a file or another model, with the changes of `set`.
+    """Return the config of a new model, from a preset, a file or another model, with the overrides of `set`.
 
-    The vocabulary size and special ids come from the tokenizer; the context is at least `max_length`.
+    The vocabulary size and special token ids come from the tokenizer; the context is at least `max_length`.
     """
     choices = f"one of {', '.join(PRESETS)}, a config.json, or a folder or Hub name with one"
     try:
@@ -79,7 +79,7 @@ def new_config(args: PretrainConfig, tokenizer) -> Any:
 def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
     """Return the config of an HMT for the next training stage (arXiv 2405.06067, section 4).
 
-    A model without a memory gets one without recall; a model from the first stage gets the recall.
+    Adds a memory without recall to a backbone, or the recall to a first-stage HMT.
     """
     fields = set_fields(args, HMTConfig)
     if config.model_type != "hmt":
@@ -96,7 +96,7 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
 
 
 def set_fields(args: RunConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the fields of `set`; ValueError for a field that the config class does not have."""
+    """Return the fields of `set`; raise ValueError for a field that the config class does not have."""
     names, fields = inspect.signature(kind).parameters, args.config_fields()
     for name in fields:
         if name not in names:
@@ -105,11 +105,11 @@ def set_fields(args: RunConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
 
 
 def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
-    """Raise ValueError if the tokenizer or the settings do not fit a pretrained model."""
+    """Raise ValueError if the tokenizer or the settings do not match a pretrained model."""
     size = getattr(config, "backbone_config", config).get_text_config().vocab_size
     if len(tokenizer) > size:
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model {size}; give the model's own tokenizer."
+            f"The tokenizer has {len(tokenizer)} tokens, the model {size}. Use the model's own tokenizer."
         )
     is_quantized = args.load_in_4bit or args.load_in_8bit or getattr(config, "quantization_config", None)
     if is_quantized and (args.merge or not args.use_peft):
@@ -120,10 +120,10 @@ def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
 
 
 def make_model(args: RunConfig, config: Any) -> Any:
-    """Return a new model in float32, or a pretrained one, from the config of `make_config`.
+    """Create a model in float32 from the config of `make_config`, or load a pretrained one.
 
     Raises:
-        ValueError: weights are missing, or the model cannot be trained on such sequences.
+        ValueError: weights are missing, or the model cannot be trained on these sequences.
     """
     torch.manual_seed(args.seed)  # every call creates the same new memory
     # Build the whole model, to convert and check it before ZeRO-3 partitions it: Trainer registers DeepSpeed again.
@@ -144,7 +144,7 @@ def make_model(args: RunConfig, config: Any) -> Any:
 
 
 def base_dtype(args: FinetuneConfig, config: Any) -> torch.dtype:
-    """Return the dtype of the loaded weights; trained weights become float32 in any case."""
+    """Return the dtype of the loaded weights; trained weights are always cast to float32."""
     if not args.use_peft or args.dtype == "float32":
         return torch.float32
     is_half = config.dtype in (torch.bfloat16, torch.float16)
@@ -152,7 +152,7 @@ def base_dtype(args: FinetuneConfig, config: Any) -> torch.dtype:
 
 
 def quantization(args: FinetuneConfig) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that quantize the base, if any."""
+    """Return the quantization arguments of `from_pretrained`, if any."""
     if not (args.load_in_4bit or args.load_in_8bit):
         return {}
     if not is_bitsandbytes_available():
@@ -179,7 +179,7 @@ def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
 
 
 def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates: bool = False) -> Any:
-    """Load a pretrained model and check that its files hold all weights, except those of `new_gates`.
+    """Load a pretrained model, and check that its checkpoint has all weights except `new_gates`.
 
     Raises:
         ValueError: weights are missing, or their shapes differ from the config's.
@@ -205,7 +205,7 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates:
 
 @torch.no_grad()
 def open_gates(model: Any, decay_time: float) -> None:
-    """Initialize the gates as `from_llama` does, in float32 for any dtype of the model."""
+    """Initialize the gates as `from_llama` does, in float32 for every model dtype."""
     for module in model.modules():
         if isinstance(module, FoxForgetGate):
             module.float()
@@ -214,15 +214,15 @@ def open_gates(model: Any, decay_time: float) -> None:
 
 
 def extend_rope(config, args: FinetuneConfig) -> str:
-    """Extend the context of a config to `max_length`, and choose a RoPE base above the bound for it.
+    """Extend a config's context to `max_length`, and choose a RoPE base above the bound for it.
 
-    A longer context in the config is kept. The bound on the base is eq. 18 of arXiv 2405.14591.
+    A longer context in the config is retained. The bound on the base is eq. 18 of arXiv 2405.14591.
 
     Returns:
-        a line that describes the change.
+        a one-line description of the change.
 
     Raises:
-        ValueError: the model does not have a single RoPE base without scaling, or its base suffices already.
+        ValueError: the model does not have a single unscaled RoPE base, or its base already suffices.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope or "rope_theta" not in rope or rope.get("rope_type", "default") != "default":
@@ -250,16 +250,16 @@ def extend_rope(config, args: FinetuneConfig) -> str:
 
 
 def read_config(name: str) -> Any:
-    """Read a model's config from a folder or the Hub; ValueError for an adapter or an encoder-decoder."""
+    """Read a model's config from a folder or the Hub; raise ValueError for an adapter or an encoder-decoder."""
     if (Path(name) / "adapter_config.json").exists():
-        raise ValueError(f"{name} holds an adapter; merge it first: `hf_longctx.training.merge(RUN)`.")
+        raise ValueError(f"{name} contains an adapter; merge it first: `hf_longctx.training.merge(RUN)`.")
     config = AutoConfig.from_pretrained(name)
     check_decoder(config)
     return config
 
 
 def check_sees_the_past_only(model) -> None:
-    """Raise ValueError for models such as BERT, which would learn to copy the labels from their input."""
+    """Raise ValueError for bidirectional models such as BERT, which would copy the labels from their input."""
     ids = np.arange(1, 16)[None]
 
     @torch.no_grad()
@@ -271,10 +271,10 @@ def check_sees_the_past_only(model) -> None:
 
 @torch.no_grad()
 def check_packing(model) -> None:
-    """Raise ValueError if the logits of a document change when it is packed behind another one.
+    """Raise ValueError if packing a document after another one changes its logits.
 
-    The tolerance is that of `check_causal`. As in training, the model does not use a cache, with which transformers
-    ignores document boundaries.
+    The tolerance is the same as in `check_causal`. The cache is disabled, as in training, because transformers ignores
+    document boundaries with a cache.
     """
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     documents = torch.arange(1, 16, device=model.device).split([6, 9])
@@ -284,13 +284,13 @@ def check_packing(model) -> None:
     alone = model(documents[1][None], use_cache=False).logits[0].float()
     if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
         raise ValueError(
-            f"{type(model).__name__} reads across document boundaries: packing changes the logits of a document by up to "
+            f"{type(model).__name__} reads across document boundaries: packing changes a document's logits by up to "
             f"{(packed - alone).abs().max():.1g}. Give --packing false."
         )
 
 
 def check_length(model, length: int) -> None:
-    """Raise ValueError if the sequences are longer than the model's positions."""
+    """Raise ValueError if the sequences exceed the model's maximum positions."""
     table = position_limit(model)
     if table is not None and length > table:
         raise ValueError(f"--max_length {length} exceeds the {table} positions of this model.")
@@ -304,9 +304,9 @@ def check_length(model, length: int) -> None:
 
 @torch.no_grad()
 def check_flash_attention(model: Any) -> None:
-    """Raise ValueError if a model does not give FlashAttention the positions, which separate packed documents.
+    """Raise ValueError if a model does not pass position ids to FlashAttention, which separates documents by them.
 
-    The model reads two tokens with a stub instead of the kernel, on any device.
+    The model reads two tokens with a stub instead of the kernel, so the check runs on any device.
     """
     name, seen = model.config._attn_implementation, []
     attention = ALL_ATTENTION_FUNCTIONS[name]

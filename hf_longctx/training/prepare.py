@@ -1,4 +1,4 @@
-"""The sequences of a run: packed in its folder or streamed, and mixed."""
+"""Preparation of a run's datasets: packed in its folder or streamed, and mixed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ from .run_folder import checkpoints, digest_of
 
 
 class Datasets(NamedTuple):
-    """Training sequences, evaluation sequences, and a hash of the training data."""
+    """The training sequences, the evaluation sequences, and a hash of the training data."""
 
     train: Any
     evaluation: Any | None
@@ -26,15 +26,15 @@ def prepare_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> Datas
     """Read or pack the data.
 
     Args:
-        is_one_document: treat each sequence as one document, for a model with memory, which reads across boundaries.
+        is_one_document: treat each sequence as one document, for models with memory, which read across boundaries.
 
     Raises:
-        ValueError: the data hold fewer sequences than an optimizer step needs, or differ from those of the run.
+        ValueError: there are too few sequences for an optimizer step, or the data differ from the run's data.
     """
     eos = None if is_one_document and args.packing else tokenizer.eos_token_id
     sources, shares = zip(*split_mixture(str(args.data)))
     eval_sources, eval_shares = zip(*split_mixture(args.eval_data)) if args.eval_data else ((), ())
-    # every source is opened before one is packed
+    # open every source before packing the first
     eval_readers = [open_sequences(args, source, "held_out", tokenizer, eos) for source in eval_sources]
     if args.streaming:
         if len(sources) > 1 and None in shares:
@@ -50,7 +50,7 @@ def prepare_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> Datas
         train, hashes = mix(parts, shares), [hash_of(part) for part in parts]
         if len(train) < args.sequences_per_step:
             raise ValueError(
-                f"{args.data} holds {len(train)} sequences of {args.max_length} tokens, fewer than the "
+                f"{args.data} has {len(train)} sequences of {args.max_length} tokens, fewer than the "
                 f"{args.sequences_per_step} of an optimizer step. Give more data, or lower --gradient_accumulation_steps."
             )
     evaluation = mix([read() for read in eval_readers], eval_shares) if eval_readers else None
@@ -58,9 +58,9 @@ def prepare_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> Datas
 
 
 def open_sequences(args: RunConfig, source: str, part: str, tokenizer, eos: int | None) -> Callable[[], TokenDataset]:
-    """Check that a source can be read, and return a function that returns its sequences.
+    """Check that a source can be read, and return a function that loads its sequences.
 
-    The function packs the source into RUN/data unless it is a token file. The name of the packed file is a hash of
+    The function packs the source into RUN/data unless it is a token file. The packed file is named by a hash of
     everything that it depends on.
     """
     kind, options = TokenDataset if args.packing else DocumentDataset, (args.max_length, eos, len(tokenizer))
@@ -73,7 +73,7 @@ def open_sequences(args: RunConfig, source: str, part: str, tokenizer, eos: int 
     if not path.exists():
         if part == "train" and checkpoints(folder):
             raise ValueError(
-                f"{source} is not the data that the run in {folder} has packed. Resume with the same data or with the "
+                f"{source} differs from the data that the run in {folder} packed. Resume with the same data or with the "
                 f"packed tokens in {folder / 'data'}, or give another --output_dir."
             )
         encode(source, tokenizer, part, args.text_column)
@@ -87,14 +87,14 @@ def open_sequences(args: RunConfig, source: str, part: str, tokenizer, eos: int 
 
 
 def hash_of(rows: TokenDataset) -> str:
-    """Return the hash of the tokens and flags of a dataset."""
+    """Return a hash of a dataset's tokens and flags."""
     return digest(rows.path) + ("" if rows.flags is None else digest(rows.path.with_suffix(FLAGS)))
 
 
 def mix(parts: list[TokenDataset], shares: tuple[float | None, ...]) -> Any:
-    """Return the sequences of several datasets in their shares, each at least once; without shares, exactly once.
+    """Mix datasets by their shares, with each sequence at least once; without shares, exactly once.
 
-    Sequences of a dataset that is small for its share are repeated. Trainer shuffles all sequences.
+    Datasets too small for their share are repeated. Trainer shuffles all sequences.
     """
     if len(parts) == 1:
         return parts[0]

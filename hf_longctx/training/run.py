@@ -1,4 +1,4 @@
-"""Start or resume a training run, train, and write the model into the run's folder."""
+"""Start or resume a training run, and save the model in the run's folder."""
 
 import copy
 import inspect
@@ -41,11 +41,11 @@ def train(args: RunConfig) -> int:
         args: a `PretrainConfig` or a `FinetuneConfig`.
 
     Returns:
-        0 if the model is complete, else the number of the signal that stopped the run.
+        0 if training finished, else the number of the signal that stopped the run.
 
     Raises:
-        ValueError: the folder holds other files, a run with other settings, or the run of another process; or the data
-            are too short.
+        ValueError: the folder contains unrelated files or a run with other settings, another process trains in it, or
+            the data are too short.
         FloatingPointError: a loss or a gradient is not finite.
         OSError: the disk is full, or a file cannot be read.
     """
@@ -55,7 +55,7 @@ def train(args: RunConfig) -> int:
             f"One process sees {args.n_gpu} GPUs. Start `torchrun --nproc-per-node {args.n_gpu} -m hf_longctx "
             f"{args.command} ...` to use all, or set CUDA_VISIBLE_DEVICES=0."
         )
-    settings: Any = args  # both kinds have a `model`
+    settings: Any = args  # both config classes have a `model`
     tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer or settings.model)
     config = make_config(args, tokenizer)
     with args.main_process_first(local=False):
@@ -74,7 +74,7 @@ def train(args: RunConfig) -> int:
     found = fingerprint(args, tokenizer, datasets.digest, model.config, base, sharded_by)
     if checkpoint is not None:
         check_fingerprint(folder, found)
-    PartialState().wait_for_everyone()  # all processes have read what the first one changes now
+    PartialState().wait_for_everyone()  # the main process overwrites files that all processes have read
     if args.should_save:
         (folder / "config.yaml").write_text(write_yaml(args))
         (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
@@ -82,7 +82,7 @@ def train(args: RunConfig) -> int:
     PartialState().wait_for_everyone()
     print_once(describe(args, model, checkpoint))
 
-    set_seed(args.seed, device_specific=True)  # the processes have different dropout
+    set_seed(args.seed, device_specific=True)  # different dropout in each process
     try:
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
@@ -102,7 +102,7 @@ def train(args: RunConfig) -> int:
 
 
 def prepare_model(args: RunConfig, model: Any) -> Any:
-    """Set the attention implementation of the model, and add the adapters."""
+    """Set the model's attention implementation and add adapters."""
     attention = args.attn_implementation
     if attention is None and model.config.model_type == "fox" and torch.cuda.is_available():
         attention = "auto"
@@ -112,12 +112,12 @@ def prepare_model(args: RunConfig, model: Any) -> Any:
 
 
 def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSignal) -> LongContextTrainer:
-    """Return the Trainer of a run, with a collator for the arguments that the model takes."""
+    """Return a run's Trainer, with a collator for the arguments that the model accepts."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     parameters = inspect.signature(base.forward).parameters
     options: dict[str, Any] = {}
     if args.label_smoothing_factor == 0:  # label smoothing needs the logits
-        # a frozen head may be bfloat16, and would be copied
+        # a frozen head may be in bfloat16, and would be copied
         if "return_logits" in parameters and base.get_output_embeddings().weight.requires_grad:
             options["return_logits"] = False
         elif getattr(base, "reads_in_segments", False):
@@ -126,7 +126,7 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
     flat = args.packing and base.config.model_type not in ("fox", "hmt") and is_flash_attention_requested(base.config)
     if flat:
         check_flash_attention(base)
-        args.per_device_eval_batch_size = 1  # Trainer would weight a batch as one sequence
+        args.per_device_eval_batch_size = 1  # Trainer would weight a flat batch as one sequence
     collator: Any = partial(collate, without=without, options=options, flat=flat)
     kind: Any = LongContextTrainer
     if args.sequence_parallel > 1:
@@ -136,7 +136,7 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
         collator = partial(shard.collate, options=options)
     base._keys_to_ignore_on_save = set(
         base.all_tied_weights_keys
-    )  # otherwise Trainer warns that they are missing from checkpoints
+    )  # otherwise Trainer warns that tied weights are missing from checkpoints
     tokens = args.sequences_per_step * args.max_length
     trainer = kind(
         model=model,
@@ -150,8 +150,8 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
     for name in ("cp_size", "sp_size"):
         if (size := getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)) > 1:
             raise ValueError(
-                f"accelerate's parallelism_config has {name}={size}, which splits sequences without the gates, token shift "
-                f"and memory of the other parts. Set it to 1, and use --sequence_parallel {size} for a FoX."
+                f"accelerate's parallelism_config must have {name}=1, got {size}: it splits sequences without the gates, "
+                f"token shift and memory of the other parts. For a FoX, use --sequence_parallel {size}."
             )
     makes_logits = not options and args.label_smoothing_factor == 0
     if args.compile_layers:
@@ -159,14 +159,14 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
     if makes_logits and not trainer.is_deepspeed_enabled and can_chunk_loss(base):
         ChunkedCrossEntropy(
             base
-        ).__enter__()  # for the whole run; ZeRO-3 has the weights of the head only in its own call
+        ).__enter__()  # for the whole run; not with ZeRO-3, which gathers the head's weights only in its own forward
     return trainer
 
 
 def compile_layers(model: Any) -> None:
     """Compile the decoder layers in place: they share one graph, which compiles faster than the whole model.
 
-    The layers are transformers' `_no_split_modules`.
+    Decoder layers are the modules in transformers' `_no_split_modules`.
     """
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     for module in model.modules():
@@ -187,13 +187,13 @@ def describe(args: RunConfig, model: Any, checkpoint: Path | None) -> str:
 
 
 def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokenizer, base: dict | None) -> None:
-    """Save the model and its tokenizer in RUN/model, which appears when it is complete.
+    """Save the model and its tokenizer atomically in RUN/model.
 
     An adapter is saved in RUN/model, with its base if the recipe changes the base, or in RUN/adapter if it is merged.
     """
     folder = Path(args.output_dir)
     unfinished = folder / ".model"
-    if trainer.is_fsdp_enabled:  # its checkpoints hold a shard for each process
+    if trainer.is_fsdp_enabled:  # its checkpoints are sharded by process
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("FULL_STATE_DICT")
     model: Any = trainer.model
@@ -207,7 +207,7 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
     trainer.save_state()
     if not trainer.is_world_process_zero():
         return
-    (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle, which users should not have to trust
+    (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle; do not make users trust it
     if isinstance(args, FinetuneConfig) and args.use_peft:
         (unfinished / BASE).write_text(json.dumps(base, indent=1) + "\n")
         if args.merge:
@@ -229,7 +229,7 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
 
 
 def save_base(args: FinetuneConfig, config: Any, folder: Path, adapter: Path | None = None) -> None:
-    """Load the base again, with the changes of the recipe, merge an adapter into it if one is given, and save it."""
+    """Reload the base, apply the recipe, merge the adapter if one is given, and save the model."""
     model, dtype = make_model(args, copy.deepcopy(config)), config.dtype
     if adapter is not None:
         model = load_adapter(model, adapter).merge_and_unload()
@@ -240,7 +240,7 @@ def save_base(args: FinetuneConfig, config: Any, folder: Path, adapter: Path | N
 
 
 def merge(run: str | Path, base: str | None = None, output: str | Path | None = None) -> Path:
-    """Merge the adapter of a run into its base, for example into the original of a base that the run has quantized.
+    """Merge a run's adapter into its base; after QLoRA, this is the original, unquantized base.
 
     Args:
         run: folder of a finished `hf-longctx finetune`.
@@ -251,15 +251,15 @@ def merge(run: str | Path, base: str | None = None, output: str | Path | None = 
         the folder of the merged model.
 
     Raises:
-        ValueError: the run does not have an adapter, the adapter belongs to another base, or `output` exists.
+        ValueError: the run does not have an adapter, the adapter was trained on another base, or `output` exists.
     """
     run = Path(run)
     adapter = next((run / n for n in ("adapter", "model") if (run / n / "adapter_config.json").exists()), None)
     if adapter is None or not (run / "config.yaml").exists():
-        raise ValueError(f"{run} does not hold an adapter; give the folder of a finished `finetune` run with LoRA.")
+        raise ValueError(f"{run} does not contain an adapter; give the folder of a finished `finetune` run with LoRA.")
     target = run / "merged" if output is None else Path(output)
     if target.exists():
-        raise ValueError(f"{target} exists already; give a new folder.")
+        raise ValueError(f"{target} already exists; give a new folder.")
     whole = ["--load_in_4bit", "false", "--load_in_8bit", "false", *(["--model", base] if base else [])]
     args = parse(FinetuneConfig, ["--config", str(run / "config.yaml"), *whole])
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -1,9 +1,9 @@
-"""The folder of a run, from which the same command resumes.
+"""A run's output folder, from which the same command resumes.
 
 config.yaml         settings that differ from the defaults
-run.json            everything that the losses depend on, see `fingerprint`
+run.json            everything that affects the losses, see `fingerprint`
 data/               packed tokens
-checkpoint-N/       checkpoint of Trainer; `COMPLETE` is its last file
+checkpoint-N/       checkpoint of Trainer; `COMPLETE` is written last
 trainer_state.json  losses of all steps, written at the end
 model/              model and tokenizer, written at the end
 adapter/            adapter that was merged into the model
@@ -28,7 +28,7 @@ from .config import RunConfig, plain
 
 RUN, IN_USE = "run.json", ".in_use"
 COMPLETE = "complete"  # name of an empty file
-# Settings that do not change the losses, or whose effect is elsewhere in the fingerprint
+# Settings that do not affect the losses, or are covered by another entry of the fingerprint
 MAY_CHANGE = {
     "output_dir", "run_name", "data", "model", "tokenizer", "text_column", "set", "recipe", "merge",
     "resume_from_checkpoint", "sequence_parallel", "gradient_accumulation_steps", "attn_implementation", "use_cpu",
@@ -43,28 +43,28 @@ MAY_CHANGE_FROM = (
 
 
 def print_once(text: str) -> None:
-    """Print on stderr in the first process."""
+    """Print to stderr in the main process only."""
     if PartialState().is_main_process:
         print(text, file=sys.stderr)
 
 
 def claim(folder: Path) -> TextIO | None:
-    """Create the folder of a run, lock it, and remove incomplete files of a killed run.
+    """Create and lock a run's folder, and remove incomplete files of a killed run.
 
     Returns:
-        a file whose lock lasts until it is closed or the process ends; None in all processes of a run but the first.
+        an open file, locked until it is closed or the process ends; None in all processes but the main one.
 
     Raises:
-        ValueError: the folder holds something else, or another process trains in it.
+        ValueError: the folder contains unrelated files, or another process trains in it.
     """
     if os.path.lexists(folder) and not folder.is_dir():
-        raise ValueError(f"--output_dir must be a folder; {folder} is a file or a broken link.")
+        raise ValueError(f"--output_dir must be a folder, got {folder}, which is a file or a broken link.")
     if folder.is_dir() and {path.name for path in folder.iterdir()} - {IN_USE, "data"} and not (folder / RUN).exists():
-        raise ValueError(f"{folder} holds files that do not belong to a run; give a new --output_dir.")
+        raise ValueError(f"{folder} contains files that do not belong to a run; give a new --output_dir.")
     if not PartialState().is_main_process:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    in_use = open(folder / IN_USE, "w")  # noqa: SIM115 - for as long as the run
+    in_use = open(folder / IN_USE, "w")  # noqa: SIM115 - held open during the run
     try:
         fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -76,7 +76,7 @@ def claim(folder: Path) -> TextIO | None:
 
 
 def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, sharded_by: str) -> dict[str, Any]:
-    """Return everything that the losses of a run depend on.
+    """Return everything that affects a run's losses.
 
     Args:
         data: hash of the training data.
@@ -99,7 +99,7 @@ def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, s
 
 
 def check_fingerprint(folder: Path, found: dict[str, Any]) -> None:
-    """Raise ValueError if the run in a folder has another fingerprint."""
+    """Raise ValueError if the run in the folder has a different fingerprint."""
     try:
         before = dict(json.loads((folder / RUN).read_text()))
     except (ValueError, TypeError) as error:
@@ -109,24 +109,24 @@ def check_fingerprint(folder: Path, found: dict[str, Any]) -> None:
     ]
     if changed:
         raise ValueError(
-            f"{folder} holds a run with other settings ({'; '.join(changed)}). Resume with the old ones, or give another "
-            "--output_dir."
+            f"{folder} holds a run with other settings ({'; '.join(changed)}). Resume with the old settings, or give "
+            "another --output_dir."
         )
 
 
 def digest_of(value: Any) -> str:
-    """Return the hash of a JSON value."""
+    """Return the SHA-256 hash of a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints in a folder by step, ascending."""
+    """Return the checkpoints in a folder by step, in ascending order."""
     found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
     return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
 
 
 def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
-    """Return the named checkpoint, or the last one, or None if there is none yet."""
+    """Return the named checkpoint, or the last one, or None if the folder does not have any."""
     if name in (None, "true", "True"):
         return next(reversed(checkpoints(folder).values()), None)
     path = Path(str(name))
@@ -136,7 +136,7 @@ def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
 
 
 def remove_later_checkpoints(folder: Path, last: Path | None) -> None:
-    """Remove the checkpoints after the one that the run resumes from."""
+    """Remove checkpoints later than the one to resume from."""
     resumed = 0 if last is None else int(last.name.removeprefix("checkpoint-"))
     for step, path in checkpoints(folder).items():
         if step > resumed:
@@ -144,7 +144,7 @@ def remove_later_checkpoints(folder: Path, last: Path | None) -> None:
 
 
 def flush(folder: Path) -> None:
-    """Flush all files of a folder to the disk, so that a power failure cannot leave empty files."""
+    """Flush all files of a folder to disk, so that a power failure cannot leave empty files."""
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
@@ -152,7 +152,7 @@ def flush(folder: Path) -> None:
 
 
 class MarkComplete(TrainerCallback):
-    """Mark a checkpoint as complete when the files of all processes are on the disk."""
+    """Mark a checkpoint as complete when all processes' files are on disk."""
 
     def on_save(self, args, state, control, **kwargs):
         PartialState().wait_for_everyone()

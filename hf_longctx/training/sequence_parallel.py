@@ -1,12 +1,12 @@
 """Sequence parallelism: N processes share each sequence, which can be N times as long (Ulysses, arXiv 2309.14509).
 
-Each process has one of N equal parts of every sequence. Embeddings, projections, MLPs and the loss need nothing else.
-Attention needs all keys: the processes exchange parts for heads (all-to-all), so that each has whole sequences of
-H / N heads. Gates travel with their heads, so their cumulative sum, packed documents and windows are those of a single
-process. The token shift needs the last token of the previous part.
+Each process has one of N equal parts of every sequence. Embeddings, projections, MLPs and the loss are local. For
+attention, an all-to-all exchanges parts for heads, so that each process has whole sequences of H / N heads. Gates are
+exchanged with their heads, so cumulative sums, packed documents and windows match a single process. The token shift
+needs the last token of the previous part.
 
-Gradients need no extra communication: Trainer divides the sum over a process's own labels by the count of all labels,
-and DDP and FSDP add the gradients of all processes.
+Gradients do not need extra communication: Trainer divides a process's summed loss by the total number of labels, and
+DDP and FSDP add the gradients of all processes.
 """
 
 from collections.abc import Mapping
@@ -21,9 +21,9 @@ from .trainer import LongContextTrainer
 
 
 class SequenceShard:
-    """This process's part of each sequence, and the exchange with the processes that have the other parts.
+    """The part of each sequence in this process, and its exchange with the other parts.
 
-    FoX takes it as `shard` (fox/state_fox.py); t = T / N.
+    Passed to FoX as `shard` (fox/state_fox.py); t = T / N.
 
     Args:
         size: N, the number of processes that share a sequence; their ranks are consecutive.
@@ -37,16 +37,16 @@ class SequenceShard:
         self.size, self.rank = size, dist.get_rank(self.group)
 
     def collate(self, rows: list[dict[str, torch.Tensor]], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Collate sequences of `make_sequence`: ids and labels of this part, (B, t), and all positions, (B, T).
+        """Collate the output of `make_sequence`: this part's ids and labels, (B, t), and all positions, (B, T).
 
-        Labels are shifted before they are divided, because the last token of a part predicts the first of the next.
+        Labels are shifted before the split, because the last token of a part predicts the first token of the next.
         """
         batch = collate(rows)
         labels = self.part(F.pad(batch["labels"][:, 1:], (0, 1), value=-100))
         return {
             "input_ids": self.part(batch["input_ids"]),
             "position_ids": batch["position_ids"],
-            "labels": labels,  # without them, Trainer assumes that the batch does not have a loss
+            "labels": labels,  # Trainer computes a loss only for batches with labels
             "shift_labels": labels,
             "shard": self,
             **(options or {}),
@@ -60,24 +60,24 @@ class SequenceShard:
         """Return the last token of the previous part, (B, 1, ...), for x, (B, t, ...); 0 for the first part."""
         ranks = torch.arange(self.size, device=x.device).view(-1, *[1] * x.ndim)
         to_next = torch.where(ranks == self.rank + 1, x[None, :, -1:], 0.0)  # (N, B, 1, ...)
-        return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the first part receives 0 from the last
+        return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the first part receives zeros from the last
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange parts of all heads, (B, H, t, ...), for whole sequences of some heads, (B, H / N, T, ...)."""
+        """Exchange parts of all heads, (B, H, t, ...), for whole sequences of H / N heads, (B, H / N, T, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, H / N, t, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
     def to_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange whole sequences of some heads, (B, T, H / N, ...), for parts of all heads, (B, t, H, ...)."""
+        """Exchange whole sequences of H / N heads, (B, T, H / N, ...), for parts of all heads, (B, t, H, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
 
 class SequenceParallelTrainer(LongContextTrainer):
-    """Trainer whose processes share sequences in groups.
+    """A Trainer in which groups of processes share sequences.
 
     Args:
-        shard: this process's part.
+        shard: this process's `SequenceShard`.
         kwargs: arguments of `Trainer`.
     """
 
@@ -92,11 +92,11 @@ class SequenceParallelTrainer(LongContextTrainer):
         return self.share_rows(super().get_eval_dataloader(eval_dataset))
 
     def share_rows(self, loader: Any) -> Any:
-        """Give the processes of a group the same sequences; accelerate divides the loader among all processes."""
+        """Give all processes of a group the same sequences; accelerate would split the loader among all processes."""
         sampler = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
         sampler.num_processes //= self.shard.size
         sampler.process_index //= self.shard.size
-        sampler.even_batches = sampler.num_processes > 1  # a single group does not need to fill up the last batch
+        sampler.even_batches = sampler.num_processes > 1  # a single group does not need to pad the last batch
         return loader
 
     def prediction_step(self, *args, **kwargs):
@@ -104,10 +104,10 @@ class SequenceParallelTrainer(LongContextTrainer):
         return super().prediction_step(*args, **kwargs)
 
     def gather_losses(self, losses: torch.Tensor) -> torch.Tensor:
-        """Gather the losses of the sequences of all groups; each process has those of its parts.
+        """Gather per-sequence losses of all groups from the per-part losses of each process.
 
         Args:
-            losses: (B,), the sum over the part divided by the mean number of labels per process.
+            losses: (B,), loss summed over the part, divided by the mean number of labels per process.
 
         Returns:
             (groups * B,), or fewer for the last batch.
@@ -119,9 +119,9 @@ class SequenceParallelTrainer(LongContextTrainer):
 
 
 class AllToAll(torch.autograd.Function):
-    """All-to-all exchange: x[i] of (N, ...) goes to process i; the result, (N, ...), is ordered by sender.
+    """An all-to-all exchange: x[i] of (N, ...) goes to process i; the result, (N, ...), is ordered by sender.
 
-    Gradients take the reverse paths.
+    The backward pass reverses the exchange.
     """
 
     @staticmethod
@@ -141,13 +141,13 @@ def check_model(model, size: int) -> None:
     config = model.config
     if config.model_type != "fox":
         raise ValueError(
-            f"--sequence_parallel {size} supports FoX only, and this model is a {config.model_type}. Leave it out, or "
+            f"--sequence_parallel {size} supports FoX only, got model type {config.model_type}. Leave it out, or "
             "convert a Llama to a FoX first, by --recipe fox-from-llama."
         )
     if config.num_key_value_heads % size:
         raise ValueError(
-            f"--sequence_parallel must divide the number of key heads, {config.num_key_value_heads}, got {size}, because "
-            "the processes share them."
+            f"--sequence_parallel must divide the number of key heads, {config.num_key_value_heads}, got {size}. Each "
+            "process computes an equal number of heads."
         )
 
 

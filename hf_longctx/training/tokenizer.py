@@ -1,4 +1,4 @@
-"""A tokenizer for a small model, trained on its text."""
+"""Training of a tokenizer for a small model."""
 
 from collections.abc import Iterable
 
@@ -15,7 +15,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer, which encodes any text and adds a BOS, as in training."""
+    """Train a byte-level BPE tokenizer, which encodes any string and prepends a BOS, as in training."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

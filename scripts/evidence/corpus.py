@@ -1,13 +1,13 @@
-"""Collect long documents without a hub, the sources of packages on PyPI, and pack them.
+"""Collect long documents without the Hub, from source code of PyPI packages, and pack them.
 
     python -m scripts.evidence.corpus collect [--folder demo_output/code] [--megabytes 45] [--packages pandas ...]
     python -m scripts.evidence.corpus pack [--folder demo_output/code]
 
-`collect` downloads wheels, which run no code, and reads the sources in them. Documents that are equal count once, and
-projects of --held-out are for evaluation. It trains a tokenizer of 8,192 tokens and compresses documents into files of
-at most --megabytes, to travel. `pack` needs no network: it encodes the documents on all cores into train.npy, the
-`--data` of `hf-longctx train`, and held_out-N.npy, rows of N (--row-length) tokens that are each the beginning of one
-document. Both write what is missing.
+`collect` downloads wheels, without running their code, and reads the sources in them. Duplicates are removed, and
+--held-out projects are for evaluation. It trains a tokenizer of 8,192 tokens and compresses documents into files of at
+most --megabytes, for transfer. `pack` does not need a network: it encodes the documents on all cores into train.npy,
+the `--data` of `hf-longctx train`, and held_out-N.npy, with the first N (--row-length) tokens of one document per row.
+Both skip existing files.
 """
 
 import argparse
@@ -47,7 +47,7 @@ EOS = "<eos>"
 
 
 def download(package, folder):
-    """Return the wheel of a package, downloaded if it is missing; None if it has no wheel for this machine."""
+    """Download a package's wheel unless it exists, and return it; None if this machine is not supported."""
     pattern = f"{package.replace('-', '_').lower()}-*.whl"
     if not (found := sorted(folder.glob(pattern))):
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
@@ -57,7 +57,7 @@ def download(package, folder):
 
 
 def read_wheel(file):
-    """Return the sources in a wheel, in the order of their paths."""
+    """Return a wheel's source files, sorted by path."""
     with zipfile.ZipFile(file) as wheel:
         names = sorted(info.filename for info in wheel.infolist() if info.filename.endswith(ENDINGS))
         documents = (wheel.read(name).decode(errors="replace") for name in names)
@@ -65,7 +65,7 @@ def read_wheel(file):
 
 
 def read_projects(wheels, seen):
-    """Yield (project, documents) without those that were seen before, at most PROJECT characters of each."""
+    """Yield (project, documents) without duplicates, at most PROJECT characters per project."""
     for project, file in wheels.items():
         documents, size = [], 0
         several = read_wheel(file)
@@ -80,7 +80,7 @@ def read_projects(wheels, seen):
 
 
 def train_tokenizer(documents, vocabulary):
-    """Return a byte-level BPE tokenizer whose one special token ends a document."""
+    """Train a byte-level BPE tokenizer with one special token, the EOS."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -91,7 +91,7 @@ def train_tokenizer(documents, vocabulary):
 
 
 def compress(documents):
-    """Return documents as bytes, a JSON string a line."""
+    """Compress documents to bytes, with one JSON string per line."""
     return lzma.compress("".join(json.dumps(document) + "\n" for document in documents).encode(), preset=4)
 
 
@@ -134,7 +134,7 @@ def collect(args):
 
 
 def encode(file, tokenizer):
-    """Return the tokens of the documents of a file, each document ended by EOS, and where the documents begin."""
+    """Return a file's documents as tokens, each ended by EOS, and where the documents begin."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     ids = [
@@ -149,7 +149,7 @@ def held_out(folder, row_length):
 
 
 def encoded_by(folder, model):
-    """Return a folder within another, with its documents and the tokenizer of a model."""
+    """Return a subfolder with the same documents and a model's tokenizer."""
     inner = Path(folder) / Path(model).name
     inner.mkdir(parents=True, exist_ok=True)
     for file in [*Path(folder).glob("*.xz"), inner / "tokenizer"]:
@@ -162,7 +162,9 @@ def pack(args):
     begin, train, rows_file = time.monotonic(), args.folder / "train.npy", held_out(args.folder, args.row_length)
     files = sorted(args.folder.glob("train-*.xz"))
     if not files and not train.exists():
-        raise FileNotFoundError(f"{args.folder} holds no documents. Collect them by `{__spec__.name} collect`.")
+        raise FileNotFoundError(
+            f"{args.folder} does not contain documents. Collect them by `{__spec__.name} collect`."
+        )
     missing = [args.folder / "held_out.xz"] * (not rows_file.exists()) + files * (not train.exists())
     with multiprocessing.Pool(args.processes) as pool:
         encode_file = partial(encode, tokenizer=str(args.folder / "tokenizer"))
@@ -188,9 +190,9 @@ def main(arguments=None):
     parser.add_argument("--held-out", nargs="+", default=HELD_OUT, help=f"default: {' '.join(HELD_OUT)}")
     parser.add_argument("--megabytes", type=float, default=45, help="size of the compressed documents (default: 45)")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY, help=f"default: {VOCABULARY}")
-    parser.add_argument("--held-out-length", type=int, default=50_000, help="least characters (default: 50000)")
-    parser.add_argument("--row-length", type=int, default=16384, help="tokens of a held-out row (default: 16384)")
-    parser.add_argument("--processes", type=int, help="default: one for each core")
+    parser.add_argument("--held-out-length", type=int, default=50_000, help="minimum characters (default: 50000)")
+    parser.add_argument("--row-length", type=int, default=16384, help="tokens per held-out row (default: 16384)")
+    parser.add_argument("--processes", type=int, help="number of processes (default: one per core)")
     args = parser.parse_args(arguments)
     {"collect": collect, "pack": pack}[args.what](args)
 

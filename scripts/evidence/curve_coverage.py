@@ -2,11 +2,11 @@
 
     python -m scripts.evidence.curve_coverage [--curves 1000] [--adaptive 80]
 
-The models copy each token at random, with an accuracy that is the same for all passages or differs between them
-(beta-binomial, correlation rho), or copy a passage completely or not at all (q is the share that is copied; the
-others are guessed). The package's own tests judge their counts; no language model runs. The truth is the last length
-at which more than half of all passages are copied above 99 % (fine), or where the mean copy accuracy is 1 % above
-that of guessing (coarse). The last column says how often the paper's definition exceeds the true coarse length.
+The models copy each token at random, with one accuracy for all passages or one that differs between passages
+(beta-binomial, correlation rho), or copy a passage completely or not at all (q is the share copied; the others are
+guessed). The package's statistical tests are applied to the counts; no language model runs. The truth is the last
+length at which more than half of all passages are copied above 99 % (fine), or the mean copy accuracy is 1 % above
+guessing (coarse). The last column reports how often the paper's definition exceeds the true coarse length.
 """
 
 from functools import partial
@@ -80,9 +80,9 @@ def draw(rng, model, length, shape):
 
 
 def passes(model, length, method):
-    """Return whether a length truly passes, by exact probabilities."""
+    """Return whether a length passes, by exact probabilities."""
     (at, rho), scored = model, scored_tokens(length)
-    share, below = at(length), (99 * scored) // 100  # the most tokens that are not above 99 %
+    share, below = at(length), (99 * scored) // 100  # the largest token count not above 99 %
     if method == "coarse":
         return (share if rho is not None else share + (1 - share) * GUESSED) >= GUESSED + 0.01 - 1e-12
     if rho is None:
@@ -93,12 +93,12 @@ def passes(model, length, method):
 
 
 def truth(model, lengths, method):
-    """Return how many lengths memory reaches: up to the last that passes."""
+    """Return the number of lengths up to the last one that passes."""
     return max((i for i, n in enumerate(lengths, start=1) if passes(model, n, method)), default=0)
 
 
 def fixed(rng, model, lengths, repeats, curves):
-    """Yield the number of lengths that memory reaches by each method: lower bound, upper bound, and by the paper."""
+    """Yield each method's number of lengths reached: lower bound, upper bound, and the paper's."""
     counts = [draw(rng, model, n, (curves, repeats)) for n in lengths]
     scored = [scored_tokens(n) for n in lengths]
     for method in METHODS:
@@ -117,7 +117,7 @@ def more_repeats(rng, model, counts, length, first, stop):
 
 
 def adaptive(rng, model, lengths, repeats, curves):
-    """Yield the same as `fixed`, of curves of the adaptive protocol."""
+    """Yield the same as `fixed`, for curves of the adaptive protocol."""
     ends = {method: [] for method in METHODS}
     for _ in range(curves):
         counts = {n: np.empty((2, 0), dtype=int) for n in lengths}

@@ -1,4 +1,4 @@
-"""Ask a pretrained Llama with a memory for facts that stood in a novel.
+"""Ask a pretrained Llama with a memory about facts that are hidden in a novel.
 
     python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     python -m scripts.evidence.hmt_facts --device cuda                  # SmolLM2-135M, in full
@@ -7,21 +7,20 @@
     python -m scripts.evidence.hmt_facts --backbone llama-demo --segment-length 32 --sensory-tokens 4 --rows 16 \
         --rounds 1 --first-steps 600 --steps 1200 --learning-rate 1e-3  # model_cards/llama-demo, half an hour for each
 
-Each of the first segments of a text is a piece of prose with one sentence in it: "The colour of Ada's house is gold."
-Questions follow, each in a segment of its own that the others do not see: a piece of prose, and the same sentence
-about one of these people, up to the colour. HMT recalls by the first j tokens of a segment, and the last token before
-the colour reads what was recalled. An answer is right if the colour is the argmax over the vocabulary. (Where a
-tokenizer splits a colour, its first token counts; these differ.) Every model is trained on the answers alone, first
-on texts of one fact (HMT without recall), then on texts of up to 8 (`--most-facts`), and asked on texts of up to 64.
-Each stage takes up to four rounds (`--rounds`) of its steps, until one ends below a loss of 0.5. The prose is that of
-`scripts.demo_corpus`: speeches and novels for training, another novel for the questions. All parameters except the
-tied token embeddings are trained, on a GPU under bfloat16 autocast.
+Each of the first segments of a document is prose with one inserted sentence: "The colour of Ada's house is gold."
+Questions follow, each in its own segment, invisible to the others: prose, and the same sentence about one of these
+people, up to the colour. HMT recalls by the first j tokens of a segment, and the last token before the colour reads
+what was recalled. An answer is correct if the colour is the argmax over the vocabulary. (If a tokenizer splits a
+colour, its first token counts; these differ.) Every model is trained on the answers alone, first on documents with one
+fact (HMT without recall), then with up to 8 (`--most-facts`), and evaluated on up to 64. Each stage takes up to four
+rounds (`--rounds`) of its steps, until one ends below a loss of 0.5. The prose comes from `scripts.demo_corpus`:
+speeches and novels for training, another novel for the questions. All parameters except the tied token embeddings are
+trained, on a GPU under bfloat16 autocast.
 
-HMT is compared with RMT (the same without recall), with full attention over the text, with a window of the last
-segment and the sensory tokens before it, and with what a user would do instead: read the segment that BM25 finds for
-the words of the question, without stop words, before the last one. Some models also answer without training, among
-them an HMT that reads again the segment that shares most tokens with the first half of the question's
-(`recall_tokens`).
+HMT is compared with RMT (the same without recall), full attention, a window of the last segment and the sensory tokens
+before it, and plain retrieval: before the last segment, read the one that BM25 finds for the question's words, without
+stop words. Some models also answer without training, among them an HMT that rereads the segment sharing most tokens
+with the first half of the question's segment (`recall_tokens`).
 """
 
 import itertools
@@ -69,7 +68,7 @@ COLOURS = [  # one token each
 ]  # fmt: skip
 STOP_WORDS = {"the", "of", "is", "s"}
 PLAIN = ("full attention", "window", "BM25 and window")
-SOLVED = 0.5  # a loss, the mean of the last tenth of a round
+SOLVED = 0.5  # mean loss over the last tenth of a round
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found"}
 MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "RMT")
 UNTRAINED = ("HMT, single pass", READ_AGAIN, "full attention", "BM25 and window")
@@ -95,7 +94,7 @@ class Questions(NamedTuple):
 
 
 class Facts:
-    """Make texts of facts, and questions about them.
+    """A generator of documents with facts, and questions about them.
 
     Args:
         tokenizer: of the model.
@@ -136,7 +135,7 @@ class Facts:
         return segments, asked
 
     def sample(self, method, facts, questions, rows, args, generator):
-        """Return `Questions` as a method reads them."""
+        """Return `Questions` in the form that a method reads."""
         samples = [self.text(facts, questions, generator) for _ in range(rows)]
         in_turn = [(segments, asked[i]) for i in range(min(facts, questions)) for segments, asked in samples]
         texts, retrieved = None, None
@@ -156,18 +155,18 @@ class Facts:
         )
 
     def best(self, words, segments):
-        """Return the number of the segment that BM25 finds."""
+        """Return the index of the segment that BM25 finds."""
         scores = bm25(self.bag(words), [self.bag(x) for x in segments])
         return max(range(len(segments)), key=scores.__getitem__)
 
     def bag(self, ids):
-        """Return the words of some tokens in lower case, without stop words, with their counts."""
+        """Return the lower-case words of the tokens, without stop words, with their counts."""
         words = "".join(x if x.isalnum() else " " for x in self.tokenizer.decode(ids).lower()).split()
         return Counter(word for word in words if word not in STOP_WORDS)
 
 
 def bm25(question, documents, k1=1.2, b=0.75):
-    """Return the scores of documents, all bags of words (Robertson and Zaragoza 2009), with the idf of Lucene.
+    """Return BM25 scores of documents, as bags of words (Robertson and Zaragoza 2009), with Lucene's idf.
 
     >>> a, b = Counter({"ada": 1, "teal": 1}), Counter({"bob": 1, "red": 1})
     >>> [score > 0 for score in bm25(Counter(["ada"]), [a, b])]
@@ -189,7 +188,7 @@ def draw(count, generator):
 
 
 def read(model, questions):
-    """Read the texts of the questions, and return their state or cache with a row for each question."""
+    """Read the questions' documents, and return the state or cache with one row per question."""
     if questions.texts is None:
         return {}
     out = model(input_ids=questions.texts, use_cache=True, logits_to_keep=1)
@@ -206,7 +205,7 @@ def read(model, questions):
 
 
 def answer(model, questions, before):
-    """Return logits of the token after each question, (rows, V), and recall weights, (rows, facts), or None."""
+    """Return next-token logits after each question, (rows, V), and recall weights, (rows, facts), or None."""
     out = model(input_ids=questions.ids, logits_to_keep=1, **before)
     return out.logits[:, -1].float(), out.recall_scores[-1] if before.get("output_recall") else None
 
@@ -224,13 +223,13 @@ def train(model, facts, method, counts, steps, file, args, generator):
 
 
 def checkpoints(method, seed, args):
-    """Return the files of a training, one for each round of the first stage and of the second."""
+    """Return the checkpoint files of a training run, one per round of both stages."""
     name = f"{common.result_name(args)}_{METHODS.index(method)}_{seed}"
     return [[args.work / f"{name}_{stage}_{i}.pt" for i in range(args.rounds)] for stage in (1, 2)]
 
 
 def train_rounds(model, facts, method, counts, steps, files, args, generator):
-    """Train in rounds, each with its own schedule, until the loss is below `SOLVED`, and return the losses."""
+    """Train in rounds, each with its own schedule, until the loss is below `SOLVED`; return the losses."""
     losses = []
     for file in files:
         of_round = train(model, facts, method, counts, steps, file, args, generator)
@@ -292,7 +291,7 @@ def one_model(method, seed, args):
 
 
 def counts_asked(method, args):
-    """Return the numbers of facts to ask a method about: for full attention, as many as fit its context."""
+    """Return the numbers of facts to evaluate a method on: for full attention, up to its context."""
     counts = [count for count in (2, 4, 8, 16, 32, 64) if count <= args.most_asked]
     if not method.startswith("full attention"):
         return counts
@@ -341,7 +340,7 @@ def line_of(name, shares):
 
 
 def plot(result, path):
-    """Draw accuracy over the number of facts, after training and before."""
+    """Plot accuracy over the number of facts, before and after training."""
     panels = {"trained": [], "before training": []}
     for method in METHODS:
         shares = [row["accuracy"] for row in result["rows"] if row["model"] == method]

@@ -1,15 +1,15 @@
-"""Measure whether a neural cache of HMT lowers the perplexity of novels, around an untrained SmolLM2.
+"""Measure whether HMT's neural cache lowers the perplexity of novels, around a pretrained SmolLM2 without tuning.
 
     python -m scripts.evidence.hmt_neural_cache
 
-HMT reads a stretch of a novel with `neural_cache_weight`, and so remembers its segments (`own book`), or it has the
-memories of as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows of as many
-positions (`window`), in windows that are one segment longer, and with all of the stretch before (`whole context`). All
-tokens of the later segments are scored. A memory can matter where a token has occurred earlier in the stretch and not
-within the longer window: these tokens are scored separately.
+HMT reads an excerpt of a novel with `neural_cache_weight` and its own memories (`own book`), or with the memories of
+as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows of as many positions
+(`window`), in windows that are one segment longer, and with the full excerpt before (`whole context`). All tokens of
+the later segments are scored. A memory can help if a token has occurred earlier in the excerpt but not within the
+longer window: these tokens are scored separately.
 
-Stretches are drawn from two novels, other ones for each seed. The weight, and the sharpness of the cache, were chosen
-on Moby Dick. Every finished stretch is saved.
+Excerpts are drawn from two novels, different ones for each seed. The weight and the sharpness of the cache were tuned
+on Moby Dick. Every finished excerpt is saved.
 """
 
 import functools
@@ -40,7 +40,7 @@ FORM = """
 
 @functools.cache
 def tokens_of(book, backbone):
-    """Return the tokens of a book, (N,)."""
+    """Return a book's tokens, (N,)."""
 
     def number(file):
         return [int(x) for x in file.stem.split("_") if x.isdigit()], file.stem
@@ -52,10 +52,10 @@ def tokens_of(book, backbone):
 
 
 def stretch_of(book, number, seed, args):
-    """Return a stretch of a book, (segments * L' + 1,)."""
+    """Return an excerpt of a book, (segments * L' + 1,)."""
     tokens, size = tokens_of(book, args.backbone), args.segments * args.segment_length
     order = torch.randperm((len(tokens) - 1) // size, generator=torch.Generator().manual_seed(0))
-    start = int(order[number * 3 + seed]) * size  # seeds 0, 1 and 2 share no stretch
+    start = int(order[number * 3 + seed]) * size  # seeds 0, 1 and 2 do not share an excerpt
     return tokens[start : start + size + 1]
 
 
@@ -115,9 +115,9 @@ def measure(args):
 
 
 def gain(rows, reading, scored, reference):
-    """Return what a reading gains over another one, in nats per token: mean over tokens, and its standard error.
+    """Return the gain of a reading over another one in nats per token, averaged over tokens, and its standard error.
 
-    Segments are independent, tokens of one are not.
+    Segments are treated as independent; tokens within a segment are not.
     """
     differences = np.array([x["losses"][scored][reference] - x["losses"][scored][reading] for x in rows])
     tokens = np.array([x["tokens"][scored] for x in rows])
@@ -127,7 +127,7 @@ def gain(rows, reading, scored, reference):
 
 
 def gain_lines(rows, readings, parts):
-    """Return what all readings gain over the first, and `own book` also in `parts`, {name: rows}."""
+    """Return the gain of all readings over the first, for `own book` also in each of `parts`, {name: rows}."""
     reference, *others = readings
     lines = []
     for reading in others:

@@ -1,4 +1,4 @@
-"""Compare the perplexity of HMT and of its backbone, which reads as many tokens without a memory.
+"""Compare the perplexity of HMT with its backbone, which reads the same number of tokens without a memory.
 
     python -m scripts.fetch_model smollm2-135m && python -m scripts.evidence.corpus collect
     python -m scripts.evidence.hmt_perplexity --device cuda --text code --tokens 10000000 --minutes 25 --seeds 0 \
@@ -79,7 +79,7 @@ FORM = """
 
 @functools.cache
 def novels(part, backbone):
-    """Return the novels of the "train" or the "held_out" part, one after another; (N,)."""
+    """Return the concatenated novels of the "train" or "held_out" part; (N,)."""
     files = [TEXT / "held_out.txt"]
     if part == "train":
         files = [file for file in sorted((TEXT / "train").glob("*.txt")) if not file.name.startswith("Address")]
@@ -89,7 +89,7 @@ def novels(part, backbone):
 
 
 def training_tokens(args):
-    """Return all documents that are trained on, one after another; (N,).
+    """Return the concatenated training documents; (N,).
 
     Raises:
         ValueError: they are shorter than a sequence.
@@ -108,7 +108,7 @@ def training_tokens(args):
 
 
 def code(args):
-    """Return the folder with the packed documents of `scripts.evidence.corpus`, in the tokens of the backbone."""
+    """Return the folder with the documents of `scripts.evidence.corpus`, packed with the backbone's tokenizer."""
     folder = corpus.encoded_by(args.data, BACKBONES[args.backbone])
     corpus.main(["pack", "--folder", folder, "--row-length", str(args.text_length + 1)])
     return folder
@@ -125,7 +125,7 @@ def held_out_texts(args):
         texts = torch.from_numpy(np.load(corpus.held_out(code(args), size + 1)).astype(np.int64))
     else:
         texts = novels("held_out", BACKBONES[args.backbone]).unfold(0, size + 1, size)
-    if len(texts) < 2:  # the memories of one are swapped for those of another
+    if len(texts) < 2:  # one document's memories are swapped for another's
         raise ValueError(
             f"The held-out part of {args.text} has {len(texts)} pieces of --text-length {size} tokens, and at least two "
             "are needed. Shorten them."
@@ -137,7 +137,7 @@ def held_out_texts(args):
 
 
 def train(model, method, tokens, segments, steps, file, args, generator):
-    """Train on sequences of `segments` segments by `hmt_training.train`, and return the losses."""
+    """Train on sequences of `segments` segments with `hmt_training.train`, and return the losses."""
     length = segments * args.segment_length
 
     def losses_of(step):
@@ -154,7 +154,7 @@ def train(model, method, tokens, segments, steps, file, args, generator):
 
 
 def checkpoints(method, seed, args):
-    """Return the files of a training, one for each stage."""
+    """Return the checkpoint files of a training run, one per stage."""
     name = f"{common.result_name(args)}_{METHODS.index(method)}_{seed}"
     return [args.work / f"{name}_{stage}.pt" for stage in (1, 2)]
 
@@ -191,7 +191,7 @@ def one_model(method, seed, args):
 
 
 def check(args):
-    """Raise a ValueError for lengths that do not fit each other or the context."""
+    """Raise ValueError for lengths that are inconsistent or exceed the context."""
     length, memories = args.segment_length, HMTConfig().memory_size
     if length % BINS or args.text_length % length or not 2 <= args.text_length // length <= memories:
         raise ValueError(
@@ -245,19 +245,19 @@ def losses_of_texts(entries, parts=(1, 2)):
 
 
 def interval(values):
-    """Return the mean, and the bounds of its 95 % bootstrap interval (percentiles).
+    """Return the mean and its 95 % percentile bootstrap interval.
 
     >>> mean, low, high = interval(np.array([1.0, 2.0, 3.0]))
     >>> mean, low >= 1 and high <= 3
     (2.0, True)
     """
-    # RandomState draws the same in every version of NumPy
+    # RandomState is reproducible across NumPy versions
     drawn = np.random.RandomState(0).randint(len(values), size=(RESAMPLES, len(values)))
     return values.mean(), *np.quantile(values[drawn].mean(1), (0.025, 0.975))
 
 
 def change(entries, reference, parts=(1, 2)):
-    """Return the change of perplexity from a reference in per cent with its interval; None without a common seed."""
+    """Return the perplexity change from a reference in percent, with its interval; None without a common seed."""
     seeds = entries.keys() & (reference or {}).keys()
     if entries is reference or not seeds:
         return None
@@ -300,7 +300,7 @@ def table(result):
 
 
 def plot(result, path):
-    """Draw the change of the perplexity, relative to overlapping blocks, by segment and by position in a segment."""
+    """Plot the perplexity change relative to overlapping blocks, by segment and by position in a segment."""
     several, s = series(result["rows"]), result["settings"]
     reference = several.get(REFERENCE, {})
     over_text, over_segment = [], []

@@ -1,4 +1,4 @@
-"""Losses of a text: of a Llama in windows, and of HMT, also with the memories of another text."""
+"""Losses on documents: of a Llama in windows, and of HMT, also with another document's memories."""
 
 import math
 from contextlib import contextmanager, nullcontext
@@ -27,7 +27,7 @@ def windows(args, context):
 
 
 def read(model, method, reading, ids, args):
-    """Yield the logits of all tokens of some texts, (rows, n, V), chunk by chunk."""
+    """Yield the logits of all tokens, (rows, n, V), chunk by chunk."""
     if method in HMT:
         state = None
         for segment in ids.split(args.segment_length, dim=1):
@@ -42,7 +42,7 @@ def read(model, method, reading, ids, args):
 
 
 def memories_of_others(model, texts, args):
-    """Return for each text the memories of another one, half of all texts away; (texts, segments, d)."""
+    """Return another document's memories for each document, offset by half of all documents; (texts, segments, d)."""
     banks = [
         model(input_ids=rows[:, :-1], use_cache=True, logits_to_keep=1).state.memory["bank"]["embeddings"]
         for rows in texts.split(args.rows_at_once)
@@ -51,7 +51,7 @@ def memories_of_others(model, texts, args):
 
 
 def memories_swapped(model, memories):
-    """Let each text recall from `memories` (rows, segments, d), as many as it has of its own, while it is read."""
+    """Let each document recall from `memories` (rows, segments, d), as many as it has of its own, while it is read."""
 
     def control(recall, query, bank, valid, *_):
         return recall(query, memories[:, : bank.shape[1]], valid)
@@ -61,7 +61,7 @@ def memories_swapped(model, memories):
 
 @contextmanager
 def positions_counted(model):
-    """Return a list to which every pass through the backbone adds its positions."""
+    """Return a list to which every forward pass of the backbone appends its number of positions."""
     counts, backbone = [], model.backbone if isinstance(model, HMTWrapper) else model
     handle = backbone.model.layers[0].register_forward_pre_hook(lambda _, inputs: counts.append(inputs[0].shape[:2]))
     try:
@@ -72,7 +72,7 @@ def positions_counted(model):
 
 @torch.no_grad()
 def measure_reading(model, method, reading, texts, args):
-    """Return the mean -log p by text, by segment, and by position in a segment.
+    """Return the mean -log p by document, by segment, and by position in a segment.
 
     Returns:
         "texts": of each text, that of its first segment, and of the first and the second halves of all others.
@@ -82,7 +82,7 @@ def measure_reading(model, method, reading, texts, args):
     name, losses, swapped, batch = method.removesuffix(AS_IT_IS), [], nullcontext(), args.rows_at_once
     with autocast(args):
         for _ in read(model, name, reading, texts[:1, : 2 * args.segment_length], args):
-            pass  # the first call probes the backbone, which is not counted
+            pass  # the first call probes the backbone; it is not counted
         memories = memories_of_others(model, texts, args) if reading == SWAPPED else None
         with positions_counted(model) as positions:
             for i, rows in enumerate(texts.split(batch)):

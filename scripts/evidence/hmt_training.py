@@ -32,7 +32,7 @@ def load_backbone(args):
 
 
 def config_of(name, args, stage=2):
-    """Return the settings of an entry of `HMT`; its first stage does not recall."""
+    """Return the config arguments of an entry of `HMT`; the first stage does not recall."""
     settings = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens, "summary_batch": 64}
     if stage == 1:
         mode = HMT[name].get("recall_mode", "single_pass")
@@ -62,9 +62,9 @@ def recalls_embeddings(name):
 
 
 def new_model(method, args):
-    """Return the untrained model of a method: the backbone or, for an entry of `HMT`, a memory around it.
+    """Return a method's untrained model: the backbone or, for an entry of `HMT`, a memory around it.
 
-    If it is to be trained, it is that of the first stage, without recall.
+    A method that is trained starts from the first stage's model, without recall.
     """
     name, model = method.removesuffix(AS_IT_IS), load_backbone(args)
     if name in HMT:
@@ -73,7 +73,7 @@ def new_model(method, args):
 
 
 def second_stage(model, name, args):
-    """Return the model of the first stage with the parameters that the recall of the second stage adds."""
+    """Add the second stage's recall parameters to the first stage's model."""
     if name not in HMT or not recalls(name):
         return model
     second = wrap(model.backbone, name, args)
@@ -86,10 +86,10 @@ def second_stage(model, name, args):
 
 
 def train(model, losses_of, steps, file, args, generator):
-    """Train on losses_of(step), which yields the parts of the loss of a step; return the losses of all steps.
+    """Train on losses_of(step), which yields the parts of a step's loss; return the losses of all steps.
 
-    AdamW, a tenth of the steps to warm up, then linear decay to a tenth; gradients are clipped at 1. Every
-    `args.save_steps` steps everything is saved in `file`, from which an interrupted training resumes.
+    AdamW, warm-up over a tenth of the steps, then linear decay to a tenth; gradients are clipped at 1. A checkpoint is
+    saved in `file` every `args.save_steps` steps, and an interrupted run resumes from it.
 
     Raises:
         OutOfTime: --minutes are over; everything is in `file`.

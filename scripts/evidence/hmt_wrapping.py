@@ -2,10 +2,9 @@
 
     python -m scripts.evidence.hmt_wrapping
 
-Greedy responses to questions are compared token by token: question and response fit one segment. The perplexity of a
-novel is compared with that in windows of as many tokens: a segment after the sensory tokens. It is measured over all
-segments but the first of a text, and over the four tokens after the recall, which are the first to see a prompt of
-noise.
+Greedy responses to questions are compared token by token; question and response fit in one segment. The perplexity of
+a novel is compared with windows of equally many tokens: a segment after the sensory tokens. It is measured over all
+segments but the first, and over the four tokens after the recall, which are the first to see a noise prompt.
 """
 
 import math
@@ -35,7 +34,7 @@ FORM = """
 
 @torch.no_grad()
 def reply(number, length, backbone, args):
-    """Return how many tokens of the responses of SmolLM2 and of HMT agree before the first difference."""
+    """Return the number of tokens before SmolLM2's and HMT's responses first differ."""
     tokenizer = AutoTokenizer.from_pretrained(BACKBONES[args.backbone])
     turn = [{"role": "user", "content": QUESTIONS[number]}]
     inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
@@ -51,7 +50,7 @@ def reply(number, length, backbone, args):
 
 @torch.no_grad()
 def perplexity(length, backbone, args):
-    """Return the mean -log p of the same tokens in windows and by HMT: of all, and of those after the recall."""
+    """Return the mean -log p of the same tokens in windows and by HMT: of all tokens and of those after the recall."""
     k, size = args.sensory_tokens, args.segments * length
     hmt = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=length, sensory_tokens=k))
     tokenizer = AutoTokenizer.from_pretrained(BACKBONES[args.backbone])

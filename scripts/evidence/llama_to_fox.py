@@ -4,12 +4,12 @@
     python -m scripts.evidence.llama_to_fox [--steps 200] [--length 2048] [--full-steps 8] [--device cuda]
 
 Two runs of `hf-longctx finetune` see the same sequences in the same order, with equal steps and learning rates:
-`--recipe fox-from-llama`, and as a control `--recipe lora` on the Llama itself. What both gain is adaptation to the
-text; the difference is due to the gates. `--full-steps` also trains all parameters of both, for that number of steps.
+`--recipe fox-from-llama`, and as a control `--recipe lora` on the Llama itself. The common gain is adaptation to the
+data; the difference is due to the gates. `--full-steps` also trains all parameters of both, for that number of steps.
 
-Both read a novel that is not trained on. The script measures the loss of sequences as long as the trained ones, and
-its paired difference from the untrained Llama; the decay time of each head, in which it forgets by a factor e; the
-forgetting curve; and what a pruned cache (observed bound on the logits) drops of a longer text.
+Both are evaluated on a held-out novel. The script measures the loss on sequences of the training length, and its
+paired difference from the untrained Llama; the decay time of each head (to a factor 1/e); the forgetting curve; and
+what a pruned cache (observed bound on the logits) drops from a longer document.
 """
 
 import json
@@ -42,7 +42,7 @@ RUNS = {  # name of the model: options of hf-longctx finetune
     "FoX, all parameters": ["--recipe", "fox-from-llama", "--use_peft", "false"],
 }
 CONVERTED = {"FoX, open gates": None, "FoX, gates of one row": "row"}
-CHUNK = 512  # tokens of a pass, after which the cache is pruned
+CHUNK = 512  # tokens per pass; the cache is pruned after each
 LOSSES = """
 | model | loss | difference from the untrained Llama | largest change of a logit |
 | {model} | {loss:.4f} | {difference:+.4f} ± {error:.4f} | {change:.1e} |
@@ -58,7 +58,7 @@ def run_folder(model, args):
 
 
 def train(name, args):
-    """Fine-tune by the command, which resumes a run that was stopped, and return the losses of the steps."""
+    """Fine-tune by the command, which resumes a stopped run, and return the losses of all steps."""
     tokens = args.work / "llama_to_fox" / "tokens.npy"
     if not tokens.exists():
         pack(str(TEXT / "train"), AutoTokenizer.from_pretrained(SMOLLM2), tokens)
@@ -88,14 +88,14 @@ def load(model, args):
 
 
 def held_out(args):
-    """Return the tokens of the novel that is not trained on, (N,)."""
+    """Return the tokens of the held-out novel, (N,)."""
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     return torch.from_numpy(load_tokens(tokenizer, str(TEXT / "held_out.txt")).tokens).to(args.device)
 
 
 @torch.no_grad()
 def loss(name, args):
-    """Return the losses of some sequences and, for a conversion, the largest change of a logit in the first."""
+    """Return losses per sequence and, for a conversion, the largest change of a logit in the first sequence."""
     model, tokens = load(name, args), held_out(args)
     starts = np.linspace(0, len(tokens) - args.length, args.held_out_rows).astype(int)
     rows = [tokens[None, start : start + args.length] for start in starts]
@@ -107,7 +107,7 @@ def loss(name, args):
 
 @torch.no_grad()
 def gates(name, args):
-    """Return the decay times of all heads in tokens, from the mean of log f over a text; ascending."""
+    """Return all heads' decay times in tokens, from the mean of log f over a document; ascending."""
     model, means = load(name, args), []
     for module in model.modules():
         if isinstance(module, FoxForgetGate):
@@ -124,7 +124,7 @@ def curve(name, args):
 
 @torch.no_grad()
 def pruned(name, args, length):
-    """Read a text in chunks with a pruned and with a full cache; the loss is that of the last chunk."""
+    """Read a document in chunks with a pruned and with a full cache; the loss is measured on the last chunk."""
     model, ids = load(name, args), held_out(args)[None, :length]
     pruned = PrunedCache(model, args.tolerance, logit_bound="observed", prune_every=CHUNK)
     caches = {"full": DynamicCache(config=model.config), "pruned": pruned}
@@ -201,7 +201,7 @@ def table(result):
 
 
 def draw(result, path):
-    """Draw the training losses, and the decay times of the heads before and after."""
+    """Plot the training losses, and the heads' decay times before and after training."""
     losses = [
         Line(row["model"], range(1, len(row["losses"]) + 1), [[loss] for loss in row["losses"]])
         for row in result["rows"]

@@ -1,4 +1,4 @@
-"""Figures of the evidence: small panels with shared axes and one legend, at most six lines."""
+"""Plotting for the experiments: small panels with shared axes and one legend, at most six lines."""
 
 import textwrap
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ class Line(NamedTuple):
     """A line of a panel.
 
     Attributes:
-        name: its name in the legend; one name has one colour in all panels.
+        name: legend entry; the colour of a name is the same in all panels.
         x: positions.
-        seeds: for each position the values of all seeds; the line is their mean, an area their range.
-        control: draw it grey and dashed.
+        seeds: values of all seeds for each position; the line is their mean, the area their range.
+        control: draw the line grey and dashed.
     """
 
     name: str
@@ -46,17 +46,17 @@ def draw_panels(
     """Draw a figure of small panels.
 
     Args:
-        path: of the PNG.
-        title: what the figure shows, as a sentence.
-        panels: the lines of each panel, by its heading.
-        across, up: names of the axes, of all panels or of each.
-        notes: how the figures were made, below the panels.
-        columns: panels in a row.
-        share: whether all panels have the same axes.
+        path: path of the PNG.
+        title: title of the figure, a sentence.
+        panels: lines of each panel, by heading.
+        across, up: axis labels, for all panels or for each.
+        notes: description of the measurement, below the panels.
+        columns: panels per row.
+        share: whether all panels share axes.
         percent: whether the y axis runs from 0 % to 100 %.
         ticks: labels of the x axis, by position.
-        log: "x", "y" for logarithmic axes; "y2" for that of the second panel alone.
-        marks: dashed verticals, by their name.
+        log: "x", "y" for logarithmic axes; "y2" for the second panel's y axis only.
+        marks: dashed vertical lines, by name.
     """
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)

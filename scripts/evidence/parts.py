@@ -1,4 +1,4 @@
-"""Experiments in parts, each saved when it is done, so that the same command resumes after an interruption."""
+"""Experiments in parts, each saved when finished, so that the same command resumes after an interruption."""
 
 import contextlib
 import time
@@ -14,15 +14,15 @@ from scripts.bench import common
 PICTURES = common.ROOT / "model_cards" / "evidence"
 PREPARE = "python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus"
 ADD_PARTS = "seeds methods models bases contexts lines needles learning_rates ablation"
-NOT_OF_PARTS = {*ADD_PARTS.split(), "minutes", "at_once"}  # options that do not change a part
+NOT_OF_PARTS = {*ADD_PARTS.split(), "minutes", "at_once"}  # options that do not affect a part
 DAY = 24 * 60.0  # in minutes
 
 
 def make_parser(module, description, name, **defaults):
-    """Return the parser of a benchmark with a folder for finished parts, and a figure."""
+    """Return a benchmark's parser with options for the folder of finished parts and the figure."""
     parser = common.make_parser(module, description, name, **defaults)
     work = common.ROOT / "demo_output" / "evidence"
-    parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="where finished parts are saved")
+    parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="folder of finished parts")
     parser.add_argument("--picture", type=Path, metavar="FILE", help=f"default: model_cards/evidence/{name}.png")
     return parser
 
@@ -40,14 +40,14 @@ def run(parser, measure, table, draw, arguments=None):
 
 
 def require(*paths):
-    """Raise a FileNotFoundError, with the command that makes it, for the first path that does not exist."""
+    """Raise FileNotFoundError for the first missing path, with the command that creates it."""
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing. Make it with\n    {PREPARE}")
 
 
 def settings_of(args):
-    """Return the options on which the figures of a part depend."""
+    """Return the options that affect a part's results."""
     return {name: x for name, x in vars(args).items() if name not in {*common.NO_SETTINGS, *NOT_OF_PARTS}}
 
 
@@ -62,10 +62,10 @@ def check_time(args):
 
 
 def measure_parts(measure, keys, args):
-    """Yield measure(*key, args) for every key, measured or from the journal of the same settings in args.work.
+    """Yield measure(*key, args) for every key, measured or from args.work's journal with the same settings.
 
-    Each is a dictionary, and says at which commit it was measured: those of a journal may be older than the result.
-    After --minutes only those of the journal are yielded.
+    Each result is a dictionary with the commit at which it was measured, which may be older for journal entries. After
+    --minutes, only journal entries are yielded.
     """
     vars(args).setdefault("until", time.monotonic() + 60 * getattr(args, "minutes", DAY))
     torch.set_num_threads(1)

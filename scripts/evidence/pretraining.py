@@ -1,20 +1,20 @@
-"""FoX and Transformers of 36 million parameters, trained on the same tokens and read at eight times the length.
+"""FoX and Transformers of 36 million parameters, trained on the same tokens and evaluated at eight times the length.
 
     python -m scripts.evidence.corpus collect
     python -m scripts.evidence.pretraining --minutes 25 --device cuda [--ablation] [--learning-rates 1e-3 2e-3 4e-3]
 
-FoX (Pro), FoX (LLaMA), Transformer (Pro) and Llama are trained by `hf-longctx train` on sources of packages with equal
-tokens, batches, schedules and learning rates; with several rates, each model is trained at each. Gates start at decay
-times from 4 tokens to the training length. --ablation trains the rows of the paper's Table 3: FoX (Pro) with other
-gates, and without each of its parts. --models chooses some rows of either.
+FoX (Pro), FoX (LLaMA), Transformer (Pro) and Llama are trained by `hf-longctx train` on package sources with equal
+tokens, batches, schedules and learning rates; several rates form a sweep for each model. Gates are initialized to
+decay times from 4 tokens to the training length. --ablation trains the rows of the paper's Table 3: FoX (Pro) with
+other gates, and without each of its parts. --models selects rows.
 
-Then each model reads documents of held-out projects: the loss by position (Fig. 2), a forgetting curve, a needle in
-code, and line retrieval. Differences from the first model are tested in pairs of documents. "blocks pruned" is what
-the kernels of a FoX skip at the tolerance of its configuration, "keys dropped" what a `PrunedCache` of the same
-tolerance drops, and "change" the largest change of a logit by that.
+Each model is evaluated on held-out projects: loss by position (Fig. 2), forgetting curve, needle in code, and line
+retrieval. Differences from the first model are tested in pairs of documents. "blocks pruned" is the share that a FoX's
+kernels skip at its config's tolerance, "keys dropped" is the share that a `PrunedCache` of the same tolerance drops,
+and "change" is the largest resulting change of a logit.
 
---tokens defaults to what an H200 trains in half of --minutes, by speeds measured there. The same command resumes a run
-that was stopped. No training and no evaluation begins after --minutes, and the table names what is missing.
+--tokens defaults to what an H200 trains in half of --minutes, by speeds measured there. The same command resumes a
+stopped run. Training and evaluation do not start after --minutes, and the table names what is missing.
 """
 
 import gc
@@ -71,8 +71,8 @@ ABLATION = {
     "FoX (LLaMA)": MODELS["FoX (LLaMA)"],
 }
 RESULTS = {"curve": ForgettingCurve, "needle": NeedleGrid, "lines": LineRetrieval}
-SPEED = {"Llama": 4.1e5, "FoX (LLaMA)": 3.0e5}  # tokens a second on an H200; 2.4e5 for the others
-BINS = 48  # of positions, evenly spaced on a log scale
+SPEED = {"Llama": 4.1e5, "FoX (LLaMA)": 3.0e5}  # tokens per second on an H200; 2.4e5 for the others
+BINS = 48  # position bins, evenly spaced on a log scale
 TABLE = """
 | model | learning rate | seed | training loss | loss to {T} | to {T2} | to {T4} | to {T8} | fine length | coarse length |\
  needle to {T} | needle beyond | lines to {T} | lines beyond | blocks pruned | keys dropped | change | not reached |
@@ -104,14 +104,14 @@ def run_folder(name, rate, seed, args):
 
 
 def train_command(name, args):
-    """Return the command that pretrains a model, and the options of the model."""
+    """Return the pretraining command of a model, and its options."""
     preset, fields = (MODELS | ABLATION)[name]
     fields = [field.format(length=args.length) for field in [*fields, *args.set]]
     return ["train", *(["--set", *fields] if fields else [])], {"model": preset, "tokenizer": f"{args.data}/tokenizer"}
 
 
 def train(name, rate, seed, args, until, command=train_command):
-    """Train a model, or resume its training, until it is done or the time is up."""
+    """Train a model, or resume its training, until it finishes or time runs out."""
     folder = run_folder(name, rate, seed, args)
     if (folder / "model").exists() or time.monotonic() > until:
         return
@@ -145,7 +145,7 @@ def train(name, rate, seed, args, until, command=train_command):
 
 
 def reason(folder):
-    """Return why a model was not trained to its end."""
+    """Return why a model's training is incomplete."""
     log = folder / "log"
     lines = log.read_text().splitlines() if log.exists() else []
     return f"training: {lines[-1][:200]}" if lines else "not begun"
@@ -155,7 +155,7 @@ def reason(folder):
 
 
 def evaluate(name, rate, seed, args):
-    """Return the figures of a trained model."""
+    """Return the evaluation results of a trained model."""
     folder = run_folder(name, rate, seed, args)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
@@ -219,7 +219,7 @@ def measure_retrieval(model, tokenizer, tokens, args):
 
 @torch.no_grad()
 def measure_pruning(model, rows, args):
-    """Return what a trained FoX forgets: blocks that its kernels skip, and keys that a PrunedCache drops."""
+    """Return the shares of blocks that a trained FoX's kernels skip, and of keys that a PrunedCache drops."""
     rows = torch.from_numpy(rows.astype(np.int64)).to(model.device)
     figures = {}
     if args.device == "cuda":
@@ -292,7 +292,7 @@ def read(row, name):
 
 
 def describe(row, length):
-    """Return the figures of a row of the table."""
+    """Return the values of a table row."""
     if "documents" not in row:
         return row
     curve, needle, lines = (read(row, name) for name in RESULTS)
@@ -308,7 +308,7 @@ def describe(row, length):
 
 
 def tests(rows, length):
-    """Yield paired differences from the first model: of losses, and of retrieval where it is the mean over lengths."""
+    """Yield paired differences from the first model, in losses and in retrieval averaged over lengths."""
     first, *others = rows
     for row in others:
         if (row["seed"], row["model"]) == (first["seed"], first["model"]):
@@ -344,7 +344,7 @@ def table(result):
 
 
 def draw(result, path):
-    """Draw loss and copy accuracy by position, of the first six models, for which there are colours."""
+    """Plot loss and copy accuracy by position, for the first six models, one colour each."""
     length, panels = result["settings"]["length"], {"loss by position": [], "forgetting curve": []}
     rows, times = best_rate(in_order(result)), result["settings"].get("times", 8)
     by_model = itertools.groupby(rows, key=lambda row: row["model"])
@@ -381,7 +381,7 @@ def options_parser(module, description, name, models, **defaults):
     }
     parser = make_parser(module, description, name, **sizes | options | defaults, device="cpu")
     parser.add_argument("--data", default=str(corpus.FOLDER), metavar="FOLDER", help="default: demo_output/code")
-    parser.add_argument("--train", nargs="*", default=[], metavar="NAME=VALUE", help="more options of the training")
+    parser.add_argument("--train", nargs="*", default=[], metavar="NAME=VALUE", help="additional training options")
     parser.add_argument("--models", nargs="+", choices=models, help="default: all")
     return parser
 

@@ -1,13 +1,13 @@
-"""Measure real models with the commands of hf-longctx, alongside the 14 models of the forgetting curve's paper.
+"""Evaluate pretrained models with hf-longctx, alongside the 14 models of the forgetting-curve paper.
 
     python -m scripts.fetch_model smollm2-135m && python -m scripts.fetch_model gemma3-270m
     python -m scripts.evidence.real_models [--models "Gemma 3 270M" "fox-demo 5M"]
     python -m scripts.evidence.real_models --models "Qwen1.5 (7B)" --device cuda
 
 Each model of real_models.toml gets a row: its forgetting curve, position loss, needle, line retrieval and RoPE bound,
-measured by `hf-longctx` with the options of the manifest, and the lengths that Liu et al. 2024 (Table 3) report. Only
-the models of --models are measured; a row keeps what --output holds of the others. The same command resumes a run that
-was stopped. A measurement that fails says why, and does not end the run: the row names it as missing.
+measured by `hf-longctx` with the manifest's options, and the lengths reported by Liu et al. 2024 (Table 3). Only
+--models are measured; other rows of --output are retained. The same command resumes a stopped run. A failed
+measurement reports its error and does not stop the run: the row lists it as missing.
 """
 
 import json
@@ -38,7 +38,7 @@ TABLE = """
 
 
 def commands(group, model):
-    """Return the commands that measure a model, by the name of what they measure."""
+    """Return a model's commands by the name of the measurement."""
     source, options = model["source"], model.get("options", "").split()
     words = {name: group[name].split() for name in RESULTS}
     words |= {"rope": ["--json"]} if model.get("has_rope", True) else {}
@@ -62,7 +62,7 @@ def measured(name, command, folder, device):
 
 
 def row_of(group, model, args):
-    """Return what was measured of a model, and with which commands."""
+    """Return a model's results and the commands that produced them."""
     folder, several = args.work / "real_models" / Path(model["source"]).name, commands(group, model)
     row = {name: measured(name, command, folder, args.device) for name, command in several.items()}
     missing = [name for name, document in row.items() if document is None or document.get("missing")]
@@ -91,7 +91,7 @@ def read(row, name):
 
 
 def describe(row):
-    """Return the cells of a row."""
+    """Return the cells of a table row."""
     names = {
         "model": "model",
         "claimed": "claimed",

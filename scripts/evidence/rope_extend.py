@@ -3,12 +3,12 @@
     python -m scripts.fetch_model smollm2-135m && python -m scripts.evidence.corpus collect
     python -m scripts.evidence.rope_extend --minutes 25 --device cuda [--factors 1 0.01 0.1 10 100] [--seeds 0 1 2]
 
-A base below the bound is said to leave perplexity intact and to cost retrieval. Each copy of the model gets one of
---factors times the bound for --length tokens as its base. `hf-longctx finetune` trains all parameters on the same
-sources of packages. Then the copies read documents of held-out projects: the loss by position, a forgetting curve, a
-needle and line retrieval. Differences from the first base, the bound itself, are tested in pairs.
+The paper claims that a base below the bound preserves perplexity but hurts retrieval. Each copy of the model gets one
+of --factors times the bound for --length tokens as its base. `hf-longctx finetune` trains all parameters on the same
+package sources. The copies are evaluated on held-out projects: loss by position, forgetting curve, needle and line
+retrieval. Differences from the first base, the bound itself, are tested in pairs.
 
---tokens defaults to what fits --minutes, and the same command resumes a run that was stopped, as in
+--tokens defaults to what fits --minutes, and the same command resumes a stopped run, as in
 scripts.evidence.pretraining. --model takes the folder of any model with one RoPE base.
 """
 
@@ -29,7 +29,7 @@ SPEED = 6e4  # tokens a second on an H200, a guess from models of 36M parameters
 
 
 def bases(args):
-    """Return the bases by the names of the models, rounded up to two digits."""
+    """Return the RoPE bases by model name, rounded up to two digits."""
     config = AutoConfig.from_pretrained(args.model)
     bound = rope_base_bound(args.length - 1, head_dim(config)).base
     units = [10.0 ** (math.floor(math.log10(factor * bound)) - 1) for factor in args.factors]
@@ -43,7 +43,7 @@ def head_dim(config):
 
 
 def with_base(base, args):
-    """Return a folder with the weights of the model and another base."""
+    """Return a folder with the model's weights and another RoPE base."""
     folder, source = args.work / f"base_{base:g}", Path(args.model)
     if not (folder / "config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Train a model of seven billion parameters in 4 bits for two steps with every recipe, on a machine of 24 GB.
+"""Train a 4-bit model of seven billion parameters for two steps with every recipe, on a machine with 24 GB.
 
     python -m scripts.evidence.seven_billion
 
@@ -71,7 +71,7 @@ def anonymous_gb(status):
 
 
 def libraries_gb():
-    """Return the anonymous memory in GB of a process that has imported what a training needs."""
+    """Return the anonymous memory in GB of a process that has imported the training libraries."""
     imports = "import bitsandbytes, hf_longctx.training.run"
     code = f"{imports}; print(open('/proc/self/status').read())"
     return anonymous_gb(subprocess.check_output([sys.executable, "-c", code], env=ENVIRONMENT, text=True))
@@ -80,7 +80,7 @@ def libraries_gb():
 def finetune(settings, kill_after=None):
     """Run `hf-longctx finetune`, and return its exit code, the peak of its anonymous memory in GB and its seconds.
 
-    `kill_after` is a folder: the process is killed as soon as it is there.
+    The process is killed as soon as the folder `kill_after` exists.
     """
     options = [sys.executable, "-m", "hf_longctx", "finetune"]
     for name, value in settings.items():
@@ -144,9 +144,7 @@ def table(result):
 def main(arguments=None):
     parser = common.make_parser(__spec__.name, __doc__, "seven_billion", layers=32, hidden=4096, recipes=list(RECIPES))
     work = common.ROOT / "demo_output" / "seven_billion"
-    parser.add_argument(
-        "--work", type=Path, default=work, metavar="FOLDER", help="where the model and the runs are saved"
-    )
+    parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="folder of the model and the runs")
     common.run(parser, measure, table, arguments)
 
 

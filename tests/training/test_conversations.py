@@ -282,7 +282,7 @@ def test_a_template_without_an_end_of_turn_is_reported_once(template, chatml_tok
     source.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in ROWS[:3]))
     pack(str(source), chatml_tokenizer, tmp_path / "tokens.npy")
     expected = 0 if template == "default system prompt" else 1
-    assert capsys.readouterr().err.count("is not trained to end its turn") == expected
+    assert capsys.readouterr().err.count("does not learn to end its turn") == expected
 
 
 @pytest.mark.parametrize("model", ["fox-demo", "llama-demo"])
@@ -293,7 +293,7 @@ def test_the_demo_ends_its_turns(model, tmp_path, capsys):
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps(ROWS[0]) + "\n")
     pack(str(source), tokenizer, tmp_path / "tokens.npy")
-    assert "is not trained to end its turn" not in capsys.readouterr().err
+    assert "does not learn to end its turn" not in capsys.readouterr().err
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
@@ -364,7 +364,7 @@ def test_packed_conversations_have_the_losses_that_they_have_alone(tokenizer, tm
 def test_a_file_without_answers_is_refused(tokenizer, tmp_path):
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps(ROWS[3]) + "\n")
-    with pytest.raises(ValueError, match="does not hold a conversation in which an assistant answers"):
+    with pytest.raises(ValueError, match="does not contain a conversation with an assistant"):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
 
 

@@ -79,7 +79,7 @@ def test_what_the_losses_do_not_depend_on_may_change(stopped):
 def test_a_run_refuses_another_text_before_it_is_packed_and_resumes_with_its_tokens(stopped):
     before = files(stopped / "run")
     (stopped / "text.txt").write_text(TEXT + "And more.")
-    with pytest.raises(ValueError, match=r"is not the data that the run .* has packed. Resume with the same data"):
+    with pytest.raises(ValueError, match=r"differs from the data that the run .* packed. Resume with the same data"):
         train(settings(stopped))
     assert before == files(stopped / "run")
     (tokens,) = (file for file in (stopped / "run" / "data").glob("*.npy") if "flags" not in file.name)

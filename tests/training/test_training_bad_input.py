@@ -216,11 +216,11 @@ FINETUNING = [
         "merging into a base of 4 bits", finetune(load_in_4bit=True, merge=True), "needs an adapter that is not mer"
     ),
     refused("nothing to extend", finetune(recipe="rope-extend"), "32 does not extend the context of 64 tokens"),
-    refused("rate of gates of a Llama", finetune(gate_lr_ratio=2.0), "needs forget gates that are trained"),
+    refused("rate of gates of a Llama", finetune(gate_lr_ratio=2.0), "needs trainable forget gates"),
     refused(
         "an adapter as a model",
         lambda kit: finetune(model=str(kit.adapted / "model"))(kit),
-        "holds an adapter; merge it first",
+        "contains an adapter; merge it first",
     ),
     refused(
         "field of a memory", finetune(recipe="hmt", set=["segments=2"]), "segments, which HMTConfig does not have"
@@ -253,12 +253,12 @@ RUNS = [
     refused(
         "tokens that are not integers",
         after(write("real.npy", np.zeros(999)), run(data="./real.npy")),
-        "must hold integers, .* got float64 in 1 dim",
+        "must be a 1D or 2D array of integers, .* got float64 in 1 dim",
     ),
     refused(
         "tokens of another tokenizer",
         after(write("far.npy", np.full(999, 70000)), run(data="./far.npy")),
-        f"holds token ids from 70000 to 70000, and the tokenizer has {VOCABULARY}",
+        f"has token ids from 70000 to 70000, but the tokenizer has {VOCABULARY}",
     ),
     refused(
         "something else as tokens",
@@ -292,9 +292,9 @@ RUNS = [
     refused("two trainings in one folder", in_use, "Another process trains in .*run; wait for it"),
     refused("output is a file", after(write("text.txt"), run(output_dir="./text.txt")), "is a file or a broken link"),
     refused(
-        "folder of something else", after(write("run/thesis.tex"), run()), "holds files that do not belong to a run"
+        "folder of something else", after(write("run/thesis.tex"), run()), "contains files that do not belong to a run"
     ),
-    refused("tokenizer without an EOS", without_eos, "does not have an EOS"),
+    refused("tokenizer without an EOS", without_eos, "must have an EOS token"),
 ]
 
 

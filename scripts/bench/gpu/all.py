@@ -1,11 +1,11 @@
-"""Run the GPU tests and all benchmarks of a GPU within a time limit, in order of importance.
+"""Run the GPU tests and all GPU benchmarks within a time limit, in order of importance.
 
     python -m scripts.bench.gpu.all [--minutes 25] [--output FOLDER/gpu_all_cuda.json] [--parts tests gpu_step ...]
 
-Each part is a process with a time limit: its share of the time that is left. It writes PART_cuda.json in the folder of
---output, row by row, so that a part that is killed keeps its rows. The JSON of this script holds the exit status of
-each part, and the last lines of those that failed. `python -m scripts.bench.tables` puts all of them on the page of
-results. `--device cpu` is a dry run with tiny sizes.
+Each part is a process with a time limit: its share of the remaining time. It writes PART_cuda.json next to --output,
+row by row, so that a killed part retains its rows. This script's JSON records each part's exit status, and the last
+lines of failed parts. `python -m scripts.bench.tables` adds all of them to the results page. `--device cpu` is a dry
+run with tiny sizes.
 """
 
 import collections
@@ -85,7 +85,7 @@ def make_command(name, device, limit, folder):
 
 
 def run_command(command, limit):
-    """Return the exit status of a command, or KILLED if it reached its limit, and the last lines that it printed."""
+    """Run a command, and return its exit status, or KILLED at the time limit, and the last lines of its output."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
     lines = collections.deque(maxlen=5)
     with subprocess.Popen(command, cwd=common.ROOT, **options) as process:

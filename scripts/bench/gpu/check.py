@@ -3,12 +3,12 @@
     python -m scripts.bench.gpu.check
 
 Each installed implementation is compared with the definition in float64: output and gradients, prefill into a cache,
-and decoding. Then all of them are timed on full batches of --tokens and in decoding, where the cache grows by a token
-in each step, next to attention without a gate and other libraries' kernels (peers.py). The rule of
-`attn_implementation="auto"` was read off these rows. FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward,
-the usual count for causal attention, and keys that are pruned count as computed: compare with "all keys".
+and decoding. Then all of them are timed on full batches of --tokens and in decoding, where the cache grows by one
+token per step, alongside attention without a gate and other libraries' kernels (peers.py). The rule of
+`attn_implementation="auto"` is based on these rows. FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the
+usual count for causal attention, and pruned keys count as computed: compare with "all keys".
 
-Rows come in order of importance, none begins after --minutes, and the exit status is 1 if an implementation is wrong.
+Rows run in order of importance, and none starts after --minutes. The exit status is 1 if an implementation is wrong.
 `--device cpu` is a dry run in Triton's interpreter: it shows that the script works, and nothing about speed.
 """
 
@@ -156,7 +156,7 @@ class Layer:
 
 
 def installed() -> list[str]:
-    """Return the candidates that are installed, ready to be used."""
+    """Return the installed candidates, ready to use."""
     names = [name for name in CANDIDATES if name not in FLASH or FLASH[name]()]
     for name in names:
         if name in FLASH:
@@ -225,9 +225,9 @@ def time_batch(name: str, D: int, work: str, rows: int, length: int, device: str
 
 
 def time_pruning(share: float, D: int, rows: int, length: int, device: str) -> dict:
-    """Return how much faster pruning makes both passes, with a gate that makes `share` of the blocks prunable.
+    """Return the speed-up of both passes by pruning, with a gate that makes `share` of the blocks prunable.
 
-    A constant gate fades everything further away than w tokens, which is (1 - w / T)^2 of the blocks.
+    A constant gate makes everything beyond w tokens prunable, which is (1 - w / T)^2 of the blocks.
     """
     config = make_config(D, SIZES[device]["width"], "training")
     *inputs, do = draw(config, "training", rows, length, device)
@@ -251,7 +251,7 @@ def time_pruning(share: float, D: int, rows: int, length: int, device: str) -> d
 
 
 def time_decoding(name: str, D: int, length: int, device: str) -> dict:
-    """Return the time of a token while a cache grows by a token in each step, after as many untimed steps."""
+    """Return the time per token while the cache grows by one token per step, after as many untimed steps."""
     config, steps = make_config(D, SIZES[device]["width"], "decoding"), SIZES[device]["steps"]
     inputs = draw(config, "decoding", 1, length, device)
     inputs[3] = slow_gates(inputs[3])

@@ -1,7 +1,7 @@
 """Attention functions of other libraries that `check` times next to our implementations.
 
-Each is a function of q, k, v, (B, H, T, D), and log f, (B, H, T). Making one whose library is not installed raises
-ImportError.
+Each is a function of q, k, v, (B, H, T, D), and log f, (B, H, T). Creating one raises ImportError if its library is
+not installed.
 """
 
 import functools

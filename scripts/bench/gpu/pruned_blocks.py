@@ -1,4 +1,4 @@
-"""How many blocks of keys adaptive computation pruning leaves out."""
+"""Counts of the key blocks that adaptive computation pruning skips."""
 
 import contextlib
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class PrunedBlocks:
     """Blocks of the forward tile, summed over heads, rows and calls.
 
     Attributes:
-        total: blocks that causality, padding, packing and window leave.
-        pruned: how many of them were not computed.
+        total: blocks that causality, padding, packing and the window leave.
+        pruned: number of these blocks that were skipped.
     """
 
     total: int | torch.Tensor = 0

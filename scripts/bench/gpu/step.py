@@ -9,7 +9,7 @@ each token and parameter, plus those of causal attention.
 
 "ms" is the median of synchronized steps, "host ms" the part until Python returns, "GPU ms" the work of the GPU in a
 profiled step, and tokens/s come from steps without synchronization. "to Llama" compares tokens/s with the Llama of the
-same size in the same mode. Rows come in order of importance, and none begins after --minutes. `--device cpu` is a dry
+same size in the same mode. Rows run in order of importance, and none starts after --minutes. `--device cpu` is a dry
 run with tiny models.
 """
 
@@ -65,7 +65,7 @@ def read_config(kind, size, tokens):
 
 
 def make_model(kind, size, tokens, device, attention):
-    """Return a model to train, in the dtype of its weights."""
+    """Return a model to train, in its weights' dtype."""
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(read_config(kind, size, tokens))
@@ -111,7 +111,7 @@ def wait(device):
 
 
 def time_steps(kind, size, mode, rows, tokens, device, rounds, attention=None):
-    """Return the figures of one model."""
+    """Return the results of one model."""
     gc.collect()
     torch._dynamo.reset()
     if device == "cuda":
