@@ -174,8 +174,8 @@ def replace_shift_layers(cache: Cache) -> None:
 class InPlaceBuffer:
     """Free memory behind a tensor of (..., tokens, numbers), so that appending a token does not copy all others.
 
-    Only the tensor that was returned last is extended in place. A tensor that was cropped, reordered or loaded, and the
-    tensor of a copied cache, is copied first, so no two tensors write to the same memory.
+    Only the tensor that was returned last is extended in place. A tensor that was cropped, reordered or loaded, and
+    the tensor of a copied cache, is copied first, so no two tensors write to the same memory.
     """
 
     latest: Callable[[], Any] = staticmethod(lambda: None)
@@ -267,7 +267,7 @@ class CachedLayer:
         return self.layer.keys, self.layer.values
 
     def appends_in_place(self, k: torch.Tensor) -> bool:
-        """Return whether new keys, (B, Hkv, T, D'), can be appended without copying the cached ones: on a CPU, for T = 1."""
+        """Return whether new keys, (B, Hkv, T, D'), can be appended without a copy: on a CPU, for T = 1."""
         layer = self.layer
         return (
             k.shape[2] == 1
