@@ -72,8 +72,8 @@ MODELS = [
 # -- gates, convert, compare
 
 FILES = [
-    ("gates {fox} --text {text} --layers 99", r"layers is \[99\]"),
-    ("gates {fox} --text {text} --heads 99", r"heads is \[99\]"),
+    ("gates {fox} --text {text} --layers 99", r"layers must be .* got \[99\]"),
+    ("gates {fox} --text {text} --heads 99", r"heads must be .* got \[99\]"),
     ("gates {fox} --text {nowhere}.txt", r"nowhere\.txt"),
     ("gates {nowhere} --output {empty}", "--output must be a file, got the folder"),
     ("gates {llama} --text {text}", "FoX"),

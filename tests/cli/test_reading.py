@@ -39,11 +39,11 @@ def test_a_text_is_read_once_and_asked_about(novel, capsys, monkeypatch):
 
 def test_mistakes_are_answered_in_a_sentence(novel, capsys, folder):
     for command, says in (
-        (["read", str(folder), "novel.txt"], "FoxForCausalLM does not have a memory"),
-        (["read", str(folder), "x.safetensors", "x"], "FoxForCausalLM does not have a memory"),
+        (["read", str(folder), "novel.txt"], "does not have a memory"),
+        (["read", str(folder), "x.safetensors", "x"], "does not have a memory"),
         (["read", HMT, "x.safetensors", "Ada"], "x.safetensors does not exist"),
         (["read", HMT, "novel.txt", "--output", "novel.txt"], "novel.txt is not the memory of a document"),
-        (["read", HMT, "novel.txt", "--output", "no/x"], "The folder no, in which"),
+        (["read", HMT, "novel.txt", "--output", "no/x"], "The output folder no does not exist"),
     ):
         assert cli.main(command) == 2
         error = capsys.readouterr().err

@@ -18,7 +18,7 @@ pytestmark = [
 ]
 
 TENSOR_PARALLEL = ["pro with grouped heads and rope", "one gate per key head", "only v shift, shared norm, biases"]
-REFUSED = {"fixed": "leaves the 4 fixed gates", "one key head": "don't multiply up to the size"}
+REFUSED = {"fixed": "cannot shard the 4 fixed gates", "one key head": "don't multiply up to the size"}
 # Our kernels differ between a gate per query head and one per key head, and are interpreted on a CPU.
 BY_HEADS = {"sdpa": [*TENSOR_PARALLEL, *REFUSED], "forgetting_triton": TENSOR_PARALLEL[:2]}
 BY_LAYERS = {"sdpa": ["two layers"]}

@@ -108,5 +108,5 @@ def test_models_whose_rows_cannot_be_shared():
     check_model(make(GROUPED), 2)
     with pytest.raises(ValueError, match="number of key heads, 2, got 4"):
         check_model(make(GROUPED), 4)
-    with pytest.raises(ValueError, match=r"this model is a llama.*fox-from-llama"):
+    with pytest.raises(ValueError, match=r"got model type llama.*fox-from-llama"):
         check_model(SimpleNamespace(config=LlamaConfig()), 2)

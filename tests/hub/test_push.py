@@ -226,7 +226,7 @@ MISTAKES = [
     refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
     refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
     *(
-        refused(f"index to {target}", with_index({"x": target}), f"leads to '{target}'")
+        refused(f"index to {target}", with_index({"x": target}), f"got '{target}'")
         for target in ("../../x.safetensors", "/x.safetensors")
     ),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
