@@ -523,7 +523,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         self.post_init()
 
     def _get_static_cache_init_shape(self):
-        """Return key heads and folded width of a static cache, which `generate` creates before the first token."""
+        """Return the number of key heads and the folded head dimension of the static cache that `generate` creates."""
         shape = super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type] of a protocol
         if shape is None or self.config.forget_gate == "none":
             return shape

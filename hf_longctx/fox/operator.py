@@ -265,7 +265,7 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_f
 def keep_from_fading(q, k, c, kept, scale):
     """Append three columns to queries and keys before the fold, so that kept keys do not fade.
 
-    The decay has the resolution of the folded form; next to closed gates, its rounding exceeds their gradient.
+    The decay has the resolution of the folded form; near closed gates, its rounding error exceeds their gradient.
 
     For a kept key, the fold adds the query's `-c_i` to the logit instead of `-c_j`.
 

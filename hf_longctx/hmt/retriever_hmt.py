@@ -108,7 +108,7 @@ class Retriever:
         raise NotImplementedError
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-        """Return the memory after a segment that is full in each row."""
+        """Return the memory updated with a segment, which is complete in every row."""
         return state
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ class Retrievers(Retriever):
         return weighted._replace(embeds=embeds)
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-        """Return the memory after a segment that is full in each row."""
+        """Return the memory updated with a segment, which is complete in every row."""
         return {name: part.observe(state[name], segment) for name, part in self.parts.items()}
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:

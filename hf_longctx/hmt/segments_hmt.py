@@ -74,11 +74,11 @@ class Report(NamedTuple):
 
 
 class Segments:
-    """A layout, which reads the segments of one call with a backbone and a memory.
+    """A layout that reads the segments of one call with a backbone and a memory.
 
     Args:
         config, lm, memory, retriever: from the wrapper.
-        loss_function: sums the loss of logits, as in transformers.
+        loss_function: computes the summed loss of logits, as in transformers.
         checkpoint: gradient checkpointing function, or None.
         output_recall: whether to fill `reports`. Reports of n segments have up to n * n / 2 weights.
     """

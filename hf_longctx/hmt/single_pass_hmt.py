@@ -11,7 +11,7 @@ Another pass extends this cache by the prompt and the second part. There, the pr
 part sees the prompt, the sensory tokens and x[:j]. Position ids place the prompt first; the order of the cached keys
 does not matter. The hidden state of the second summary token is the memory of the segment, so query and memory are the
 same function of a sequence. Adjacent tokens stay adjacent, and the prompt is a recalled hidden state, not random. An
-untrained HMT therefore predicts as its backbone does in a window of equally many tokens. The first segment does not
+untrained HMT therefore predicts as its backbone does in a window of the same length. The first segment does not
 recall, and is read in one pass.
 
 First parts do not depend on recalls, so several segments go through the backbone together; the second parts follow
@@ -30,7 +30,7 @@ segment, so a segment that was split over several calls is read again when it is
 
 and its last hidden state is the memory. Segments do not depend on the previous ones, so second parts go through the
 backbone together too. A sequence of any length takes two calls, in groups of `summary_batch` segments times rows. A
-memory does not contain what its segment recalled, so a chain of recalls needs as many readings.
+memory does not contain what its segment recalled, so a chain of n recalls takes n readings.
 
 Rows at the same position of their segments are read together. Other rows are read separately, except for decoding
 steps, which use a joint cache.

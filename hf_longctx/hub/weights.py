@@ -1,4 +1,4 @@
-"""Checks of weights, because transformers also loads NaN, and initializes missing weights at random."""
+"""Weight checks. transformers loads NaN without a warning, and initializes missing weights at random."""
 
 from pathlib import Path
 

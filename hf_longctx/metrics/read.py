@@ -11,7 +11,7 @@ from .rope import result  # noqa: F401 - registers RopeReport
 
 
 def read_result(path) -> Result:
-    """Read a result from a JSON file that `save`, `RopeReport.to_json`, or `evaluate.save` with our modules wrote.
+    """Read a result from a JSON file of `save`, of `RopeReport.to_json`, or of `evaluate.save` with our modules.
 
     Raises:
         ValueError: the file is not JSON, or not a result of any metric; the message names the file.

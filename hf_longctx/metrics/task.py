@@ -385,7 +385,7 @@ class Task:
 
 
 class Counts(NamedTuple):
-    """The right answers at one length, by independently drawn unit: target, haystack or record.
+    """The correct answers at one length, grouped by independently sampled unit: target, haystack or record.
 
     Attributes:
         length: length in the `size_unit` of the result.
@@ -466,7 +466,7 @@ class TaskResult(Result):
         raise ValueError(f"a {type(self).__name__} has no scores by length; give curves, needle or line retrieval.")
 
     def places(self) -> dict[int, list]:
-        """Return by length what identifies each sample; an empty list for random ids."""
+        """Return the identifiers of the samples of each length; an empty list for random ids."""
         raise NotImplementedError
 
     def distinct(self, length: int, texts: int) -> list[int]:

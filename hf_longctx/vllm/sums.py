@@ -52,7 +52,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
     """Describe a batch as a `Step` without GPU synchronization. Shapes depend only on R and N.
 
     Args:
-        query_start: index of each request's first token, and the total, (R + 1,), strictly ascending.
+        query_start: cumulative query lengths, starting at 0, (R + 1,), strictly ascending.
         seq_lens: number of tokens of each request, both computed ones and those of this batch, (R,).
         block_table: blocks of each request in the cache, (R, blocks).
         slots: slot of each token in the cache, block * block_size + place, (N,); -1 for uncached tokens: padding at

@@ -158,4 +158,4 @@ def test_command(tmp_path, capsys):
     assert cli.main(["needle", str(DEMO), *options, *own, "--chat-template", "--chat-template-kwargs", "{"]) == 2
     assert "chat_template_kwargs must be a JSON object, got '{'" in capsys.readouterr().err
     assert cli.main(["needle", str(DEMO), *options, "--answer", "x"]) == 2
-    assert "give both, --question and --answer" in capsys.readouterr().err
+    assert "Give both, --question and --answer" in capsys.readouterr().err

@@ -72,7 +72,7 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Return the numbers of several models as a Markdown table."""
+    """Return the metrics of several models as a Markdown table."""
     first = next(iter(results.values()))
     if isinstance(first, ForgettingCurve):
         return comparison_table(results, train_lengths_of(results))
@@ -371,7 +371,7 @@ def draw_guesses(axes: Axes, curves: Mapping[str, ForgettingCurve]) -> None:
 
 
 def mark_place(curve: ForgettingCurve, train_length: int | None, left: float) -> float | None:
-    """Return the length whose input fills the training context; None if unknown or outside the bar."""
+    """Return the length whose input fills the training context; None if unknown or outside the plotted bar."""
     length = ((train_length or 0) - 3) / 2
     return length if left < length <= curve.points[-1].length else None
 

@@ -218,7 +218,7 @@ class ForgettingCurve(TaskResult):
         )
 
     def numbers(self):
-        """Return the lower ends of the intervals, which are significant.
+        """Return the lower ends of the confidence intervals, as the numbers that are significant.
 
         Upper ends are omitted: a leaderboard would rank them as scores.
         """
