@@ -57,11 +57,6 @@ class HMTState:
         return self.position // self.signature["segment_length"]
 
     @property
-    def sensory_ids(self) -> Tensor:
-        """The last k tokens of the previous segment, (B, k)."""
-        return self.tail[:, : self.signature["sensory_tokens"]]
-
-    @property
     def open_ids(self) -> Tensor:
         """The tokens of the open segment, (B, l)."""
         return self.tail[:, self.signature["sensory_tokens"] :]

@@ -110,18 +110,26 @@ def test_without_a_cache_it_is_the_same_function(make_wrapper, tokens, settings)
     assert_same_gradients(same_gradient, gradient, NORM)
 
 
+def logits_and_gradients(model, tokens):
+    model.zero_grad()
+    out = model(tokens, labels=tokens)
+    out.loss.backward()
+    return out.logits, gradients(model)
+
+
+def assert_same_results(expected, got):
+    torch.testing.assert_close(got[0], expected[0], atol=ROUNDING, rtol=0)
+    assert_same_gradients(got[1], expected[1], NORM)
+
+
 def test_layers_that_are_checkpointed_use_no_cache(make_wrapper, tokens):
     model, results = make_wrapper().train(), []
     for checkpointing in (False, True):
         if checkpointing:
             backbone = model.backbone
             getattr(backbone, "activation_checkpointing_enable", backbone.gradient_checkpointing_enable)()
-        model.zero_grad()
-        out = model(tokens, labels=tokens)
-        out.loss.backward()
-        results.append((out.logits, gradients(model)))
-    torch.testing.assert_close(results[1][0], results[0][0], atol=ROUNDING, rtol=0)
-    assert_same_gradients(results[1][1], results[0][1], NORM)
+        results.append(logits_and_gradients(model, tokens))
+    assert_same_results(*results)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
@@ -170,12 +178,8 @@ def test_attention_without_masks_lets_the_prompt_see_itself_alone(tokens, settin
         torch.manual_seed(1)
         assert HMTWrapper.from_backbone(llama, config).config.reread is False
         assert llama.config._attn_implementation == attention
-        model.zero_grad()
-        out = model(tokens, labels=tokens)
-        out.loss.backward()
-        results.append((out.logits, gradients(model)))
-    torch.testing.assert_close(results[1][0], results[0][0], atol=ROUNDING, rtol=0)
-    assert_same_gradients(results[1][1], results[0][1], NORM)
+        results.append(logits_and_gradients(model, tokens))
+    assert_same_results(*results)
     assert torch.equal(llama(tokens).logits, llama(tokens, position_ids=torch.arange(43)[None]).logits)
     model.lm._has_dynamic_cache = False
     with pytest.raises(ValueError, match="attn_implementation='sdpa'"):

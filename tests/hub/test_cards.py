@@ -404,8 +404,8 @@ MISTAKES = [
     refused("a path in a result", replacing('"a novel"', '"/scratch/novel"', "curve.json"), "names /scratch/novel"),
     refused(
         "a path in the config of a tokenizer",
-        adding('{"special_tokens_map_file": "/root/.cache/x.json"}', "tokenizer_config.json"),
-        "tokenizer_config.json names /root/.cache/x.json",
+        adding('{"special_tokens_map_file": "/home/alice/x.json"}', "tokenizer_config.json"),
+        "tokenizer_config.json names /home/alice/x.json",
     ),
 ]
 
