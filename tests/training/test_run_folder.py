@@ -86,6 +86,17 @@ def test_a_run_refuses_another_text_before_it_is_packed_and_resumes_with_its_tok
     assert train(settings(stopped, data=str(tokens))) == 0
 
 
+def test_a_run_resumes_with_its_tokens_when_the_text_is_gone(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(settings(tmp_path, eval_data=str(tmp_path / "text.txt")))
+    shutil.rmtree(tmp_path / "run" / "model")
+    (tmp_path / "text.txt").unlink()
+    with pytest.raises(ValueError, match="differs from the data"):
+        train(settings(tmp_path, data=str(tmp_path / "other.txt")))
+    assert train(settings(tmp_path, eval_data=str(tmp_path / "text.txt"))) == 0
+    assert "text.txt does not exist; the run resumes with its tokens in" in capsys.readouterr().err
+
+
 def test_another_stream_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     train(settings(tmp_path, streaming=True))
