@@ -129,14 +129,15 @@ def make_model(args: RunConfig, config: Any) -> Any:
     # Build the whole model, to convert and check it before ZeRO-3 partitions it: Trainer registers DeepSpeed again.
     unset_hf_deepspeed_config()
     if not isinstance(args, FinetuneConfig):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if args.recipe == "hmt":
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    elif args.recipe == "hmt":
         return load_with_memory(args, config)
-    is_converted = args.recipe == "fox-from-llama"
-    model = load_whole(args, config, config.dtype, new_gates=is_converted)
-    if is_converted:
-        open_gates(model, args.decay_time or float(args.max_length))
-    check_length(model, args.max_length)
+    else:
+        is_converted = args.recipe == "fox-from-llama"
+        model = load_whole(args, config, config.dtype, new_gates=is_converted)
+        if is_converted:
+            open_gates(model, args.decay_time or float(args.max_length))
+        check_length(model, args.max_length)
     check_sees_the_past_only(model)
     if args.packing and config.model_type != "hmt":
         check_packing(model)
