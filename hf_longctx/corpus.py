@@ -132,14 +132,14 @@ def open_source(
         source = STDLIB
     if source == STDLIB:
         return f"Python language reference, {part.replace('_', '-')} part", iter([stdlib_text(part)])
+    source = PG19 if source == "pg19" else source
     path = Path(source)
     if path.is_dir():
         documents = (document for file in _files(path) for document in _read(file, column, conversations))
     elif path.is_file():
         documents = _read(path, column, conversations)
     else:
-        name = PG19 if source == "pg19" else source
-        documents = _documents(*_open_dataset(name, part), f"dataset {name}", column, conversations)
+        documents = _documents(*_open_dataset(source, part), f"dataset {source}", column, conversations)
     return str(source), _filled(source, documents)
 
 

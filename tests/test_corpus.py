@@ -159,6 +159,7 @@ def test_default_with_a_hub(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     hub[PG19] = {"train": [{"text": "word"}], "test": [{"text": "first second"}, {"text": "third"}]}
     assert load_tokens(words_tokenizer()) == (pytest.approx([1, 2, 3]), PG19)
+    assert load_tokens(words_tokenizer(), "pg19").name == PG19
     assert load_text("pg19") == "first second\n\nthird"
     assert load_text() == stdlib_text("held_out")
 

@@ -274,13 +274,11 @@ class CachedLayer:
             and k.device.type == "cpu"
             and type(k) is torch.Tensor
             and type(self.cache) is DynamicCache
-            and not self.cache.offloading
             and type(layer) in (DynamicLayer, DynamicShiftLayer)
             and layer.is_initialized
             and layer.keys.numel() > 0
             and layer.keys.dtype == k.dtype
             and not torch.is_grad_enabled()
-            and not torch.compiler.is_compiling()
             and not torch.jit.is_tracing()
             and forward_ad._current_level < 0  # of derivatives
         )

@@ -197,7 +197,7 @@ def encode(
         column: table column to read. Default: conversations if there are any, else "text".
 
     Raises:
-        ValueError: the source cannot be read, or the tokenizer does not have an EOS.
+        ValueError: the source cannot be read or has no scored token, or the tokenizer does not have an EOS.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -205,11 +205,16 @@ def encode(
         )
     documents = open_source(source, part, column, conversations=True)[1]
     groups = groupby(documents, key=lambda document: isinstance(document, dict))
-    return (
-        encoded
-        for are_conversations, group in groups
-        for encoded in (encode_conversations if are_conversations else encode_texts)(group, tokenizer)
-    )
+
+    def read():
+        encoded = None
+        for are_conversations, group in groups:
+            for encoded in (encode_conversations if are_conversations else encode_texts)(group, tokenizer):
+                yield encoded
+        if encoded is None:
+            raise ValueError(f"{source} does not contain a conversation with an assistant's turn.")
+
+    return read()
 
 
 def encode_texts(texts: Iterator[str], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -232,7 +237,7 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
         path: `.npy` file to write.
 
     Raises:
-        ValueError: as for `encode`, or no conversation has a scored token.
+        ValueError: as for `encode`.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     dtype, documents, printed = np.uint16 if len(tokenizer) <= 2**16 else np.uint32, 0, time.monotonic()
@@ -243,13 +248,11 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
             if time.monotonic() > printed + SECONDS_BETWEEN_LINES:
                 printed = time.monotonic()
                 print(f"packing {source}: {documents} documents, {tokens.count} tokens", file=sys.stderr)
-    if not documents:
-        raise ValueError(f"{source} does not contain a conversation with an assistant's turn.")
     print(f"packed {source}: {documents} documents, {tokens.count} tokens", file=sys.stderr)
 
 
 class GrowingArray:
-    """A 1D .npy file that is appended to, then renamed to its final path unless it is empty or an error occurred."""
+    """A 1D .npy file that is appended to, then renamed to its final path unless an error occurred."""
 
     def __init__(self, path: Path, dtype: type[np.unsignedinteger]):
         self.path, self.dtype, self.count = path, dtype, 0
@@ -269,7 +272,7 @@ class GrowingArray:
             self.write_header()
             file.flush()
             os.fsync(file.fileno())
-        if kind is None and self.count:
+        if kind is None:
             os.rename(file.name, self.path)
         else:
             os.unlink(file.name)

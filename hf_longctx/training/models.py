@@ -129,14 +129,15 @@ def make_model(args: RunConfig, config: Any) -> Any:
     # Build the whole model, to convert and check it before ZeRO-3 partitions it: Trainer registers DeepSpeed again.
     unset_hf_deepspeed_config()
     if not isinstance(args, FinetuneConfig):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if args.recipe == "hmt":
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    elif args.recipe == "hmt":
         return load_with_memory(args, config)
-    is_converted = args.recipe == "fox-from-llama"
-    model = load_whole(args, config, config.dtype, new_gates=is_converted)
-    if is_converted:
-        open_gates(model, args.decay_time or float(args.max_length))
-    check_length(model, args.max_length)
+    else:
+        is_converted = args.recipe == "fox-from-llama"
+        model = load_whole(args, config, config.dtype, new_gates=is_converted)
+        if is_converted:
+            open_gates(model, args.decay_time or float(args.max_length))
+        check_length(model, args.max_length)
     check_sees_the_past_only(model)
     if args.packing and config.model_type != "hmt":
         check_packing(model)
@@ -269,6 +270,11 @@ def check_sees_the_past_only(model) -> None:
     check_causal(model, ids, read(ids), read)
 
 
+def takes_positions(model) -> bool:
+    """Return whether a model has the argument `position_ids`; `collate` omits it for other models."""
+    return "position_ids" in inspect.signature(model.forward).parameters
+
+
 @torch.no_grad()
 def check_packing(model) -> None:
     """Raise ValueError if packing a document after another one changes its logits.
@@ -276,10 +282,9 @@ def check_packing(model) -> None:
     The tolerance is the same as in `check_causal`. The cache is disabled, as in training, because transformers ignores
     document boundaries with a cache.
     """
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
     documents = torch.arange(1, 16, device=model.device).split([6, 9])
     position_ids = torch.cat([torch.arange(6), torch.arange(9)])[None].to(model.device)
-    positions = {"position_ids": position_ids} if takes_positions else {}
+    positions = {"position_ids": position_ids} if takes_positions(model) else {}
     packed = model(torch.cat(documents)[None], use_cache=False, **positions).logits[0, 6:].float()
     alone = model(documents[1][None], use_cache=False).logits[0].float()
     if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
@@ -316,9 +321,10 @@ def check_flash_attention(model: Any) -> None:
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    positions = {"position_ids": ids} if takes_positions(model) else {}
     ALL_ATTENTION_FUNCTIONS[name] = look
     try:
-        model(input_ids=ids, position_ids=ids, use_cache=False)
+        model(input_ids=ids, use_cache=False, **positions)
     finally:
         ALL_ATTENTION_FUNCTIONS[name] = attention
     if not (seen and all(seen)):
@@ -328,4 +334,4 @@ def check_flash_attention(model: Any) -> None:
         )
 
 
-__all__ = ["check_flash_attention", "extend_rope", "make_config", "make_model", "new_config"]
+__all__ = ["check_flash_attention", "extend_rope", "make_config", "make_model", "new_config", "takes_positions"]

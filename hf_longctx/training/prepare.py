@@ -11,7 +11,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset
 from ..corpus import split_mixture
 from .config import RunConfig
 from .data import FLAGS, DocumentDataset, StreamedTokenDataset, TokenDataset, digest, encode, pack, source_digest
-from .run_folder import checkpoints, digest_of
+from .run_folder import checkpoints, digest_of, print_once
 
 
 class Datasets(NamedTuple):
@@ -60,16 +60,23 @@ def prepare_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> Datas
 def open_sequences(args: RunConfig, source: str, part: str, tokenizer, eos: int | None) -> Callable[[], TokenDataset]:
     """Check that a source can be read, and return a function that loads its sequences.
 
-    The function packs the source into RUN/data unless it is a token file. The packed file is named by a hash of
-    everything that it depends on.
+    The function packs the source into RUN/data unless it is a token file. The packed file is named by two hashes of
+    everything that it depends on, with the source's name and with its content: a moved source is found by its content,
+    and a resumed run finds the tokens of a deleted source by its name.
     """
     kind, options = TokenDataset if args.packing else DocumentDataset, (args.max_length, eos, len(tokenizer))
     if source.endswith(".npy"):
         rows = kind(source, *options)
         return lambda: rows
     folder = Path(str(args.output_dir))
-    packed_from = [tokenizer.get_vocab(), tokenizer.chat_template, source_digest(source), args.text_column, part]
-    path = folder / "data" / f"{digest_of(packed_from)[:16]}.npy"
+    settings = digest_of([tokenizer.get_vocab(), tokenizer.chat_template, args.text_column, part])
+    name, content = (digest_of([settings, key])[:16] for key in (source, source_digest(source)))
+    path = next((folder / "data").glob(f"*-{content}.npy"), folder / "data" / f"{name}-{content}.npy")
+    if not path.exists() and checkpoints(folder) and not Path(source).exists():
+        packed = [file for file in (folder / "data").glob(f"{name}-*.npy") if not file.name.endswith(FLAGS)]
+        if packed:
+            path = max(packed, key=lambda file: file.stat().st_mtime)
+            print_once(f"{source} does not exist; the run resumes with its tokens in {path}")
     if not path.exists():
         if part == "train" and checkpoints(folder):
             raise ValueError(

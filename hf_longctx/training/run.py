@@ -18,7 +18,7 @@ from .adapters import BASE, add_lora, load_adapter, model_fingerprint
 from .chunked_loss import ChunkedCrossEntropy, can_chunk_loss
 from .config import FinetuneConfig, RunConfig, parse, write_yaml
 from .data import collate
-from .models import check_flash_attention, make_config, make_model
+from .models import check_flash_attention, make_config, make_model, takes_positions
 from .prepare import Datasets, prepare_datasets
 from .run_folder import (
     RUN,
@@ -122,7 +122,7 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
             options["return_logits"] = False
         elif getattr(base, "reads_in_segments", False):
             options["logits_to_keep"] = 1
-    without = () if "position_ids" in parameters else ("position_ids",)
+    without = () if takes_positions(base) else ("position_ids",)
     flat = args.packing and base.config.model_type not in ("fox", "hmt") and is_flash_attention_requested(base.config)
     if flat:
         check_flash_attention(base)

@@ -12,7 +12,7 @@ from demo_model import DEMO
 from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.training.conversations import SCORED, encode_conversation
-from hf_longctx.training.data import TokenDataset, collate, encode, pack
+from hf_longctx.training.data import StreamedTokenDataset, TokenDataset, collate, encode, pack
 
 
 CHATML = """{% for message in messages %}<|{{ message.role }}|>
@@ -366,6 +366,9 @@ def test_a_file_without_answers_is_refused(tokenizer, tmp_path):
     source.write_text(json.dumps(ROWS[3]) + "\n")
     with pytest.raises(ValueError, match="does not contain a conversation with an assistant"):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
+    stream = StreamedTokenDataset([lambda: encode(str(source), tokenizer)], [1.0], 8, tokenizer.eos_token_id)
+    with pytest.raises(ValueError, match="does not contain a conversation with an assistant"):
+        next(iter(stream))
 
 
 def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):

@@ -7,7 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from demo_model import DEMO, VOCABULARY
-from transformers import AttentionInterface, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoTokenizer,
+    BartConfig,
+    BartForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
 
 
 pytest.importorskip("peft", reason="training needs accelerate and peft: pip install 'hf-longctx[training]'")
@@ -69,4 +77,14 @@ def test_packed_sequences_have_the_losses_that_they_have_with_a_mask(tmp_path, m
         forward = layer.forward
         layer.forward = lambda x, position_ids=None, forward=forward, **kwargs: forward(x, **kwargs)
     with pytest.raises(ValueError, match=r"LlamaForCausalLM does not pass position_ids to flash_att.*--packing false"):
+        check_flash_attention(model)
+
+
+def test_a_model_that_takes_no_positions_is_refused():
+    """Its layers get other arguments of a call, but the collator leaves positions out."""
+    AttentionInterface.register(NAME, stub)
+    sizes = dict(vocab_size=VOCABULARY, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16)
+    model = BartForCausalLM(BartConfig(**sizes))
+    model.config._attn_implementation = NAME
+    with pytest.raises(ValueError, match="BartForCausalLM does not pass position_ids to flash_att"):
         check_flash_attention(model)

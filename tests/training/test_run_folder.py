@@ -12,6 +12,7 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 from faults import SIZES as SMALL
 from faults import log, make
 from transformers import (
+    AutoConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -86,6 +87,17 @@ def test_a_run_refuses_another_text_before_it_is_packed_and_resumes_with_its_tok
     assert train(settings(stopped, data=str(tokens))) == 0
 
 
+def test_a_run_resumes_with_its_tokens_when_the_text_is_gone(tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    train(settings(tmp_path, eval_data=str(tmp_path / "text.txt")))
+    shutil.rmtree(tmp_path / "run" / "model")
+    (tmp_path / "text.txt").unlink()
+    with pytest.raises(ValueError, match="differs from the data"):
+        train(settings(tmp_path, data=str(tmp_path / "other.txt")))
+    assert train(settings(tmp_path, eval_data=str(tmp_path / "text.txt"))) == 0
+    assert "text.txt does not exist; the run resumes with its tokens in" in capsys.readouterr().err
+
+
 def test_another_stream_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     train(settings(tmp_path, streaming=True))
@@ -143,6 +155,15 @@ def test_a_model_that_reads_across_boundaries_is_not_trained_on_packed_ones(tmp_
     with pytest.raises(ValueError, match=r"reads across document boundaries.*--packing false"):
         train(settings(tmp_path, **here))
     assert train(settings(tmp_path, packing=False, **here)) == 0
+
+
+@pytest.mark.parametrize("model, says", [("mamba", "reads across document boundaries"), ("bert", "is not causal")])
+def test_a_new_model_that_packing_or_labels_would_mislead_is_refused(model, says, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = AutoConfig.for_model(model, **TINY, num_attention_heads=2, intermediate_size=32)
+    config.save_pretrained(tmp_path / "config")
+    with pytest.raises(ValueError, match=says):
+        train(settings(tmp_path, model=str(tmp_path / "config"), set=[]))
 
 
 def test_boundaries_are_seen_by_models_that_count_positions_and_have_no_cache():
