@@ -237,13 +237,15 @@ def auto_map_and_code(folder, config):
     tokenizer_map = read_json(tokenizer).get("auto_map", {}) if tokenizer.is_file() else {}
     modules = module_names("config.json", auto_map) | module_names(tokenizer.name, tokenizer_map)
     while modules:
-        name = f"{modules.pop()}.py"
+        module = modules.pop()
+        name = f"{module}.py"
         if name in files:
             continue
         path = folder / name
         if not (name == BACKBONE_CODE and path.is_file()):
             path = PACKAGE_CODE.get(name, path)
-        if not path.is_file():
+        # get_relative_imports also finds what is not Python, such as `from ./home/x import y` in a docstring
+        if not (module.isidentifier() and path.is_file()):
             raise ValueError(
                 f"{folder} lacks {name}, which its auto_map needs; save the model again with save_pretrained."
             )

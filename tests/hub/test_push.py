@@ -189,6 +189,13 @@ def of_adapter(**values):
     return mistake
 
 
+def with_an_import_of_a_file_outside(folder):
+    outside = folder.parent / "private.py"
+    outside.touch()
+    change(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Model"})
+    (folder / "mine.py").write_text(f'"""\nfrom .{outside.with_suffix("")} import x\n"""\n')
+
+
 TOKENIZER = b'{"auto_map": {"AutoTokenizer": ["bob/code--tokenizer.Tokenizer", null]}}'
 MISTAKES = [
     refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
@@ -230,6 +237,7 @@ MISTAKES = [
         for target in ("../../x.safetensors", "/x.safetensors")
     ),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
+    refused("code that imports a file outside", built(with_an_import_of_a_file_outside), r"lacks .*/private\.py"),
     refused(
         "tokenizer's code elsewhere", adding("tokenizer_config.json", TOKENIZER), "auto_map of tokenizer_config.json"
     ),
