@@ -128,6 +128,17 @@ def test_an_hmt_does_not_name_the_folder_of_its_backbone(tmp_path):
     assert str(tmp_path) not in (tmp_path / "hmt" / "config.json").read_text()
 
 
+def test_the_code_of_the_tokenizer_of_an_adapter_is_pushed(adapter):
+    write(adapter / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}})
+    (adapter / "words.py").touch()
+    bundle = build_bundle(adapter)
+    assert bundle.files["words.py"] == adapter / "words.py" and bundle.has_code
+    for text, message in (("[]", "must contain a JSON object"), ("{", "is not JSON")):
+        (adapter / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"tokenizer_config.json {message}"):
+            build_bundle(adapter)
+
+
 def test_code_of_another_model_comes_from_its_folder(folder):
     change(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Model"})
     (folder / "mine.py").write_text("from .more import x\nfrom .attention_fox import y\n")
