@@ -282,7 +282,7 @@ class Backbone:
         """Yield embeddings for passes without gradient and dropout, (1, positions, d).
 
         With `masks`, PyTorch computes the attention, because other implementations may not support 4D masks, the
-        device or the dtype.
+        device or the dtype, such as FlashAttention with float32 weights, which train under autocast.
         """
         training = [module for module in self.model.modules() if module.training]
         config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
@@ -315,7 +315,7 @@ class Backbone:
         if self._head_alone_makes_logits is None:
             try:
                 self._head_alone_makes_logits = self._probe_head(head, device)
-            except Exception:  # attention without float32 support, or a head that is not called as a module
+            except Exception:  # such as a head that is not called as a module
                 self._head_alone_makes_logits = False
         return self._head_alone_makes_logits
 
@@ -332,7 +332,7 @@ class Backbone:
             inputs.append(args[0])
             return integers(output)
 
-        with self._probing(device) as embeds:
+        with self._probing(device, masks=True) as embeds:
             hook = head.register_forward_hook(replace_output)
             try:
                 logits, hidden = self.run(embeds, keep=torch.arange(3, device=device))

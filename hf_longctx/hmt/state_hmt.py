@@ -202,12 +202,16 @@ class HMTState:
             if missing:
                 raise LookupError(f"no memory of {missing}")
             return state
-        except (AttributeError, LookupError, RecursionError, SafetensorError, TypeError, JSONDecodeError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except _DAMAGED as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{path} is not a complete file of HMTState.save ({reason}).") from error
 
 
 _TENSORS = ("tail", "open_mask")  # the fields of a state that are saved as tensors
+# errors of a damaged file, such as a zero as the size of a page
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError, JSONDecodeError)
 
 
 def take_named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

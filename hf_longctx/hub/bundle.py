@@ -167,6 +167,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         config, checkpoint = read_json(folder / "adapter_config.json"), None
         tensors = check_safetensors(folder / ADAPTER)
         files |= {name: folder / name for name in ("adapter_config.json", ADAPTER, BASE) if name in names}
+        files |= code_files(folder, {})
         base_has_code = BASE in names and read_json(folder / BASE).get("model_type") in AUTO_MAPS
     else:
         raise ValueError(f"{folder} has no config.json or adapter_config.json; give the folder of a saved model.")
@@ -225,25 +226,32 @@ def read_measurement(path, results, documents, samples):
 
 
 def auto_map_and_code(folder, config):
-    """Return config.json, with an auto_map for FoX and HMT, and the code files that it needs.
-
-    Code comes from the package if it has a file of that name, otherwise from the folder.
-    """
+    """Return config.json, with an auto_map for FoX and HMT, and the code files that it and the tokenizer need."""
     files = {"config.json": folder / "config.json"}
     auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
     if not config.get("auto_map") and auto_map:
         files["config.json"] = (json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n").encode()
-    tokenizer = folder / "tokenizer_config.json"
+    return files | code_files(folder, auto_map)
+
+
+def code_files(folder, auto_map):
+    """Return the code files that the auto_maps of a model and of the tokenizer in its folder need.
+
+    Code comes from the package if it has a file of that name, otherwise from the folder.
+    """
+    files, tokenizer = {}, folder / "tokenizer_config.json"
     tokenizer_map = read_json(tokenizer).get("auto_map", {}) if tokenizer.is_file() else {}
     modules = module_names("config.json", auto_map) | module_names(tokenizer.name, tokenizer_map)
     while modules:
-        name = f"{modules.pop()}.py"
+        module = modules.pop()
+        name = f"{module}.py"
         if name in files:
             continue
         path = folder / name
         if not (name == BACKBONE_CODE and path.is_file()):
             path = PACKAGE_CODE.get(name, path)
-        if not path.is_file():
+        # get_relative_imports also finds what is not Python, such as `from ./home/x import y` in a docstring
+        if not (module.isidentifier() and path.is_file()):
             raise ValueError(
                 f"{folder} lacks {name}, which its auto_map needs; save the model again with save_pretrained."
             )

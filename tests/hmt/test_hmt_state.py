@@ -1,5 +1,6 @@
 """Streams: any chunking, branching, saving and restoring gives the result of one piece."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -180,6 +181,19 @@ def test_a_damaged_file_is_refused(changed, make_wrapper, tokens, tmp_path):
         contents = saved.metadata() | {name: saved.get_tensor(name) for name in saved.keys()} | changed  # noqa: SIM118
     kinds = {kind: {k: v for k, v in contents.items() if isinstance(v, kind)} for kind in (str, torch.Tensor)}
     save_file(kinds[torch.Tensor], file, metadata=kinds[str])
+    with pytest.raises(ValueError, match=r"is not a complete file of HMTState\.save"):
+        HMTState.load(file, model)
+
+
+@pytest.mark.parametrize("changed", [{"page_size": 0}, {"page_size": -1}, {"sizes": [99]}, {"sizes": [-1]}], ids=str)
+def test_a_file_with_damaged_pages_is_refused(changed, make_wrapper, tokens, tmp_path):
+    file, model = tmp_path / "state.safetensors", make_wrapper(recalled_pages=1, page_size=2, memory_size=2)
+    model(tokens, use_cache=True).state.save(file, model)
+    with safe_open(file, "pt") as saved:
+        metadata, tensors = saved.metadata(), {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+    header = json.loads(metadata["hmt_state"])
+    header["rows"]["pages.pages"][0] |= changed
+    save_file(tensors, file, metadata=metadata | {"hmt_state": json.dumps(header)})
     with pytest.raises(ValueError, match=r"is not a complete file of HMTState\.save"):
         HMTState.load(file, model)
 

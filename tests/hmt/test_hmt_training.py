@@ -10,7 +10,7 @@ from commands import run
 from gradients import assert_same_gradients, gradients
 from tiny_hmt import ROUNDING, tiny_llama
 from torch.nn.functional import cross_entropy
-from transformers import Trainer, TrainingArguments
+from transformers import AttentionInterface, Trainer, TrainingArguments
 
 from hf_longctx.hmt import HMTConfig, HMTOutput, HMTWrapper
 
@@ -168,6 +168,18 @@ def test_a_loss_in_bfloat16_is_summed_in_float32(make_wrapper, tokens):
     torch.testing.assert_close(loss, exact, atol=0, rtol=FP32_MEAN)
     losses = [model(tokens, labels=tokens, logits_to_keep=kept).loss for kept in (0, 1)]
     torch.testing.assert_close(losses[1], losses[0], atol=0, rtol=2**-8)  # all logits are rounded to bfloat16
+
+
+@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
+def test_attention_without_float32_does_not_decide_about_the_head(make_wrapper, tokens, monkeypatch):
+    def half_only(module, query, *arguments, **options):
+        raise RuntimeError(f"FlashAttention only supports fp16 and bf16, got {query.dtype}")
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "half_only", half_only)
+    model = make_wrapper()
+    model.lm.model.config._attn_implementation = "half_only"
+    assert model.lm.can_skip_logits(tokens.device)
+    assert model.lm.model.config._attn_implementation == "half_only"
 
 
 def largest_tensor_alive(model, ids, **arguments):

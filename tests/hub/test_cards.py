@@ -7,6 +7,7 @@ import operator
 import os
 import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -364,6 +365,15 @@ HARMLESS = (
     "HF_TOKEN=$HF_TOKEN ~/.cache https://alice@example.org/data/x s3://data/x and/or/home/x a\\b tokens: 1234567890123456 "
     "sk-learn hf_longctx --max-new-tokens=64 'eos_token': '<|im_end|>' https://example.org:8000/x@y 12:00/home"
 )
+
+
+def test_comments_without_an_end_do_not_take_minutes(folder):
+    write(folder / "README.md", "# x\n" + "<!--" * 50_000)
+    begun = time.process_time()
+    check(build_bundle(folder))
+    assert time.process_time() - begun < 30
+
+
 MISTAKES = [
     refused("another model-index", replacing("value: 64", "value: 9000"), "model-index has 9000 .* file 64"),
     refused("a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml must have lines such as"),

@@ -128,6 +128,17 @@ def test_an_hmt_does_not_name_the_folder_of_its_backbone(tmp_path):
     assert str(tmp_path) not in (tmp_path / "hmt" / "config.json").read_text()
 
 
+def test_the_code_of_the_tokenizer_of_an_adapter_is_pushed(adapter):
+    write(adapter / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}})
+    (adapter / "words.py").touch()
+    bundle = build_bundle(adapter)
+    assert bundle.files["words.py"] == adapter / "words.py" and bundle.has_code
+    for text, message in (("[]", "must contain a JSON object"), ("{", "is not JSON")):
+        (adapter / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=f"tokenizer_config.json {message}"):
+            build_bundle(adapter)
+
+
 def test_code_of_another_model_comes_from_its_folder(folder):
     change(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Model"})
     (folder / "mine.py").write_text("from .more import x\nfrom .attention_fox import y\n")
@@ -189,6 +200,13 @@ def of_adapter(**values):
     return mistake
 
 
+def with_an_import_of_a_file_outside(folder):
+    outside = folder.parent / "private.py"
+    outside.touch()
+    change(folder / "config.json", model_type="mine", auto_map={"AutoModelForCausalLM": "mine.Model"})
+    (folder / "mine.py").write_text(f'"""\nfrom .{outside.with_suffix("")} import x\n"""\n')
+
+
 TOKENIZER = b'{"auto_map": {"AutoTokenizer": ["bob/code--tokenizer.Tokenizer", null]}}'
 MISTAKES = [
     refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
@@ -230,6 +248,7 @@ MISTAKES = [
         for target in ("../../x.safetensors", "/x.safetensors")
     ),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
+    refused("code that imports a file outside", built(with_an_import_of_a_file_outside), r"lacks .*/private\.py"),
     refused(
         "tokenizer's code elsewhere", adding("tokenizer_config.json", TOKENIZER), "auto_map of tokenizer_config.json"
     ),
