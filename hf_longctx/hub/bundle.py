@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -158,13 +159,13 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
             "`hf_longctx.training.merge(RUN, MODEL)`, and push the folder that it writes."
         )
     if "config.json" in names:
-        config, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
+        config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)
         files |= auto_map_and_code(folder, config) | {path.name: path for path in checkpoint.files.values()}
         index = transformers.utils.SAFE_WEIGHTS_INDEX_NAME
         files |= {name: folder / name for name in (index,) if name in names}
         tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
     elif "adapter_config.json" in names:
-        config, checkpoint = read_json(folder / "adapter_config.json"), None
+        config, checkpoint = read_config(folder / "adapter_config.json"), None
         tensors = check_safetensors(folder / ADAPTER)
         files |= {name: folder / name for name in ("adapter_config.json", ADAPTER, BASE) if name in names}
         files |= code_files(folder, {})
@@ -178,6 +179,18 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     if checkpoint is not None:
         check_weights(folder, checkpoint, config, bundle.auto_class)
     return with_contents(bundle)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return a configuration; raise ValueError if a model type, task type or architecture is not a name."""
+    config = read_json(path)
+    classes = config.get("architectures") or []
+    names = [config.get(name) for name in ("model_type", "task_type")]
+    if not isinstance(classes, list) or not all(isinstance(name, str | None) for name in (*names, *classes)):
+        raise ValueError(
+            f"model_type and task_type of {path} must be names, and architectures a list of names. Save the model again."
+        )
+    return config
 
 
 def check_base(folder: Path, bundle: Bundle) -> None:
@@ -220,6 +233,8 @@ def read_measurement(path, results, documents, samples):
         types = {"command": str, "machine": dict, "versions": dict, "rows": list}
         if not all(isinstance(document.get(name), kind) for name, kind in types.items()):
             results[path.name] = read_result(path)
+        elif not all(isinstance(row, dict) for row in document["rows"]):
+            return
         documents[path.name] = document
     except ValueError:  # not a measurement
         return

@@ -110,9 +110,21 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
 
 
 def model_index(bundle: Bundle) -> list[EvalResult]:
-    """Return the entries of the model-index, from the results and the `evaluations` of benchmarks."""
-    evaluations = [entry for document in bundle.documents.values() for entry in document.get("evaluations", ())]
-    return eval_results(list(bundle.results.values())) + [EvalResult(**entry) for entry in evaluations]
+    """Return the entries of the model-index, from the results and the `evaluations` of benchmarks.
+
+    Raises:
+        ValueError: an evaluation lacks a metric or dataset, or its value is not a number.
+    """
+    entries = eval_results(list(bundle.results.values()))
+    for file, document in bundle.documents.items():
+        for entry in document.get("evaluations", ()):
+            if not isinstance(entry, dict) or not isinstance(entry.get("metric_value"), int | float):
+                raise ValueError(f"evaluations of {file} must have a number as metric_value, got {str(entry)[:80]}.")
+            try:
+                entries.append(EvalResult(**entry))
+            except TypeError as error:
+                raise ValueError(f"evaluations of {file} must have the fields of EvalResult: {error}.") from error
+    return entries
 
 
 def read_card(text: str) -> ModelCard:

@@ -411,6 +411,11 @@ MISTAKES = [
     refused("a link to nothing", adding("\n[log](log.txt)"), "links to log.txt"),
     refused("a picture in HTML that is not there", adding('\n<img src="x.png">'), "links to x.png"),
     refused("a link out of the repository", adding("\n[code](../../README.md)"), r"links to \.\./\.\./README\.md"),
+    refused("an evaluation of text", replacing("0.75", '"x"', "speed.json"), "must have a number as metric_value"),
+    refused(
+        "an unknown field", replacing('"metric_value"', '"x": 1, "metric_value"', "speed.json"), "fields of EvalResult"
+    ),
+    refused("an evaluation of a number", replacing('"evaluations": [', '"evaluations": [3, ', "speed.json"), "got 3"),
     refused("a path in a result", replacing('"a novel"', '"/scratch/novel"', "curve.json"), "names /scratch/novel"),
     refused(
         "a path in the config of a tokenizer",

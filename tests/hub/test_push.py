@@ -237,6 +237,7 @@ MISTAKES = [
                 *(("auto_map", "x"), ("auto_map", 3)),
                 *(("auto_map", {"AutoConfig": name}) for name in ("../x.C", "mod", 3, "bob/code--mod.C")),
             ],
+            "must be names": [("model_type", {}), ("architectures", [3]), ("architectures", 3)],
             "which its auto_map needs": [("auto_map", {"AutoConfig": "os.system"})],
         }.items()
         for name, value in rows
