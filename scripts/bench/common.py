@@ -139,6 +139,11 @@ def machine(device="cpu"):
     }
 
 
+def one_line(error, characters):
+    """Return the type of an error and at most `characters` of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:characters]}"
+
+
 def versions():
     numbers = {"python": platform.python_version()}
     for package in PACKAGES:
