@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from hf_longctx.metrics.result import commit
+from hf_longctx.metrics.run.model import cpu_name
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,9 +128,7 @@ def in_fresh_process(function, *args):
 
 
 def machine(device="cpu"):
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
-        cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    cpu = cpu_name()
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
         "cpu": cpu,
