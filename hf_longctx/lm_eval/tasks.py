@@ -33,8 +33,8 @@ from tqdm import tqdm
 from ..corpus import load_tokens
 from ..metrics import tasks  # noqa: F401 - registers them
 from ..metrics.run.reader import LocalReader, Reader
-from ..metrics.run.runner import first_ids, measure_one
-from ..metrics.task import Subject, Task, as_key, options
+from ..metrics.run.runner import first_ids, measure_one, scores_of
+from ..metrics.task import Missing, Subject, Task, as_key, options
 
 
 DOCUMENTS = 8  # number of shares that the trials are split into
@@ -116,11 +116,9 @@ class TaskInLmEval(ConfigurableTask):
     def numbers(self, documents: list[dict]) -> dict[str, float]:
         """Return the numbers of some documents and the bounds of their intervals, under names for lm-eval's tables."""
         task = task_of(self.task, self.settings)
-        measured, missing = {}, {}
-        for document in documents:
-            for key, score in document.items():
-                (missing if isinstance(score, dict) and score.keys() == {"missing"} else measured)[key] = score
-        scores, _ = task.summarize(measured, missing)
+        scores = scores_of({key: score for document in documents for key, score in document.items()})
+        missing = {key: str(score) for key, score in scores.items() if isinstance(score, Missing)}
+        scores, _ = task.summarize({key: score for key, score in scores.items() if key not in missing}, missing)
         named: dict[str, float] = {}
         result = self.task.result(scores)
         if len(documents) > 1:  # overlaps within a single share are not informative

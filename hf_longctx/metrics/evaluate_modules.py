@@ -283,7 +283,7 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
         )
     context_lengths = [as_int("a context", n, 2) for n in context_lengths]
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]
-    base_bounds = {n: rope_base_bound(int(n) - 1, head_dim) for n in set(context_lengths)}
+    base_bounds = {n: rope_base_bound(n - 1, head_dim) for n in set(context_lengths)}
     holds = [bound is None or bound >= n - 1 for bound, n in zip(bounds, context_lengths)]
     return {
         "holds": sum(holds) / len(holds),

@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from hf_longctx.metrics.result import commit
+from hf_longctx.metrics.run.model import cpu_name
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -127,9 +128,7 @@ def in_fresh_process(function, *args):
 
 
 def machine(device="cpu"):
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
-        cpu = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    cpu = cpu_name()
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else cpu,
         "cpu": cpu,
@@ -137,6 +136,11 @@ def machine(device="cpu"):
         "threads": torch.get_num_threads(),
         "load_average": [round(x, 2) for x in os.getloadavg()],
     }
+
+
+def one_line(error, characters):
+    """Return the type of an error and at most `characters` of its message, on one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:characters]}"
 
 
 def versions():

@@ -193,7 +193,7 @@ def measure_loss(model, tokenizer, rows, args):
     }
 
 
-def bands(length, times=8):
+def bands(length, times):
     """Return the ranges of positions to 1, 2, 4 ... training lengths."""
     edges = [0, *(length * 2**i for i in range(times.bit_length()))]
     return list(itertools.pairwise(edges))

@@ -255,7 +255,7 @@ def length_interval(
         scored: for each length, number of scored tokens per repeat.
         method: "fine" or "coarse".
         confidence: confidence level, between 0 and 1.
-        protocol: protocol by which the lengths were measured; see `measure.forgetting_curve`.
+        protocol: protocol by which the lengths were measured; see `tasks.curve.Curve`.
         places: see `p_values`.
 
     Raises:

@@ -1,8 +1,7 @@
 """Read the config of any model: a name, a folder, a JSON object, a config or a model.
 
 transformers reads the model types that it supports. For any other type, we read the plain fields as for a Llama, under
-the names that code on the Hub uses. The model's own code never runs.
----
+the names that code on the Hub uses. The model's own code runs only with `trust_remote_code`.
 """
 
 from __future__ import annotations

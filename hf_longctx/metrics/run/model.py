@@ -39,12 +39,15 @@ def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
     if not isinstance(model, nn.Module) or device is None:
         return {}
     kind = device.partition(":")[0]
-    hardware = torch.cuda.get_device_name(device) if kind == "cuda" else kind
-    if kind == "cpu":
-        hardware = platform.processor() or platform.machine() or "CPU"
-        with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
-            hardware = next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    hardware = torch.cuda.get_device_name(device) if kind == "cuda" else cpu_name() if kind == "cpu" else kind
     return {"parameters": sum(p.numel() for p in model.parameters()), "hardware": hardware}
+
+
+def cpu_name() -> str:
+    """Return the name of this machine's processor."""
+    with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
+        return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    return platform.processor() or platform.machine() or "CPU"
 
 
 def weights_hash(model: nn.Module) -> str:

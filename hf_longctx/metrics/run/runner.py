@@ -82,7 +82,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     options: dict[str, Any] = dict(total=0, smoothing=0, disable=not run.progress or rank > 0)
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
-    outcome = result_of(task, scores_of(journal), depends_on | labels | facts(reader, run), failure)
+    outcome = result_of(task, scores_of(journal.done), depends_on | labels | facts(reader, run), failure)
     if failure is None and not outcome.scores:  # a mistake, if only the positions do not reach
         reasons = [*dict.fromkeys(outcome.missing.values())]
         kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
@@ -106,7 +106,7 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
         if processes > 1:
             journal.done, _ = distributed.exchange(journal.done, None)
         with reader.reading(typical[: reader.position_limit], run.tokens_per_pass):
-            while trials := [trial for trial in task.trials(scores_of(journal)) if trial.key not in journal.done]:
+            while trials := [trial for trial in task.trials(scores_of(journal.done)) if trial.key not in journal.done]:
                 place = (rank + len(journal.done) // processes) % processes  # in turn, round by round
                 costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
                 mine = share(costs, place, processes) if processes > 1 else costs.keys()
@@ -137,11 +137,11 @@ def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
     return [key for key in costs if owner[key] == rank]
 
 
-def scores_of(journal: Journal) -> dict[Key, Any]:
-    """Return by key each trial's score, or the reason why it is missing."""
+def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:
+    """Return by key each trial's score, or the reason why it is missing, from the values of `measure_one`."""
     return {
         key: Missing(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
-        for key, entry in journal.done.items()
+        for key, entry in entries.items()
     }
 
 

@@ -1,10 +1,6 @@
 """Needle in a haystack: one sentence is hidden in a long document, and only this sentence answers the question.
 
-In standard mode, the needle is a plain sentence. In easy mode, the needle repeats the question before the answer, for
-models without instruction tuning. The answer is known, so scoring does not need a judge model; see `answers`.
-
-Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
-and Qin et al. 2024. `haystack` builds the prompts, and `wording` contains their wording.
+`retrieval.haystack` describes the protocol and builds the prompts, and `retrieval.wording` contains their wording.
 """
 
 from __future__ import annotations

@@ -49,12 +49,12 @@ CANDIDATES = [NAME, "sdpa", *FLASH]
 ALL_KEYS = f"{NAME}, all keys"  # without pruning
 WORK = ("training", "prefill", "decoding")
 PROVED = ((2, 2, 129), (1, 1, 301))  # batch, key heads and tokens that are compared with the definition
-# All that differs on a CPU. lengths: of sequences in a batch; cached: tokens in the cache; steps: decoded tokens;
-# shares: of the blocks that a constant gate makes prunable.
+# All that differs on a CPU. step: size of the model in a training step; lengths: of sequences in a batch; cached:
+# tokens in the cache; steps: decoded tokens; shares: of the blocks that a constant gate makes prunable.
 SIZES = {
-    "cuda": dict(tokens=32768, width=2048, head_dims=(64, 128), lengths=(16384, 2048), cached=(1024, 16384, 65536),
-                 steps=32, rounds=20, shares=(0.7, 0.0, 0.5, 0.9)),
-    "cpu": dict(tokens=32, width=32, head_dims=(16,), lengths=(16,), cached=(8,), steps=2, rounds=1,
+    "cuda": dict(step="125M", tokens=32768, width=2048, head_dims=(64, 128), lengths=(16384, 2048),
+                 cached=(1024, 16384, 65536), steps=32, rounds=20, shares=(0.7, 0.0, 0.5, 0.9)),
+    "cpu": dict(step="tiny", tokens=32, width=32, head_dims=(16,), lengths=(16,), cached=(8,), steps=2, rounds=1,
                 shares=(0.7,)),
 }  # fmt: skip
 TABLES = {
@@ -258,23 +258,20 @@ def time_decoding(name: str, D: int, length: int, device: str) -> dict:
     with torch.no_grad():
         layer = Layer(name, config, "decoding", inputs)
         for _ in range(2):
-            if device == "cuda":
-                torch.cuda.synchronize()
+            step.wait(device)
             begin = time.perf_counter()
             for _ in range(steps):
                 layer(*inputs[:4])
-            if device == "cuda":
-                torch.cuda.synchronize()
+            step.wait(device)
             seconds = time.perf_counter() - begin
     return {"ms": 1e3 * seconds / steps}
 
 
-def time_step(name: str, device: str) -> dict:
+def time_step(name: str, rows: int, length: int, device: str) -> dict:
     """Return the time of a training step of the paper's 125M model."""
     kind, attention = name.split(", ")
-    rows, tokens = step.BATCHES[size := "125M" if device == "cuda" else "tiny"]
-    preset = {"Llama": "llama", "FoX (Pro)": "fox-pro"}[kind]
-    return step.time_steps(preset, size, "eager", rows, tokens, device, SIZES[device]["rounds"], attention)
+    preset, sizes = {"Llama": "llama", "FoX (Pro)": "fox-pro"}[kind], SIZES[device]
+    return step.time_steps(preset, sizes["step"], "eager", rows, length, device, sizes["rounds"], attention)
 
 
 def plan(device: str, tokens: int):
@@ -284,8 +281,9 @@ def plan(device: str, tokens: int):
     for D in sizes["head_dims"]:
         for work in WORK:
             yield from (("proof", {"work": work, "D": D, "name": name}, prove) for name in names)
+    rows, length = step.BATCHES[sizes["step"]]
     for name in ("Llama, sdpa", "FoX (Pro), sdpa", f"FoX (Pro), {NAME}", "FoX (Pro), auto"):
-        yield "step", {"name": name}, time_step
+        yield "step", {"name": name, "rows": rows, "length": length}, time_step
     for D in sizes["head_dims"]:
         for length in sizes["lengths"]:
             shape = {"D": D, "rows": max(1, tokens // length), "length": length}
@@ -304,8 +302,6 @@ def measure(args):
     tokens = args.tokens if args.device == "cuda" else SIZES["cpu"]["tokens"]
     for section, fields, measure_row in plan(args.device, tokens):
         row = {"section": section, **fields}
-        if section == "step":
-            row |= dict(zip(("rows", "length"), step.BATCHES["125M" if args.device == "cuda" else "tiny"]))
         if time.monotonic() > until:
             yield row | {"error": "no time left"}
             continue
@@ -314,7 +310,7 @@ def measure(args):
         except ImportError:
             continue
         except Exception as error:  # no kernel for this GPU, dtype or width, or out of memory
-            row["error"] = row["verdict"] = f"cannot run: {type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            row["error"] = row["verdict"] = f"cannot run: {common.one_line(error, 120)}"
         yield row
 
 
@@ -328,7 +324,7 @@ def table(result):
 
 
 def main(arguments=None):
-    parser = common.make_parser(__spec__.name, __doc__, device="cuda", tokens=32768, minutes=3.0)
+    parser = common.make_parser(__spec__.name, __doc__, device="cuda", tokens=SIZES["cuda"]["tokens"], minutes=3.0)
     result = common.run(parser, measure, table, arguments)
     wrong = [
         f"{row['name']} ({row['work']}, head_dim={row['D']})" for row in result["rows"] if row.get("right") is False

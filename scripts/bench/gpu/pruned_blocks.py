@@ -2,6 +2,7 @@
 
 import contextlib
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 
@@ -46,9 +47,6 @@ def count_pruned_blocks():
         blocks.add(c, key_start, kept, tiles[0].forward)
         return kept
 
-    triton_fox.fox_prune, triton_fox.tiles_for = count, remember
-    try:
+    with mock.patch.multiple(triton_fox, fox_prune=count, tiles_for=remember):
         yield blocks
-    finally:
-        triton_fox.fox_prune, triton_fox.tiles_for = prune, tiles_for
     blocks.total, blocks.pruned = int(blocks.total), int(blocks.pruned)

@@ -106,6 +106,7 @@ def make_step(model, ids, size, mode):
 
 
 def wait(device):
+    """Wait until a GPU has finished its work."""
     if device == "cuda":
         torch.cuda.synchronize()
 
@@ -184,7 +185,7 @@ def measure(args):
             absent = True
             row["error"] = f"not installed ({error})"
         except Exception as error:  # out of memory, or an error of a compiler
-            row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            row["error"] = common.one_line(error, 200)
         yield row
 
 

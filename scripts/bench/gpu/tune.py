@@ -192,7 +192,7 @@ def time_tiles(rows, problem, device, until):
             results = problem.run(kernel)
             row["difference"] = difference(results, results if expected is None else expected)
         except Exception as error:
-            row["dropped"] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            row["dropped"] = common.one_line(error, 300)
             continue
         if row["difference"] <= ROW_TOLERANCE:
             running.append(row)
