@@ -114,11 +114,14 @@ class RunConfig(TrainingArguments):
         self.given = {n: v for n, v in vars(self).items() if n in names and v is not None and v != names[n]}
         if self.recipe is not None and self.recipe not in recipes(self.command):
             raise ValueError(f"`recipe` must be one of {', '.join(recipes(self.command))}, got {self.recipe!r}.")
-        if self.logging_steps != 1 or self.save_only_model or self.save_total_limit == 1:
+        logs = self.logging_strategy == "steps" and self.logging_steps == 1
+        if not logs or self.save_only_model or self.save_total_limit == 1:
             raise ValueError(
-                "`logging_steps` must be 1, `save_only_model` false and `save_total_limit` at least 2. Otherwise a killed "
-                "run loses its log or its last checkpoint."
+                "`logging_steps` must be 1, `logging_strategy` steps, `save_only_model` false and `save_total_limit` at "
+                "least 2. Otherwise a killed run loses its log or its last checkpoint."
             )
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise ValueError("`max_steps`, or `num_train_epochs` where `max_steps` is -1, must be positive.")
         if not self.packing and (self.streaming or self.sequence_parallel > 1):
             raise ValueError("--packing false does not support --streaming or --sequence_parallel.")
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()

@@ -183,3 +183,9 @@ MODULE = [
 @pytest.mark.parametrize("mistake", [*CONFIGS, *BOUNDS, *MODULE], ids=str)
 def test_mistakes(mistake, record_property):
     record_property("mistake", mistake.check())
+
+
+def test_a_config_file_that_holds_null_is_named(tmp_path):
+    (tmp_path / "config.json").write_text("null")
+    with pytest.raises(ValueError, match=f"config of {tmp_path} contains a value of the wrong type"):
+        rope_report(str(tmp_path))

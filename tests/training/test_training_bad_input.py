@@ -56,6 +56,14 @@ def yaml(text):
     return read
 
 
+def config_of(text):
+    def begin(kit):
+        (kit.path / "config.json").write_text(text)
+        run(model=str(kit.path))(kit)
+
+    return begin
+
+
 def run(**changes):
     def begin(kit):
         here = dict(data=str(kit.text), tokenizer=kit.tokenizer, output_dir=str(kit.path / "run"))
@@ -130,6 +138,8 @@ SETTINGS = [
         run(model="fox-12m"),
         "--model must be one of fox-125m.*got .fox-12m.. Did you mean fox-125m?",
     ),
+    refused("a config.json of null", config_of("null"), "--model must be one of .* or a folder or Hub name with one"),
+    refused("a config.json of a list", config_of("[1]"), "--model must be one of .* or a folder or Hub name with one"),
     refused("unknown recipe", words("--recipe", "lara"), "`recipe` must be one of fox-paper, got 'lara'"),
     refused("misspelt option", words("--lerning_rate", "1"), "--lerning_rate is not an option. .*learning_rate"),
     refused(
@@ -142,6 +152,9 @@ SETTINGS = [
     ),
     refused("a field of another type", run(set=["hidden_size=wide"]), "hidden_size"),
     refused("a log that a kill would tear", settings(logging_steps=2), "`logging_steps` must be 1"),
+    refused("no log", settings(logging_strategy="no"), "`logging_strategy` steps"),
+    refused("no step", settings(max_steps=0), "`max_steps`.* must be positive"),
+    refused("no epoch", settings(max_steps=-1, num_train_epochs=0), "`max_steps`.* must be positive"),
     refused("one checkpoint only", settings(save_total_limit=1), "`save_total_limit` at least 2"),
     refused("checkpoints without optimizer", settings(save_only_model=True), "`save_only_model` false"),
     refused("epochs of a stream", run(streaming=True, max_steps=-1), "max_steps"),

@@ -153,7 +153,8 @@ def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any
     if Path(name).is_file():
         config, folder = json.loads(Path(name).read_text(encoding="utf-8")), str(Path(name).parent)
     else:
-        config, folder = PreTrainedConfig.get_config_dict(name, **options)[0], name
+        with readable(name):
+            config, folder = PreTrainedConfig.get_config_dict(name, **options)[0], name
     if not isinstance(config, dict):
         raise ValueError(f"{name} must hold a JSON object, got {type(config).__name__}.")
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
