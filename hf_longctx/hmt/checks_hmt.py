@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from .backbone_hmt import Backbone
+from .callers_hmt import check_prompt_learning, trl_advice
 from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
@@ -23,10 +24,6 @@ _OF_OTHER_MODELS = {
     *("cache_position", "inputs_embeds", "output_attentions", "output_hidden_states", "position_ids", "return_dict"),
     *("return_loss", "token_type_ids"),
 }
-SUPPORTED = (
-    "Trainers of TRL cannot train an HMT, and prompt methods of PEFT (prompt, prefix and P-tuning) cannot extend its "
-    "input: use Trainer of transformers, or LoraConfig(target_modules='all-linear', modules_to_save=['memory'])."
-)
 
 
 def check_generation(config: GenerationConfig) -> None:
@@ -46,9 +43,10 @@ def same_state(*states: object) -> HMTState | None:
         )
     for state in given:
         if not isinstance(state, HMTState):
+            check_prompt_learning()
             raise TypeError(
                 f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` of "
-                f"its output. {SUPPORTED}"
+                "its output."
             )
         return state
     return None
@@ -75,10 +73,9 @@ def check_call(
     """
     for name, value in keywords.items():
         if name not in _OF_OTHER_MODELS or not (value is None or value is False):
-            raise ValueError(
-                f"HMTWrapper does not support the argument {name}. Pass input_ids, attention_mask and labels. "
-                f"{SUPPORTED}"
-            )
+            check_prompt_learning()
+            advice = trl_advice() or "Pass input_ids, attention_mask and labels."
+            raise ValueError(f"HMTWrapper does not support the argument {name}. {advice}")
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"`input_ids` must have shape (batch, tokens) with at least one token, got {shape}.")

@@ -10,6 +10,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from .callers_hmt import check_prompt_learning
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
 from .versions_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
@@ -294,6 +295,12 @@ class HMTConfig(PreTrainedConfig):
     def vocab_size(self) -> int:
         """Size of the backbone's vocabulary."""
         return self.text_config.vocab_size
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of the backbone's layers, which PEFT asks for first when it adds a prompt."""
+        check_prompt_learning()
+        return self.text_config.num_hidden_layers
 
     @property
     def hidden_size(self) -> int:

@@ -46,6 +46,7 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
+from .callers_hmt import INSTEAD, trl_advice
 from .checks_hmt import check_call, first_position, same_state
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
@@ -90,6 +91,12 @@ class HMTOutput(ModelOutput):
     def past_key_values(self) -> HMTState | None:
         """The state, under the name before transformers 5.24."""
         return self.state
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        """Raise AttributeError, because each segment has passes of its own."""
+        advice = trl_advice() or f"Trainers such as SFTTrainer of TRL need it. {INSTEAD}"
+        raise AttributeError(f"HMT does not return last_hidden_state. {advice}")
 
     def add_reports(self, reports: list[Report], chunks: list[Chunk], segment_length: int) -> None:
         """Set the fields about recalls and memories."""

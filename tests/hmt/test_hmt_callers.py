@@ -1,11 +1,13 @@
-"""What accelerate and PEFT do to an HMT: it works, or it is refused with advice that works."""
+"""What accelerate, PEFT and TRL do to an HMT: it works, or it is refused by its name, with advice that works."""
 
 import re
+from importlib.util import find_spec
 
 import pytest
 import torch
+from demo_model import DEMO
 from tiny_hmt import ROUNDING, VOCAB, tiny_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.hmt import HMTConfig, HMTWrapper
@@ -98,27 +100,116 @@ def test_a_backbone_on_disk_is_probed_and_keeps_a_memory(make_backbone, tokens, 
 
 # --- prompts of PEFT -------------------------------------------------------------------------------------------------
 
+CPT = dict(cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2])
 PROMPTS = {
-    "PromptTuningConfig": dict(num_virtual_tokens=2),
-    "PrefixTuningConfig": dict(num_virtual_tokens=2),
-    "PromptEncoderConfig": dict(num_virtual_tokens=2),
-    "MultitaskPromptTuningConfig": dict(num_virtual_tokens=2, num_tasks=2),
-    "CPTConfig": dict(cpt_token_ids=[1, 2], cpt_mask=[1, 1], cpt_tokens_type_mask=[1, 2]),
+    "prompt tuning": ("PromptTuningConfig", dict(num_virtual_tokens=2)),
+    "prefix tuning": ("PrefixTuningConfig", dict(num_virtual_tokens=2)),
+    "p tuning": ("PromptEncoderConfig", dict(num_virtual_tokens=2)),
+    "multitask prompt tuning": ("MultitaskPromptTuningConfig", dict(num_virtual_tokens=2, num_tasks=2)),
+    "cpt": ("CPTConfig", CPT),
 }
-SIZES = dict(num_layers=2, token_dim=16, num_attention_heads=4)
+SIZES = dict(num_layers=2, token_dim=16, num_attention_heads=4)  # asked for where the config does not tell
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("sizes", [{}, SIZES], ids=["sizes from the config", "sizes"])
 @pytest.mark.parametrize("name", PROMPTS)
-def test_prompts_of_peft_are_refused(name, make_wrapper, tokens):
+def test_prompts_of_peft_are_refused_by_their_names(name, sizes, make_wrapper, tokens):
     peft = pytest.importorskip("peft")
-    config = getattr(peft, name)(task_type="CAUSAL_LM", **PROMPTS[name])
-    for field, value in SIZES.items():
+    kind, settings = PROMPTS[name]
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **settings)
+    for field, value in sizes.items():
         setattr(config, field, value)
-    model = peft.get_peft_model(make_wrapper(), config)
-    with pytest.raises((TypeError, ValueError), match=r"prompt methods of PEFT .* or (LoraConfig.*)\.$") as raised:
-        model(input_ids=tokens, task_ids=torch.zeros(2, dtype=torch.long) if "Multi" in name else None)
-    advice = re.search(r"or (LoraConfig.*)\.$", str(raised.value))[1]
-    model = peft.get_peft_model(make_wrapper(), eval(advice, {"LoraConfig": peft.LoraConfig}))
+    with pytest.raises(ValueError, match=rf"does not support {name} of PEFT \({kind}\).*Use LoRA: (.*)\.$") as raised:
+        model = peft.get_peft_model(make_wrapper(), config)
+        model(input_ids=tokens, task_ids=torch.zeros(2, dtype=torch.long) if "multi" in name else None)
+    advice = re.search(r"Use LoRA: (.*)\.$", str(raised.value))[1]
+    lora = eval(advice, {"LoraConfig": peft.LoraConfig})
+    model = peft.get_peft_model(make_wrapper(), lora)
     model(input_ids=tokens, labels=tokens).loss.backward()
     assert any(parameter.grad is not None for name, parameter in model.named_parameters() if ".memory." in name)
+
+
+def test_the_layers_of_a_configuration(make_wrapper):
+    assert make_wrapper().config.num_hidden_layers == 2
+
+
+# --- trainers of TRL -------------------------------------------------------------------------------------------------
+
+
+def trainer_of(module, name, parent=object):
+    """A class as a trainer of TRL, which asks for last hidden states or passes what packed rows need."""
+
+    def ask(self, model, tokens):
+        return model(tokens).last_hidden_state
+
+    def pack(self, model, tokens):
+        return model(tokens, position_ids=torch.arange(tokens.shape[1])[None])
+
+    return type(name, (parent,), {"__module__": module, "ask": ask, "pack": pack})
+
+
+@pytest.mark.parametrize("how", ["ask", "pack"])
+@pytest.mark.parametrize("name", ["SFTTrainer", "DPOTrainer", "GRPOTrainer", "KTOTrainer"])
+def test_trainers_of_trl_are_named(name, how, make_wrapper, tokens):
+    theirs = trainer_of(f"trl.trainer.{name.lower()}", name)
+    for trainer in (theirs, trainer_of("mine", "MyOwn", theirs)):
+        with pytest.raises(
+            (AttributeError, ValueError), match=rf"{name} of TRL cannot train an HMT.*before it is wrapped"
+        ):
+            getattr(trainer(), how)(make_wrapper(), tokens)
+    other = trainer_of("mine", "MyOwnTrainer")()
+    says = (
+        "HMT does not return last_hidden_state. Trainers such as"
+        if how == "ask"
+        else "does not support the argument position_ids. Pass"
+    )
+    with pytest.raises((AttributeError, ValueError), match=says):
+        getattr(other, how)(make_wrapper(), tokens)
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="pip install trl")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["SFT", "DPO", "GRPO", "KTO", "RLOO"])
+def test_trl_as_it_is(name, tmp_path):
+    """The advice works: the trainer trains the backbone, and Trainer the memory."""
+    import trl
+    from datasets import Dataset
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    backbone = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SMALL))
+    rows = {
+        "SFT": {"text": "the fox forgets"},
+        "DPO": {"prompt": "the fox", "chosen": " a key", "rejected": " all"},
+        "KTO": {"prompt": "the fox", "completion": " a key", "label": True},
+    }
+    data = [dict(rows.get(name, {"prompt": "the fox"})) for _ in range(4)]
+    if name == "KTO":
+        data[1]["label"] = data[3]["label"] = False
+    batch = dict(max_steps=1, report_to="none", use_cpu=True, bf16=False, per_device_train_batch_size=2)
+    reward = {}
+    if name in ("GRPO", "RLOO"):
+        batch |= dict(num_generations=2, max_completion_length=2)
+        reward = dict(reward_funcs=lambda completions, **rest: [float(len(text)) for text in completions])
+
+    def train(model):
+        settings = getattr(trl, f"{name}Config")(str(tmp_path), **batch)
+        trainer = getattr(trl, f"{name}Trainer")(
+            model=model, args=settings, train_dataset=Dataset.from_list(data), processing_class=tokenizer, **reward
+        )
+        trainer.train()
+        return trainer
+
+    hmt = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=8, sensory_tokens=3))
+    hmt.save_pretrained(tmp_path / "hmt")  # GRPO and KTO load a reference model
+    tokenizer.save_pretrained(tmp_path / "hmt")
+    with pytest.raises(AttributeError, match=f"{name}Trainer of TRL cannot train an HMT"):
+        train(HMTWrapper.from_pretrained(tmp_path / "hmt"))
+    backbone.save_pretrained(tmp_path / "backbone")
+    model = HMTWrapper.from_backbone(
+        train(AutoModelForCausalLM.from_pretrained(tmp_path / "backbone")).model,
+        HMTConfig(segment_length=8, sensory_tokens=3),
+    )
+    ids = torch.arange(20)
+    arguments = TrainingArguments(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, bf16=False)
+    Trainer(model, arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 8).train()
