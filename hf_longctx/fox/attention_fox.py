@@ -118,7 +118,9 @@ cached_columns = lru_cache(maxsize=64)(constant_columns)  # avoids small operati
 
 def columns_for(x, heads, gates_per_key):
     """Return the `constant_columns` for x, (B, H, T, D), and `heads` query heads, cached for plain tensors."""
-    make = constant_columns if torch.compiler.is_compiling() or type(x) is not torch.Tensor else cached_columns
+    traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor
+    # a tensor made within a torch.func transform belongs to it
+    make = constant_columns if traced or torch._C._are_functorch_transforms_active() else cached_columns
     return make(x.shape[3], heads, gates_per_key, x.dtype, x.device)
 
 

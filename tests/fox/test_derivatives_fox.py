@@ -53,6 +53,21 @@ def test_derivatives_of_the_operator(backend, argument, transform):
     torch.testing.assert_close(got, want, atol=1e-3 * want.abs().max().item(), rtol=0, check_dtype=False)
 
 
+def test_a_derivative_leaves_nothing_for_later_calls():
+    """Constants of a head size that only this test uses, made by a derivative of a derivative, and needed again."""
+    *inputs, log_f, _ = draw(1, 2, 1, 7, 7, 13)
+
+    def number(log_f):
+        return forgetting_attention(*inputs, log_f, backend="folded").sum()
+
+    with sdpa_kernel(SDPBackend.MATH):
+        hessian(number)(log_f)
+        got = grad(number)(log_f)
+        leaf = log_f.detach().requires_grad_()
+        number(leaf).backward()
+    torch.testing.assert_close(got, leaf.grad)
+
+
 @pytest.mark.parametrize("backend", ["folded", pytest.param("triton", marks=runs_triton)])
 def test_what_has_no_derivative_says_so(backend):
     *_, log_f, _ = inputs = draw(1, 1, 1, 8, 8, 16)
