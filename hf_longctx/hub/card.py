@@ -117,7 +117,8 @@ def model_index(bundle: Bundle) -> list[EvalResult]:
     """
     entries = eval_results(list(bundle.results.values()))
     for file, document in bundle.documents.items():
-        for entry in document.get("evaluations", ()):
+        evaluations = document.get("evaluations") or []
+        for entry in evaluations if isinstance(evaluations, list) else [evaluations]:
             if not isinstance(entry, dict) or not isinstance(entry.get("metric_value"), int | float):
                 raise ValueError(f"evaluations of {file} must have a number as metric_value, got {str(entry)[:80]}.")
             try:

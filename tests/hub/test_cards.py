@@ -415,6 +415,9 @@ MISTAKES = [
     refused(
         "an unknown field", replacing('"metric_value"', '"x": 1, "metric_value"', "speed.json"), "fields of EvalResult"
     ),
+    refused(
+        "no list of evaluations", replacing('"evaluations": [', '"evaluations": 3, "x": [', "speed.json"), "got 3"
+    ),
     refused("an evaluation of a number", replacing('"evaluations": [', '"evaluations": [3, ', "speed.json"), "got 3"),
     refused("a path in a result", replacing('"a novel"', '"/scratch/novel"', "curve.json"), "names /scratch/novel"),
     refused(
