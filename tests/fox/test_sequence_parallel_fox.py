@@ -95,15 +95,6 @@ def test_sequence_parallel_of_deepspeed_is_refused(monkeypatch):
         make("llama")(tokens())
 
 
-@pytest.mark.parametrize(
-    "options", [{"attention_mask": torch.ones(1, 4)}, {"cache": object()}], ids=lambda x: next(iter(x))
-)
-def test_a_part_of_a_row_has_no_mask_and_no_cache(options):
-    shard = SimpleNamespace(size=1)
-    with pytest.raises(ValueError, match="sharded rows support neither attention_mask nor cache"):
-        make("llama")(tokens(1, 4), shard=shard, **options)
-
-
 def test_models_whose_rows_cannot_be_shared():
     check_model(make(GROUPED), 2)
     with pytest.raises(ValueError, match="number of key heads, 2, got 4"):
