@@ -43,9 +43,6 @@ from .state_fox import PLAIN_CALL, CachedLayer, Call, replace_shift_layers, shif
 from .triton_fox import why_not
 
 
-LOGITS_AT_ONCE = 2**23  # logits per chunk: 32 MiB in float32, enough rows for a fast matmul
-
-
 class FoxHeadRMSNorm(nn.Module):
     """RMSNorm over each head, with one weight vector per head: (..., H, D) -> (..., H, D), weight (H * D)."""
 
@@ -426,57 +423,6 @@ class FoxModel(FoxPreTrainedModel):
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE: cache})  # ty: ignore[invalid-argument-type]
 
 
-def supports_chunked_loss(head: nn.Module) -> bool:
-    """Return whether `chunked_loss` supports a head: a plain linear layer, not adapted, quantized or sharded.
-
-    It requires PyTorch 2.13.
-    """
-    return hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear and type(head.weight) is nn.Parameter
-
-
-def chunked_loss(
-    hidden_states: torch.Tensor,
-    head: nn.Linear,
-    labels: torch.Tensor | None,
-    shift_labels: torch.Tensor | None = None,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    **kwargs,
-) -> torch.Tensor:
-    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` without storing all logits; a scalar, fp32.
-
-    For 64k tokens and a vocabulary of 50k, float32 logits take 13 GB, and a plain loss three times as much. PyTorch
-    computes the gradients together with the loss, so only one chunk of logits exists at a time. The weight is copied
-    to float32, because PyTorch returns the sum over all tokens in the dtype of the weights.
-
-    Args:
-        hidden_states: (B, T, hidden), or (tokens, hidden).
-        head: a head for which `supports_chunked_loss` is true.
-        labels: (B, T) or (tokens,), int64; shifted by this function. Exclusive with `shift_labels`.
-        shift_labels: labels of the same shape that are already shifted.
-        num_items_in_batch: number of scored labels in the whole batch. None: average over the labels of this call.
-        ignore_index: label excluded from the loss.
-    """
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    shift_labels = shift_labels.to(hidden_states.device).flatten()
-    rows = max(1, LOGITS_AT_ONCE // head.out_features)
-    dtype = torch.promote_types(head.weight.dtype, torch.float32)
-    loss = F.linear_cross_entropy(
-        hidden_states.flatten(0, -2).to(dtype),
-        head.weight.to(dtype),
-        shift_labels,
-        linear_bias=None if head.bias is None else head.bias.to(dtype),
-        reduction="sum",
-        ignore_index=ignore_index,
-        options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),
-    )
-    if num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != ignore_index).sum()
-    return loss.float() / num_items_in_batch
-
-
 class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
     """FoX with a language-modelling head. It shifts the labels, which are token ids, and ignores -100."""
 
@@ -525,7 +471,6 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        return_logits: bool = True,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return next-token logits and, if labels are given, the loss. Other arguments are as in `FoxModel`.
@@ -534,7 +479,6 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             labels: (B, T), int64 token ids, shifted by this method; -100 is ignored.
             logits_to_keep: number of last positions with logits, 0 for all, or the positions, (P,) int64. With
                 transformers 5.23 also (B, P) int64, or a mask (B, T) bool, which flattens the logits.
-            return_logits: if False and the head supports it, compute the loss in chunks and do not return logits.
             kwargs: `shift_labels` and `num_items_in_batch` for the loss, and arguments of `FoxModel`.
 
         Returns:
@@ -554,15 +498,9 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         )
         assert outputs.last_hidden_state is not None
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        loss = logits = None
-        scored = labels is not None or kwargs.get("shift_labels") is not None
-        if return_logits or not (scored and supports_chunked_loss(self.lm_head)):
-            logits = self.lm_head(hidden_states)
-        if scored:
-            if logits is None:
-                loss = chunked_loss(hidden_states, self.lm_head, labels, **kwargs)
-            else:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = self.lm_head(hidden_states), None
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
