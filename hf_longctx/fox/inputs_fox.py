@@ -64,7 +64,7 @@ def read_call(
     """
     if shard is not None:  # only the shape of the whole rows is used
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
-    check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs)
+    check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwargs)
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
     token_mask = sequences = predecessor = successor = visible = None
     name = config._attn_implementation
@@ -263,7 +263,7 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs: dict) -> None:
+def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwargs: dict) -> None:
     """Raise ValueError if tokens, mask, positions and cache do not match. See `read_call` for the arguments."""
     if cache is not None and is_exporting():
         static = any(hasattr(layer, "max_cache_len") for layer in cache.layers)
