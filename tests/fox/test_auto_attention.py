@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from hf_longctx.fox import FoxConfig, PrunedCache, backend_fox
-from hf_longctx.fox.backend_fox import KERNEL_TOKENS, choose_implementation
+from hf_longctx.fox.backend_fox import KERNEL_TOKENS, choose_implementation, logit_bound_of_norms
 
 
 def make():
@@ -93,3 +93,12 @@ def test_transforms_of_torch_func_take_sdpa(used):
         with forward_ad.dual_level():
             model(inputs_embeds=forward_ad.make_dual(embeds, embeds))
     assert set(used) == {"sdpa"}
+
+
+def test_the_bound_of_the_logits_follows_new_weights_in_the_same_tensor():
+    """FSDP2 gathers them so, without changing the version of the tensor."""
+    attention = make().model.layers[0].self_attn
+    before, _ = logit_bound_of_norms(attention, 4)
+    attention.q_norm.weight.data.mul_(2)
+    after, _ = logit_bound_of_norms(attention, 4)
+    torch.testing.assert_close(after, 2 * before)
