@@ -286,8 +286,8 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
             raise ValueError(f"{package} has replaced the attention, so each process has {PART_OF_A_ROW}")
     if inputs_embeds.ndim != 3:
         raise ValueError(
-            f"the embedded input must be (B, T, {config.hidden_size}), from input_ids of (B, T), got "
-            f"{tuple(inputs_embeds.shape)}. Pass a single sequence as input_ids[None]."
+            f"inputs_embeds must be (B, T, {config.hidden_size}), got {tuple(inputs_embeds.shape)}. Pass a single sequence "
+            "of ids as input_ids[None]."
         )
     batch, length = inputs_embeds.shape[:2]
     if position_ids is not None:

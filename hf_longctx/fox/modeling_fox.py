@@ -69,7 +69,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def are_ours(*modules: nn.Module | None) -> bool:
     """Return whether modules are unmodified classes of this file, so that a kernel can use their weights directly.
 
-    Hub kernels and tensor parallelism replace their `forward`, and adapters the module. Compiled calls return False.
+    Hub kernels and tensor parallelism replace their `forward`; adapters replace the whole module. Compiled calls
+    return False.
     """
     return not torch.compiler.is_compiling() and all(
         type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)

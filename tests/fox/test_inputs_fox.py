@@ -125,13 +125,6 @@ def test_positions_that_leap_are_one_document(variant):
     check_logits(logits(model, ids, position_ids=positions, use_cache=False), want)
 
 
-@both_blocks
-def test_positions_may_start_anywhere(variant):
-    model, ids = make(variant), tokens(2, 12)
-    positions = torch.arange(40, 52)[None]
-    check_logits(logits(model, ids, position_ids=positions), logits(model, ids))
-
-
 def test_a_part_of_a_row_in_one_of_several_processes_is_refused(monkeypatch):
     """As context parallelism hands it to a model, whose cumulative sum would restart in each process."""
     model, ids = make("llama"), tokens(1, 12)
