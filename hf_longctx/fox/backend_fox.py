@@ -58,7 +58,8 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
     """Return the implementation that `attn_implementation="auto"` selects for one call.
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
-    SDPA handles everything else: decoding, dropout, torch.func transforms, and padding within a `PrunedCache`.
+    SDPA handles everything else: decoding, dropout, torch.func transforms, a static `PrunedCache`, and padding with a
+    growing one.
 
     Args:
         config: the `FoxConfig`.
@@ -71,7 +72,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
         return "sdpa"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "sdpa"  # the kernels lack some derivatives
-    if drops_tokens(cache) and attention_mask is not None and not attention_mask.all():
+    if drops_tokens(cache) and (cache.is_compileable or not (attention_mask is None or attention_mask.all())):
         return "sdpa"
     cannot = why_not(config.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
     return NAME if cannot is None else "sdpa"

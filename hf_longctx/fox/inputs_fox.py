@@ -134,7 +134,12 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
 
 
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> Any:
-    """Return the mask in the format of the config's attention implementation."""
+    """Return the mask in the format of the config's attention implementation. A `PrunedCache` drops tokens first."""
+    if drops_tokens(cache):
+        cache.make_room(inputs_embeds.shape[1])
+        if cache.is_compileable:  # a mask of the new tokens: the cache stores which others are padding
+            attention_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+            cache = None
     if config._attn_implementation == NAME:
         return find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask

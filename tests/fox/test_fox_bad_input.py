@@ -229,6 +229,7 @@ PRUNED = [
     prune("unknown bound", "logit_bound must be .*got 'seen'", logit_bound="seen"),
     prune("no interval", "prune_every must be .*got 0", prune_every=0),
     prune("half an interval", "prune_every must be .*got 2.5", prune_every=2.5),
+    prune("fewer slots than an interval", "max_cache_len must be .*got 256", max_cache_len=256),
     prune("a configuration", "FoxConfig is not a FoX", model=FoxConfig(**TINY)),
     prune("a Llama", "LlamaForCausalLM is not a FoX", model=llama()),
     prune("no gates", "forgets nothing", model=FoxForCausalLM(FoxConfig(**TINY, forget_gate="none"))),
