@@ -197,7 +197,8 @@ def test_a_fact_ten_thousand_segments_back():
     with torch.no_grad():
         state = model(torch.randint(3, 61, (1, 80)), use_cache=True).state
         layout = Paper(model.config, model.lm, model.memory, model.retriever, model.loss_function)
-        fact = layout.summarize(PackedSegments.pack(state, ids, None, None).chunks(0))
+        ((chunk,),) = PackedSegments(model.config, state, ids).chunks()
+        fact = layout.summarize(chunk)
         everything = torch.cat([fact, torch.randn(1, 10_000, 512)], 1)
         pages = (filled(everything[0, :-4], page_size=16, recalled=8, at_once=1000),)
         ends = state.memory["pages"]["ends"] + 8 * 9991
