@@ -168,18 +168,16 @@ class Segments:
         if one.begins is not None:
             begins = long_tensor([begin for x in passes for begin in x.begins or ()], embeds.device)
             positions = begins[:, None] + torch.arange(embeds.shape[1], device=embeds.device)
-        prompted, alone = one.hidden_from is not None, False
+        prompted = one.hidden_from is not None
         if one.hidden_from is not None:
             assert positions is not None
             positions[:, 0] = 0
-            alone = not self.lm.takes_mask
             cached = 0 if kv_cache is None else kv_cache.get_seq_length()
-            if not alone:
-                mask = self.hide_prompt(embeds.shape[1], one.hidden_from, cached, embeds.dtype, embeds.device)
+            mask = self.hide_prompt(embeds.shape[1], one.hidden_from, cached, embeds.dtype, embeds.device)
         memory = memory if self.retriever.mixes else None
         skips = kept != tokens and torch.is_grad_enabled() and memory is None
-        if skips and self.lm.can_skip_logits(embeds.device):
-            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept_columns, None, kv_cache, positions, alone)
+        if skips and self.lm.can_skip_logits():
+            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept_columns, None, kv_cache, positions)
             assert targets is not None
             self.scored.append((hidden[:, columns].flatten(0, 1), targets.flatten()))
             tokens = kept
@@ -187,7 +185,7 @@ class Segments:
             # without a prompt, transformers synchronizes with the GPU to inspect the mask
             captures = self.config.cuda_graphs and prompted and one.last and can_capture(embeds)
             options = (bool(kept), memory, captures)
-            arguments = (embeds, mask, columns, targets, kv_cache, positions, alone)
+            arguments = (embeds, mask, columns, targets, kv_cache, positions)
             logits, hidden, loss, kv_cache = self.run(*arguments, *options)
         if loss is not None:
             self.losses.append(loss)
@@ -207,7 +205,6 @@ class Segments:
         targets: Tensor | None = None,
         kv_cache: Cache | None = None,
         positions: Tensor | None = None,
-        alone: bool = False,
         keep_logits: bool = True,
         memory: Any = None,
         captures: bool = False,
@@ -227,11 +224,11 @@ class Segments:
         keep = long_tensor(columns, embeds.device) if columns else None
         if captures:
             inputs = {"embeds": embeds, "mask": mask, "keep": keep, "positions": positions}
-            logits, hidden = self.graphs.run(partial(self.lm.run, alone=alone), alone, kv_cache, **inputs)
+            logits, hidden = self.graphs.run(self.lm.run, kv_cache, **inputs)
             kv_cache = None
         else:
             kv_cache = None if kv_cache is None else fork(kv_cache)
-            logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, positions, alone)
+            logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, positions)
         loss = None
         if logits is not None and memory is not None:
             logits = self.retriever.mix(memory, logits, hidden[:, keep])
