@@ -24,8 +24,6 @@ from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
 
 
-_IGNORE_ATTENTION_MASK = ("rwkv",)  # model types that accept an attention mask and ignore it
-_FADING_KEYS = ("fox",)  # model types whose keys fade with each token, whatever the position ids are
 # Layers whose cache several tokens can extend under an attention mask. "hybrid" is FoX, whose token shift skips
 # padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
@@ -75,7 +73,6 @@ class Backbone:
         # Number of usable positions where the first ones are reserved for padding, as in RoBERTa; else None
         counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
         self.positions = min(counts, default=None)
-        self.sees_padding = model.config.model_type not in _IGNORE_ATTENTION_MASK
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
         # Results of probes; None: not probed yet
@@ -145,8 +142,8 @@ class Backbone:
     def keeps_all_keys(self, positions: int) -> bool:
         """Return whether, by the config, each of `positions` positions sees the keys of all positions before it."""
         config = self.model.config.get_text_config()
-        if self.stateful or config.model_type in _FADING_KEYS or rotates_by_length(config, positions):
-            return False
+        if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
+            return False  # FoX's keys fade with each token, whatever the position ids are
         if "local" in (getattr(config, "attention_layers", None) or ()) and config.window_size <= positions:
             return False  # GPT-Neo, whose cache layers do not report their windows
         layers = DynamicCache(config=self.model.config).layers
