@@ -153,7 +153,7 @@ def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState
         )
     if config.recall_mode != "paper":
         return
-    if not lm.sees_padding:
+    if lm.model.config.model_type == "rwkv":
         raise NotImplementedError(
             f"{type(lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding as "
             "tokens. Use rows of equal length, batch size 1, or recall_mode='single_pass'."

@@ -217,7 +217,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if config.reread is None:
             config.reread = not self.lm.can_hide(positions, thorough=True)
         elif not config.reread:
-            self.lm.check_hides(positions, self.lm.cuts(positions))
+            self.lm.check_hides(positions)
 
     def initialize_weights(self) -> None:
         """Initialize the backbone as a standalone model first, then the memory.

@@ -139,21 +139,20 @@ class Segments:
         columns, kept_columns = ([one.column + i for i in part] for part in (tokens, kept))
         targets = None if targets is None else targets[:, tokens.start : tokens.stop].contiguous()
         positions = None if positions is None else positions.expand(len(embeds), -1).contiguous()
-        alone = one.hidden_from is not None and not self.lm.takes_mask
-        if one.hidden_from is not None and not alone:
+        if one.hidden_from is not None:
             cached = 0 if kv_cache is None else kv_cache.get_seq_length()
             mask = self.hide_prompt(embeds.shape[1], one.hidden_from, cached, embeds.dtype, embeds.device)
         memory = memory if self.retriever.mixes else None
         skips = kept != tokens and torch.is_grad_enabled() and memory is None
-        if skips and self.lm.can_skip_logits(embeds.device):
-            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept_columns, None, kv_cache, positions, alone)
+        if skips and self.lm.can_skip_logits():
+            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept_columns, None, kv_cache, positions)
             assert targets is not None
             self.scored.append((hidden[:, columns].flatten(0, 1), targets.flatten()))
             tokens = kept
         else:
             # without a prompt, transformers synchronizes with the GPU to inspect the mask
             captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
-            arguments = (embeds, mask, columns, targets, kv_cache, positions, alone)
+            arguments = (embeds, mask, columns, targets, kv_cache, positions)
             logits, hidden, loss, kv_cache = self.run(*arguments, bool(kept), memory, captures)
         if loss is not None:
             self.losses.append(loss)
@@ -170,7 +169,6 @@ class Segments:
         targets: Tensor | None = None,
         kv_cache: Cache | None = None,
         positions: Tensor | None = None,
-        alone: bool = False,
         keep_logits: bool = True,
         memory: Any = None,
         captures: bool = False,
@@ -190,12 +188,11 @@ class Segments:
         keep = long_tensor(columns, embeds.device) if columns else None
         if captures:
             inputs = {"embeds": embeds, "mask": mask, "keep": keep, "positions": positions}
-            run = partial(self.lm.run, alone=alone)
-            logits, hidden = self.graphs(self.lm.model).run(run, alone, kv_cache, **inputs)
+            logits, hidden = self.graphs(self.lm.model).run(self.lm.run, kv_cache, **inputs)
             kv_cache = None
         else:
             kv_cache = None if kv_cache is None else fork(kv_cache)
-            logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, positions, alone)
+            logits, hidden = self.lm.run(embeds, mask, keep, kv_cache, positions)
         loss = None
         if logits is not None and memory is not None:
             logits = self.retriever.mix(memory, logits, hidden[:, keep])
