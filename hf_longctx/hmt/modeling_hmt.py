@@ -53,7 +53,7 @@ from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
 from .packing_hmt import PackedSegments
 from .paper_hmt import Paper
-from .retrievers_hmt import Retrievers, build_retrievers
+from .retrievers_hmt import Retrievers
 from .segments_hmt import Report, Segments
 from .single_pass_hmt import SinglePass
 from .state_hmt import HMTState, join_rows
@@ -203,7 +203,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     @property
     def retriever(self) -> Retrievers:
         """The retrievers, which give a segment the memory of the previous ones."""
-        return build_retrievers(self.config, self.memory, self.lm.embed)
+        return Retrievers(self.config, self.memory, self.lm.embed)
 
     def settle_layout(self) -> None:
         """Set `config.reread` if it is None; otherwise, raise ValueError if the backbone does not support its value.
