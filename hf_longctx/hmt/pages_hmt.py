@@ -206,6 +206,8 @@ class MemoryPages:
         """Restore pages from the output of `pack`."""
         size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
         full = len(embeddings) // size * size
+        if not isinstance(numbers["recalled"], int) or numbers["recalled"] < 1:
+            raise ValueError(f"a recall attends to {numbers['recalled']} pages")
         return cls(
             size,
             numbers["recalled"],
