@@ -31,7 +31,7 @@ _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
 class Backbone:
-    """A causal LM as HMT calls it. The wrapper registers the module and its parameters; this class refers to it.
+    """The interface through which HMT calls a causal LM. The wrapper registers the module; this class refers to it.
 
     Args:
         model: a causal LM, or a PEFT model around one.
@@ -86,9 +86,9 @@ class Backbone:
         self._check_causal()
 
     def _check_causal(self) -> None:
-        """Raise ValueError if the first of three positions sees the last, by two passes that differ only in the last.
+        """Raise ValueError if the first of three positions changes with the last one.
 
-        Recurrent backbones are causal by construction.
+        Recurrent backbones are causal by construction, and are not probed.
         """
         if self.stateful or not self.has_data:
             return
@@ -104,11 +104,11 @@ class Backbone:
 
     @property
     def continues(self) -> bool:
-        """Whether several tokens, some of them padding, can extend a `DynamicCache`; otherwise, they are re-read.
+        """Whether several tokens, some of them padding, can extend a `DynamicCache`.
 
-        A probe compares a pass over six positions with a pass over three and three more that extend its cache.
-        ProphetNet extends its cache by one token at a time, and RoBERTa and its variants number `inputs_embeds` from
-        the start, whatever is in the cache.
+        Otherwise, HMT reads an open segment again in each call. A probe compares a pass over six positions with a pass
+        over three and three more that extend its cache. ProphetNet extends its cache by one token at a time, and
+        RoBERTa and its variants number `inputs_embeds` from the start, whatever is in the cache.
         """
         if self._continues is None and self.has_data:
             try:
@@ -125,7 +125,7 @@ class Backbone:
     def cuts(self, positions: int) -> bool:
         """Return whether the last positions of a cache of `positions` can be cropped and replaced by others.
 
-        This works if the cache holds the keys and values of all positions. It does not work with recurrent states,
+        This works if the cache stores the keys and values of all positions. It does not work with recurrent states,
         sliding windows or checkpointed layers, which skip the cache.
         """
         if torch.is_grad_enabled() and any(

@@ -284,7 +284,7 @@ READ += [
     refused(
         "a state of another depth",
         lambda it: build(tiny_llama(num_hidden_layers=3))(it.tokens, state=it.state),
-        "{'layers': 2}, this model {'layers': 3}",
+        "{'layers': 2}, and this model has {'layers': 3}",
     ),
     refused("recall_dim of another size", lambda it: changed(it.model, recall_dim=8)(it.tokens), "recall_dim is 8"),
     refused(
