@@ -187,6 +187,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
         settings = partial(config.signature, lm.width)
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass, settings)
+        names = ("recall", "recall_dim", "recall_mode", "memory_tokens")  # they decide which parameters there are
+        self._built = {name: getattr(config, name) for name in names}
         _ = self.retriever  # raises an error where retrievers and settings do not fit
         self._versions = lm.versions()
         quantizer: Any = getattr(lm.model, "hf_quantizer", None)
@@ -357,21 +359,13 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
                 "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
             )
-        config, memory, lm = self.config, self.memory, self.lm
-        config.check(lm.positions)
-        if config.reread is None:
+        self.config.check(self.lm.positions)
+        if self.config.reread is None:
             self.settle_layout()
-        recalls = config.recall and hasattr(memory, "wq")
-        shapes = {
-            "recall": (config.recall, recalls),
-            "recall_dim": (recalls and (config.recall_dim or lm.width), recalls and len(memory.wq)),
-            "recall_mode": (config.single_pass, memory.single_pass),
-            "memory_tokens": (config.memory_tokens, memory.memory_tokens),
-        }
-        for name, (now, built) in shapes.items():
-            if now != built:
+        for name, built in self._built.items():
+            if getattr(self.config, name) != built:
                 raise ValueError(
-                    f"config.{name} is {getattr(config, name)!r}, but this model was built with another value, which "
+                    f"config.{name} is {getattr(self.config, name)!r}, but this model was built with another value, which "
                     "needs different parameters. Build a new model, HMTWrapper.from_backbone(model.backbone, "
                     f"config), or set the value when loading, HMTWrapper.from_pretrained(folder, {name}=...)."
                 )
