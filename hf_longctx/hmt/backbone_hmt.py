@@ -31,7 +31,7 @@ _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
 class Backbone:
-    """A causal LM as HMT calls it. The wrapper registers the module and its parameters; this class refers to it.
+    """The interface through which HMT calls a causal LM. The wrapper registers the module; this class refers to it.
 
     Args:
         model: a causal LM, or a PEFT model around one.
@@ -76,14 +76,9 @@ class Backbone:
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
         # Results of probes; None: not probed yet
-        self._continues: bool | None = None
-        if (
-            cache_name(type(model)) is None
-            or self.stateful
-            or not getattr(model, "_supports_default_dynamic_cache", bool)()  # only generative models define it
-            or not layers <= _CONTINUED_LAYERS
-        ):
-            self._continues = False
+        has_dynamic_cache = getattr(model, "_supports_default_dynamic_cache", bool)  # only generative models define it
+        extends = cache_name(type(model)) is not None and not self.stateful and layers <= _CONTINUED_LAYERS
+        self._continues: bool | None = None if extends and has_dynamic_cache() else False
         self._hides: bool | None = None
         # Not probed for RWKV, whose eval() changes its weights in place
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
@@ -91,9 +86,9 @@ class Backbone:
         self._check_causal()
 
     def _check_causal(self) -> None:
-        """Raise ValueError if the first of three positions sees the last, by two passes that differ only in the last.
+        """Raise ValueError if the first of three positions changes with the last one.
 
-        Recurrent backbones are causal by construction.
+        Recurrent backbones are causal by construction, and are not probed.
         """
         if self.stateful or not self.has_data:
             return
@@ -109,11 +104,11 @@ class Backbone:
 
     @property
     def continues(self) -> bool:
-        """Whether several tokens, some of them padding, can extend a `DynamicCache`; otherwise, they are re-read.
+        """Whether several tokens, some of them padding, can extend a `DynamicCache`.
 
-        A probe compares a pass over six positions with a pass over three and three more that extend its cache.
-        ProphetNet extends its cache by one token at a time, and RoBERTa and its variants number `inputs_embeds` from
-        the start, whatever is in the cache.
+        Otherwise, HMT reads an open segment again in each call. A probe compares a pass over six positions with a pass
+        over three and three more that extend its cache. ProphetNet extends its cache by one token at a time, and
+        RoBERTa and its variants number `inputs_embeds` from the start, whatever is in the cache.
         """
         if self._continues is None and self.has_data:
             try:
@@ -130,7 +125,7 @@ class Backbone:
     def cuts(self, positions: int) -> bool:
         """Return whether the last positions of a cache of `positions` can be cropped and replaced by others.
 
-        This works if the cache holds the keys and values of all positions. It does not work with recurrent states,
+        This works if the cache stores the keys and values of all positions. It does not work with recurrent states,
         sliding windows or checkpointed layers, which skip the cache.
         """
         if torch.is_grad_enabled() and any(
@@ -198,22 +193,17 @@ class Backbone:
             ) from error
 
     def _probe_hiding(self, positions: int) -> bool:
-        """Compare a pass in which a mask hides the first position with a pass in which it extends a cache."""
-        half = positions // 2
+        """Return whether a mask that hides the first position equals a cache to which that position is added later."""
+        half, kv_cache = positions // 2, DynamicCache(config=self.model.config)
         with self._probing(positions) as embeds:
-            places, kv_cache = (
-                torch.arange(positions, device=embeds.device)[None],
-                DynamicCache(config=self.model.config),
-            )
-            masks = [
-                hide_prompt(columns, hidden_from, cached, embeds.dtype, embeds.device)
-                for columns, hidden_from, cached in ((positions, half - 1, 0), (1 + positions - half, 0, half - 1))
-            ]
-            whole = self._read(embeds, masks[0], places)
-            hidden = self._read(embeds[:, 1:half], None, places[:, 1:half], kv_cache)
-            rest = [torch.cat([x[:, :1], x[:, half:]], 1) for x in (embeds, places, whole)]
-            seeing = self._read(rest[0], masks[1], rest[1], kv_cache)
-        return equal_up_to_rounding(hidden, whole[:, 1:half]) and equal_up_to_rounding(seeing, rest[2])
+            places = torch.arange(positions, device=embeds.device)[None]
+            mask = hide_prompt(positions, half - 1, 0, embeds.dtype, embeds.device)
+            whole = self._read(embeds, mask=mask, positions=places)
+            hidden = self._read(embeds[:, 1:half], positions=places[:, 1:half], kv_cache=kv_cache)
+            mask = hide_prompt(1 + positions - half, 0, half - 1, embeds.dtype, embeds.device)
+            rest, places, expected = (torch.cat([x[:, :1], x[:, half:]], 1) for x in (embeds, places, whole))
+            seeing = self._read(rest, mask=mask, positions=places, kv_cache=kv_cache)
+        return equal_up_to_rounding(hidden, whole[:, 1:half]) and equal_up_to_rounding(seeing, expected)
 
     def check_hides(self, positions: int) -> None:
         """Raise ValueError if a mask cannot hide a prompt in a segment of `positions` positions."""
@@ -232,15 +222,9 @@ class Backbone:
                 "Set attn_implementation='sdpa'."
             )
 
-    def _read(
-        self,
-        embeds: Tensor,
-        mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        kv_cache: Cache | None = None,
-    ) -> Tensor:
-        """Return the last hidden states of a pass. The embeddings are cloned, because CTRL writes into them."""
-        return self.run(embeds.clone(), mask, None, kv_cache, positions)[1]
+    def _read(self, embeds: Tensor, **inputs) -> Tensor:
+        """Return the last hidden states of `run`. The embeddings are cloned, because CTRL writes into them."""
+        return self.run(embeds.clone(), **inputs)[1]
 
     @contextmanager
     def _probing(self, positions: int) -> Iterator[Tensor]:

@@ -108,7 +108,7 @@ class MemoryPages:
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
     def __getstate__(self) -> dict:
-        """Move pickles and deep copies to RAM: a second `PageFile` at the same path would overwrite the first."""
+        """Copy blocks to RAM for pickles and deep copies: a second `PageFile` would overwrite the first."""
         return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
 
     def __len__(self) -> int:
@@ -234,7 +234,7 @@ class Pages(Bank):
         return config.recalled_pages is not None
 
     def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return an empty bank and empty pages; with `file`, pages go there instead of to CPU memory."""
+        """Return an empty bank and empty pages, which are stored in `file` or in CPU memory."""
         config, kept_in = self.config, None if file is None else PageFile(file)
         pages = MemoryPages.empty(
             like.shape[-1], like.dtype, like.device, config.page_size, config.recalled_pages or 1, kept_in

@@ -114,26 +114,6 @@ def test_stream_and_generation_equal_forward(model, tokens):
     assert_same_logits(chosen, logits.amax(2))  # the arg-max, up to a tie
 
 
-def test_a_padded_row_token_by_token(model, tokens):
-    """What a cache holds of padding must not reach the tokens after it."""
-    mask, state, logits = torch.ones(2, 20, dtype=torch.long), None, []
-    mask[0, :5] = 0
-    with torch.no_grad():
-        whole = model(tokens[:, :20], attention_mask=mask).logits
-        for ids, seen in zip(tokens[:, :20].split(1, 1), mask.split(1, 1)):
-            out = model(ids, attention_mask=seen, state=state, use_cache=True)
-            state = out.state
-            logits.append(out.logits)
-    assert_same_logits(torch.cat(logits, 1)[mask > 0], whole[mask > 0])
-
-
-def test_prompts_start_at_the_scale_of_embeddings(model):
-    """What Gemma's embedding multiplies by sqrt(d) must not leave the prompts behind."""
-    embedded = model.get_input_embeddings()(torch.arange(61)).std()
-    prompts = model.memory.summary_token.std()
-    assert 0.5 < prompts / embedded < 2
-
-
 def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -145,17 +125,19 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     assert tied[0] == tied[1]
 
 
-def test_a_padded_row_is_as_alone(model, tokens):
-    """No recurrence, convolution, window or position bias sees padding."""
-    padding = 5
-    ids, mask = tokens.clone(), torch.ones_like(tokens)
+def test_a_padded_row_is_as_alone_at_once_and_token_by_token(model, tokens):
+    """No recurrence, convolution, window, position bias or cache sees padding."""
+    padding, state, logits = 5, None, []
+    ids, mask = tokens[:, :26], torch.ones_like(tokens)[:, :26]
     mask[1, :padding] = 0
     with torch.no_grad():
-        padded = model(ids, attention_mask=mask, logits_to_keep=20, use_cache=True)
-        alone = model(tokens[1:, padding:], logits_to_keep=20, use_cache=True)
-        assert_same_logits(padded.logits[1:], alone.logits)
-        more, more_alone = model(tokens[:, :9], state=padded.state), model(tokens[1:, :9], state=alone.state)
-    assert_same_logits(more.logits[1:], more_alone.logits)
+        alone = model(ids[1:, padding:]).logits
+        assert_same_logits(model(ids, attention_mask=mask).logits[1:, padding:], alone)
+        for column, seen in zip(ids.split(1, 1), mask.split(1, 1)):
+            out = model(column, attention_mask=seen, state=state, use_cache=True)
+            state = out.state
+            logits.append(out.logits)
+    assert_same_logits(torch.cat(logits, 1)[1:, padding:], alone)
 
 
 def test_no_position_sees_a_later_token(model, tokens):
@@ -165,7 +147,9 @@ def test_no_position_sees_a_later_token(model, tokens):
 
 
 def test_the_layout_of_the_single_mode(model):
+    """The scale of Gemma's embeddings reaches the prompts too."""
     lm, name = model.lm, type(model.lm.model).__name__
+    assert 0.5 < model.memory.summary_token.std() / model.get_input_embeddings()(torch.arange(61)).std() < 2
     assert model.config.reread == (name in READ_AGAIN)
     assert model.config.reread or lm.cuts(13)
     assert lm.continues == (name not in WITHOUT_CACHE)

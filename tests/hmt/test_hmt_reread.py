@@ -19,20 +19,20 @@ FALCON = {
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     **{"mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8},
 }
-LLAMA4 = BACKBONES["Llama4ForCausalLM"]
+LLAMA, LLAMA4 = (BACKBONES[f"{name}ForCausalLM"] for name in ("Llama", "Llama4"))
 NEO = dict(vocab_size=61, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=6)
 NEO |= {"attention_types": [[["global", "local"], 1]]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 10}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-PHI3 = BACKBONES["LlamaForCausalLM"] | {"max_position_embeddings": 64, "original_max_position_embeddings": 10}
-PHI3 |= {"rope_parameters": LONGROPE, "sliding_window": None}
+PHI3 = LLAMA | {"original_max_position_embeddings": 10, "rope_parameters": LONGROPE, "sliding_window": None}
 # name, sizes, settings, reread
 KINDS = {
-    "Llama": ("LlamaForCausalLM", BACKBONES["LlamaForCausalLM"], {}, False),
-    "Llama reread": ("LlamaForCausalLM", BACKBONES["LlamaForCausalLM"], {"reread": True, "recall_tokens": 2}, True),
+    "Llama": ("LlamaForCausalLM", LLAMA, {}, False),
+    "Llama reread": ("LlamaForCausalLM", LLAMA, {"reread": True, "recall_tokens": 2}, True),
     "Llama4, long chunks": ("Llama4ForCausalLM", LLAMA4, {}, False),
     "Llama4, short chunks": ("Llama4ForCausalLM", LLAMA4 | {"attention_chunk_size": 12}, {}, True),
     "GPT-2 reread": ("GPT2LMHeadModel", BACKBONES["GPT2LMHeadModel"], {"reread": True}, True),
+    "neural cache reread": ("LlamaForCausalLM", LLAMA, {"reread": True, "neural_cache_weight": 0.3}, True),
     "GPT-Neo, short windows": ("GPTNeoForCausalLM", NEO, {}, True),
     "Phi3, longrope": ("Phi3ForCausalLM", PHI3, {}, True),
     "Gemma2": ("Gemma2ForCausalLM", BACKBONES["Gemma2ForCausalLM"], {}, True),
