@@ -39,7 +39,7 @@ def test_underscores_are_dashes_but_in_the_words_of_lm_eval(monkeypatch):
 def test_text_that_is_not_utf_8(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\0bad"), encoding="utf-8"))
     assert cli.main(["read", str(folder), "-"]) == 2
-    assert "must be UTF-8" in capsys.readouterr().err
+    assert "'utf-8' codec can't decode byte 0xff" in capsys.readouterr().err
 
 
 def test_who_has_read_enough_hears_nothing():
