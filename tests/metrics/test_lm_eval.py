@@ -91,7 +91,7 @@ def test_counts_are_those_of_our_curve(lm, model, tokenizer, data_type):
     curve = own_counts(model, tokenizer, settings)
     expected = {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in curve.points}
     assert counts(result) == expected
-    assert result["coarse_memory_length_at_least_tokens_95_sure,none"] == curve.interval("coarse").low
+    assert result["coarse_memory_length_at_least_tokens_95_CI,none"] == curve.interval("coarse").low
 
 
 def test_passages_that_overlap_count_as_one_text(model, tokenizer, tmp_path, caplog):

@@ -208,7 +208,7 @@ class LengthInterval(NamedTuple):
         return f">={self.low} ({self.needed} to say more)" if self.low else f"unknown ({self.needed})"
 
     @property
-    def sure(self) -> bool:
+    def significant(self) -> bool:
         """Return whether either end is significant."""
         return self.low > 0 or self.high is not None
 
