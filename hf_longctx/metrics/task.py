@@ -1,27 +1,9 @@
 """The two classes of a metric: a `Task` defines the inputs and their scores, a `TaskResult` interprets the scores.
 
-    @dataclass(frozen=True)
-    class Repeats(Task):
-        '''Measure how much of a random sequence a model predicts right when it reads the sequence again.'''
-
-        name, result, reads_text = "repeats", RepeatsResult, False
-        lengths: list[int] = option([32, 128], "tokens of the sequence", least=2)
-
-        def trials(self, scores):
-            return [Trial(n, 2 * n) for n in self.lengths]
-
-        def requests(self, n):
-            ids = np.random.default_rng(0).integers(10, self.subject.reader.vocab_size, n)
-            return [Predict(np.tile(ids, 2)[None], 0, range(n, 2 * n - 1))]
-
-        def score(self, n, responses):
-            return int(responses[0].sum())
-
-    repeats = function(Repeats)
-
-`run.runner.run` runs the requests and builds the result. The Python function, the command, the lm-eval task, the
-report section and the model card entry are derived from these two classes. This file does not run a model, and imports
-neither PyTorch nor scipy.special, so that the command line can list options quickly.
+CONTRIBUTING.md has a complete metric of 50 lines. `run.runner.run` runs the requests and builds the result. The Python
+function, the command, the lm-eval task, the report section and the model card entry are derived from these two
+classes. This file does not run a model, and imports neither PyTorch nor scipy.special, so that the command line can
+list options quickly.
 """
 
 from __future__ import annotations
