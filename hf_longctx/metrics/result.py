@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -72,6 +72,8 @@ class Result:
         kind: name of the metric in JSON; registers the class for `read_result`.
         title: heading of the metric in a report.
         version: version of the JSON format, incremented when the format changes.
+        notes: assumptions about this model that a reader of the result should know.
+        caveat: limits of the metric.
     """
 
     kind: ClassVar[str]
@@ -79,6 +81,8 @@ class Result:
     version: ClassVar[int] = 1
     kinds: ClassVar[dict[str, type[Result]]] = {}
     settings: dict[str, Any]
+    notes: Sequence[str] = ()
+    caveat: str = ""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -101,16 +105,12 @@ class Result:
         raise NotImplementedError
 
     @property
-    def holds(self) -> bool | None:
+    def passed(self) -> bool | None:
         """Return whether the model passes; None if the metric is not pass/fail, or is inconclusive."""
         return None
 
     def numbers(self) -> list[Number]:
         """Return the headline numbers; an empty list if nothing was measured."""
-        return []
-
-    def remarks(self) -> list[str]:
-        """Return the assumptions and limits that a reader of the result should know."""
         return []
 
     def table(self) -> Table:

@@ -110,7 +110,7 @@ def test_it_needs_nothing_beside_itself(page):
     assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style
 
 
-@pytest.mark.parametrize("base, frame", [(1e6, "summary holds"), (100.0, "summary violated")])
+@pytest.mark.parametrize("base, frame", [(1e6, "summary passed"), (100.0, "summary violated")])
 def test_the_frame_tells_what_holds(base, frame, tmp_path):
     sizes = dict(max_position_embeddings=512, rope_parameters={"rope_type": "default", "rope_theta": base})
     report = rope_report(LlamaConfig(**sizes), minimum_base=False)

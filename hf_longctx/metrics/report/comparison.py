@@ -138,7 +138,7 @@ def reaches(results: Mapping[str, TaskResult]) -> str:
     for name, curve in results.items():
         if isinstance(curve, ForgettingCurve):
             interval, size = curve.interval("coarse"), curve.settings.get("bytes_per_token") or 0
-            tokens = f"{interval.in_words()} tokens" if interval.sure else "not known"
+            tokens = f"{interval.in_words()} tokens" if interval.significant else "not known"
             longest = f", {interval.low * size:,.0f} bytes" if size * interval.low else ""
             ends.append(f"{name} {tokens}{longest}{' (the longest tested)' * interval.longest}")
     return f"Which copies further is not significant: {'; '.join(ends)}." if ends else ""

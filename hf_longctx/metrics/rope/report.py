@@ -141,9 +141,11 @@ class RopeReport(Result):
         return worst + " within windows" * (worst == "holds" and reach < self.claimed_context - 1)
 
     @property
-    def holds(self) -> bool | None:
+    def passed(self) -> bool | None:
         """Whether the bound holds in every group of layers with RoPE, also within windows; None if inconclusive."""
         return {"holds": True, "holds within windows": True, "violated": False}.get(self.verdict)
+
+    holds = passed
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -163,9 +165,6 @@ class RopeReport(Result):
         needed = sum(group.max_distance + 1 for group in self.groups if group.rope_type)
         sample = f"B_m < 0 at {negative} of {needed} distances"
         return [Number("", f"at {self.claimed_context} tokens", self.verdict, sample=sample)]
-
-    def remarks(self) -> list[str]:
-        return [*self.notes, self.caveat]
 
     def table(self) -> Table:
         columns = ("layers", "RoPE", "dimensions that rotate", "B_m >= 0 needed", "B_m >= 0 found")
@@ -194,7 +193,7 @@ class RopeReport(Result):
         """Return everything as plain JSON types, verdicts included."""
         groups = [{**asdict(group), "verdict": group.verdict} for group in self.groups]
         notes = list(self.notes)
-        return {**asdict(self), "groups": groups, "notes": notes, "verdict": self.verdict, "holds": self.holds}
+        return {**asdict(self), "groups": groups, "notes": notes, "verdict": self.verdict, "holds": self.passed}
 
     document = to_dict
 
@@ -216,8 +215,8 @@ class RopeReport(Result):
         for group, row in zip(self.groups, rows):
             lines.append(f"{row[0]}: {group.verdict}{': ' * bool(group.detail)}{group.detail}")
             lines += [f"  {column:36}{value}" for column, value in zip(columns[1:-1], row[1:-1]) if value != "-"]
-        remarks = [textwrap.fill(text, 110) for text in (*(f"note: {note}" for note in self.notes), self.caveat)]
-        return "\n".join((*lines, *remarks))
+        notes = [textwrap.fill(text, 110) for text in (*(f"note: {note}" for note in self.notes), self.caveat)]
+        return "\n".join((*lines, *notes))
 
 
 def _up_to(bound: int | None) -> str:
