@@ -66,8 +66,8 @@ def test_lengths_and_summary():
     curve = small_curve()
     assert (curve.fine_length, curve.coarse_length) == (18, 20)
     assert curve.summary() == (
-        "Whether it copies what it reads is not significant [unknown; about 600 repeats needed]; word for word 2 of 2 "
-        "passages of 18 tokens [unknown; about 11 repeats needed]. Measured with 2 passages at 3 lengths from 18 to 40, 95 % "
+        "Whether it copies what it reads is not significant [unknown; more repeats are needed]; word for word 2 of 2 "
+        "passages of 18 tokens [unknown; more repeats are needed]. Measured with 2 passages at 3 lengths from 18 to 40, 95 % "
         "CI in brackets; 6 repeats are needed for a lower end of the fine length at each length"
     )
 
@@ -106,7 +106,7 @@ def test_one_text_is_one_text_however_often_it_is_read(protocol):
     point = CurvePoint(64, [32] * 10, [3] * 10, [0] * 10)
     curve = ForgettingCurve.of_points([point], {"protocol": protocol})
     assert all(curve.interval(method)[:2] == (0, None) for method in METHODS)
-    assert str(curve.interval("fine")) == "unknown (a longer text is needed)"
+    assert str(curve.interval("fine")) == "unknown; a longer text is needed"
     apart = ForgettingCurve.of_points([CurvePoint(64, [32] * 10, [3] * 10, range(0, 320, 32))], {"protocol": protocol})
     assert all(apart.interval(method).low == 64 for method in METHODS)
 

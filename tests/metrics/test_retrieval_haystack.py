@@ -108,7 +108,7 @@ def test_grid():
     assert np.array_equal(GRID.grid(), [[0.5, 0.0], [1.0, np.nan]], equal_nan=True)
     assert np.allclose(GRID.grid("probability")[0], 0.5)
     assert GRID.summary() == (  # without replies nothing is found in them
-        "given token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
+        "token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
     )
     assert GRID.units(100) == [[cell.answers[i] for cell in GRID.cells[:2]] for i in (0, 1)]
     assert NeedleGrid.of_parts(()).summary() == "nothing measured"
