@@ -6,7 +6,14 @@ from collections import deque
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import torch
+
+from hf_longctx.metrics import ServedModel
+
+
+CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
+OPTIONS = {"lengths": [4, 9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Server:
@@ -147,3 +154,7 @@ def serving(*args, **options):
         http.shutdown()
         http.server_close()
         thread.join()
+
+
+def connect(server, **options):
+    return ServedModel(server.url, **{"backoff": 0.01, "timeout": 10.0} | options)

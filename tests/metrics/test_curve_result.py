@@ -138,17 +138,6 @@ def test_headlines_are_the_lower_ends_that_are_sure():
     assert headlines(1, 1, 1) == {f"{fine}, at least": 1600, f"{coarse}, at least": 1600}
 
 
-def test_one_lucky_token_is_no_coarse_memory():
-    """An untrained model: one token right of 81 is more than 1 %."""
-    points = [CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]
-    curve = ForgettingCurve.of_points(points)
-    assert curve.coarse_length == 54
-    assert curve.interval("coarse").low == 0
-    assert not any(number.metric for number in curve.numbers())
-    assert curve.summary().startswith("Whether it copies what it reads is not significant [unknown; ")
-    assert "; word for word at no tested length. Measured" in curve.summary()
-
-
 def test_the_results_of_the_model_cards_are_read():
     cards = Path(__file__).resolve().parents[2] / "model_cards"
     files = list(cards.glob("*/forgetting_curve.json"))
@@ -157,10 +146,3 @@ def test_the_results_of_the_model_cards_are_read():
         curve, document = ForgettingCurve.from_json(file.read_text()), json.loads(file.read_text())
         assert json.loads(curve.to_json())["numbers"] == document["numbers"]
         assert (curve.interval("coarse").low > 0) == (curve.coarse_length > 0)
-
-
-def test_empty_curve():
-    curve = ForgettingCurve.of_points([])
-    assert (curve.fine_length, curve.coarse_length, curve.fine_length.open_ended) == (0, 0, False)
-    assert curve.summary() == "nothing measured"
-    assert ForgettingCurve.from_json(curve.to_json()) == curve

@@ -69,11 +69,9 @@ def lm(request, model, tokenizer, monkeypatch):
     return hf(model, tokenizer)
 
 
-@pytest.mark.parametrize("data_type", ["order", "random"])
-def test_counts_are_those_of_our_curve(lm, model, tokenizer, data_type):
-    result = evaluate(lm, "forgetting_curve", CURVE | {"data_type": data_type})
-    settings = CURVE | ({"data_type": "random"} if data_type == "random" else {})
-    curve = own_counts(model, tokenizer, settings)
+def test_counts_are_those_of_our_curve(lm, model, tokenizer):
+    result = evaluate(lm, "forgetting_curve", CURVE)
+    curve = own_counts(model, tokenizer, CURVE)
     expected = {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in curve.points}
     assert counts(result) == expected
     assert result["coarse_memory_length_at_least_tokens_95_CI,none"] == curve.interval("coarse").low

@@ -25,33 +25,15 @@ REPLIED = LineRetrieval.of_parts([LinesPoint(answers(True, reply="12"), 10, [600
 
 
 @pytest.mark.parametrize(
-    "result, options, texts",
+    "result, texts",
     [
-        (
-            GRID,
-            {"train_length": 150},
-            [
-                "Needle in a haystack, easy mode of someone/tiny",
-                "training context: 150",
-                "300",
-                "given token for token",
-            ],
-        ),
-        (
-            REPLIED,
-            {"train_length": 64},
-            [
-                "Line retrieval of someone/tiny",
-                "answers found in the responses",
-                "answers given token for token",
-                "600",
-            ],
-        ),
+        (GRID, ["Needle in a haystack, easy mode of someone/tiny", "context: 150", "300", "given token for token"]),
+        (REPLIED, ["Line retrieval of someone/tiny", "found in the responses", "given token for token", "600"]),
     ],
     ids=["needle", "lines"],
 )
-def test_words_of_the_picture(words, result, options, texts):
-    picture = words(result.plot, **options)
+def test_words_of_the_picture(words, result, texts):
+    picture = words(result.plot, train_length=150)
     assert [text for text in texts if text not in picture] == []
     assert ("found in the responses" in picture) is (result is REPLIED)
 

@@ -25,15 +25,11 @@ def build(name, varied=False, **config):
 
 
 def tiny_llama(**options):
-    torch.manual_seed(0)
-    config = LLAMA | {"vocab_size": 32, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | options))
+    return build("llama", **LLAMA | {"max_position_embeddings": 512} | options)
 
 
 def tiny_gpt2(n_positions=24):
-    torch.manual_seed(0)
-    config = {"vocab_size": 32, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": n_positions}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=1, eos_token_id=2)).eval()
+    return build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=n_positions)
 
 
 class RemoteCode(nn.Module):
