@@ -30,12 +30,6 @@ HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
     (
-        "_keys_to_ignore_on_save",
-        TRAINER,
-        "== set(self.model._keys_to_ignore_on_save)",
-        "tied weights are not called missing",
-    ),
-    (
         "prediction_step",
         TRAINER,
         "self.prediction_step(model, inputs, prediction_loss_only",
@@ -49,8 +43,6 @@ HOOKS = [
     ("num_processes", f"{SHARDS}:BatchSamplerShard", "self.num_processes", "groups of processes share rows"),
     ("process_index", f"{SHARDS}:BatchSamplerShard", "self.process_index", "groups of processes share rows"),
     ("even_batches", f"{SHARDS}:BatchSamplerShard", "self.even_batches", "groups of processes share rows"),
-    ("num_processes", f"{SHARDS}:IterableDatasetShard", "self.num_processes", "groups of processes share rows"),
-    ("process_index", f"{SHARDS}:IterableDatasetShard", "self.process_index", "groups of processes share rows"),
     ("cp_size", "accelerate.parallelism_config:ParallelismConfig", "cp_size", "accelerate may not divide rows"),
     ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),

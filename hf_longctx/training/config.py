@@ -17,10 +17,10 @@ FOLDER = Path(__file__).parent
 PRESETS = {file.stem: file for file in sorted((FOLDER / "presets").glob("*.json"))}
 # Options of TrainingArguments that --help shows
 SHOWN = {
-    "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim",
-    "weight_decay", "adam_beta2", "max_grad_norm", "bf16", "torch_compile", "activation_checkpointing", "seed",
-    "save_steps", "save_total_limit", "eval_steps", "load_best_model_at_end", "report_to",
+    "output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "weight_decay", "adam_beta2",
+    "max_grad_norm", "bf16", "torch_compile", "activation_checkpointing", "seed", "save_steps", "save_total_limit",
+    "eval_steps", "load_best_model_at_end", "report_to",
 }  # fmt: skip
 ALL_OPTIONS = (
     "Every other field of transformers' TrainingArguments is an option, too: "
@@ -95,7 +95,6 @@ class RunConfig(TrainingArguments):
     tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's)")
     max_length: int = option(2048, "Tokens per sequence")
     packing: bool = option(True, "Pack several documents into a sequence; they do not attend to each other")
-    streaming: bool = option(False, "Tokenize and pack during training, in the order of the data")
     attn_implementation: str | None = option(
         None, "Attention implementation (default: the model's; for a FoX on a GPU, auto)"
     )
@@ -120,10 +119,17 @@ class RunConfig(TrainingArguments):
                 "`logging_steps` must be 1, `logging_strategy` steps, `save_only_model` false and `save_total_limit` at "
                 "least 2. Otherwise a killed run loses its log or its last checkpoint."
             )
+        if self.resume_from_checkpoint not in (None, "true", "True", True):
+            raise ValueError(
+                "`resume_from_checkpoint` must be true, because a run resumes from its last checkpoint, got "
+                f"{self.resume_from_checkpoint}. Delete the later checkpoints to resume from an earlier one."
+            )
+        if self.max_length < 1:
+            raise ValueError(f"`max_length` must be positive, got {self.max_length}.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError("`max_steps`, or `num_train_epochs` where `max_steps` is -1, must be positive.")
-        if not self.packing and (self.streaming or self.sequence_parallel > 1):
-            raise ValueError("--packing false does not support --streaming or --sequence_parallel.")
+        if not self.packing and self.sequence_parallel > 1:
+            raise ValueError("--packing false does not support --sequence_parallel.")
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
             self.bf16 = not (self.use_cpu or self.fp16)
@@ -139,8 +145,6 @@ class RunConfig(TrainingArguments):
             self.eval_strategy = "steps"
         if self.data_seed is None:
             self.data_seed = self.seed  # the order is the same in all processes, unlike dropout
-        if self.accelerator_config is None:
-            self.accelerator_config = {"dispatch_batches": False}  # each process reads its own sequences of a stream
         super().__post_init__()
         for name, number in (("`max_length`", self.max_length), ("the number of processes", self.world_size)):
             if number % self.sequence_parallel:
@@ -207,7 +211,7 @@ class FinetuneConfig(RunConfig):
     lora_modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Names of the modules to train in full alongside LoRA (default: the recipe's)"}
     )
-    merge: bool = option(False, "Merge the adapter into the saved model")
+    merge: bool = option(False, "Merge the adapter into the saved model; after QLoRA, into the unquantized one")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Data type of frozen weights")
     load_in_4bit: bool = option(False, "Quantize the base to NF4 (QLoRA); needs bitsandbytes")
     load_in_8bit: bool = option(False, "Quantize the base to int8; needs bitsandbytes")

@@ -4,15 +4,16 @@ import functools
 import inspect
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_bitsandbytes_available, logging
 
 from ..fox.convert import read_llama_config
 from ..fox.modeling_fox import FoxForgetGate, decay_time_bias
@@ -22,7 +23,6 @@ from ..metrics.rope.bounds import rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest
-from .run_folder import print_once
 
 
 GATE = re.compile(r"\bf_proj\b")
@@ -44,7 +44,7 @@ def make_config(args: RunConfig, tokenizer) -> Any:
     if args.recipe == "hmt":
         config = memory_config(args, config)
     elif args.recipe == "rope-extend":
-        print_once(extend_rope(config, args))
+        PartialState().print(extend_rope(config, args), file=sys.stderr)
     elif args.recipe == "fox-from-llama":
         quantization, values = getattr(config, "quantization_config", None), config.to_dict()
         config = read_llama_config(values | {"quantization_config": None}, args.decay_time or float(args.max_length))
@@ -111,12 +111,8 @@ def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, the model {size}. Use the model's own tokenizer."
         )
-    is_quantized = args.load_in_4bit or args.load_in_8bit or getattr(config, "quantization_config", None)
-    if is_quantized and (args.merge or not args.use_peft):
-        raise ValueError(
-            "A quantized base needs an adapter that is not merged: --use_peft true --merge false. "
-            "`hf_longctx.training.merge(RUN, MODEL)` merges it into the original model later."
-        )
+    if args.merge and getattr(config, "quantization_config", None):
+        raise ValueError("An adapter of a quantized checkpoint must not be merged: give --merge false.")
 
 
 def make_model(args: RunConfig, config: Any) -> Any:
@@ -129,18 +125,24 @@ def make_model(args: RunConfig, config: Any) -> Any:
     # Build the whole model, to convert and check it before ZeRO-3 partitions it: Trainer registers DeepSpeed again.
     unset_hf_deepspeed_config()
     if not isinstance(args, FinetuneConfig):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     elif args.recipe == "hmt":
-        return load_with_memory(args, config)
+        model = load_with_memory(args, config)
     else:
         is_converted = args.recipe == "fox-from-llama"
         model = load_whole(args, config, config.dtype, new_gates=is_converted)
         if is_converted:
             open_gates(model, args.decay_time or float(args.max_length))
         check_length(model, args.max_length)
-    check_sees_the_past_only(model)
-    if args.packing and config.model_type != "hmt":
-        check_packing(model)
+    if not isinstance(model, HMTWrapper):  # HMT reads segments causally, and across boundaries
+        check_sees_the_past_only(model)
+        if args.packing:
+            check_packing(model)
+    attention = args.attn_implementation
+    if attention is None and config.model_type == "fox" and torch.cuda.is_available():
+        attention = "auto"
+    if attention is not None:
+        model.set_attn_implementation(attention)
     return model
 
 
@@ -156,8 +158,6 @@ def quantization(args: FinetuneConfig) -> dict[str, Any]:
     """Return the quantization arguments of `from_pretrained`, if any."""
     if not (args.load_in_4bit or args.load_in_8bit):
         return {}
-    if not is_bitsandbytes_available():
-        raise ImportError("Quantization needs bitsandbytes: pip install 'hf-longctx[quantized]'")
     compute: Any = torch.bfloat16 if args.bf16 else torch.float32
     how: Any = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
     config = BitsAndBytesConfig(load_in_4bit=args.load_in_4bit, load_in_8bit=args.load_in_8bit, **how)
@@ -169,14 +169,9 @@ def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
     saved = read_config(str(args.model))
     if saved.model_type != "hmt":
         return HMTWrapper.from_backbone(load_whole(args, saved, config.dtype), config)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the first stage does not train the weights of the recall, and transformers would report them
-    try:
-        model = HMTWrapper.from_pretrained(args.model, recall=True, dtype=config.dtype, **quantization(args))
-        model.memory.float()
-        return model
-    finally:
-        logging.set_verbosity(verbosity)
+    model = HMTWrapper.from_pretrained(args.model, recall=True, dtype=config.dtype, **quantization(args))
+    model.memory.float()
+    return model
 
 
 def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates: bool = False) -> Any:
@@ -253,7 +248,7 @@ def extend_rope(config, args: FinetuneConfig) -> str:
 def read_config(name: str) -> Any:
     """Read a model's config from a folder or the Hub; raise ValueError for an adapter or an encoder-decoder."""
     if (Path(name) / "adapter_config.json").exists():
-        raise ValueError(f"{name} contains an adapter; merge it first: `hf_longctx.training.merge(RUN)`.")
+        raise ValueError(f"{name} contains an adapter; merge it first, by merge_and_unload of PEFT.")
     config = AutoConfig.from_pretrained(name)
     check_decoder(config)
     return config

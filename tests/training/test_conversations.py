@@ -11,8 +11,8 @@ import torch
 from demo_model import DEMO
 from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.training.conversations import SCORED, encode_conversation
-from hf_longctx.training.data import StreamedTokenDataset, TokenDataset, collate, encode, pack
+from hf_longctx.training.conversations import encode_conversation
+from hf_longctx.training.data import TokenDataset, collate, encode, make_sequence, pack
 
 
 CHATML = """{% for message in messages %}<|{{ message.role }}|>
@@ -127,23 +127,19 @@ def tokenizer():
     return tokenizer
 
 
-def scored_text(row, tokenizer):
-    ids, flags = encode_conversation(row, tokenizer)
-    return tokenizer.decode(ids[flags & SCORED > 0])
-
-
 def test_the_assistants_tokens_are_scored(tokenizer):
-    assert scored_text(ROWS[0], tokenizer) == "The fox.</s>\nIt no longer needs it.</s>\n"
+    assert runs(ROWS[0], tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
     halves = {"prompt": TURNS[:3], "completion": TURNS[3:]}
-    assert scored_text(halves, tokenizer) == "It no longer needs it.</s>\n"
-    ids, _ = encode_conversation(ROWS[0], tokenizer)
-    assert ids.tolist() == tokenizer.apply_chat_template(TURNS, return_dict=False)
+    assert runs(halves, tokenizer) == ["It no longer needs it.</s>\n"]
+    assert encode_conversation(ROWS[0], tokenizer)["id"].tolist() == tokenizer.apply_chat_template(
+        TURNS, return_dict=False
+    )
 
 
 def read(row, tokenizer, template):
     tokenizer.chat_template = template
-    ids, flags = encode_conversation(row, tokenizer)
-    return ids.tolist(), (flags & SCORED > 0).tolist()
+    tokens = encode_conversation(row, tokenizer)
+    return tokens["id"].tolist(), tokens["scored"].tolist()
 
 
 def marked(template):
@@ -177,9 +173,8 @@ def test_the_assistants_tokens_are_found_where_the_template_does_not_mark_them(
 
 def runs(row, tokenizer):
     """The runs of scored tokens, as texts."""
-    ids, flags = encode_conversation(row, tokenizer)
-    scored = groupby(zip(ids, flags & SCORED), key=lambda pair: pair[1])
-    return [tokenizer.decode([token for token, _ in pairs]) for is_scored, pairs in scored if is_scored]
+    spans = groupby(encode_conversation(row, tokenizer), key=lambda token: token["scored"])
+    return [tokenizer.decode([token["id"] for token in tokens]) for is_scored, tokens in spans if is_scored]
 
 
 @pytest.mark.parametrize(
@@ -248,18 +243,18 @@ def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer, t
     )
     tool = {"type": "function", "function": {"name": "find_fox", "parameters": {"type": "object", "properties": {}}}}
     row = {"messages": TURNS, "tools": [tool | {"of_another_row": None}], "chat_template_kwargs": {"calm": True}}
-    ids, _ = encode_conversation(row, chatml_tokenizer)
+    ids = encode_conversation(row, chatml_tokenizer)["id"]
     assert chatml_tokenizer.decode(ids).startswith("<tool>find_fox2<calm><|system|>")
     assert runs(row, chatml_tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
     texts = {"tools": json.dumps(row["tools"]), "chat_template_kwargs": json.dumps(row["chat_template_kwargs"])}
     for as_text in (texts, texts | {"tools": [json.dumps(tool) for tool in row["tools"]]}):
-        assert encode_conversation(row | as_text, chatml_tokenizer)[0].tolist() == ids.tolist()
+        assert encode_conversation(row | as_text, chatml_tokenizer)["id"].tolist() == ids.tolist()
     source = tmp_path / "chats.jsonl"
     for line in (row | {"tools": [tool]}, {"prompt": TURNS[:2], "completion": TURNS[2:3], **row, "messages": None}):
         line = {name: value for name, value in line.items() if value is not None}
         source.write_text(json.dumps(line) + "\n")
-        ((ids, _),) = encode(str(source), chatml_tokenizer)
-        assert chatml_tokenizer.decode(ids).startswith("<tool>find_fox2<calm><|system|>")
+        (tokens,) = encode(str(source), chatml_tokenizer)
+        assert chatml_tokenizer.decode(tokens["id"]).startswith("<tool>find_fox2<calm><|system|>")
 
 
 def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(tokenizer, tmp_path):
@@ -267,12 +262,12 @@ def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(toke
     source.write_text("".join(json.dumps(row | {"text": "The same, as text."}) + "\n" for row in ROWS[:3]))
     for place in (source, tmp_path):  # a folder too
         chats, texts = (list(encode(str(place), tokenizer, column=column)) for column in (None, "text"))
-        assert [ids.tolist() for ids, _ in chats] == [
-            encode_conversation(row, tokenizer)[0].tolist() for row in ROWS[:3]
+        assert [tokens.tolist() for tokens in chats] == [
+            encode_conversation(row, tokenizer).tolist() for row in ROWS[:3]
         ]
-        assert {tokenizer.decode(ids) for ids, _ in texts} == {"<s>The same, as text.</s>"}
+        assert {tokenizer.decode(tokens["id"]) for tokens in texts} == {"<s>The same, as text.</s>"}
     with pytest.raises(ValueError, match='must have a column "body"'):
-        encode(str(source), tokenizer, column="body")
+        next(encode(str(source), tokenizer, column="body"))
 
 
 @pytest.mark.parametrize("template", ["no end of a turn", "plain text", "default system prompt"])
@@ -346,17 +341,15 @@ def test_packed_conversations_have_the_losses_that_they_have_alone(tokenizer, tm
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     pack(str(source), tokenizer, target)
     alone = [encode_conversation(row, tokenizer) for row in ROWS[:3]]  # the last has no answer
-    length = sum(len(ids) for ids, _ in alone)
+    length = sum(map(len, alone))
     rows = TokenDataset(target, length, tokenizer.eos_token_id, len(tokenizer))
     assert len(rows) == 1
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).double()
     total = 0.0
-    for ids, flags in alone:
-        ids = torch.from_numpy(ids)[None]
-        labels = ids.masked_fill(torch.from_numpy(flags & SCORED == 0)[None], -100)
-        total += model(ids, labels=labels, num_items_in_batch=1).loss.item()
+    for tokens in alone:
+        total += model(**collate([make_sequence(tokens)]), num_items_in_batch=1).loss.item()
     packed = model(**collate([rows[0]]), use_cache=False, num_items_in_batch=1).loss
     assert packed.item() == pytest.approx(total, rel=1e-6)
 
@@ -366,9 +359,6 @@ def test_a_file_without_answers_is_refused(tokenizer, tmp_path):
     source.write_text(json.dumps(ROWS[3]) + "\n")
     with pytest.raises(ValueError, match="does not contain a conversation with an assistant"):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
-    stream = StreamedTokenDataset([lambda: encode(str(source), tokenizer)], [1.0], 8, tokenizer.eos_token_id)
-    with pytest.raises(ValueError, match="does not contain a conversation with an assistant"):
-        next(iter(stream))
 
 
 def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):

@@ -157,11 +157,8 @@ SETTINGS = [
     refused("no epoch", settings(max_steps=-1, num_train_epochs=0), "`max_steps`.* must be positive"),
     refused("one checkpoint only", settings(save_total_limit=1), "`save_total_limit` at least 2"),
     refused("checkpoints without optimizer", settings(save_only_model=True), "`save_only_model` false"),
-    refused("epochs of a stream", run(streaming=True, max_steps=-1), "max_steps"),
-    refused(
-        "chunks of a stream", settings(streaming=True, max_steps=1, packing=False), "--packing false does not support"
-    ),
-    refused("a stream without shares", run(data="a,b", streaming=True), "needs shares, .*--data a=0.5"),
+    refused("negative length", settings(max_length=-64), "`max_length` must be positive, got -64"),
+    refused("another checkpoint", settings(resume_from_checkpoint="x"), "Delete the later checkpoints to resume"),
     refused("rows in unequal parts", settings(sequence_parallel=3), "must divide `max_length`, 2048, got 3"),
     refused(
         "processes in unequal groups", settings(sequence_parallel=2), "must divide the number of processes, 1, got 2"
@@ -225,9 +222,6 @@ FINETUNING = [
         finetune(max_length=128),
         "128 exceeds the context of 64 tokens.*--recipe rope-extend",
     ),
-    refused(
-        "merging into a base of 4 bits", finetune(load_in_4bit=True, merge=True), "needs an adapter that is not mer"
-    ),
     refused("nothing to extend", finetune(recipe="rope-extend"), "32 does not extend the context of 64 tokens"),
     refused("rate of gates of a Llama", finetune(gate_lr_ratio=2.0), "needs trainable forget gates"),
     refused(
@@ -251,7 +245,7 @@ FINETUNING = [
         damaged_model(
             "config.json", '{"model_type": "llama", "quantization_config": {"quant_method": "x"}}', merge=True
         ),
-        "A quantized base needs an adapter that is not merged",
+        "quantized checkpoint must not be merged",
     ),
     refused(
         "damaged configuration",
@@ -289,15 +283,6 @@ RUNS = [
         for name, row in {
             "conversations as in ShareGPT": '{"conversations": [{"from": "human", "value": "x"}]}',
             "conversations as in Alpaca": '{"instruction": "x", "input": "", "output": "y"}',
-        }.items()
-    ),
-    *(
-        refused(
-            name, after(damaged("config.yaml", ""), run(resume_from_checkpoint=path)), "must be a complete checkpoint"
-        )
-        for name, path in {
-            "no checkpoint": "./run/checkpoint-9",
-            "checkpoint of another run": "./checkpoint-1",
         }.items()
     ),
     refused("damaged tokens", after(damaged("data/*.npy", "cut"), run()), "npy is not a complete"),
