@@ -182,10 +182,10 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
         if args.merge:
             shutil.rmtree(folder / "adapter", ignore_errors=True)
             unfinished.rename(folder / "adapter")
-            if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-                trainer.accelerator.unwrap_model(model).to(
-                    "meta"
-                )  # free it: two copies of the base may not fit into memory
+            is_plain = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+            if is_plain and not (args.load_in_4bit or args.load_in_8bit):
+                # free it: two copies of the base may not fit into memory
+                trainer.accelerator.unwrap_model(model).to("meta")
             save_base(args, config, unfinished, adapter=folder / "adapter")
         elif args.recipe != "lora":
             save_base(args, config, unfinished)
