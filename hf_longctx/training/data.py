@@ -146,18 +146,15 @@ def encode(source: str, tokenizer, part: str = "train", column: str | None = Non
         raise ValueError(
             "The tokenizer must have an EOS token to end documents. Set one: tokenizer.eos_token = '</s>'."
         )
-    documents = open_source(source, part, column, conversations=True)[1]
-    for are_conversations, group in groupby(documents, key=lambda document: isinstance(document, dict)):
-        yield from (encode_conversations if are_conversations else encode_texts)(group, tokenizer)
-
-
-def encode_texts(texts: Iterator[str], tokenizer) -> Iterator[np.ndarray]:
-    """Encode plain-text documents in batches."""
     # GPT-2's BOS is also its EOS, so prepending it would create one-token documents
     before = [] if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else [tokenizer.bos_token_id]
-    while batch := list(islice(texts, DOCUMENTS_AT_ONCE)):
-        for ids in tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]:
-            yield mark_documents([*before, *ids, tokenizer.eos_token_id], None)
+    documents = open_source(source, part, column, conversations=True)[1]
+    for are_conversations, group in groupby(documents, key=lambda document: isinstance(document, dict)):
+        if are_conversations:
+            yield from encode_conversations(group, tokenizer)
+        while texts := list(islice(group, DOCUMENTS_AT_ONCE)):
+            for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]:
+                yield mark_documents([*before, *ids, tokenizer.eos_token_id], None)
 
 
 def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | None = None) -> None:

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
@@ -51,7 +50,7 @@ def make_config(args: RunConfig, tokenizer) -> Any:
         if quantization is not None:
             config.quantization_config = quantization
     if args.recipe != "hmt":
-        for name, value in set_fields(args, type(config)).items():
+        for name, value in args.config_fields(type(config)).items():
             setattr(config, name, value)
     config.dtype = dtype
     return config
@@ -73,7 +72,7 @@ def new_config(args: PretrainConfig, tokenizer) -> Any:
         values[name] = getattr(tokenizer, name)
     values["vocab_size"] = len(tokenizer)
     values["max_position_embeddings"] = max(values.get("max_position_embeddings", 0), args.max_length)
-    return kind(**values | set_fields(args, kind))
+    return kind(**values | args.config_fields(kind))
 
 
 def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
@@ -81,7 +80,7 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
 
     Adds a memory without recall to a backbone, or the recall to a first-stage HMT.
     """
-    fields = set_fields(args, HMTConfig)
+    fields = args.config_fields(HMTConfig)
     if config.model_type != "hmt":
         new: dict[str, Any] = {"recall": False, "backbone_name_or_path": args.model}
         return HMTConfig(**new | fields)
@@ -93,15 +92,6 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
             )
     config.recall = True
     return config
-
-
-def set_fields(args: RunConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the fields of `set`; raise ValueError for a field that the config class does not have."""
-    names, fields = inspect.signature(kind).parameters, args.config_fields()
-    for name in fields:
-        if name not in names:
-            raise ValueError(f"--set names {name}, which {kind.__name__} does not have. {nearest(name, names)}")
-    return fields
 
 
 def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
@@ -135,9 +125,7 @@ def make_model(args: RunConfig, config: Any) -> Any:
             open_gates(model, args.decay_time or float(args.max_length))
         check_length(model, args.max_length)
     if not isinstance(model, HMTWrapper):  # HMT reads segments causally, and across boundaries
-        check_sees_the_past_only(model)
-        if args.packing:
-            check_packing(model)
+        check_sequences(model, args.packing)
     attention = args.attn_implementation
     if attention is None and config.model_type == "fox" and torch.cuda.is_available():
         attention = "auto"
@@ -254,34 +242,27 @@ def read_config(name: str) -> Any:
     return config
 
 
-def check_sees_the_past_only(model) -> None:
-    """Raise ValueError for bidirectional models such as BERT, which would copy the labels from their input."""
-    ids = np.arange(1, 16)[None]
-
-    @torch.no_grad()
-    def read(ids):
-        return model(torch.from_numpy(ids).to(model.device)).logits
-
-    check_causal(model, ids, read(ids), read)
-
-
 def takes_positions(model) -> bool:
     """Return whether a model has the argument `position_ids`; `collate` omits it for other models."""
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
 @torch.no_grad()
-def check_packing(model) -> None:
-    """Raise ValueError if packing a document after another one changes its logits.
+def check_sequences(model, packing: bool) -> None:
+    """Raise ValueError if a model sees what it should not see in a sequence.
 
-    The tolerance is the same as in `check_causal`. The cache is disabled, as in training, because transformers ignores
-    document boundaries with a cache.
+    Bidirectional models such as BERT would copy the labels from their input. With packing, a document must have the
+    logits that it has alone, with the tolerance of `check_causal`. The cache is disabled, as in training, because
+    transformers ignores document boundaries with a cache.
     """
-    documents = torch.arange(1, 16, device=model.device).split([6, 9])
+    ids = torch.arange(1, 16, device=model.device)[None]
+    check_causal(model, ids.cpu().numpy(), model(ids).logits, lambda x: model(torch.from_numpy(x).to(ids)).logits)
+    if not packing:
+        return
     position_ids = torch.cat([torch.arange(6), torch.arange(9)])[None].to(model.device)
     positions = {"position_ids": position_ids} if takes_positions(model) else {}
-    packed = model(torch.cat(documents)[None], use_cache=False, **positions).logits[0, 6:].float()
-    alone = model(documents[1][None], use_cache=False).logits[0].float()
+    packed = model(ids, use_cache=False, **positions).logits[0, 6:].float()
+    alone = model(ids[:, 6:], use_cache=False).logits[0].float()
     if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
         raise ValueError(
             f"{type(model).__name__} reads across document boundaries: packing changes a document's logits by up to "

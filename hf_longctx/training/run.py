@@ -124,14 +124,13 @@ def make_trainer(
         shard = SequenceShard(args.sequence_parallel)
         kind = partial(SequenceParallelTrainer, shard=shard)
         collator = partial(shard.collate, options=options)
-    tokens = args.sequences_per_step * args.max_length
     trainer = kind(
         model=model,
         args=args,
         train_dataset=training,
         eval_dataset=evaluation,
         data_collator=collator,
-        callbacks=[stop, StopAtNaN(), MarkComplete(), Progress(tokens)],
+        callbacks=[stop, StopAtNaN(), MarkComplete(), Progress()],
     )
     trainer.remove_callback(PrinterCallback)
     for name in ("cp_size", "sp_size"):

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from .config import RunConfig, plain
+from .config import RunConfig
 from .data import digest_of
 
 
@@ -79,7 +79,7 @@ def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, s
         sharded_by: "FSDP", "DeepSpeed" or "".
     """
     names = {entry.name for entry in dataclasses.fields(args) if entry.init} - MAY_CHANGE
-    settings = {name: plain(getattr(args, name)) for name in names if not name.startswith(MAY_CHANGE_FROM)}
+    settings = {name: getattr(args, name) for name in names if not name.startswith(MAY_CHANGE_FROM)}
     described = json.dumps(config.to_diff_dict(), default=str, sort_keys=True)
     described = re.sub(r'"(transformers_version|dtype|\w*name_or_path)": "[^"]*"', "", described)
     facts = {

@@ -10,14 +10,14 @@ def test_a_line_every_ten_seconds_has_loss_speed_and_what_is_left(monkeypatch, c
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(trainer.time, "monotonic", lambda: clock.now)
     state = SimpleNamespace(global_step=0, max_steps=1000, is_world_process_zero=True)
-    progress = Progress(100)
+    args, progress = SimpleNamespace(sequences_per_step=4, max_length=25), Progress()
     progress.on_train_begin(None, state, None)
 
     def take(count, seconds):
         for _ in range(count):
             clock.now += seconds
             state.global_step += 1
-            progress.on_log(None, state, None, logs={"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 0.5})
+            progress.on_log(args, state, None, logs={"loss": 2.5, "learning_rate": 1e-3, "grad_norm": 0.5})
         return capsys.readouterr().err.splitlines()
 
     lines = take(20, 2)
@@ -26,8 +26,8 @@ def test_a_line_every_ten_seconds_has_loss_speed_and_what_is_left(monkeypatch, c
     assert "  2 tokens/s" in take(1, 100)[-1]
     assert "  10 tokens/s" in take(3, 10.1)[-1], "the speed is that since the line before"
     assert take(976, 0.001)[-1].startswith("step 1000/1000"), "the last one is always printed"
-    progress.on_log(None, state, None, logs={"eval_loss": 3.25})
+    progress.on_log(args, state, None, logs={"eval_loss": 3.25})
     assert capsys.readouterr().err == "step 1000/1000  eval_loss 3.2500\n"
     state.is_world_process_zero = False
-    progress.on_log(None, state, None, logs={"eval_loss": 3.25})
+    progress.on_log(args, state, None, logs={"eval_loss": 3.25})
     assert not capsys.readouterr().err

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hf_longctx.training.models import check_packing
+from hf_longctx.training.models import check_sequences
 from hf_longctx.training.run import train
 from hf_longctx.training.run_folder import COMPLETE
 
@@ -139,7 +139,7 @@ def test_a_new_model_that_packing_or_labels_would_mislead_is_refused(model, says
 def test_boundaries_are_seen_by_models_that_count_positions_and_have_no_cache():
     torch.manual_seed(0)
     for model in (Qwen3ForCausalLM(Qwen3Config(**HEADS, head_dim=8)), LlamaForCausalLM(LlamaConfig(**HEADS))):
-        check_packing(model.eval())
+        check_sequences(model.eval(), packing=True)
     ids, positions = torch.arange(1, 16)[None], torch.cat([torch.arange(6), torch.arange(9)])[None]
     with torch.no_grad():
         cached, packed = (model(ids, position_ids=positions, use_cache=flag).logits for flag in (True, False))

@@ -141,7 +141,7 @@ SETTINGS = [
     refused("a config.json of null", config_of("null"), "--model must be one of .* or a folder or Hub name with one"),
     refused("a config.json of a list", config_of("[1]"), "--model must be one of .* or a folder or Hub name with one"),
     refused("unknown recipe", words("--recipe", "lara"), "`recipe` must be one of fox-paper, got 'lara'"),
-    refused("misspelt option", words("--lerning_rate", "1"), "--lerning_rate is not an option. .*learning_rate"),
+    refused("misspelt option", words("--lerning_rate", "1"), "not used by the HfArgumentParser: .*--lerning_rate"),
     refused(
         "misspelt key", yaml("learning_rat: 1"), "learning_rat, which is not a setting. Did you mean learning_rate?"
     ),
