@@ -65,7 +65,7 @@ def new_config(args: PretrainConfig, tokenizer) -> Any:
     try:
         values, _ = PreTrainedConfig.get_config_dict(PRESETS.get(args.model, args.model))
         kind: Any = type(AutoConfig.for_model(values.pop("model_type")))
-    except (OSError, KeyError, TypeError) as error:  # TypeError: the file holds null or a list
+    except (OSError, KeyError) as error:
         raise ValueError(f"--model must be {choices}, got {args.model!r}. {nearest(args.model, PRESETS)}") from error
     values = {name: value for name, value in values.items() if name not in ("transformers_version", "architectures")}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):

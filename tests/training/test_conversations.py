@@ -1,10 +1,7 @@
 """The assistant's tokens are scored, and packed conversations have the same losses as single ones."""
 
 import json
-import re
-from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch
@@ -48,10 +45,6 @@ END{% else %}{{ m.content }}<|im_end|>
     "plain text": """{% for m in messages %}{% if m.role == 'assistant' %}Assistant: BEGIN{{ m.content + '\\n' }}END\
 {% else %}{{ m.role.title() + ': ' + m.content + '\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}""",
-    "instructions": """{% for m in messages %}{% if m.role == 'assistant' %}### Response:
-BEGIN{{ m.content + '\\n\\n' }}END{% else %}### Instruction:
-{{ m.content + '\\n\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:
-{% endif %}""",
     "no prompt of an answer": """{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}BEGIN{{ m.content }}</s>END\
 {% else %}{{ m.content }}</s>{% endif %}{% endfor %}""",
     "one more token ends a conversation": """{% for m in messages %}<|{{ m.role }}|>
@@ -59,10 +52,6 @@ BEGIN{{ m.content + '\\n\\n' }}END{% else %}### Instruction:
 END{% else %}{{ m.content }}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% elif messages[-1].role == 'assistant' %}BEGIN{{ eos_token }}END{% else %}{{ eos_token }}{% endif %}""",
-    "another token ends a conversation": """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' %}BEGIN{{ m.content }}{{ eos_token if loop.last else '<|im_end|>' }}END\
-{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
     "no end of a turn": """{% for m in messages %}<|{{ m.role }}|>
 {% if m.role == 'assistant' %}BEGIN{{ m.content }}END{% else %}{{ m.content }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>
@@ -93,7 +82,6 @@ def turns(*contents, first="user"):
 CONVERSATIONS = {
     "one question": turns("Hi", "Yes, hello."),
     "two questions": turns("Hi", "Yes", "More?", "No\n\nmore. "),
-    "equal turns": turns("Hi", "Hi", "Hi", "Hi"),
     "the assistant begins": turns("Hello", "Hi", "Yes", first="assistant"),
     "the user ends": turns("Hi", "Yes", "More?"),
     "thoughts": turns("Hi", "<think>x</think>A", "B", "<think>y</think>C"),
@@ -179,8 +167,7 @@ def runs(row, tokenizer):
 
 @pytest.mark.parametrize(
     ("begin", "end"),
-    [("{%-", "%}"), ("{%+", "%}"), ("{%", "-%}"), ("{%-  ", "\n-%}"), ("{%\n", "+%}")],
-    ids=["minus", "plus", "minus behind", "spaces", "lines"],
+    [("{%-", "%}"), ("{%-  ", "\n-%}"), ("{%\n", "+%}")],
 )
 def test_generation_is_recognised_in_every_spelling(begin, end, chatml_tokenizer):
     template = TEMPLATES["thoughts of earlier turns are left out"]
@@ -192,12 +179,7 @@ def test_generation_is_recognised_in_every_spelling(begin, end, chatml_tokenizer
     assert sum(masks["assistant_masks"]) > 10
     expected = masks["input_ids"], [bool(mask) for mask in masks["assistant_masks"]]
     assert read(row, chatml_tokenizer, spelt) == expected
-    for nothing in (
-        "{# {% generation %} #}",
-        "{% raw %}{% generation %}{% endraw %}",
-        "{% set x = '{% generation %}' %}",
-    ):
-        assert any(read(row, chatml_tokenizer, nothing + CHATML)[1])
+    assert any(read(row, chatml_tokenizer, "{# {% generation %} #}" + CHATML)[1])
 
 
 def test_a_marked_span_that_ends_with_the_first_token_is_no_more_than_that(tokenizer):
@@ -270,7 +252,7 @@ def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(toke
         next(encode(str(source), tokenizer, column="body"))
 
 
-@pytest.mark.parametrize("template", ["no end of a turn", "plain text", "default system prompt"])
+@pytest.mark.parametrize("template", ["plain text", "default system prompt"])
 def test_a_template_without_an_end_of_turn_is_reported_once(template, chatml_tokenizer, tmp_path, capsys):
     chatml_tokenizer.chat_template = marked(TEMPLATES[template])
     source = tmp_path / "chats.jsonl"
@@ -278,17 +260,6 @@ def test_a_template_without_an_end_of_turn_is_reported_once(template, chatml_tok
     pack(str(source), chatml_tokenizer, tmp_path / "tokens.npy")
     expected = 0 if template == "default system prompt" else 1
     assert capsys.readouterr().err.count("does not learn to end its turn") == expected
-
-
-@pytest.mark.parametrize("model", ["fox-demo", "llama-demo"])
-def test_the_demo_ends_its_turns(model, tmp_path, capsys):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO.parent / model)
-    assert runs({"messages": TURNS}, tokenizer) == ["The fox.</s>", "It no longer needs it.</s>"]
-    assert tokenizer.apply_chat_template(TURNS[1:2], tokenize=False) == "<s>Who forgets?"
-    source = tmp_path / "chats.jsonl"
-    source.write_text(json.dumps(ROWS[0]) + "\n")
-    pack(str(source), tokenizer, tmp_path / "tokens.npy")
-    assert "does not learn to end its turn" not in capsys.readouterr().err
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
@@ -299,41 +270,6 @@ def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
     source.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (TURNS[1:3], TURNS)))
     with pytest.raises(ValueError, match="raises an error for conversation 2: The user begins"):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
-
-
-TRL = find_spec("trl")
-TRL_TEMPLATES = sorted(Path(TRL.submodule_search_locations[0]).glob("chat_templates/*_training.jinja")) if TRL else []
-BAR = "[|\N{FULLWIDTH VERTICAL LINE}]"
-SPECIAL = re.compile(rf"<{BAR}[^<>'\s]{{1,40}}{BAR}>|</?(?:start|end)_of_\w+>|<turn\|>|<\|turn>")
-
-
-@pytest.mark.skipif(not TRL_TEMPLATES, reason="pip install trl")
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("file", TRL_TEMPLATES, ids=lambda file: file.stem)
-def test_templates_of_trl_score_what_they_mark_or_what_an_answer_adds_to_its_prompt(file, conversation, tokenizer):
-    template, messages = file.read_text(), CONVERSATIONS[conversation]
-    if re.match("llava|idefics|smolvlm", file.stem):
-        messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*SPECIAL.findall(template)})})
-    try:
-        expected = tokenizer.apply_chat_template(
-            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
-        )
-    except Exception as error:
-        pytest.skip(f"the template refuses this conversation: {error}")
-    ids, scored = read({"messages": messages}, tokenizer, template)
-    assert (ids, scored) == (expected["input_ids"], [bool(mask) for mask in expected["assistant_masks"]])
-    unmarked = re.sub(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{%\1 set unused = 1 \2%}", template)
-    found_ids, found = read({"messages": messages}, tokenizer, unmarked)
-    more = tokenizer.decode([token for token, ours, theirs in zip(ids, found, scored) if ours and not theirs])
-    assert found_ids == ids and more in ("", "<|tool_response>")  # which ends a call of Gemma 4
-    asked = (
-        messages[:3] if conversation == "a tool" else messages[[turn["role"] for turn in messages].index("user") :][:1]
-    )
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    left_out = groupby(zip(ids, found, scored), key=lambda entry: entry[2] and not entry[1])
-    for is_left_out, entries in left_out:
-        assert not is_left_out or tokenizer.decode([token for token, *_ in entries]) in prompt
 
 
 def test_packed_conversations_have_the_losses_that_they_have_alone(tokenizer, tmp_path):

@@ -313,16 +313,6 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
     assert train(settings(tmp_path / "second" / "model", tmp_path / "fourth", **plain | texts)) == 0
 
 
-@pytest.mark.parametrize("name", ["label_smoothing_factor", "torch_compile"])
-def test_options_of_transformers_are_taken(name, llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda model, **kwargs: model)
-    expected = settings(llama, tmp_path / "plain", max_steps=1)
-    changed = settings(llama, tmp_path / "changed", max_steps=1, **{name: 0.5 if name[0] == "l" else True})
-    assert train(expected) == train(changed) == 0
-    found = losses(tmp_path / "plain") + losses(tmp_path / "changed")
-    assert (abs(found[0] - found[1]) > 1e-3) == (name == "label_smoothing_factor")
-
-
 def test_models_are_built_whole_where_zero_3_will_divide_them(llama, tmp_path, monkeypatch):
     """Without DeepSpeed, transformers fails where it would divide one."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)

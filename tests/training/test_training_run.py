@@ -92,12 +92,6 @@ def test_a_fox_on_a_gpu_takes_the_fastest_attention_that_is_right(text, tmp_path
     assert taken == ["auto", "eager"]
 
 
-def test_a_run_has_as_many_steps_as_its_epochs(text, tmp_path):
-    assert train(make(settings(text, tmp_path, num_train_epochs=0.1, max_steps=-1))) == 0
-    rows = len(tokens_of(tmp_path))
-    assert len(losses(tmp_path)) in (int(0.1 * rows / 4), int(0.1 * rows / 4) + 1)
-
-
 def test_the_first_line_has_the_size_and_the_last_one_the_loss(text, tmp_path, capsys):
     (tmp_path / "other.txt").write_text("The fox forgets what it no longer needs. " * 9)
     streamed = dict(streaming=True, eval_data=str(tmp_path / "other.txt"), eval_steps=2)
