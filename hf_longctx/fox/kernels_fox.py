@@ -136,14 +136,6 @@ def decay(c_i, e_i, c_j, e_j):
 
 
 @jit
-def decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM: tl.constexpr):
-    """Return the decay from row i_row, where c is c_row + e_row, to each of rows i_row ... i_row + BM, [BM]."""
-    o_i = i_row + tl.arange(0, BM)
-    m_i = o_i < Tk
-    return decay(tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0), c_row, e_row)
-
-
-@jit
 def pack(b_x, b_y):
     """Pack two fp32 numbers into an int64. Triton 3.6 loads short vectors whole in each thread; pairs halve it."""
     b_x, b_y = b_x.to(tl.uint32, bitcast=True).to(tl.uint64), b_y.to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -383,7 +375,9 @@ def forward_kernel(
         b_o, b_l, b_m = forward_span(
             b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
             D, BM, BN, BD, FIXED=False, PRODUCTS=False)  # fmt: skip
-    b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
+    o_i = i_row + tl.arange(0, BM)
+    b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
+    b_m += decay(b_ci, b_ei, c_row, e_row)
     if BOUNDED:
         b_o, b_l, b_m = forward_masked_span(
             b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, begin // BS * BS, full, begin, end, Tk,
@@ -391,7 +385,6 @@ def forward_kernel(
     b_o, b_l, b_m = forward_masked_span(
         b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, diagonal, end, begin, end, Tk,
         s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
-    o_i = i_row + tl.arange(0, BM)
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
     store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
     tl.store(p_lse + o_i, (b_m + tl.log2(b_l)) / LOG2E, mask=o_i < Tk)
@@ -434,7 +427,7 @@ def dq_span(
 
 @jit_any_length
 def dq_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_d, p_start, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_rows,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_start, p_o, p_lse, p_do, p_dq, p_dc, p_rows,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_dob, s_doh, s_dot, s_dqb, s_dqh, s_dqt,
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
@@ -442,11 +435,11 @@ def dq_kernel(
     BS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row, as
-    a pair: the decay since the start of its aligned block of BR queries minus lse, and delta = rowsum(do * o) - dlse.
+    a pair: the decay since the start of its aligned block of BR queries minus lse, and delta = rowsum(do * o).
 
-    dS = p * (do.v - delta), because d lse_i / dS_ij = p_ij. The queries' share of dc, the row sums of dS, is dlse in
-    exact arithmetic. It is summed nevertheless because delta contains the rounding of o: an error in row i then
-    affects only the gates that row i remembers, not all gates before i.
+    dS = p * (do.v - delta). The queries' share of dc, the row sums of dS, is 0 in exact arithmetic. It is summed
+    nevertheless because delta contains the rounding of o: an error in row i then affects only the gates that row i
+    remembers, not all gates before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -464,7 +457,6 @@ def dq_kernel(
     p_d += (i_b * Hq + i_h) * Tk
     p_dc += (i_b * Hq + i_h) * Tk
     p_lse += (i_b * Hq + i_h) * Tq - past
-    p_dlse += (i_b * Hq + i_h) * Tq - past
     p_rows += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
         p_start += i_b * s_fb + i_h * s_fh - past
@@ -474,8 +466,7 @@ def dq_kernel(
     m_i = o_i < Tk
     b_do = load_rows(p_do, i_row, i_row, Tk, s_dot, D, BM, BD, True)  # [BM, BD]
     b_o = load_rows(p_o, i_row, i_row, Tk, s_ot, D, BM, BD, True)  # [BM, BD]
-    b_dlse = tl.load(p_dlse + o_i, mask=m_i, other=0.0)  # [BM]
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) - b_dlse  # [BM]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
     b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
     b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
     o_r = o_i // BR * BR

@@ -194,7 +194,6 @@ def launch_forward(
 
 def launch_backward(
     do: Tensor,
-    dlse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -207,7 +206,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
-    do, dlse = _readable(do), dlse.contiguous()
+    do = _readable(do)
     dq, dk, dv = map(_empty_output, (q, k, v))
     tiles = tiles_for(q.device, D, q.dtype)
     c, e, d, _ = split_sum(c, tiles.dq.BN)
@@ -218,7 +217,7 @@ def launch_backward(
     with _on(q.device):
         launch(
             dq_kernel, blocks_of(tiles.dq.BM, Tq) * B * Hq, tiles.dq,
-            q, k, v, c, e, d, key_start, o, lse, do, dlse, dq, dc, rows,
+            q, k, v, c, e, d, key_start, o, lse, do, dq, dc, rows,
             *_strides(q, k, v, o, do, dq), *s_start,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
@@ -337,8 +336,8 @@ if triton is not None:
         *tensors, _, ctx.scale = inputs
         ctx.save_for_backward(*tensors, *output)
 
-    def _chain_rule(ctx, do, dlse):
-        dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse is zero if lse is unused
+    def _chain_rule(ctx, do, _):
+        dq, dk, dv, dc = fox_backward(do, *ctx.saved_tensors, ctx.scale)
         return dq, dk, dv, dc.double(), None, None, None, None
 
     fox_running_sum_backward = _operator(launch_running_sum_backward)
@@ -434,7 +433,7 @@ def triton_attention(
         o = triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
     else:
         bounds = key_start, query_end, scale, log_pruning_tolerance, logit_bound
-        o, _ = attention_from_sums(q, k, v, c, *bounds)
+        o = attention_from_sums(q, k, v, c, *bounds)
     return visible.unsort_queries(o)
 
 
@@ -443,10 +442,6 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
 
     Args:
         key_start, query_end: `VisibleKeys.key_start` and its `find_query_end`, or both None.
-
-    Returns:
-        The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows without visible
-        keys. Both have gradients.
     """
     _refuse_tangents(q, k, v, c)
     q, k, v = _readable(q), _readable(k), _readable(v)
@@ -462,7 +457,7 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
             query_end = find_query_end(key_start, k.shape[2])
         if q.dtype == torch.float16:  # cannot represent weights far below a bound: use the running maximum
             logit_bound = None
-    return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)
+    return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)[0]
 
 
 def triton_decode(
