@@ -54,12 +54,6 @@ KERNEL_TOKENS = 16384
 ROUNDING = 1.03
 
 
-def check_implementation(name, head_dim):
-    """Raise ImportError or NotImplementedError if our kernels are requested but do not support `head_dim`."""
-    if name == NAME and (reason := why_not(head_dim)) is not None:
-        raise reason
-
-
 def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=None) -> str:
     """Return the implementation that `attn_implementation="auto"` selects for one call.
 
@@ -80,7 +74,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
         return "sdpa"  # the kernels lack some derivatives
     if drops_tokens(cache) and (cache.is_compileable or not (attention_mask is None or attention_mask.all())):
         return "sdpa"
-    cannot = why_not(config.sizes.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
+    cannot = why_not(config.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
     return NAME if cannot is None else "sdpa"
 
 
@@ -166,14 +160,12 @@ def gates_in(module, key, heads):
     return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
 
 
-def check_support(module, query, mask, dropout, output_attentions):
+def check_support(module, query, mask, dropout):
     """Raise an error if the kernels do not support a call; see `forgetting_triton_attention`."""
     if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
         raise reason
     if dropout > 0:
         raise ValueError(f"attention_dropout must be 0 for {NAME}, got {dropout}. Set it to 0, or use 'sdpa'.")
-    if output_attentions:
-        raise ValueError(f"{NAME} does not return attention weights. Use model.set_attn_implementation('eager').")
     if mask is not None and not isinstance(mask, tuple):
         raise NotImplementedError(
             f"attention_mask must be (B, Tk) with 1 for real tokens for {NAME}, got a {type(mask).__name__} of shape "
@@ -194,7 +186,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         ImportError, NotImplementedError, ValueError: the kernels do not support this device, dtype or head size,
             dropout, attention weights, or a mask that is not from `find_triton_mask`.
     """
-    check_support(module, query, attention_mask, dropout, kwargs.get("output_attentions"))
+    check_support(module, query, attention_mask, dropout)
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
     decoding, end = is_decoding(query, key, value), visible.end
     if isinstance(end, torch.Tensor) and not decoding:
