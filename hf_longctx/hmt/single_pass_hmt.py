@@ -91,7 +91,8 @@ class SinglePass(Segments):
                     firsts = self.first_parts(state, [chunks[0] for chunks in batch])
                 for chunks, first in zip(batch, firsts):
                     state = self.read_segment(state, chunks, first, use_cache)
-                self.run_pending()
+                if self.pending:
+                    self.run_pending()
         return state
 
     def reads_first_part(self, chunks: list[Chunk]) -> bool:
@@ -158,40 +159,31 @@ class SinglePass(Segments):
         positions = torch.cat([torch.arange(n, device=embeds.device)[None], positions], 1)
         return Pass(chunk, torch.cat([prefix, embeds], 1), tokens, n - start, positions, self.hidden_from)
 
-    def new_cache(self) -> Cache:
-        """Return an empty cache."""
-        return DynamicCache(config=self.lm.model.config)
-
     def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
         """Read the first parts of segments whose rows are at the same position; parts of one shape share a pass."""
-        stop, start = min(self.j, chunks[0].count), -self.k
-        ends, kv_cache = stop == self.j, None
-        if state.kv_cache is not None:
-            kv_cache, start = state.kv_cache, chunks[0].read
-        elif self.cuts if ends else not torch.is_grad_enabled() and self.lm.continues:
-            kv_cache = self.new_cache()
+        kv_cache, start = state.kv_cache, -self.k if state.kv_cache is None else chunks[0].read
+        if kv_cache is None and self.cuts:
+            kv_cache = DynamicCache(config=self.lm.model.config)
 
         def shape(chunk: Chunk) -> tuple[bool, int]:
             """Return whether the whole segment is read, and the first token with logits."""
-            return not self.config.recurrence and chunk.count == self.length, min(chunk.first, stop)
+            return not self.config.recurrence and chunk.count == self.length, min(chunk.first, self.j)
 
         firsts = []
         for (whole, _), group in groupby(chunks, key=shape):
             same = list(group)
             chunk = join_chunks(same)
-            embeds = self.embed_part(chunk, start, stop, ends)
+            embeds = self.embed_part(chunk, start, self.j, True)
             if whole:
                 embeds = torch.cat([embeds, self.embed_part(chunk, self.j, self.length, True)], 1)
-            one = self.build_pass(chunk, embeds, start, range(max(start, 0), stop))
+            one = self.build_pass(chunk, embeds, start, range(max(start, 0), self.j))
             hidden, cache = self.run_pass(one, kv_cache, None, state.memory)
             caches: list[Cache | None] = [None] * len(same)
-            if cache is not None and ends and self.cuts:
+            if cache is not None and self.cuts:
                 cache.crop(self.k + self.j - cache.get_seq_length())
                 caches = [*split(cache, len(same))]
-            elif cache is not None and not ends:
-                caches = [cache]
-            query = self.j - start if ends else -1
-            copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (query, -1))  # views would retain all
+            # clones, because views would retain all hidden states
+            copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (self.j - start, -1))
             tokens: Any = [None] * len(same)
             if self.retriever.reads_hidden:
                 tokens = hidden[:, -start : self.j - start].chunk(len(same))
@@ -214,26 +206,25 @@ class SinglePass(Segments):
         if not read or made_before or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
             state = state.without_kv_cache()
         kv_cache, start = state.kv_cache, -self.k * later if state.kv_cache is None else read
-        if later and (kv_cache is None or read < self.j):
+        recalls = later and count >= self.j
+        if recalls and (kv_cache is None or read < self.j):
             first = first or self.first_parts(state, [chunk])[0]
             kv_cache, start = first.kv_cache, self.j if self.cuts else -self.k
-            if count >= self.j:
-                recall = self.retriever.retrieve(state.memory, first.query, chunk.ids[:, self.k : self.k + self.j])
-                prefix = recall.embeds
-        if not later or count >= self.j:
-            kv_cache = self.new_cache() if kv_cache is None and keeps else kv_cache
-            embeds = self.embed_part(chunk, start, count, full and not made_before)
-            one = self.build_pass(chunk, embeds, start, range(max(start, self.j * later), count), prefix)
-            one = one._replace(last=full)
-            if not made_before:
-                hidden, kv_cache = self.run_pass(one, kv_cache, None, state.memory)
-                memory = hidden[:, -1:].clone() if full else None
-            elif one.from_token(chunk.first):
+            recall = self.retriever.retrieve(state.memory, first.query, chunk.ids[:, self.k : self.k + self.j])
+            prefix = recall.embeds
+        if kv_cache is None and keeps:
+            kv_cache = DynamicCache(config=self.lm.model.config)
+        embeds = self.embed_part(chunk, start, count, full and not made_before)
+        one = self.build_pass(chunk, embeds, start, range(max(start, self.j * recalls, 0), count), prefix)
+        one = one._replace(last=full)
+        if made_before and first is not None:
+            memory = first.end
+            if one.from_token(chunk.first):
                 self.pending.append((one, kv_cache))
-        if full:
-            if made_before and first is not None:
-                memory = first.end
-            assert memory is not None
+        else:
+            hidden, kv_cache = self.run_pass(one, kv_cache, None, state.memory)
+            memory = hidden[:, -1:].clone() if full else None
+        if memory is not None:
             if self.retriever.reads_hidden and hidden is not None:
                 hidden = hidden[:, -1 - self.length + self.j * later : -1]
                 hidden = hidden if first is None or first.hidden is None else torch.cat([first.hidden, hidden], 1)
@@ -244,8 +235,6 @@ class SinglePass(Segments):
 
     def run_pending(self) -> None:
         """Read the pending second parts together; the memories of their segments are already stored."""
-        if not self.pending:
-            return
         parts: list[Any] = []
         for one, cache in self.pending:
             begin = parts[-1][0][-1] + 1 if parts else 0

@@ -91,7 +91,7 @@ def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
 
     options = ["--revision", "v1", "--trust-remote-code"]
     with_code = {"auto_map": {"AutoConfig": "code.Config"}}
-    monkeypatch.setattr("hf_longctx.metrics.rope.reading.read_files", lambda name, **options: (with_code, {}))
+    monkeypatch.setattr("hf_longctx.metrics.rope.config.read_files", lambda name, **options: (with_code, {}))
     for loader in ("AutoModelForCausalLM", "AutoConfig"):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
     for arguments in (["gates", "no/model"], ["curve", "no/model"], ["rope", "no/model"]):
