@@ -61,13 +61,15 @@ def make(kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_its_definition_with_a_cache_and_without(kind, tokens):
+def test_equals_its_definition_with_a_cache_and_without(kind, tokens, monkeypatch):
     model, length = make(kind), 21
     assert model.config.reread == KINDS[kind][3]
     expected = torch.stack([plain_single(model, row[:length]) for row in tokens])
     allowed = 256 * torch.finfo(torch.float32).eps * expected.abs().max()  # 1e-2 of it moved between the two models
-    for continues in (model.lm.continues, False):
-        model.lm._continues = continues
+    for has_cache in (True, False):
+        if not has_cache:
+            monkeypatch.setattr(Backbone, "checkpoints_layers", True)
+            model.lm._continues = False
         torch.testing.assert_close(model(tokens[:, :length]).logits, expected, atol=allowed, rtol=0)
         mask = torch.ones(2, length, dtype=torch.long)
         mask[0, :5] = 0
@@ -88,10 +90,12 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_without_a_cache_it_is_the_same_function(make_wrapper, tokens, settings):
+def test_without_a_cache_it_is_the_same_function(make_wrapper, tokens, monkeypatch, settings):
     model, results = make_wrapper(**settings), []
-    for continues in (True, False):
-        model.lm._continues = continues
+    for has_cache in (True, False):
+        if not has_cache:
+            monkeypatch.setattr(Backbone, "checkpoints_layers", True)
+            model.lm._continues = False
         model.zero_grad()
         out = model(tokens, labels=tokens, output_recall=True)
         out.loss.backward()
@@ -132,12 +136,12 @@ def test_layers_that_are_checkpointed_use_no_cache(make_wrapper, tokens):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_mask_under_autocast(make_wrapper, tokens, attention):
+def test_a_mask_under_autocast(make_wrapper, tokens, monkeypatch, attention):
     model = make_wrapper().float()
     model.set_attn_implementation(attention)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(tokens).logits
-        model.lm._continues = False
+        monkeypatch.setattr(Backbone, "checkpoints_layers", True)
         torch.testing.assert_close(model(tokens).logits, expected, atol=0.05 * expected.abs().max().item(), rtol=0)
 
 
