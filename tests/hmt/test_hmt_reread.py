@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.hmt.backbone_hmt import Backbone
 
 
 FALCON = {
@@ -20,7 +21,7 @@ FALCON = {
     **{"mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8},
 }
 LLAMA, LLAMA4 = (BACKBONES[f"{name}ForCausalLM"] for name in ("Llama", "Llama4"))
-NEO = dict(vocab_size=61, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=6)
+NEO = dict(vocab_size=61, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=9)
 NEO |= {"attention_types": [[["global", "local"], 1]]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 10}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -173,6 +174,14 @@ def test_a_failing_probe_decides_nothing(make_wrapper, llama, tokens, monkeypatc
         with pytest.raises(ValueError, match=r"or set HMTConfig\(reread=True\)"):
             make_wrapper(reread=reread)
     assert make_wrapper(reread=True)(tokens).logits.isfinite().all()
+
+
+def test_masks_and_windows_that_no_config_reports_are_found(make_wrapper, llama, monkeypatch):
+    monkeypatch.setattr(Backbone, "keeps_all_keys", lambda *args: True)
+    assert make("GPT-Neo, short windows").config.reread is True
+    forward = llama.model.forward
+    monkeypatch.setattr(llama.model, "forward", lambda attention_mask=None, **inputs: forward(**inputs))
+    assert make_wrapper().config.reread is True
 
 
 def test_it_is_saved_and_refused_where_it_cannot_be_computed(make_wrapper, tokens, tmp_path):
