@@ -249,7 +249,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             if module.single_pass:
                 init.constant_(module.log_temperature, math.log(TEMPERATURE))
 
-    # ------------------------------------------------------------------------------------------------ one forward
+    # ------------------------------------------------------------------------------------------------ forward
 
     @can_return_tuple
     def forward(
@@ -365,7 +365,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the mean cross entropy of the scored labels; with `num_items_in_batch`, this call's share of it."""
+        """Return the mean cross entropy of the scored labels, or this call's part of a mean over `num_items_in_batch`."""
         losses = layout.losses
         if layout.scored:
             hidden, targets = map(torch.cat, zip(*layout.scored))
@@ -387,7 +387,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def new_state(
         self, batch_size: int = 1, page_file: str | Path | None = None, device: torch.device | str | None = None
     ) -> HMTState:
-        """Make the state before the first token. Calls without a state make one.
+        """Create an empty state. A call without a `state` creates its own.
 
         Args:
             batch_size: B.
