@@ -365,7 +365,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the mean cross entropy of the scored labels, or this call's part of a mean over `num_items_in_batch`."""
+        """Return the mean cross entropy of the scored labels. `num_items_in_batch` counts those of the whole batch."""
         losses = layout.losses
         if layout.scored:
             hidden, targets = map(torch.cat, zip(*layout.scored))

@@ -159,7 +159,7 @@ class Retrievers(Retriever):
             )
 
     def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return the memory of rows that have read nothing. Pass `file` to the retriever that can store its memory there."""
+        """Return the memory of rows that have read nothing. A retriever with `takes_file` stores it in `file`."""
         files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
         if file is not None and not files:
             raise ValueError(
