@@ -23,7 +23,7 @@ tokens, as the official code does.
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -236,25 +236,20 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if not isinstance(module, HMTMemory):
             return super()._init_weights(module)
         std = self.lm.embedding_std()  # prompts are read among token embeddings, so they start at the same scale
-        similarity = self.config.recall_init == "similarity"
         for name in ("initial", "summary_token"):
             if hasattr(module, name):
                 init.normal_(getattr(module, name), std=std)
-        if similarity and hasattr(module, "initial") and hasattr(module, "summary_token"):
+        if hasattr(module, "initial") and hasattr(module, "summary_token"):
             # so that the summary of j tokens equals the memory of a segment of these tokens
             init.copy_(module.summary_token, module.initial)
         if self.config.recall:
-            gain = SIMILARITY_GAIN
+            gain = 1 if module.single_pass else SIMILARITY_GAIN
+            for projection in (module.wq, module.wk):  # so that recall starts as a search for the most similar memory
+                init.copy_(projection, gain * torch.eye(*projection.shape))
             if module.single_pass:
-                gain = 1
                 init.constant_(module.log_temperature, math.log(TEMPERATURE))
-            bound = module.wq.shape[1] ** -0.5  # as in nn.Linear
-            for projection in (module.wq, module.wk):
-                init.uniform_(projection, -bound, bound)
-                if similarity:
-                    init.copy_(projection, gain * torch.eye(*projection.shape))
 
-    # ------------------------------------------------------------------------------------------------ one forward
+    # ------------------------------------------------------------------------------------------------ forward
 
     @can_return_tuple
     def forward(
@@ -325,18 +320,17 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if not self.config.cuda_graphs:
             self.lm.graphs.graphs.clear()
         packed = PackedSegments(self.config, state, input_ids, mask, labels, score_from, first)
-        with self.memory.loaded() if hasattr(self.memory, "_hf_hook") else nullcontext():
-            checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-            layout = (SinglePass if self.config.single_pass else Paper)(
-                self.config,
-                self.lm,
-                self.memory,
-                self.retriever,
-                self.loss_function,
-                self._gradient_checkpointing_func if checkpoints else None,
-                output_recall,
-            )
-            state = layout.read(state, packed, use_cache)
+        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        layout = (SinglePass if self.config.single_pass else Paper)(
+            self.config,
+            self.lm,
+            self.memory,
+            self.retriever,
+            self.loss_function,
+            self._gradient_checkpointing_func if checkpoints else None,
+            output_recall,
+        )
+        state = self.memory(partial(layout.read, state, packed, use_cache))  # a call, which loads offloaded weights
         like = next((x for row in layout.pieces.values() for x in row.values()), None)
         if like is None:  # the requested positions are all padding
             like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
@@ -371,7 +365,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the mean cross entropy of the scored labels; with `num_items_in_batch`, this call's share of it."""
+        """Return the mean cross entropy of the scored labels. `num_items_in_batch` counts those of the whole batch."""
         losses = layout.losses
         if layout.scored:
             hidden, targets = map(torch.cat, zip(*layout.scored))
@@ -393,7 +387,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def new_state(
         self, batch_size: int = 1, page_file: str | Path | None = None, device: torch.device | str | None = None
     ) -> HMTState:
-        """Make the state before the first token. Calls without a state make one.
+        """Create an empty state. A call without a `state` creates its own.
 
         Args:
             batch_size: B.

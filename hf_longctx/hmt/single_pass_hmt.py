@@ -116,7 +116,7 @@ class SinglePass(Segments):
         return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
 
     def is_step(self, state: HMTState, packed: PackedSegments) -> bool:
-        """Return whether all rows extend a cache by equally many tokens of open segments, without a recall."""
+        """Return whether rows only extend their cache by one number of tokens: none recalls or ends a segment."""
         if state.kv_cache is None or torch.is_grad_enabled() or not self.lm.continues:
             return False
         rows = [*zip(packed.segments, packed.opened, packed.lengths)]
