@@ -220,6 +220,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
             aliases = {key: getattr(decoder, key, None) for key in (*SPELLINGS, *LENGTHS)}
             aliases = {key: value for key, value in aliases.items() if value is not None}
             model = decoder.to_dict() | aliases | {"model_type": decoder.model_type}
+    whole = model
     while (part := text_part(model)) is not None:
         model = {"model_type": model.get("model_type"), **part}
     fields, kind = copy.deepcopy(model), model.get("model_type")
@@ -229,7 +230,11 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
         return Source(plain_config(fields, notes), name, file, tokenizer, notes, known=False)
     config = CONFIG_MAPPING[kind].from_dict(fields)
     decoder = config.get_text_config(decoder=True)
-    return Source(config if decoder is config else type(decoder).from_dict(fields), name, file, tokenizer)
+    layers = {"num_hidden_layers", *SPELLINGS["num_hidden_layers"]}
+    if decoder is not config and (model is not whole or not layers.isdisjoint(fields)):
+        # the fields are those of the text decoder, in a class for several parts
+        decoder = type(decoder).from_dict({key: value for key, value in fields.items() if key != "model_type"})
+    return Source(decoder, name, file, tokenizer)
 
 
 def text_part(file: dict[str, Any]) -> dict[str, Any] | None:
