@@ -102,7 +102,7 @@ CURVE = [
     refused("BOS: beyond the vocabulary", lambda: curve(bos_token_id=32), "bos_token_id is 32"),
     refused("tokens: none", lambda: curve([]), "tokens is empty"),
     refused("tokens: a text", lambda: curve("text"), "flat sequence of token ids, got text"),
-    refused("tokens: None", lambda: curve(None), "tokens must be the ids of a text, got None"),
+    refused("tokens: None", lambda: curve(None), "tokens must be token ids, got None"),
     refused("tokens: a batch", lambda: curve(CORPUS.reshape(2, 100)), r"flat sequence .* of shape \(2, 100\)"),
     refused("tokens: of another tokenizer", lambda: curve([5] * 99 + [32]), r"tokens\[99\] is 32"),
     refused(
@@ -132,7 +132,7 @@ LOSS = [
     refused(
         "loss: too long",
         lambda: loss(context_length=201),
-        "context_length must be at most 200, the tokens of the text, got 201",
+        "context_length must be at most 200, the number of tokens in the corpus, got 201",
     ),
     refused("loss: beyond the text", lambda: loss(starts=[193]), "must lie between 0 and 192"),
     refused("loss: starts and sequences", lambda: loss(starts=[1], sequences=2), "sequences or starts, and not both"),
@@ -153,7 +153,7 @@ MODELS = [
     refused("model: a name", lambda: curve(model="gpt2"), "model is 'gpt2'; give a causal language model"),
     refused("model: a configuration", lambda: curve(model=NeverRun.config), "model is of .*LlamaConfig"),
     refused("model: no head", lambda: curve(model=tiny_llama().model), "no logits. Load it with its head"),
-    refused("model: encoder-decoder", lambda: curve(model=t5()), "encoder-decoder models have no such curve"),
+    refused("model: encoder-decoder", lambda: curve(model=t5()), "is an encoder-decoder. Load a causal"),
     refused(
         "model: an encoder", lambda: curve(model=bert(), bos_token_id=1), "BertLMHeadModel is not causal.*is_decoder"
     ),

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from hf_longctx import cli
 from hf_longctx.metrics import LocalReader, line_retrieval, needle_in_a_haystack, read_result
-from hf_longctx.metrics.retrieval.answers import holds_text
+from hf_longctx.metrics.retrieval.answers import contains_text
 from hf_longctx.metrics.retrieval.haystack import hide_needle, needle_pieces
 from hf_longctx.metrics.retrieval.wording import chat_frame, wording
 
@@ -46,15 +46,15 @@ def test_languages_without_spaces():
     """Nothing is put between question and answer, and a reply holds the answer without spaces around it."""
     words = wording(needle="王先生住在北京。", question="王先生住在哪里?答案:", answer="北京")
     assert prompt(words)[0].endswith("\n王先生住在哪里?答案:北京")
-    assert holds_text("他住在北京市。", "北京") and not holds_text("他住在上海。", "北京")
-    assert not holds_text("Berlins", "Berlin"), "where words have spaces, they count as wholes"
+    assert contains_text("他住在北京市。", "北京") and not contains_text("他住在上海。", "北京")
+    assert not contains_text("Berlins", "Berlin"), "where words have spaces, they count as wholes"
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
         ({**COW, "answer": " "}, "needs a question and an answer"),
-        ({**COW, "mode": "easy"}, "give one of the two"),
+        ({**COW, "mode": "easy"}, "without one in mode"),
         ({**COW, "answer": "Weide"}, "does not contain the answer 'Weide'"),
     ],
 )

@@ -329,7 +329,7 @@ def plot_comparison(
     for axes in (above, below):
         axes.minorticks_off()
     style.strip_frame(above, up="tokens copied right")
-    style.strip_frame(below, "length of the text to copy (tokens)")
+    style.strip_frame(below, "length of the passage to copy (tokens)")
     drawn = draw_bars(below, curves, train_lengths or {}, left, log)
     style.name_differences(above, differences(curves))
     keys = [
