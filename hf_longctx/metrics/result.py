@@ -5,8 +5,6 @@ The result of a task is a `task.TaskResult`. This file does not depend on any mo
 
 from __future__ import annotations
 
-import base64
-import html
 import json
 import os
 import re
@@ -143,10 +141,8 @@ class Result:
         """
         raise NotImplementedError
 
-    # In a notebook ------------------------------------------------------------------------------------------------
-
     def _repr_png_(self) -> bytes | None:
-        """Return the figure; None if matplotlib is missing or nothing was measured."""
+        """Return the figure, for notebooks; None if matplotlib is missing or nothing was measured."""
         if not self.measured:
             return None
         with tempfile.TemporaryDirectory() as folder:
@@ -156,20 +152,6 @@ class Result:
             except ImportError:
                 return None
             return file.read_bytes()
-
-    def _repr_html_(self) -> str:
-        """Return title, summary and figure, with the numbers in a collapsed section."""
-        columns, rows = self.table() if self.measured else ((), [])
-        cells = [("th", columns), *(("td", row) for row in rows)]
-        table = "".join(
-            f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)}</tr>" for tag, row in cells
-        )
-        png = self._repr_png_()
-        figure = png and f'<img width="640" alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        return (
-            f"<p><b>{html.escape(self.title)}</b><br>{html.escape(self.summary())}</p>{figure or ''}"
-            f"<details><summary>Numbers</summary><table>{table}</table></details>"
-        )
 
     # What all results have in common --------------------------------------------------------------------------------
 

@@ -59,21 +59,15 @@ def quick_pictures():
         yield
 
 
-def test_notebooks_show_a_picture_and_numbers():
-    shown, png = RESULTS[0]._repr_html_(), RESULTS[0]._repr_png_()
-    assert EVIL not in shown and "<table><tr><th>" in shown
-    assert png == b"a picture.png" and f'src="data:image/png;base64,{base64.b64encode(png).decode()}' in shown
-
-
-def test_notebooks_without_a_picture(monkeypatch):
-    empty = ForgettingCurve.of_points([])
-    assert empty._repr_png_() is None and "nothing measured" in empty._repr_html_()
+def test_notebooks_show_a_picture(monkeypatch):
+    assert RESULTS[0]._repr_png_() == b"a picture.png"
+    assert ForgettingCurve.of_points([])._repr_png_() is None
 
     def plot(self, path):
         raise ImportError("matplotlib")
 
     monkeypatch.setattr(PositionLoss, "plot", plot)
-    assert RESULTS[1]._repr_png_() is None and "<img" not in RESULTS[1]._repr_html_()
+    assert RESULTS[1]._repr_png_() is None
 
 
 @pytest.fixture(scope="module")
