@@ -1,6 +1,5 @@
 """What users of the metrics get wrong: each row is refused with one clear error, or changes no number."""
 
-import gzip
 from functools import partial
 
 import pytest
@@ -9,7 +8,6 @@ from mistakes import harmless, refused
 from tiny_models import CORPUS, LLAMA, tiny_llama
 from torch import nn
 
-from hf_longctx.corpus import load_text
 from hf_longctx.metrics import (
     CurvePoint,
     ForgettingCurve,
@@ -191,35 +189,3 @@ def test_measuring(mistake, record_property):
 @pytest.mark.parametrize("mistake", EVALUATE, ids=str)
 def test_evaluate_modules(mistake, record_property):
     record_property("mistake", mistake.check())
-
-
-def text_file(name, content):
-    def read(folder):
-        (folder / name).write_bytes(content)
-        return load_text(str(folder / name))
-
-    return read
-
-
-TEXTS = [
-    refused(
-        "text: no such column", text_file("a.jsonl", b'{"content": "x", "n": 1}\n'), r"\['content', 'n'\]\. Rename"
-    ),
-    refused(
-        "text: numbers",
-        text_file("a.jsonl", b'{"text": 3}\n'),
-        'The column "text" of .*a.jsonl must hold text, got int',
-    ),
-    refused("text: half a line", text_file("a.jsonl", b'{"text": "x"}\n{"text":\n'), "cannot be read as json: "),
-    refused("text: no rows", text_file("a.jsonl", b""), "a.jsonl does not contain text"),
-    refused("text: no Parquet", text_file("a.parquet", b"PAR1"), "a.parquet cannot be read as parquet: "),
-    refused("text: binary", text_file("a.txt", b"ab\0cd"), "a.txt is a binary file"),
-    refused("text: no gzip", text_file("a.txt.gz", b"plain"), "a.txt.gz is not a complete gzip file"),
-    refused("text: half a gzip", text_file("a.gz", gzip.compress(b"plain")[:-9]), "a.gz is not a complete gzip file"),
-]
-
-
-@pytest.mark.parametrize("mistake", TEXTS, ids=str)
-def test_texts(mistake, record_property, tmp_path):
-    pytest.importorskip("datasets")
-    record_property("mistake", mistake.check(tmp_path))
