@@ -5,17 +5,21 @@
 Each row compares the endpoint, queried by the openai client or the forgetting curve, with the local model.
 """
 
+import contextlib
 import os
+import socket
+import subprocess
 import sys
 import threading
+import time
+import urllib.request
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
+from hf_longctx.metrics import ServedModel, forgetting_curve
 from scripts.bench import common
-from scripts.client_checks.inference import served
-from scripts.client_checks.measuring import served_curves
 
 
 TABLE = """
@@ -23,6 +27,30 @@ TABLE = """
 | {name} | {unit} | {equal} | {of} | {largest_difference:.1e} |
 """
 CHAT = [{"role": "user", "content": "How do I sort a list?"}]
+
+
+@contextlib.contextmanager
+def served(command):
+    """Start a server with a command, whose {port} is replaced by a free port, and yield its address."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([str(part).format(port=port) for part in command])
+    try:
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://localhost:{port}/health")
+                break
+            if server.poll() is not None:
+                raise ChildProcessError(f"the server ended with {server.returncode}")
+            time.sleep(0.2)
+        yield f"http://localhost:{port}"
+    finally:
+        server.terminate()  # lets it stop its workers
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
 
 
 def read_prompts(tokens, count):
@@ -78,7 +106,11 @@ def compare_chat(client, name, model, tokenizer, tokens):
 
 def compare_curve(address, model, tokenizer, args):
     """Yield comparisons of the server's and the local model's forgetting curves."""
-    for data_type, theirs, ours in served_curves(address, model, tokenizer, args.lengths, args.repeats):
+    served = ServedModel(f"{address}/v1", tokenizer=tokenizer, vocab_size=len(tokenizer))
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    for data_type, text in (("order", load_tokens(tokenizer, "stdlib").tokens), ("random", None)):
+        options = {"lengths": args.lengths, "repeats": args.repeats, "data_type": data_type}
+        theirs, ours = (forgetting_curve(x, text, **options, **ids) for x in (served, model))
         yield {
             "name": f"forgetting curve, {'English' if data_type == 'order' else 'random tokens'}",
             "unit": "counts at a length",

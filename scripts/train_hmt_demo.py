@@ -10,7 +10,7 @@ long as an HMT segment's input.
 """
 
 import json
-from dataclasses import asdict, replace
+from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -21,12 +21,12 @@ from transformers import PreTrainedTokenizerFast
 from scripts import sample
 from scripts.bench import common
 from scripts.evidence.hmt_facts import COLOURS, NAMES
-from scripts.prove_hmt import CONTROLS, FACTS, READS, Recipe, Run, ask, run_of, trained
+from scripts.prove_hmt import CONTROLS, FACTS, READS, SIZES, RecallTask, ask, trained
 
 
 CARD = common.ROOT / "model_cards" / "hmt-demo"
-RECIPE = replace(Recipe(), texts=64)
-RUN = Run("recall", 0.6, 0, 0, "HMT, single pass")
+RECIPE = Namespace(**SIZES | {"texts": 64})
+SEED = 0
 SPECIAL = ["<pad>", "remember", "recall", "answer"]  # tokens of RecallTask other than keys, values and noise
 NOISE = [
     "the", "of", "and", "a", "to", "in", "is", "it", "that", "was", "for", "on", "as", "with", "his", "they", "at", "be",
@@ -69,18 +69,18 @@ def save(model, task, folder: Path):
 
 def accuracy(model, task, control=None):
     """Return a row with the accuracy for each number of facts."""
-    shares = {f"{n} facts": ask(model, task, n, RUN, RECIPE, CONTROLS.get(control))[0] for n in FACTS}
+    shares = {f"{n} facts": ask(model, task, n, SEED, RECIPE, CONTROLS.get(control))[0] for n in FACTS}
     return {"model": TITLES[control]} | shares
 
 
 def main():
     torch.set_num_threads(1)
-    task = RUN.recall_task(RECIPE)
-    model, steps = trained(RUN, RECIPE)
+    task = RecallTask(RECIPE.keys)
+    model, steps = trained("HMT, single pass", SEED, task, RECIPE)
     CARD.mkdir(exist_ok=True)
     save(model, task, CARD)
     proof = json.loads((common.RESULTS / "hmt_recall.json").read_text())["rows"]
-    window = next(row["accuracy"] for row in proof if run_of(row) == RUN._replace(method="window"))
+    window = next(row["accuracy"] for row in proof if (row["method"], row["seed"]) == ("window", SEED))
     command = "python -m scripts.train_hmt_demo"
     hmt = accuracy(model, task)
     of_task = {
@@ -89,8 +89,8 @@ def main():
         "dataset_type": "recall-task",
     }
     result = common.origin(command) | {
-        "settings": asdict(RECIPE)
-        | {"seed": RUN.seed, "chance": 1 / task.values, "most_tokens": (FACTS[-1] + READS) * task.segment_length},
+        "settings": vars(RECIPE)
+        | {"seed": SEED, "chance": 1 / task.values, "most_tokens": (FACTS[-1] + READS) * task.segment_length},
         "rows": [
             hmt,
             {"model": TITLES["window"]} | {f"{n} facts": window[str(n)] for n in FACTS},
@@ -111,7 +111,7 @@ def main():
         "learning_rate": RECIPE.learning_rate,
         "weight_decay": 0.01,
         "max_grad_norm": 1.0,
-        "seed": RUN.seed,
+        "seed": SEED,
     }
     (CARD / "training.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
     (CARD / "training.txt").write_text(f"{command}\n")

@@ -1,4 +1,4 @@
-# Sourced by scripts/serve_vllm and scripts/clients: creates .venv-vllm once, with vLLM and this package, and sets
+# Sourced by scripts/serve_vllm: creates .venv-vllm once, with vLLM and this package, and sets
 # `vllm_python`.
 #
 # vLLM needs an older transformers than the tests, and so an environment of its own. Without an NVIDIA GPU it gets vLLM's

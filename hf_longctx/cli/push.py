@@ -12,7 +12,7 @@ A metric name (forgetting_curve, rope_base_check) pushes a Space, which scores p
 Examples:
   hf-longctx push model alice/fox --dry-run
   hf-longctx push model alice/fox --tag v1 --write-card
-  hf-longctx push model alice/fox --private --verify
+  hf-longctx push model alice/fox --private
   hf-longctx push model alice/fox --tag v1
   hf-longctx push forgetting_curve alice/forgetting_curve --dry-run
 """
@@ -39,22 +39,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="write the card into DIR unless it is hand-written, list what it lacks, and send nothing",
     )
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="load the commit back in a process without hf-longctx, running its code and its base model's code, and compare "
-        "files and logits",
-    )
 
 
 def run(args: Namespace) -> None:
-    from ..hub import build_bundle, build_space, check_destination, loading_lines, pin_base, verify_push, with_card
+    from ..hub import build_bundle, build_space, check_destination, loading_lines, pin_base, with_card
     from ..metrics.evaluate_modules import NAMES
 
     check_destination(args.repo, args.revision, args.tag, args.create_pr)
     if args.folder in NAMES and not Path(args.folder).exists():
-        if args.verify or args.write_card:
-            raise ValueError("--verify and --write-card are for models; omit them for a metric.")
+        if args.write_card:
+            raise ValueError("--write-card writes the card of a model. Omit it for a metric.")
         if not args.repo.endswith(f"/{args.folder}"):
             raise ValueError(
                 f"evaluate.load finds {args.folder} in a repository of that name only; push to "
@@ -70,12 +64,8 @@ def run(args: Namespace) -> None:
         return
     bundle = with_card(given if args.dry_run else pin_base(given), args.repo, args.tag)
     commit = send(bundle, args)
-    if commit is None:
-        return
-    print(loading_lines(bundle, args.repo, commit.oid))
-    if args.verify:
-        contents = bundle.text("hf_longctx.json")
-        print(verify_push(args.folder, contents, args.repo, commit.oid, bundle.auto_class))
+    if commit is not None:
+        print(loading_lines(bundle, args.repo, commit.oid))
 
 
 def write_card(folder: str, given: Any, bundle: Any) -> None:

@@ -5,7 +5,6 @@ from .card import loading_lines, with_card
 from .lint import check, missing_fields
 from .metric_space import build_space
 from .push import check_destination, pin_base, push, removed_files
-from .verify import verify_push
 
 
 __all__ = [
@@ -19,6 +18,5 @@ __all__ = [
     "pin_base",
     "push",
     "removed_files",
-    "verify_push",
     "with_card",
 ]

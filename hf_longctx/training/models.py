@@ -17,8 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..fox.convert import read_llama_config
 from ..fox.modeling_fox import FoxForgetGate, decay_time_bias
 from ..hmt import HMTConfig, HMTWrapper
-from ..metrics.rope.base import rope_base_bound
-from ..metrics.rope.bounds import rope_context_bound
+from ..metrics.rope.bound import rope_base_bound, rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest

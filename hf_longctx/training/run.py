@@ -1,7 +1,6 @@
 """Start or resume a training run, and save the model in the run's folder."""
 
 import copy
-import inspect
 import json
 import shutil
 import sys
@@ -104,14 +103,9 @@ def make_trainer(
 ) -> LongContextTrainer:
     """Return a run's Trainer, with a collator for the arguments that the model accepts."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parameters = inspect.signature(base.forward).parameters
     options: dict[str, Any] = {}
-    if args.label_smoothing_factor == 0:  # label smoothing needs the logits
-        # a frozen head may be in bfloat16, and would be copied
-        if "return_logits" in parameters and base.get_output_embeddings().weight.requires_grad:
-            options["return_logits"] = False
-        elif getattr(base, "reads_in_segments", False):
-            options["logits_to_keep"] = 1
+    if args.label_smoothing_factor == 0 and getattr(base, "reads_in_segments", False):
+        options["logits_to_keep"] = 1  # label smoothing needs the logits
     without = () if takes_positions(base) else ("position_ids",)
     flat = args.packing and base.config.model_type not in ("fox", "hmt") and is_flash_attention_requested(base.config)
     if flat:

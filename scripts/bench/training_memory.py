@@ -61,11 +61,7 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
     """Return the peak memory of the second step in MB."""
     before = common.resident_mb("VmRSS")
     model = make_model(architecture, name, length, vocab, device)
-    options, in_pieces = {}, nullcontext()
-    if architecture == "fox":
-        options["return_logits"] = not pieces
-    elif pieces:
-        in_pieces = ChunkedCrossEntropy(model)
+    in_pieces = ChunkedCrossEntropy(model) if pieces else nullcontext()
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -79,7 +75,7 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
 
     def step():
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), in_pieces:
-            loss = model(**batch, **options, num_items_in_batch=length).loss
+            loss = model(**batch, num_items_in_batch=length).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.bench import common
-from scripts.client_checks import exporting, inference, measuring, quantizing, training  # noqa: F401 (enter checks)
+from scripts.client_checks import exporting, quantizing, scoring, training  # noqa: F401 (register checks)
 from scripts.client_checks.checks import CHECKS, MODELS, make_model
 
 

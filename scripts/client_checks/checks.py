@@ -43,10 +43,6 @@ MODELS = {
 }
 
 
-class NotApplicable(Exception):
-    """The client cannot run the model; the message says why."""
-
-
 @dataclass(frozen=True)
 class Check:
     """`measure(folder)` runs a client on the model in a folder. It raises, or returns a figure of at most `limit`."""

@@ -9,14 +9,11 @@ import traceback
 from pathlib import Path
 
 from scripts.client_checks.__main__ import CHECKS
-from scripts.client_checks.checks import NotApplicable
 
 
 def cell(check, folder):
     try:
         figure = check.measure(folder)
-    except NotApplicable as reason:
-        return str(reason)
     except Exception as error:
         traceback.print_exc()
         return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:160]

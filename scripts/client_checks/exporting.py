@@ -5,11 +5,10 @@ import inspect
 import torch
 from transformers import DynamicCache
 
-from scripts.client_checks.checks import check, difference, load, logits, token_ids
+from scripts.client_checks.checks import check, difference, load, token_ids
 
 
 LENGTH = {"input_ids": {1: torch.export.Dim("length", min=2, max=512)}}
-EXPORTED = "difference of logits from those of the model"
 
 
 class Logits(torch.nn.Module):
@@ -21,25 +20,6 @@ class Logits(torch.nn.Module):
 
     def forward(self, input_ids):
         return self.model(input_ids, use_cache=False).logits
-
-
-@check("torch.export, dynamic length", "torch", EXPORTED, 1e-4)
-def torch_export(folder):
-    model = Logits(folder).eval()
-    program = torch.export.export(model, (token_ids(),), dynamic_shapes=LENGTH).module()
-    return max(difference(program(ids), model(ids)) for ids in (token_ids(), token_ids(length=77)))
-
-
-@check("torch.export, static cache, token by token", "transformers", EXPORTED, 1e-4)
-def torch_export_decoder(folder):
-    from transformers.integrations.executorch import TorchExportableModuleForDecoderOnlyLM
-
-    model, ids = load(folder), token_ids(1, 12)
-    model.generation_config.cache_implementation = "static"
-    exportable = TorchExportableModuleForDecoderOnlyLM(model, batch_size=1, max_cache_len=32)
-    program = exportable.export(input_ids=ids[:, :1], cache_position=torch.tensor([0]), strict=False).module()
-    steps = [program(input_ids=ids[:, i : i + 1], cache_position=torch.tensor([i])) for i in range(ids.shape[1])]
-    return difference(torch.cat(steps, dim=1), logits(load(folder), ids))
 
 
 @torch.no_grad()
@@ -76,23 +56,14 @@ for name, (package, options) in EXPORTERS.items():
     )
 
 
-def onnx_difference(folder, lengths, **options):
-    """Return the difference between the logits of onnxruntime and the model; the first length is exported."""
+@check("ONNX, dynamic length", "onnxruntime", "difference of logits from those of the model", 1e-4)
+def onnx_dynamic(folder):
     import onnxruntime
 
     model, path = Logits(folder).eval(), str(folder / "model.onnx")
-    torch.onnx.export(model, (token_ids(length=lengths[0]),), path, input_names=["input_ids"], dynamo=True, **options)
+    options = {"input_names": ["input_ids"], "dynamo": True, "dynamic_shapes": LENGTH}
+    torch.onnx.export(model, (token_ids(length=40),), path, **options)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    batches = [token_ids(length=length) for length in lengths]
+    batches = [token_ids(length=length) for length in (40, 3, 77)]
     outputs = [torch.from_numpy(session.run(None, {"input_ids": ids.numpy()})[0]) for ids in batches]
     return max(difference(output, model(ids)) for output, ids in zip(outputs, batches))
-
-
-@check("ONNX, static length", "onnxruntime", EXPORTED, 1e-4)
-def onnx_static(folder):
-    return onnx_difference(folder, [40])
-
-
-@check("ONNX, dynamic length", "onnxruntime", EXPORTED, 1e-4)
-def onnx_dynamic(folder):
-    return onnx_difference(folder, [40, 3, 77], dynamic_shapes=LENGTH)

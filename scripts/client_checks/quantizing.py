@@ -1,7 +1,5 @@
 """Quantizers on a CPU. They round on purpose: the change of the logits is compared with that of a Llama."""
 
-import torch
-
 from scripts.client_checks.checks import check, load, logits
 
 
@@ -20,15 +18,6 @@ def torchao(folder):
     from transformers import TorchAoConfig
 
     return change(load(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig())), folder)
-
-
-@check("torchao, int8 weights, saved and reloaded", "torchao", ROUNDING, 0.1)
-def torchao_saved(folder):
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    load(folder, quantization_config=TorchAoConfig(Int8WeightOnlyConfig())).save_pretrained(folder / "torchao")
-    return change(load(folder / "torchao"), folder)
 
 
 @check("bitsandbytes, 8 bit", "bitsandbytes", ROUNDING, 0.1)
@@ -52,8 +41,3 @@ def quanto(folder):
     from transformers import QuantoConfig
 
     return change(load(folder, quantization_config=QuantoConfig(weights="int8")), folder)
-
-
-@check("torch.ao, quantize_dynamic", "torch", ROUNDING, 0.2)  # activations are rounded, too
-def quantize_dynamic(folder):
-    return change(torch.ao.quantization.quantize_dynamic(load(folder), {torch.nn.Linear}), folder)

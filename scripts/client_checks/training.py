@@ -1,14 +1,9 @@
-"""Clients that train: Trainer, TRL, PEFT, accelerate."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""Clients that train: TRL and PEFT."""
 
 import numpy as np
 import torch
 
 from scripts.client_checks.checks import (
-    NotApplicable,
     check,
     difference,
     load,
@@ -27,30 +22,6 @@ OPTIONS = dict(
 
 def equal_rows(rows=8, length=40):
     return [{"input_ids": ids, "labels": ids} for ids in token_ids(rows, length)]
-
-
-@check("Trainer, eval_strategy and resume", "transformers", "difference of losses between a run and one resumed", 1e-5)
-def trainer(folder):
-    from transformers import Trainer, TrainingArguments
-
-    def run(**resume):
-        args = TrainingArguments(
-            folder / "trainer", eval_strategy="steps", eval_steps=2, save_steps=2, logging_steps=1, **OPTIONS
-        )
-        worker = Trainer(load(folder), args, train_dataset=equal_rows(), eval_dataset=equal_rows(4))
-        worker.train(**resume)
-        losses = [entry["loss"] for entry in worker.state.log_history if "loss" in entry]
-        return torch.tensor([*losses[-2:], worker.evaluate()["eval_loss"]])
-
-    return difference(run(), run(resume_from_checkpoint=str(folder / "trainer" / "checkpoint-2")))
-
-
-@check("TRL, SFT", "trl", "loss after training as a share of that before", 0.99)
-def sft(folder):
-    worker = sft_trainer(folder, max_length=512)
-    before = worker.evaluate()["eval_loss"]
-    worker.train()
-    return worker.evaluate()["eval_loss"] / before
 
 
 @check("TRL, SFT with packing", "trl", "difference of eval losses between packed and padded samples", 1e-5)
@@ -90,8 +61,6 @@ def sft_chats(folder):
 
     from hf_longctx.training.data import TokenDataset, collate, pack
 
-    if folder.name == "hmt":
-        raise NotApplicable("HMT reads across the end of a document")
     tokenizer, differences = load_tokenizer(folder), []
     tokenizer.chat_template = CHATML
     for kind, rows in conversations().items():
@@ -146,11 +115,9 @@ def dpo(folder):
     return losses[-1] / losses[0]
 
 
-GATE = "LoRA of the gate by target_parameters"
 ADAPTERS = {
     "LoRA of all-linear": dict(target_modules="all-linear"),
     "DoRA of queries and values": dict(target_modules=["q_proj", "v_proj"], use_dora=True),
-    GATE: dict(target_modules=[], target_parameters=["f_proj.weight"]),
 }
 
 
@@ -161,8 +128,6 @@ def adapt(name):
         from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
         from transformers import Trainer, TrainingArguments
 
-        if name == GATE and folder.name == "llama":
-            raise NotApplicable("a Llama does not have a gate")
         model = get_peft_model(load(folder), LoraConfig(task_type="CAUSAL_LM", r=4, **ADAPTERS[name]))
         args = TrainingArguments(folder / "peft", learning_rate=1e-2, save_strategy="no", **OPTIONS)
         Trainer(model, args, train_dataset=equal_rows()).train()
@@ -180,46 +145,3 @@ def adapt(name):
 
 for name in ADAPTERS:
     check(f"PEFT, {name}", "peft", "difference of logits after reload, and after merge and reload", 1e-4)(adapt(name))
-
-
-STRATEGIES = {  # options of `accelerate launch`, which calls two processes two GPUs; Trainer runs on the CPU
-    "DDP": ["--multi_gpu"],
-    "FSDP2": [
-        *("--use_fsdp", "--fsdp_version", "2", "--fsdp_state_dict_type", "FULL_STATE_DICT"),
-        *("--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"),  # the layers that the model names
-    ],
-}
-
-
-def launch(strategy):
-    """Return a check that trains in two processes, each with half of the batch of one process."""
-
-    def measure(folder):
-        one, two = (folder / f"{strategy} {processes}" for processes in (1, 2))
-        train_briefly(folder, one, batch=4)
-        command = [sys.executable, "-m", "accelerate.commands.launch", *STRATEGIES[strategy]]
-        command += ["--num_machines", "1", "--num_processes", "2", "--mixed_precision", "no", "--dynamo_backend", "no"]
-        command += ["--main_process_port", "0", "-m", "scripts.client_checks.training", folder, two]
-        subprocess.run(command, check=True)
-        return difference(logits(load(one)), logits(load(two)))
-
-    return measure
-
-
-def train_briefly(folder, output, batch):
-    from transformers import Trainer, TrainingArguments
-
-    options = OPTIONS | dict(per_device_train_batch_size=batch, learning_rate=1e-3, save_strategy="no")
-    worker = Trainer(load(folder), TrainingArguments(output, **options), train_dataset=equal_rows(16))
-    worker.train()
-    worker.save_model(output)
-
-
-for name in STRATEGIES:
-    check(
-        f"accelerate launch, {name}", "accelerate", "difference of logits between 2 processes and 1", 1e-4, minutes=6
-    )(launch(name))
-
-
-if __name__ == "__main__":  # a process of `accelerate launch`
-    train_briefly(Path(sys.argv[1]), Path(sys.argv[2]), batch=2)

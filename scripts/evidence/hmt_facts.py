@@ -359,9 +359,8 @@ def plot(result, path):
         across="facts in the text",
         up="right answers",
         notes="areas: range over seeds",
-        share=False,
         percent=True,
-        log="x",
+        log=True,
         ticks={count: str(count) for count in counts},
     )
 

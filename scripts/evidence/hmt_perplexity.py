@@ -318,7 +318,6 @@ def plot(result, path):
         {"over a text": over_text, "over a segment": over_segment},
         across=("segment of the text", f"part of a segment, {tokens} tokens each"),
         up="change, %",
-        share=False,
     )
 
 

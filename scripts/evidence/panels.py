@@ -1,4 +1,4 @@
-"""Plotting for the experiments: small panels with shared axes and one legend, at most six lines."""
+"""Plotting for the experiments: panels in one row, with one legend and at most six lines."""
 
 import textwrap
 from collections.abc import Sequence
@@ -36,32 +36,27 @@ def draw_panels(
     across: str | Sequence[str],
     up: str | Sequence[str],
     notes: str = "",
-    columns: int = 3,
-    share: bool = True,
     percent: bool = False,
     ticks: dict[float, str] | None = None,
-    log: Sequence[str] = (),
+    log: bool = False,
     marks: dict[str, float] | None = None,
 ) -> None:
-    """Draw a figure of small panels.
+    """Draw a figure of panels in one row.
 
     Args:
         path: path of the PNG.
         title: title of the figure, a sentence.
         panels: lines of each panel, by heading.
-        across, up: axis labels, for all panels or for each.
+        across: label of the x axis, for all panels or for each.
+        up: label of the y axis, for all panels or for each.
         notes: description of the measurement, below the panels.
-        columns: panels per row.
-        share: whether all panels share axes.
         percent: whether the y axis runs from 0 % to 100 %.
         ticks: labels of the x axis, by position.
-        log: "x", "y" for logarithmic axes; "y2" for the second panel's y axis only.
+        log: whether the x axis is logarithmic.
         marks: dashed vertical lines, by name.
     """
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = style.figure(style.WIDTH * (1.6 if columns > 1 else 1.15), 0.9 + 2.5 * rows)
-    grid = figure.subplots(rows, columns, sharex=share, sharey=share, squeeze=False).flat
+    figure = style.figure(style.WIDTH * (1.6 if len(panels) > 1 else 1.15), 3.4)
+    grid = figure.subplots(1, len(panels), squeeze=False).flat
     lines = {line.name: line.control for several in panels.values() for line in several}
     coloured, handles = iter(style.MODELS), {}
     colours = {name: style.QUIET if control else next(coloured) for name, control in lines.items()}
@@ -72,13 +67,9 @@ def draw_panels(
         axes.set_title(textwrap.fill(heading, 34), fontsize=9, color=style.INK)
         style.grid(axes)
         names = [across if isinstance(across, str) else across[place], up if isinstance(up, str) else up[place]]
-        below, first = not share or place + columns >= len(panels), place % columns == 0
-        style.strip_frame(axes, names[0] if below else "", names[1] if first or not share else "", labelsize=8)
-        axes.tick_params(labelbottom=below)
-        if "x" in log:
+        style.strip_frame(axes, *names, labelsize=8)
+        if log:
             axes.set_xscale("log")
-        if "y" in log or f"y{place + 1}" in log:
-            axes.set_yscale("log")
         if ticks:
             axes.set_xticks(list(ticks), list(ticks.values()))
             axes.minorticks_off()
@@ -87,8 +78,6 @@ def draw_panels(
             axes.text(x, 1, f" {name}", transform=axes.get_xaxis_transform(), fontsize=7, color=style.QUIET, va="top")
         if percent:
             style.percent_axis(axes)
-    for axes in grid[len(panels) :]:
-        axes.set_visible(False)
     style.titled_legend(figure, list(handles.values()), title, fontsize=8, columns=3)
     if notes:
         style.small_print(figure, notes)

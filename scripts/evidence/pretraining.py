@@ -363,8 +363,7 @@ def draw(result, path):
             panels,
             across=("position", "tokens to copy"),
             up=("loss, nats", "share copied"),
-            share=False,
-            log=("x",),
+            log=True,
             marks={"training length": length},
         )
 

@@ -140,7 +140,7 @@ def draw(result, path):
         up="copied correctly",
         notes=f"lines: mean of {len(next(iter(curves.values())).points[0].copy_correct)} passages; areas: range",
         percent=True,
-        log=("x",),
+        log=True,
         ticks={2**i: str(2**i) for i in range(3, 12) if 2**i <= max(guesses) * 1.1},
     )
 

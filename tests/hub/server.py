@@ -1,10 +1,10 @@
 """A local Hub: the part of the Hub's HTTP interface that Hugging Face's clients use, for tests.
 
-    with serve(folder) as hub:
+    with serve(folder, socket) as hub:
         run_a_client(HF_ENDPOINT=hub.url, HF_HOME=an_empty_folder, HF_TOKEN="hf_of_alice")
 
-The clients run unmodified, in processes of their own, because they read these variables when they are imported. The
-server speaks LFS and not Xet: HF_HUB_DISABLE_XET=1.
+The clients run unmodified, in processes of their own, because they read these variables when they are imported. All
+files are uploaded within the commit: the server does not support LFS or Xet (HF_HUB_DISABLE_XET=1).
 """
 
 import asyncio
@@ -26,19 +26,16 @@ from urllib.parse import quote, unquote
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 
 TOKENS = {"hf_of_alice": "alice", "hf_of_bob": "bob"}
 TYPES = {"models": "model", "datasets": "dataset", "spaces": "space", "kernels": "kernel"}
 PLURALS = {type: plural for plural, type in TYPES.items()}
-LFS = (".safetensors", ".bin", ".parquet", ".gz", ".png")
 ID = r"(?P<id>[\w.-]+/[\w.-]+)"
 API = rf"/api/(?P<plural>{'|'.join(TYPES)})/{ID}"
 PUBLIC = rf"/(?:(?P<plural>datasets|spaces|kernels)/)?{ID}"
-SHA256 = "(?P<sha256>[0-9a-f]{64})"
-PIECE = 2**16  # bytes of a step of a slow upload
 OPTIONAL = re.compile(r"/api/agent-harnesses|/api/organizations/[\w.-]+/overview")  # clients do without
 COUNTER = itertools.count()
 ENDPOINTS = []  # (pattern of the raw path, methods, function of hub, request and the pattern's groups)
@@ -66,23 +63,22 @@ class Refusal(Exception):
 class Knobs:
     """Settings that a test can change while the server runs."""
 
-    slow: float = 0.0  # seconds to wait before each 64 KiB of an upload
+    slow: float = 0.0  # seconds to wait after each part of an uploaded commit
     fail: str | None = None  # paths with this part are answered with status 500
 
 
 @dataclass
 class File:
-    """A file of a commit. `oid` is git's, except that an LFS file has its sha256."""
+    """A file of a commit, with git's hash, which also names its content in the folder of the Hub."""
 
     oid: str
-    sha256: str
     size: int
-    lfs: bool
 
     @classmethod
-    def of(cls, hub, data, lfs=False):
-        sha256 = hub.put(data)
-        return cls(sha256 if lfs else git_oid("blob", data), sha256, len(data), lfs)
+    def of(cls, hub, data):
+        oid = git_oid("blob", data)
+        (hub.folder / oid).write_bytes(data)
+        return cls(oid, len(data))
 
 
 @dataclass
@@ -125,26 +121,14 @@ class Repo:
 
 @dataclass
 class Hub:
-    """State of the server: in memory, except for the blobs, files in a folder that are named by their sha256."""
+    """State of the server: in memory, except for the contents of files."""
 
     folder: Path
     knobs: Knobs = field(default_factory=Knobs)
     url: str = ""
-    blob_url: str = ""
     repos: dict = field(default_factory=dict)  # (type, id): Repo
     log: list = field(default_factory=list)  # "METHOD PATH" of each answered request
-    problems: list = field(default_factory=list)  # a missing endpoint, a bug of the server, a token at the blob host
-
-    def path(self, sha256):
-        return self.folder / sha256
-
-    def put(self, data, sha256=None):
-        """Store a blob; refuse bytes that do not have the announced sha256."""
-        actual = hashlib.sha256(data).hexdigest()
-        if sha256 not in (None, actual):
-            raise Refusal(400, f"the content has sha256 {actual}, and {sha256} was announced")
-        self.path(actual).write_bytes(data)
-        return actual
+    problems: list = field(default_factory=list)  # a missing endpoint, a bug of the server
 
     def user(self, request):
         """Return the user of the token, None without a token; refuse an unknown token with 401."""
@@ -272,8 +256,7 @@ async def tree(hub, request, plural, id, revision, folder):
                 inner = prefix + "/".join(parts[:depth])
                 rows[inner] = {"type": "directory", "oid": git_oid("tree", inner.encode()), "size": 0, "path": inner}
             if recursive or len(parts) == 1:
-                lfs = {"lfs": {"oid": file.sha256, "size": file.size, "pointerSize": 134}} if file.lfs else {}
-                rows[path] = {"type": "file", "oid": file.oid, "size": file.size, "path": path, **lfs}
+                rows[path] = {"type": "file", "oid": file.oid, "size": file.size, "path": path}
     headers = {"X-Repo-Commit": commit.sha}
     if prefix and not rows:
         raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound", headers)
@@ -289,38 +272,18 @@ async def preupload(hub, request, plural, id, revision):
     files, rows = hub.repo(request, plural, id, write=True).at(revision).files, []
     for file in body["files"]:
         path = file["path"]
-        large = file["size"] > 10 * 2**20 or path.endswith(LFS)
-        row = {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+        row = {"path": path, "uploadMode": "regular", "shouldIgnore": False}
         rows.append(row | ({"oid": files[path].oid} if path in files else {}))
     return {"files": rows}
 
 
-@endpoint(rf"{PUBLIC}\.git/info/lfs/objects/batch", "POST")
-async def lfs_batch(hub, request, plural, id):
-    body = await request.json()
-    hub.repo(request, plural, id, write=True)
-    objects = []
-    for lfs in body["objects"]:
-        row = {"oid": lfs["oid"], "size": lfs["size"]}
-        if not hub.path(lfs["oid"]).exists():
-            row["actions"] = {"upload": {"href": f"{hub.blob_url}/upload/{lfs['oid']}"}}
-        objects.append(row)
-    return {"transfer": "basic", "objects": objects}
-
-
-@endpoint(rf"/upload/{SHA256}", "PUT")
-async def upload(hub, request, sha256):
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        await asyncio.sleep(hub.knobs.slow * len(piece) / PIECE)
-    hub.put(bytes(data), sha256)
-    return Response()
-
-
 @endpoint(f"{API}/commit/(?P<revision>[^/]+)", "POST")
 async def commit(hub, request, plural, id, revision):
-    header, *lines = [json.loads(line) for line in (await request.body()).splitlines()]
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        await asyncio.sleep(hub.knobs.slow)
+    header, *lines = [json.loads(line) for line in body.splitlines()]
     repo, header = hub.repo(request, plural, id, write=True), header["value"]
     ref = unquote(revision).removeprefix("refs/heads/")
     head = repo.at(revision)
@@ -333,8 +296,6 @@ async def commit(hub, request, plural, id, revision):
         key, value = line["key"], line["value"]
         if key == "file":
             files[value["path"]] = File.of(hub, base64.b64decode(value["content"]))
-        elif key == "lfsFile":
-            files[value["path"]] = File.of(hub, hub.path(value["oid"]).read_bytes(), lfs=True)
         elif key == "deletedFile":
             del files[value["path"]]
     if request.query_params.get("create_pr") == "1":
@@ -351,28 +312,12 @@ async def commit(hub, request, plural, id, revision):
 
 @endpoint(f"{PUBLIC}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", "GET", "HEAD")
 async def resolve(hub, request, plural, id, revision, path):
-    """Redirect to the file: to another path of this host, or to the blob host for LFS."""
     repo = hub.repo(request, plural, id)
     commit = repo.at(revision)
     headers, file = {"X-Repo-Commit": commit.sha}, commit.files.get(unquote(path))
     if file is None:
         raise Refusal(404, "Entry not found", "EntryNotFound", headers)  # with its commit, for the client's cache
-    if not file.lfs:
-        address = f"/api/resolve-cache/{PLURALS[repo.type]}/{id}/{commit.sha}/{path}"
-        return RedirectResponse(address, 307, headers | {"ETag": f'"{file.oid}"'})
-    headers |= {"X-Linked-Size": str(file.size), "X-Linked-ETag": f'"{file.sha256}"'}
-    return RedirectResponse(f"{hub.blob_url}/blob/{file.sha256}", 302, headers)
-
-
-@endpoint(rf"/api/resolve-cache/(?P<plural>\w+)/{ID}/(?P<revision>[0-9a-f]{{40}})/(?P<path>.+)", "GET", "HEAD")
-async def resolve_cache(hub, request, plural, id, revision, path):
-    file = hub.repo(request, plural, id).at(revision).files[unquote(path)]
-    return FileResponse(hub.path(file.sha256), headers={"X-Repo-Commit": revision, "ETag": f'"{file.oid}"'})
-
-
-@endpoint(f"/blob/{SHA256}", "GET", "HEAD")
-async def blob(hub, request, sha256):
-    return FileResponse(hub.path(sha256), headers={"ETag": f'"{sha256}"'})
+    return FileResponse(hub.folder / file.oid, headers=headers | {"ETag": f'"{file.oid}"'})
 
 
 # -- the server
@@ -398,9 +343,6 @@ def application(hub):
             pass  # a client was killed
         except Exception:
             response, problem = Response(status_code=500), traceback.format_exc()
-        token = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if hub.blob_url.endswith(request.headers["host"]) and token in TOKENS:
-            problem = "a token was sent to the blob host"
         hub.log.append(f"{request.method} {path}")
         if problem:
             hub.problems.append(f"{hub.log[-1]}: {problem}")
@@ -411,24 +353,20 @@ def application(hub):
 
 
 @contextlib.contextmanager
-def serve(folder, bound=None):
+def serve(folder, bound):
     """Run the server in a thread, and yield the `Hub`; its `knobs` can be changed at any time.
 
-    Blobs have an address of another host, 127.0.0.2, because clients drop a token if the host changes.
-
     Args:
-        folder: an empty folder for the blobs.
-        bound: a socket with the address of the Hub (default: a new one).
+        folder: an empty folder for the contents of files.
+        bound: a socket with the address of the Hub.
     """
-    hub = Hub(folder)
-    sockets = [bound or socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.2", 0))]
-    for listening in sockets:  # an answer goes out in two pieces, and the second must not wait for an acknowledgement
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    hub.url, hub.blob_url = ("http://{}:{}".format(*s.getsockname()) for s in sockets)
+    hub = Hub(folder, url="http://{}:{}".format(*bound.getsockname()))
+    # A response is sent in two parts, and the second must not wait for an acknowledgement.
+    bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = uvicorn.Server(
         uvicorn.Config(application(hub), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
     )
-    thread = threading.Thread(target=server.run, kwargs={"sockets": sockets}, daemon=True)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)

@@ -26,7 +26,7 @@ def load(load_script):
 
 @pytest.fixture
 def smollm2(load, monkeypatch, tmp_path):
-    """In place of SmolLM2 a tiny Llama, in place of novels some text of the standard library."""
+    """Replace SmolLM2 by a tiny Llama, and novels by text of the standard library."""
     sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=2048, **sizes))
     model.save_pretrained(tmp_path / "model")
@@ -37,7 +37,5 @@ def smollm2(load, monkeypatch, tmp_path):
         (tmp_path / "text" / "train" / f"{book}.txt").write_text(stdlib_text("held_out")[:6000])
     (tmp_path / "text" / "held_out.txt").write_text(stdlib_text("held_out")[:20_000])
     monkeypatch.setitem(load("hmt_training").BACKBONES, "smollm2", tmp_path / "model")
-    monkeypatch.setattr(load("llama_to_fox"), "SMOLLM2", tmp_path / "model")
     for name in ("facts", "perplexity", "neural_cache", "wrapping"):
         monkeypatch.setattr(load(f"hmt_{name}"), "TEXT", tmp_path / "text")
-    monkeypatch.setattr(load("llama_to_fox"), "TEXT", tmp_path / "text")

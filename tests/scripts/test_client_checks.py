@@ -22,15 +22,11 @@ def test_outcomes_of_a_check(load, make_check):
     def refuse(folder):
         raise ValueError(f"bad {folder.name}\nand more")
 
-    def leave_out(folder):
-        raise load("checks").NotApplicable("there is none")
-
     cell = load("child").cell
     assert cell(make_check(lambda folder: 1e-5), Path("a")) == 1e-5
     assert cell(make_check(lambda folder: 1e-3), Path("a")) == "failed: 1.0e-03"
     assert cell(make_check(lambda folder: float("nan")), Path("a")) == "failed: nan"
     assert cell(make_check(refuse), Path("a")) == "ValueError: bad a"
-    assert cell(make_check(leave_out), Path("a")) == "there is none"
 
 
 @pytest.mark.parametrize(
@@ -45,16 +41,3 @@ def test_every_model_has_a_cell(script, minutes, cell, load, make_check, monkeyp
     monkeypatch.setattr("sys.executable", str(program))
     cells = load("__main__").run_check(make_check(None, minutes), [Path("a"), Path("b")], tmp_path / "log")
     assert cells == {"a": cell, "b": cell}
-
-
-def test_a_word_that_chooses_a_check_chooses_what_it_needs(load):
-    checks = load("__main__").CHECKS.values()
-    lines = Path(load("checks").ROOT / "scripts" / "clients.txt").read_text().lower().splitlines()
-    for check in checks:
-        for line in lines:
-            if line.removeprefix("# ").startswith(check.package.lower()) and check.package not in (
-                "torch",
-                "transformers",
-            ):
-                for part in (*check.name.lower().split(", "), check.package.lower()):
-                    assert part in line, f"{check.name} needs {line}, which {part!r} does not choose"

@@ -1,17 +1,13 @@
 """scripts/evidence at tiny sizes: every one runs, and what is measured is kept."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
-
-from hf_longctx.cli import main
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 TINY = {  # rows of the result, and options
-    "llama_to_fox": (13, "--length 32 --steps 2 --contexts 1024 --curve-lengths 8 --repeats 1 --held-out-rows 2"),
     "hmt_facts": (
         10,
         "--segment-length 64 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --asked 2 --most-facts 2 "
@@ -30,17 +26,10 @@ TINY = {  # rows of the result, and options
 }
 
 
-def call(command, check):
-    """Run `python -m hf_longctx` in this process."""
-    assert main(list(map(str, command[3:]))) == 0
-
-
-@pytest.mark.usefixtures("undrawn")  # test_prove_hmt.py draws one
-@pytest.mark.filterwarnings("ignore:.*more than the .* claims to support")
+@pytest.mark.usefixtures("undrawn")  # test_real_models.py draws one
 @pytest.mark.parametrize("name", TINY)
 def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, monkeypatch):
     module = load(name)
-    monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=call), raising=False)
     folders = f"--work {tmp_path}/work --output {tmp_path}/x.json --picture {tmp_path}/x.png"
     arguments = [*TINY[name][1].split(), *folders.split()]
     module.main(arguments)
@@ -57,7 +46,7 @@ def test_an_experiment_keeps_its_parts(name, load, smollm2, tmp_path, capsys, mo
     assert json.loads((tmp_path / "x.json").read_text())["rows"] == result["rows"]
 
 
-@pytest.mark.parametrize("name, missing", [("hmt_facts", "model"), ("llama_to_fox", "text")])
+@pytest.mark.parametrize("name, missing", [("hmt_facts", "model"), ("hmt_wrapping", "text")])
 def test_a_missing_model_or_text_is_an_error_that_says_how_to_make_it(name, missing, load, smollm2, tmp_path):
     module = load(name)
     (tmp_path / missing).rename(tmp_path / "moved")

@@ -1,55 +1,57 @@
-"""The controls of scripts.prove_hmt do what they say, and the same command resumes a run of tiny models."""
+"""The recall task, its controls, and the experiment at toy size."""
 
-import importlib
 import json
-from dataclasses import replace
-from pathlib import Path
+from argparse import Namespace
 
 import pytest
 import torch
 from transformers.utils import logging
 
+from hf_longctx.hmt import HMTConfig, HMTWrapper
+from scripts import prove_hmt
+from scripts.prove_hmt import ANSWER, ANSWER_AT, FIRST_KEY, READ, SIZES, WRITE, RecallTask, changed_recall
 
-ROOT = Path(__file__).resolve().parents[2]
+
+TASK = RecallTask(16)
+
+
+def sample(writes=5, reads=3, rows=50):
+    return TASK.sample(writes, reads, rows, torch.Generator().manual_seed(0))
+
+
+def test_every_question_is_about_a_fact_of_its_sequence():
+    ids, labels, question_facts = sample()
+    ids, labels = ids.view(50, 8, 16), labels.view(50, 8, 16)
+    facts, questions = ids[:, :5], ids[:, 5:]
+    assert (facts[..., 0] == WRITE).all() and (questions[..., 0] == READ).all()
+    keys, values = facts[..., 1], facts[..., 2]
+    assert all(len(set(row.tolist())) == 5 for row in keys)
+    assert (questions[..., ANSWER_AT - 1] == ANSWER).all()
+    assert torch.equal(questions[..., 1], keys.gather(1, question_facts))
+    assert torch.equal(questions[..., ANSWER_AT], values.gather(1, question_facts))
+    assert ((keys >= FIRST_KEY) & (keys < FIRST_KEY + 16)).all()
+    assert ((values >= FIRST_KEY + 16) & (values < FIRST_KEY + 32)).all() and ids.max() < TASK.vocab_size
+    scored = torch.zeros_like(ids, dtype=torch.bool)
+    scored[:, 5:, ANSWER_AT] = True
+    assert torch.equal(labels, ids.masked_fill(~scored, -100))
+    filler, key = facts[..., 3:], keys[..., None]
+    assert 0.57 < (filler == key).float().mean() < 0.63
+    assert (filler[filler != key.expand_as(filler)] >= FIRST_KEY + 32).all()
 
 
 @pytest.fixture
-def proof(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    level, threads = logging.get_verbosity(), torch.get_num_threads()
-    yield importlib.import_module("scripts.prove_hmt")
-    logging.set_verbosity(level)
-    logging.enable_progress_bar()
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def recipe(proof):
-    sizes = {"hidden_size": 16, "layers": 1, "heads": 2, "batch": 2, "texts": 4, "rounds": 2}
-    return replace(proof.Recipe(), **sizes, stage_1_steps=1, stage_2_steps=1)
-
-
-@pytest.fixture
-def model(proof, recipe):
-    run = proof.Run("recall", 0.6, 2, 0, "HMT, single pass")
+def model():
     torch.manual_seed(0)
-    return proof.HMTWrapper.from_backbone(
-        proof.new_model(run, run.recall_task(recipe), recipe).backbone,
-        proof.HMTConfig(segment_length=16, sensory_tokens=2, recall_mode="single_pass"),
-    ).eval()
-
-
-def sample(proof, recipe):
-    task = proof.Run("recall", 0.6, 2, 0, "HMT, single pass").recall_task(recipe)
-    ids, _, facts = task.sample(3, 2, 4, torch.Generator().manual_seed(0))
-    return ids, facts
+    sizes = {"hidden_size": 16, "layers": 1, "heads": 2}
+    llama = prove_hmt.new_model("full attention", TASK, Namespace(**SIZES | sizes))
+    return HMTWrapper.from_backbone(llama, HMTConfig(segment_length=16, sensory_tokens=2)).eval()
 
 
 @torch.no_grad()
-def test_an_oracle_recalls_the_memory_of_the_fact(proof, recipe, model):
-    ids, facts = sample(proof, recipe)
+def test_an_oracle_recalls_the_memory_of_the_fact(model):
+    ids, _, facts = sample(5, 2, 4)
     recall = model.memory.recall
-    with proof.changed_recall(model, proof.oracle_recall, facts, 5):
+    with changed_recall(model, prove_hmt.oracle_recall, facts, 5):
         out = model(input_ids=ids, output_recall=True)
     weights = out.recall_scores[-2:]
     assert all(torch.equal(x.argmax(1), facts[:, i]) and (x.amax(1) == 1).all() for i, x in enumerate(weights))
@@ -58,45 +60,28 @@ def test_an_oracle_recalls_the_memory_of_the_fact(proof, recipe, model):
 
 
 @torch.no_grad()
-def test_shuffled_memories_are_those_of_another_sequence(proof, recipe, model):
-    ids, facts = sample(proof, recipe)
+def test_shuffled_memories_are_those_of_another_sequence(model):
+    ids, _, facts = sample(5, 2, 4)
     once = model(input_ids=ids[:1].expand(4, -1))
-    with proof.changed_recall(model, proof.shuffled_memories, facts, 5):
+    with changed_recall(model, prove_hmt.shuffled_memories, facts, 5):
         same = model(input_ids=ids[:1].expand(4, -1))
         other = model(input_ids=ids)
     assert torch.equal(once.logits, same.logits), "equal sequences have equal memories"
     assert not torch.allclose(other.logits[:, -10:], model(input_ids=ids).logits[:, -10:])
 
 
-def test_the_proof_at_toy_size(proof, recipe, tmp_path, monkeypatch, capsys, request):
-    """Every method runs, runs that have a row are not repeated, and a table and a figure show the rows."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(proof, "Recipe", lambda: recipe)
-    monkeypatch.setattr(proof, "FACTS", (2, 16))
-    monkeypatch.setattr(proof, "SMALL", tmp_path / "small")
-    arguments = f"--seeds 3 --output {tmp_path}/small/hmt_recall.json --picture {tmp_path}/x.png".split()
-    monkeypatch.setattr(proof, "CONDITIONS", dict([*proof.CONDITIONS.items()][:1]))
-    proof.main(["--seeds", "3", "--small"])  # does not read the rows of the committed result
-    assert (tmp_path / "small" / "hmt_recall.png").stat().st_size > 10_000
-    request.getfixturevalue("undrawn")
-    result = json.loads((tmp_path / "small" / "hmt_recall.json").read_text())
-    small = [row["method"] for row in result["rows"]]
-    assert small == ["HMT, single pass", "HMT, single pass, no recurrence", "window", "RMT"]
-    proof.main(arguments)
-    rows = json.loads((tmp_path / "small" / "hmt_recall.json").read_text())["rows"]
-    assert rows[:4] == result["rows"] and {row["method"] for row in rows} == set(proof.METHODS) and len(rows) == 8
-    assert all(set(row["accuracy"]) == {"2", "16"} for row in rows)
-    assert set(rows[0]["controls"]) == {*proof.CONTROLS, *proof.SMALL_MEMORY}
-    assert all(row["first_steps"] == 2 for row in rows), "trained until one fact is solved, or for the budget"
-    assert (rows[2]["steps"], rows[3]["steps"]) == (1, 2), "RMT trains until it solves two facts, or for its budget"
-    output = capsys.readouterr().out
-    assert (
-        "| HMT, single pass: oracle recall |" in output and output.count("Share of right answers among 16 facts") == 2
+def test_the_proof_at_toy_size(tmp_path, monkeypatch, capsys):
+    level = logging.get_verbosity()
+    monkeypatch.setattr(prove_hmt, "FACTS", (2, 16))
+    sizes = "--hidden-size 16 --layers 1 --heads 2 --batch 2 --texts 4 --rounds 2 --stage-1-steps 1 --stage-2-steps 1"
+    prove_hmt.main([*sizes.split(), "--seeds", "3", "--work", str(tmp_path), "--output", f"{tmp_path}/x.json"])
+    rows = {row["method"]: row for row in json.loads((tmp_path / "x.json").read_text())["rows"]}
+    assert rows.keys() == prove_hmt.METHODS.keys()
+    assert all(set(row["accuracy"]) == {"2", "16"} for row in rows.values())
+    assert set(rows["HMT, single pass"]["controls"]) == {*prove_hmt.CONTROLS, *prove_hmt.SMALL_MEMORY}
+    assert all(row["first_steps"] == 2 for row in rows.values()), (
+        "stage 1 ends when one fact is solved, or after its rounds"
     )
-    assert (tmp_path / "x.png").exists()
-    monkeypatch.setattr(proof, "measure", None)
-    proof.main(arguments)
-    assert json.loads((tmp_path / "small" / "hmt_recall.json").read_text())["rows"] == rows
-    monkeypatch.setattr(proof, "Recipe", lambda: replace(recipe, texts=8))
-    with pytest.raises(ValueError, match="another recipe"):
-        proof.main(arguments)
+    assert (rows["window"]["steps"], rows["RMT"]["steps"]) == (1, 2), "RMT trains until it solves two facts"
+    assert "| HMT, single pass: oracle recall |" in capsys.readouterr().out
+    logging.set_verbosity(level)
