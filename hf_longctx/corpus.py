@@ -121,9 +121,7 @@ def open_source(
             {"prompt", "completion"}, with "tools" and "chat_template_kwargs", which may be None.
     """
     if source is None:
-        with suppress(
-            Exception
-        ):  # `datasets` is missing or the Hub does not respond: fall back to the standard library
+        with suppress(Exception):  # `datasets` is missing or the Hub does not respond
             from huggingface_hub import HfApi
 
             # one short request first, because `datasets` retries a dead connection several times
@@ -139,8 +137,22 @@ def open_source(
     elif path.is_file():
         documents = _read(path, column, conversations)
     else:
-        documents = _documents(*_open_dataset(source, part), f"dataset {source}", column, conversations)
-    return str(source), _filled(source, documents)
+        from huggingface_hub import is_offline_mode
+
+        table = {"path": source, "streaming": not is_offline_mode()}  # offline, from the cache
+        documents = _rows(f"dataset {source}", table, part, column, conversations)
+    return str(source), _nonempty(source, documents)
+
+
+def _nonempty(source, documents):
+    """Yield documents that are not blank; raise ValueError if there are none."""
+    is_empty = True
+    for document in documents:
+        if document and (isinstance(document, dict) or document.strip()):
+            is_empty = False
+            yield document
+    if is_empty:
+        raise ValueError(f"{source} does not contain text; a corpus needs at least a few hundred words.")
 
 
 def _files(folder):
@@ -165,80 +177,38 @@ def _suffix(path):
 
 def _read(path, column, conversations):
     """Return a file's documents: the rows of a table, or the whole file."""
-    if _suffix(path) in TABLES:
-        return _documents(*_open_table(path), path, column, conversations)
+    if kind := TABLES.get(_suffix(path)):
+        table = {"path": kind, "data_files": glob.escape(str(path)), "streaming": True}
+        return _rows(path, table, "train", column, conversations)
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         text = content.decode("utf-8-sig")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{path} is not a complete gzip file ({error}); compress it again.") from error
-    except UnicodeDecodeError as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path} is not UTF-8 text ({error}). Give a text file, and convert other encodings, for example with "
-            "iconv."
+            f"{path} must be UTF-8 text or a complete gzip file of it, got {error}. Convert other encodings, for example "
+            "with iconv."
         ) from error
     if "\0" in text:
         raise ValueError(f"{path} is a binary file (it contains zero bytes); give a text file.")
     return [text.replace("\r\n", "\n")]
 
 
-def _open_table(path) -> tuple[Any, list[str]]:
-    """Return a table's rows and column names."""
-    datasets, kind = _datasets(f"reading {path}"), TABLES[_suffix(path)]
-    verbosity = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # `datasets` would also log the error
-    try:
-        rows = datasets.load_dataset(kind, data_files=glob.escape(str(path)), split="train", streaming=True)
-        columns = list(next(iter(rows), {}))
-    except Exception as error:  # `datasets` and pyarrow raise many types
-        if StopIteration in (type(error), type(error.__cause__)):  # the table does not have rows
-            return (), ["text"]
-        raise ValueError(f"{path} cannot be read as {kind}: {str(error).splitlines()[0]}") from error
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-    return rows, columns
-
-
-def _filled(source, documents):
-    """Drop blank documents, and raise ValueError if none remain."""
-    documents = (document for document in documents if document and (isinstance(document, dict) or document.strip()))
-    first = next(documents, None)
-    if first is None:
-        raise ValueError(f"{source} does not contain text; a corpus needs at least a few hundred words.")
-
-    def resume():
-        yield first
-        yield from documents
-
-    return resume()
-
-
-def _open_dataset(name, part) -> tuple[Any, list[str]]:
-    """Return a dataset's rows, streamed from the Hub or offline from the cache, and its column names."""
-    from huggingface_hub import is_offline_mode
-
-    datasets = _datasets(f"{name} is neither a file nor a folder; reading it as a dataset")
-    try:
-        splits = datasets.load_dataset(name, streaming=not is_offline_mode())
-    except Exception as error:  # offline, unknown name, gated: `datasets` raises many types
-        raise FileNotFoundError(
-            f"{name} is neither a file nor a folder, and load_dataset({name!r}) failed: {error}"
-        ) from error
-    split = splits[next(name for name in (*SPLITS[part], *splits) if name in splits)]
-    columns = split.column_names or list(next(iter(split), {}))  # a streamed dataset may lack column names
-    return split, columns
-
-
-def _datasets(what):
+def _rows(name, table, part, column, conversations):
+    """Return the conversations or texts of a table that `datasets` loads."""
     try:
         import datasets
     except ImportError:
-        raise ImportError(f"{what} needs the datasets library: pip install 'hf-longctx[training]'") from None
-    return datasets
-
-
-def _documents(rows, columns, name, column, conversations):
-    """Return a table's conversations, or its text column."""
+        raise ImportError(f"{name} needs the datasets library: pip install 'hf-longctx[training]'") from None
+    try:
+        splits = datasets.load_dataset(**table)
+        rows = splits[next(split for split in (*SPLITS[part], *splits) if split in splits)]
+        columns = rows.column_names or list(next(iter(rows), {}))  # a streamed dataset may lack column names
+    except Exception as error:  # offline, unknown name, gated, damaged: `datasets` and pyarrow raise many types
+        if isinstance(name, Path):
+            raise ValueError(f"{name} cannot be read as {table['path']}: {error}") from error
+        raise FileNotFoundError(
+            f"{table['path']} is neither a file nor a folder, and load_dataset failed: {error}"
+        ) from error
     found = next((names for names in CONVERSATIONS if set(names) <= set(columns)), None)
     if conversations and found and column is None:
         return ({name: row.get(name) for name in (*found, *CHAT_OPTIONS)} for row in rows)

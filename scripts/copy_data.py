@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hf_longctx.training.conversations import FIRST, SCORED
-from hf_longctx.training.data import FLAGS, TokenDataset
+from hf_longctx.training.conversations import TOKEN
+from hf_longctx.training.data import TokenDataset
 
 
 # Kinds of passages and their probabilities.
@@ -75,13 +75,12 @@ class CopyDataset(torch.utils.data.Dataset):
 
 
 def write(rows: CopyDataset, path: Path) -> None:
-    """Write sequences to a token file (.npy), and document starts and scored labels to a flags file."""
-    tokens, flags = [], []
-    for row in (rows[i] for i in range(len(rows))):
-        tokens.append(row["input_ids"].numpy())
-        flags.append(SCORED * (row["labels"] != -100).numpy() + FIRST * (row["position_ids"] == 0).numpy())
-    np.save(path.with_suffix(FLAGS), np.concatenate(flags).astype(np.uint8))
-    np.save(path, np.concatenate(tokens).astype(np.uint16 if rows.vocab_size <= 2**16 else np.uint32))
+    """Write sequences to a token file (.npy) that marks document starts and scored labels."""
+    tokens = np.empty((len(rows), rows.rows.length), TOKEN)
+    for record, row in zip(tokens, (rows[i] for i in range(len(rows)))):
+        record["id"] = row["input_ids"]
+        record["first"], record["scored"] = row["position_ids"] == 0, row["labels"] != -100
+    np.save(path, tokens)
 
 
 __all__ = ["CopyDataset", "write"]

@@ -76,9 +76,8 @@ def main():
     for name in MODELS:
         measure(CARDS / name)
     curves = {name: read_result(CARDS / name / "forgetting_curve.json") for name in MODELS}
-    contexts = {name: curve.settings["train_length"] for name, curve in curves.items()}
-    plot_comparison(curves, CARDS / "forgetting_curves.png", train_lengths=contexts, title=TITLE)
-    print(comparison_table(curves, contexts))
+    plot_comparison(curves, CARDS / "forgetting_curves.png", title=TITLE)
+    print(comparison_table(curves))
 
 
 def train_all(work):

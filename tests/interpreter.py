@@ -2,8 +2,8 @@
 
 By itself, the interpreter replaces the functions of Triton's language at each call of a kernel and of a function in
 one, each time by the same. It computes for each sum of integers whether it overflows, without reporting it, and it
-recreates the type and the shape of each intermediate result. What is replaced here is private: `test_hooks.py` says
-when it has moved, and the kernels are then interpreted slowly.
+recreates the type and the shape of each intermediate result. What is replaced here is private: where it has moved, the
+kernels are interpreted slowly.
 """
 
 import contextlib

@@ -16,25 +16,16 @@ from hf_longctx.fox.compat_fox import CACHE
 
 
 TESTS = Path(__file__).parent
-FILES = [*Path(hf_longctx.__file__).parent.rglob("*.py"), TESTS / "commands.py", TESTS / "interpreter.py"]
+FILES = list(Path(hf_longctx.__file__).parent.rglob("*.py"))
 TRAINER = "transformers.trainer:Trainer"
 MODEL = "transformers.modeling_utils:PreTrainedModel"
 GENERATION = "transformers.generation.utils:GenerationMixin"
 BATCHING = "transformers.generation.continuous_batching"
 ACCELERATE = "transformers.integrations.accelerate"
 SHARDS = "accelerate.data_loader"
-INTERPRETER = "triton.runtime.interpreter"
-LANGUAGE = "triton.language"
-FASTER = "tests interpret kernels faster"
 HOOKS = [
     # name of ours, module:object of the library, text in its source, what it is for
     ("_run_epoch", TRAINER, "self._run_epoch(", "a run that is resumed after its last step takes no step more"),
-    (
-        "_keys_to_ignore_on_save",
-        TRAINER,
-        "== set(self.model._keys_to_ignore_on_save)",
-        "tied weights are not called missing",
-    ),
     (
         "prediction_step",
         TRAINER,
@@ -49,8 +40,6 @@ HOOKS = [
     ("num_processes", f"{SHARDS}:BatchSamplerShard", "self.num_processes", "groups of processes share rows"),
     ("process_index", f"{SHARDS}:BatchSamplerShard", "self.process_index", "groups of processes share rows"),
     ("even_batches", f"{SHARDS}:BatchSamplerShard", "self.even_batches", "groups of processes share rows"),
-    ("num_processes", f"{SHARDS}:IterableDatasetShard", "self.num_processes", "groups of processes share rows"),
-    ("process_index", f"{SHARDS}:IterableDatasetShard", "self.process_index", "groups of processes share rows"),
     ("cp_size", "accelerate.parallelism_config:ParallelismConfig", "cp_size", "accelerate may not divide rows"),
     ("is_gradient_checkpointing", "peft.peft_model", "is_gradient_checkpointing", "a warning of PEFT is left out"),
     ("_can_set_attn_implementation", MODEL, "self._can_set_attn_implementation()", "the implementation can change"),
@@ -125,33 +114,6 @@ HOOKS = [
     ("cache_hook", "lm_eval.api.model:CachingLM", "set_cache_hook", "--use_cache knows requests of ids"),
     ("init_dynamic_modules", "evaluate.loading", '".py")).stat().st_mtime', "metrics found by their bare names"),
     ("init_dynamic_modules", "evaluate.loading", 'f"evaluate-{current_type}--{path}"', "metrics found by bare names"),
-    ("_patch_lang", INTERPRETER, "patch_scope = _patch_lang(self.fn)", FASTER),
-    ("restore", INTERPRETER, "patch_scope.restore()", FASTER),
-    ("interpreter_builder.options", INTERPRETER, "self.options = InterpreterOptions()", FASTER),
-    ("sanitize_overflow", INTERPRETER, "sanitize_overflow: bool", FASTER),
-    ("_patch_attr", INTERPRETER, "_patch_attr(pkg, name, member, builder, scope)", FASTER),
-    ("_get_np_dtype", INTERPRETER, "def _get_np_dtype(tt_dtype):", FASTER),
-    ("TensorHandle", INTERPRETER, "if not _validate_np_data_size(self.data, self.dtype)", FASTER),
-    ("broadcast_impl_value", f"{LANGUAGE}.semantic", "def broadcast_impl_value(self, lhs: TensorTy,", FASTER),
-    (
-        "binary_op_type_checking_impl",
-        f"{LANGUAGE}.semantic",
-        "arithmetic_check=True,\n                                     div_or_mod=False)",
-        FASTER,
-    ),
-    ("make_tensor", f"{LANGUAGE}.core:tensor", "self.shape = tuple([constexpr(s) for s in self.shape])", FASTER),
-    ("with_element_ty", f"{LANGUAGE}.core:block_type", "return block_type(scalar_ty, self.shape)", FASTER),
-    ("to_ir", f"{LANGUAGE}.core:block_type", "get_block_ty(self.element_ty.to_ir(builder), self.shape)", FASTER),
-    ("HF_HUB_OFFLINE", "huggingface_hub.constants", "return HF_HUB_OFFLINE", "forks of tests are offline, or not"),
-    ("HF_HUB_OFFLINE", "datasets.config", "HF_HUB_OFFLINE =", "forks of tests are offline, or not"),
-    (
-        "spawnv_passfds",
-        "multiprocessing.forkserver:ForkServer",
-        "util.spawnv_passfds(exe, args, fds_to_pass)",
-        "the server is a fork",
-    ),
-    ("_forkserver._lock", "multiprocessing.forkserver:ForkServer", "with self._lock:", "the server is a fork"),
-    ("HF_MODULES_CACHE", "transformers.dynamic_module_utils", "HF_MODULES_CACHE", "forks of tests keep code apart"),
 ]
 
 

@@ -126,7 +126,7 @@ def test_the_suffix_means_that_a_file_travels(bundle, root):
 
 
 def test_metrics_keep_models_and_pictures_in_their_rooms():
-    """Models are run in run/ and in files called measure.py; pictures are drawn in plot.py, style.py and report/.
+    """Models are run in run/; pictures are drawn in plot.py, style.py and report/.
 
     A RoPE verdict asks transformers for its config classes and for the formulas of scaled frequencies.
     """
@@ -135,7 +135,7 @@ def test_metrics_keep_models_and_pictures_in_their_rooms():
         room = path.relative_to(PACKAGE / "metrics")
         if room.parts[0] == "modules":  # Spaces of the Hub
             continue
-        runs = room.parts[0] == "run" or room.name in ("measure.py", "config.py", "reading.py", "evaluate_modules.py")
+        runs = room.parts[0] == "run" or room.name in ("config.py", "evaluate_modules.py")
         draws = room.parts[0] == "report" or room.name in ("plot.py", "style.py")
         strangers = set() if runs else libraries(path) & MODELS
         strangers |= set() if draws else libraries(path) & PICTURES

@@ -10,11 +10,11 @@ import transformers
 from transformers.utils import versions
 
 from hf_longctx.fox import configuration_fox
-from hf_longctx.hmt import versions_hmt
+from hf_longctx.hmt import compat_hmt
 
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-COPIES = configuration_fox, versions_hmt  # each travels with the weights of its models
+COPIES = configuration_fox, compat_hmt  # each travels with the weights of its models
 NAMES = [module.__name__.rpartition(".")[2] for module in COPIES]
 
 

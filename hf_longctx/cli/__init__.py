@@ -1,8 +1,8 @@
 """The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
 
 `task_command` generates the commands of tasks, such as `curve`, from their classes. Every other command has a module
-with `add_arguments(parser)` and `run(args)`. The commands in `TRAINING` use `TrainingArguments`: they have
-`run(words)` and their own parser. Slow imports happen inside `run`.
+with `add_arguments(parser)` and `run(args)`. The commands in `TRAINING` use `TrainingArguments` and its parser. Slow
+imports happen inside `run`.
 
 Exit codes: 0 for success; 2 for a usage error (an unknown option, a missing file, incompatible settings); 1 if a valid
 call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped it: 130 for Ctrl-C,
@@ -20,7 +20,7 @@ from typing import Any
 from .. import __version__
 from ..metrics import tasks  # noqa: F401 - registers them
 from ..metrics.task import Task
-from . import shared
+from . import shared, train
 from .task_command import TaskCommand
 
 
@@ -30,7 +30,7 @@ NAMES = """
     train finetune convert
     push env
 """
-TRAINING = ("train", "finetune")
+TRAINING = {"train": "PretrainConfig", "finetune": "FinetuneConfig"}
 COMMANDS: dict[str, Any] = {name: TaskCommand(task) for name, task in Task.tasks.items()}
 COMMANDS |= {name: importlib.import_module(f".{name.replace('-', '_')}", __name__) for name in NAMES.split()}
 
@@ -51,7 +51,7 @@ def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParse
         )
         if name in with_arguments and name not in TRAINING:
             command.add_arguments(p)
-        p.set_defaults(run=command.run)
+            p.set_defaults(run=command.run)
     return top
 
 
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     try:
         if words and words[0] in TRAINING:
-            COMMANDS[words[0]].run(words[1:])
+            train.run(TRAINING[words[0]], words[1:], COMMANDS[words[0]].__doc__)
         else:
             if words[:1] != [
                 "lm-eval"

@@ -11,9 +11,3 @@ Examples:
   hf-longctx finetune --recipe rope-extend --model MODEL --max_length 32768 --data books --output_dir run
   hf-longctx finetune --config run/config.yaml --output_dir run
 """
-
-from .train import run_training
-
-
-def run(words: list[str]) -> None:
-    run_training(words, "FinetuneConfig", __doc__)

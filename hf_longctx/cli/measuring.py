@@ -52,11 +52,6 @@ def add_text(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_repeats(parser: argparse._ActionsContainer, of: str, default: int = 10) -> None:
-    """Add the argument for the number of repeats; `of` says what is repeated."""
-    parser.add_argument("--repeats", type=int, default=default, metavar="N", help=f"{of} (default: %(default)s)")
-
-
 def add_train_length(parser: argparse._ActionsContainer) -> None:
     """Add the argument for the training length."""
     parser.add_argument(

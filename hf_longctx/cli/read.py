@@ -57,13 +57,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> None:
+    from ..corpus import load_text
     from ..hmt.reading import load_state, read_text
 
+    if args.temperature is not None and args.temperature < 0:
+        raise ValueError(f"--temperature must be at least 0, got {args.temperature}.")
     saved = args.text.endswith(".safetensors") or ("@" in args.text and not Path(args.text).exists())
     if saved and (args.question is None or args.output is not None):
         raise ValueError(f"{args.text} is a saved memory. Give a QUESTION about it, and leave --output out.")
     output = args.output or ("state.safetensors" if args.question is None else None)
-    text, name = ("", "") if saved else read_source(args.text)
+    text, name = "", "standard input" if args.text == "-" else Path(args.text).name
+    if not saved:
+        text = sys.stdin.read() if args.text == "-" else load_text(args.text)
     model, tokenizer = shared.load_model(args)
     inputs = None if args.question is None else encode(args, tokenizer)
     if saved:
@@ -76,39 +81,12 @@ def run(args: Namespace) -> None:
         answer(args, model, tokenizer, inputs, state)
 
 
-def read_source(source: str) -> tuple[str, str]:
-    """Return a document and its name without the folder."""
-    from ..corpus import load_text
-
-    if source != "-":
-        return load_text(source), Path(source).name
-    try:
-        return sys.stdin.read() if sys.stdin else "", "standard input"
-    except UnicodeError as error:
-        raise ValueError(
-            f"the document must be UTF-8 ({error}). Convert it, for example with iconv -t UTF-8."
-        ) from None
-
-
 def encode(args: Namespace, tokenizer: Any) -> Any:
-    """Tokenize the question, without special tokens if it continues the document.
-
-    Raises:
-        ValueError: the question is empty, or the chat template is missing.
-    """
+    """Tokenize the question, without special tokens if it continues the document."""
     if not args.chat:
-        inputs = tokenizer(args.question, return_tensors="pt", add_special_tokens=False)
-    elif tokenizer.chat_template is None:
-        raise ValueError(
-            f"--chat: the tokenizer of {args.model} has no chat template. Leave --chat out to continue the document, or save "
-            "a tokenizer that has one."
-        )
-    else:
-        turn = [{"role": "user", "content": args.question}]
-        inputs = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
-    if inputs["input_ids"].shape[1] == 0:
-        raise ValueError(f"the question {args.question!r} is empty: the tokenizer of {args.model} returned no token.")
-    return inputs
+        return tokenizer(args.question, return_tensors="pt", add_special_tokens=False)
+    turn = [{"role": "user", "content": args.question}]
+    return tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 
 
 def answer(args: Namespace, model: Any, tokenizer: Any, inputs: Any, state: Any) -> None:
@@ -121,8 +99,6 @@ def answer(args: Namespace, model: Any, tokenizer: Any, inputs: Any, state: Any)
         config.update(do_sample=False, temperature=None, top_p=None, top_k=None)
     elif args.temperature is not None:
         config.update(do_sample=True, temperature=args.temperature)
-    if config.pad_token_id is None:
-        config.pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
 
     def refuse_nan(ids, logits):
         if logits.isnan().any():

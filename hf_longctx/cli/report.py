@@ -11,14 +11,8 @@ Examples:
 """
 
 import argparse
-from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from . import measuring, shared
-
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="longest input to evaluate (default: the context that the model claims)",
     )
-    measuring.add_repeats(group, "repeats per length of the forgetting curve")
+    group.add_argument(
+        "--repeats",
+        type=int,
+        default=10,
+        metavar="N",
+        help="repeats per length of the forgetting curve (default: %(default)s)",
+    )
     measuring.add_train_length(group)
     group.add_argument(
         "--output",
@@ -59,17 +59,7 @@ def run(args: argparse.Namespace) -> None:
         repeats=args.repeats,
         seed=args.seed,
         corpus_name=corpus.name,
-        config=served_config(args) if args.endpoint else None,
         progress=True,
     )
     if report is not None:
         print(f"wrote {report.page}")
-
-
-def served_config(args: argparse.Namespace) -> "PreTrainedConfig | None":
-    """Return the config saved with a served model's tokenizer, or None."""
-    from transformers import AutoConfig
-
-    with suppress(OSError, ValueError):
-        return AutoConfig.from_pretrained(args.model, **shared.source(args))
-    return None

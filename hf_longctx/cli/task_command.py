@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import json
 from functools import partial
 from typing import Any
 
@@ -107,9 +108,13 @@ def add_option(group: argparse._ActionsContainer, option: Option) -> None:
     elif option.listed:
         how |= {"nargs": "+", "action": Numbers, "metavar": METAVARS[option.kind], "type": str, "const": option.kind}
     else:
-        kind = str if option.kind is dict else option.kind  # JSON is parsed when the option is checked
-        how |= {"type": kind, "metavar": METAVARS[option.kind]}
+        how |= {"type": json_object if option.kind is dict else option.kind, "metavar": METAVARS[option.kind]}
     group.add_argument(f"--{option.name.replace('_', '-')}", **how)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Parse JSON, for an option whose value is a dictionary."""
+    return json.loads(text)
 
 
 class Numbers(argparse.Action):

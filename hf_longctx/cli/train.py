@@ -7,15 +7,13 @@ Examples:
   torchrun --nproc-per-node 8 -m hf_longctx train --recipe fox-paper --data a.npy --tokenizer gpt2 --output_dir run
 """
 
-from . import shared
 
+def run(kind: str, words: list[str], description: str | None) -> None:
+    """Train with command-line settings; a run stopped by a signal exits with 128 + its number.
 
-def run(words: list[str]) -> None:
-    run_training(words, "PretrainConfig", __doc__)
-
-
-def run_training(words: list[str], kind: str, description: str | None) -> None:
-    """Train with command-line settings; a run stopped by a signal exits with 128 + its number."""
+    Args:
+        kind: "PretrainConfig" or "FinetuneConfig".
+    """
     try:
         from huggingface_hub.errors import StrictDataclassError
         from safetensors import SafetensorError
@@ -32,9 +30,6 @@ def run_training(words: list[str], kind: str, description: str | None) -> None:
         "usage": "%(prog)s --data DATA --output_dir RUN [options]",
     }
     settings = config.parse(getattr(config, kind), words, description=description, epilog=config.ALL_OPTIONS, **names)
-    for name in (settings.tokenizer, settings.model if kind == "FinetuneConfig" else None):
-        if name:
-            shared.check_model_name(name)
     try:
         number = train(settings)
     except (StrictDataclassError, SafetensorError) as error:

@@ -54,17 +54,12 @@ KERNEL_TOKENS = 16384
 ROUNDING = 1.03
 
 
-def check_implementation(name, head_dim):
-    """Raise ImportError or NotImplementedError if our kernels are requested but do not support `head_dim`."""
-    if name == NAME and (reason := why_not(head_dim)) is not None:
-        raise reason
-
-
 def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=None) -> str:
     """Return the implementation that `attn_implementation="auto"` selects for one call.
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
-    SDPA handles everything else: decoding, dropout, torch.func transforms, and padding within a `PrunedCache`.
+    SDPA handles everything else: decoding, dropout, torch.func transforms, a static `PrunedCache`, and padding with a
+    growing one.
 
     Args:
         config: the `FoxConfig`.
@@ -77,9 +72,9 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
         return "sdpa"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "sdpa"  # the kernels lack some derivatives
-    if drops_tokens(cache) and attention_mask is not None and not attention_mask.all():
+    if drops_tokens(cache) and (cache.is_compileable or not (attention_mask is None or attention_mask.all())):
         return "sdpa"
-    cannot = why_not(config.sizes.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
+    cannot = why_not(config.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
     return NAME if cannot is None else "sdpa"
 
 
@@ -165,14 +160,12 @@ def gates_in(module, key, heads):
     return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
 
 
-def check_support(module, query, mask, dropout, output_attentions):
+def check_support(module, query, mask, dropout):
     """Raise an error if the kernels do not support a call; see `forgetting_triton_attention`."""
     if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
         raise reason
     if dropout > 0:
         raise ValueError(f"attention_dropout must be 0 for {NAME}, got {dropout}. Set it to 0, or use 'sdpa'.")
-    if output_attentions:
-        raise ValueError(f"{NAME} does not return attention weights. Use model.set_attn_implementation('eager').")
     if mask is not None and not isinstance(mask, tuple):
         raise NotImplementedError(
             f"attention_mask must be (B, Tk) with 1 for real tokens for {NAME}, got a {type(mask).__name__} of shape "
@@ -193,7 +186,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         ImportError, NotImplementedError, ValueError: the kernels do not support this device, dtype or head size,
             dropout, attention weights, or a mask that is not from `find_triton_mask`.
     """
-    check_support(module, query, attention_mask, dropout, kwargs.get("output_attentions"))
+    check_support(module, query, attention_mask, dropout)
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
     decoding, end = is_decoding(query, key, value), visible.end
     if isinstance(end, torch.Tensor) and not decoding:

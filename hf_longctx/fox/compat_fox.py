@@ -1,4 +1,4 @@
-"""Support for both names of the cache.
+"""Support for both names of the cache, and for `slice_logits_to_keep` of transformers 5.23.
 
 transformers 5.24 renamed `past_key_values` to `cache` in models, masks and outputs. FoX uses the new name, and accepts
 and returns both names with every version since 5.15.
@@ -15,12 +15,18 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils import deprecation
 
-from .configuration_fox import IS_TESTED, REPAIR
+
+try:
+    from transformers.modeling_utils import slice_logits_to_keep
+except ImportError:
+
+    def slice_logits_to_keep(hidden_states, logits_to_keep):
+        """Return the hidden states of the last `logits_to_keep` positions, 0 for all, or of the given positions."""
+        last = isinstance(logits_to_keep, int)
+        return hidden_states[:, slice(-logits_to_keep, None) if last else logits_to_keep]
 
 
-CACHE = next((f.name for f in fields(BaseModelOutputWithPast) if f.name in ("cache", "past_key_values")), "")
-if not CACHE:
-    raise ImportError(f"FoX does not know the name of the cache in this transformers; {REPAIR}")
+CACHE = "cache" if "cache" in {f.name for f in fields(BaseModelOutputWithPast)} else "past_key_values"
 
 
 def accept_both_names(function: Callable) -> Callable:
@@ -49,21 +55,12 @@ def rename_cache(function: Callable, old: str, new: str) -> Callable:
     def renamed(*args, **kwargs):
         if old in kwargs:
             cache = kwargs.pop(old)
-            if cache is not None and kwargs.get(new) is not None:
-                raise ValueError("`cache` and `past_key_values` are names of the same argument. Pass only `cache`.")
             if kwargs.get(new) is None:
                 kwargs[new] = cache
         output = function(*args, **kwargs)
         return BOTH_NAMES[type(output)](**output) if type(output) in BOTH_NAMES else output
 
     return renamed
-
-
-def check_unknown(name: str, value: Any) -> None:
-    """Raise TypeError if an unknown keyword argument is a cache, instead of ignoring it."""
-    if type(value).__name__.endswith("Cache"):
-        repair = "pass it as `cache`." if IS_TESTED else REPAIR
-        raise TypeError(f"FoX does not know the argument {name!r}, a {type(value).__name__}: {repair}")
 
 
 class BothNames:
@@ -78,15 +75,6 @@ class BothNames:
     @cache.setter
     def cache(self, value):
         self.past_key_values = value
-
-    def __getitem__(self, key):
-        return super().__getitem__("past_key_values" if key == "cache" else key)  # ty: ignore[missing-attribute]
-
-    def __contains__(self, key):
-        return super().__contains__("past_key_values" if key == "cache" else key)  # ty: ignore[missing-attribute]
-
-    def get(self, key, default=None):
-        return super().get("past_key_values" if key == "cache" else key, default)  # ty: ignore[missing-attribute]
 
 
 BOTH_NAMES: dict[type, type] = {}

@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 from huggingface_hub.dataclasses import strict
@@ -27,28 +27,12 @@ if not IS_TESTED:
     # all copies of this file share this logger and message, so the warning appears once
     logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
-FORMAT_VERSION = 1
 FORGET_GATES = ("full", "bias_only", "fixed", "none")
 OUTPUT_GATES = ("sigmoid", "silu")
 # Fields of other transformers models that must have these values in a FoX.
 FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
 # Names that the base class accepts in addition to its fields and properties.
 BASE_NAMES = {"attn_implementation", "rope_theta", "auto_map", "quantization_config", *FIXED}
-LAYER_TYPES = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
-
-
-class FoxSizes(NamedTuple):
-    """Resolved sizes of a `FoxConfig`, with all defaults filled in.
-
-    num_key_value_groups: number of query heads per key head.
-    gates_per_key: number of forget gates per key head: 1, or one per query head.
-    """
-
-    head_dim: int
-    num_key_value_heads: int
-    num_key_value_groups: int
-    intermediate_size: int
-    gates_per_key: int
 
 
 @strict
@@ -87,42 +71,15 @@ class FoxConfig(PreTrainedConfig):
         log_pruning_tolerance: log of the attention weight that `attn_implementation="forgetting_triton"` may skip per
             query, in faded keys (arXiv 2504.06949, which uses -10). At most 0. None disables pruning; other
             implementations never prune.
-        format_version: layout of the saved folder.
 
     Raises:
-        ValueError: a name is unknown, unless the configuration was saved; a value is out of range or contradicts
-            another; or the folder was saved by a newer hf-longctx.
+        ValueError: a name is unknown, unless the configuration was saved; or a value is out of range or contradicts
+            another.
     """
 
     model_type = "fox"
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
     default_theta = 500_000.0
-    # Tensor parallelism splits every layer by heads. `_tp_plan` drops the rules of absent modules.
-    base_model_tp_plan = {
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        # Shift weights and gate are not nn.Linear: "packed_colwise" runs them on a rank's heads and sums the
-        # gradients of their input.
-        "layers.*.self_attn.k_shift_proj": "packed_colwise",
-        "layers.*.self_attn.k_shift_proj.weight": "colwise",
-        "layers.*.self_attn.v_shift_proj": "packed_colwise",
-        "layers.*.self_attn.v_shift_proj.weight": "colwise",
-        "layers.*.self_attn.f_proj": "packed_colwise",
-        "layers.*.self_attn.f_proj.weight": "colwise",
-        "layers.*.self_attn.f_proj.bias": "colwise",
-        "layers.*.self_attn.q_norm": "local_params",
-        "layers.*.self_attn.q_norm.weight": "colwise",
-        "layers.*.self_attn.k_norm": "local_params",
-        "layers.*.self_attn.k_norm.weight": "colwise",
-        "layers.*.self_attn.o_norm": "local_params",
-        "layers.*.self_attn.o_norm.weight": "colwise",
-        "layers.*.self_attn.g_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
     base_model_pp_plan = {
         "embed_tokens": (["input_ids"], ["inputs_embeds"]),
         "layers": (["hidden_states", "attention_mask"], ["hidden_states"]),
@@ -131,11 +88,11 @@ class FoxConfig(PreTrainedConfig):
 
     vocab_size: int = 32000
     hidden_size: int = 2048
-    intermediate_size: int | None = None
+    intermediate_size: Any = None  # `__post_init__` replaces None by an int
     num_hidden_layers: int = 24
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
+    num_key_value_heads: Any = None
+    head_dim: Any = None
     hidden_act: str = "silu"
     max_position_embeddings: int = 16384
     initializer_range: float = 0.02
@@ -161,16 +118,10 @@ class FoxConfig(PreTrainedConfig):
     v_shift: bool = False
     sliding_window: int | None = None
     log_pruning_tolerance: float | int | None = -10.0
-    format_version: int = FORMAT_VERSION
 
     def __post_init__(self, **kwargs):
-        if self.format_version > FORMAT_VERSION:
-            raise ValueError(
-                f"this folder has FoX format version {self.format_version}, but the installed code reads up to "
-                f"version {FORMAT_VERSION}. Upgrade: pip install -U hf-longctx (or use trust_remote_code=True)."
-            )
-        self._check_fields(kwargs)
-        self.check_heads()
+        self._check_names(kwargs)
+        self._check_heads()
         self._check_gates()
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
@@ -181,13 +132,14 @@ class FoxConfig(PreTrainedConfig):
             self.rope_parameters = None  # the base class fills in a default
 
     @property
-    def sizes(self) -> FoxSizes:
-        """The resolved sizes of the layers."""
-        head_dim, kv_heads, width = self.head_dim, self.num_key_value_heads, self.intermediate_size
-        assert head_dim is not None and kv_heads is not None and width is not None  # since `__post_init__`
-        group = self.num_attention_heads // kv_heads
-        one_gate = self.forget_gate_per_kv_head or self.forget_gate == "none"
-        return FoxSizes(head_dim, kv_heads, group, width, 1 if one_gate else group)
+    def num_key_value_groups(self) -> int:
+        """Number of query heads per key head."""
+        return self.num_attention_heads // self.num_key_value_heads
+
+    @property
+    def gates_per_key(self) -> int:
+        """Number of forget gates per key head: 1, or one per query head."""
+        return 1 if self.forget_gate_per_kv_head or self.forget_gate == "none" else self.num_key_value_groups
 
     @property
     def layer_types(self):
@@ -207,35 +159,30 @@ class FoxConfig(PreTrainedConfig):
                 f"sliding_window={self.sliding_window}, got {value}. Leave layer_types out."
             )
 
-    @classmethod
-    def from_dict(cls, config_dict, **kwargs):
-        # `kwargs` may change the depth or window that the saved layer types were derived from.
-        layer_types = config_dict.get("layer_types") or []
-        if len(set(layer_types)) == 1 and layer_types[0] in LAYER_TYPES:
-            config_dict = {name: value for name, value in config_dict.items() if name != "layer_types"}
-        return super().from_dict(config_dict, **kwargs)
-
     def _tp_plan(self):
-        present = {
-            "f_proj": self.forget_gate != "none",
-            "f_proj.weight": self.forget_gate == "full",
-            "f_proj.bias": self.forget_gate in ("full", "bias_only"),
-            "k_shift_proj": self.k_shift,
-            "v_shift_proj": self.v_shift,
-            "q_norm": self.qk_norm,
-            "k_norm": self.qk_norm,
-            "o_norm": self.output_norm,
-            "g_proj": self.output_gate is not None,
-        }
-        plan = {}
-        for rule, style in (type(self).base_model_tp_plan or {}).items():
-            name = rule.rpartition("self_attn.")[2]
-            module = name.partition(".")[0]
-            if self.qk_norm_shared and module in ("q_norm", "k_norm"):
-                style = "replicated_with_grad_allreduce" if name == module else "replicate"
-            if present.get(name, present.get(module, True)):
-                plan[rule] = style
-        return plan
+        """Return the rules of tensor parallelism, which splits every layer by heads, for the modules that exist."""
+        learned = {"full": ["weight", "bias"], "bias_only": ["bias"]}
+        # Shift weights and gate are not nn.Linear: "packed_colwise" runs them on a rank's heads and sums the
+        # gradients of their input.
+        modules = [
+            ("f_proj", self.forget_gate != "none", "packed_colwise", learned.get(self.forget_gate, [])),
+            ("k_shift_proj", self.k_shift, "packed_colwise", ["weight"]),
+            ("v_shift_proj", self.v_shift, "packed_colwise", ["weight"]),
+            ("q_norm", self.qk_norm, "local_params", ["weight"]),
+            ("k_norm", self.qk_norm, "local_params", ["weight"]),
+            ("o_norm", self.output_norm, "local_params", ["weight"]),
+            ("g_proj", self.output_gate is not None, "colwise", []),
+        ]
+        plan = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+        for name, exists, style, parameters in modules:
+            if exists:
+                plan |= {name: style, **{f"{name}.{parameter}": "colwise" for parameter in parameters}}
+        if self.qk_norm_shared:
+            for name in ("q_norm", "k_norm"):
+                plan |= {name: "replicated_with_grad_allreduce", f"{name}.weight": "replicate"}
+        plan = {f"layers.*.self_attn.{name}": style for name, style in plan.items()}
+        mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+        return plan | {f"layers.*.mlp.{name}": style for name, style in mlp.items()}
 
     def validate_rope(self):
         """Raise ValueError for RoPE parameters that transformers accepts and FoX does not; called by `@strict`."""
@@ -249,29 +196,17 @@ class FoxConfig(PreTrainedConfig):
                 "vLLM would rotate only a part. Leave it out."
             )
 
-    def _check_fields(self, kwargs):
+    def _check_names(self, kwargs):
         unknown = [x for x in kwargs if x not in BASE_NAMES and not x.startswith("_") and not hasattr(type(self), x)]
         if unknown and "model_type" not in kwargs:  # other programs add names to saved configurations
             closest = difflib.get_close_matches(unknown[0], type(self).__annotations__)
             hint = f"; did you mean {closest[0]!r}?" if closest else "."
             raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint} help(FoxConfig) lists all fields.")
-        sizes = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
-        for name in (*sizes, "num_key_value_heads", "head_dim", "max_position_embeddings"):
-            size = getattr(self, name)
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}.")
         for name, value in FIXED.items():
             if (got := kwargs.get(name, getattr(self, name, value))) != value:
                 raise ValueError(f"{name} must be {value}, got {got}. A FoX is a causal decoder.")
-        for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-            ids = getattr(self, name)
-            if any(i is not None and not 0 <= i < self.vocab_size for i in (ids if isinstance(ids, list) else [ids])):
-                raise ValueError(
-                    f"{name} must be None or from 0 to vocab_size - 1 = {self.vocab_size - 1}, got {ids}."
-                )
 
-    def check_heads(self) -> None:
-        """Raise ValueError if heads and their sizes do not match; fill in defaults."""
+    def _check_heads(self):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
@@ -299,24 +234,16 @@ class FoxConfig(PreTrainedConfig):
                 f"log_pruning_tolerance must be at most 0, the log of a weight, got {self.log_pruning_tolerance}. None "
                 "disables pruning."
             )
-        if self.forget_gate == "none" and self.forget_gate_per_kv_head:
-            raise ValueError(
-                'forget_gate_per_kv_head=True requires a forget gate, but forget_gate is "none". Remove one of them.'
-            )
         if self.qk_norm_shared and not self.qk_norm:
             raise ValueError("qk_norm_shared=True requires qk_norm=True, got qk_norm=False. Set both.")
         shortest, longest = self.decay_time_min, self.decay_time_max
-        if shortest is None and longest is None:
-            if self.forget_gate == "fixed":
-                raise ValueError(
-                    'forget_gate="fixed" requires decay_time_min and decay_time_max, in tokens, e.g. 2 and 512.'
-                )
+        if shortest is None and longest is None and self.forget_gate != "fixed":
             return
-        both = f"decay_time_min={shortest} and decay_time_max={longest}"
-        if self.forget_gate == "none":
-            raise ValueError(f'{both} require a forget gate, but forget_gate is "none". Leave them out.')
         if shortest is None or longest is None or not 0 < shortest <= longest < math.inf:
-            raise ValueError(f"{both} must satisfy 0 < min <= max < inf, in tokens.")
+            raise ValueError(
+                f"decay_time_min and decay_time_max must satisfy 0 < min <= max < inf, in tokens, got {shortest} and "
+                f'{longest}. Set both, e.g. to 2 and 512, or leave both out; forget_gate="fixed" requires them.'
+            )
 
     @classmethod
     def pro(cls, **kwargs):

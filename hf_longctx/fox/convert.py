@@ -401,7 +401,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
 
     back = read_config(kind, config_dict)
     # These fields affect initial values or defaults, but not logits.
-    free = {"decay_time_min", "decay_time_max", "max_position_embeddings", "format_version"}
+    free = {"decay_time_min", "decay_time_max", "max_position_embeddings"}
     if not config.qk_norm:
         free |= {"qk_norm_shared", "qk_norm_eps"}
     lost = [

@@ -13,16 +13,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import TransformersKwargs, logging
+from transformers.utils import TransformersKwargs
 from transformers.utils.generic import is_flash_attention_requested
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width, is_exporting
 from .backend_fox import NAME, find_triton_mask
-from .compat_fox import check_unknown
 from .state_fox import Call, drops_tokens
 
-
-logger = logging.get_logger(__name__)
 
 NO_QUANTIZED_CACHE = (
     "FoX cannot use a quantized cache: the cumulative sum of its gates is stored in the keys and would be rounded with "
@@ -62,12 +59,12 @@ def read_call(
         kwargs: arguments of other parts of the model.
 
     Raises:
-        ValueError: tokens, mask, positions and cache do not match; or packed or sharded rows have padding or a cache.
+        ValueError: tokens, mask, positions and cache do not match; or packed rows have padding or a cache.
         NotImplementedError: FoX does not support this cache here.
     """
     if shard is not None:  # only the shape of the whole rows is used
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
-    check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs)
+    check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwargs)
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
     token_mask = sequences = predecessor = successor = visible = None
     name = config._attn_implementation
@@ -125,17 +122,6 @@ def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) 
     return successor[:, :-1].contiguous()
 
 
-def can_be_cached(call: Call) -> bool:
-    """Return whether these rows may fill a new cache; warn once if they are packed.
-
-    Compiled calls may fill a cache, because their rows are only assumed to be packed.
-    """
-    if call.position_in_sequence is None or torch.compiler.is_compiling():
-        return True
-    logger.warning_once("Packed documents cannot be continued from a cache, so no cache is returned.")
-    return False
-
-
 def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
     """Return which of the last `length` tokens of a mask (B, past + T) are real, (B, T) bool; None if all are.
 
@@ -148,7 +134,12 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
 
 
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> Any:
-    """Return the mask in the format of the config's attention implementation."""
+    """Return the mask in the format of the config's attention implementation. A `PrunedCache` drops tokens first."""
+    if drops_tokens(cache):
+        cache.make_room(inputs_embeds.shape[1])
+        if cache.is_compileable:  # a mask of the new tokens: the cache stores which others are padding
+            attention_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+            cache = None
     if config._attn_implementation == NAME:
         return find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
@@ -201,7 +192,12 @@ def find_sequences(
         elif not compiling and starts[:, 1:].any():
             check_restarts(position_ids, starts)
     if not compiling and position_ids is not None and (cu_seq_lens_q, seq_idx) != (None, None):
-        check_boundaries(position_ids.to(device), starts)
+        restarts = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)).to(device)
+        if (restarts & ~starts).any():
+            raise ValueError(
+                "position_ids restart where neither cu_seq_lens_q nor seq_idx has a boundary. Leave one of them out, or "
+                "make them agree."
+            )
     if not compiling and not starts[:, 1:].any():
         return None
     index = torch.arange(length, device=device)
@@ -272,40 +268,31 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
 # --- checks ----------------------------------------------------------------------------------------------------------
 
 
-def check_call(config, inputs_embeds, attention_mask, position_ids, cache, shard, kwargs: dict) -> None:
+def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwargs: dict) -> None:
     """Raise ValueError if tokens, mask, positions and cache do not match. See `read_call` for the arguments."""
-    if cache is not None and is_exporting() and any(hasattr(layer, "max_cache_len") for layer in cache.layers):
-        raise NotImplementedError(
-            "FoX cannot be exported with a static cache: exporters make its keys too narrow for the decay and leave the "
-            "token shift out. Export with a DynamicCache, as export_for_generation of transformers.exporters does, or without a "
-            "cache: use_cache=False."
-        )
-    if cache is not None and is_exporting() and config.sliding_window is not None:
-        raise NotImplementedError(
-            "FoX with a sliding window cannot be exported with a cache, because transformers counts its tokens outside the "
-            "graph. Export it without a cache (use_cache=False), or without a window (sliding_window=None)."
-        )
+    if cache is not None and is_exporting():
+        static = any(hasattr(layer, "max_cache_len") for layer in cache.layers)
+        if static or config.sliding_window is not None:
+            raise NotImplementedError(
+                "FoX cannot be exported with a static cache, whose keys have no room for the decay, or with a cache and "
+                "a sliding window, whose tokens transformers counts outside the graph. Export it with a DynamicCache "
+                "and sliding_window=None, or without a cache: use_cache=False."
+            )
     if torch.compiler.is_compiling():
         return
     for name in kwargs.keys() - NAMES:
         if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             raise ValueError(f"{name!r} is not an argument of this model; did you mean {closest[0]!r}?")
-        check_unknown(name, kwargs[name])
     if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
         raise ValueError("is_causal must be True, got False, because forget gates act on the past. Leave it out.")
     for function in (F.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)):
         package = getattr(function, "__module__", None) or ""
         if package.startswith(("torch.distributed", "deepspeed")):
             raise ValueError(f"{package} has replaced the attention, so each process has {PART_OF_A_ROW}")
-    if shard is not None and (attention_mask is not None or cache is not None):
-        raise ValueError(
-            "sharded rows support neither attention_mask nor cache. Omit both, and label padding at the end of a row "
-            "with -100."
-        )
     if inputs_embeds.ndim != 3:
         raise ValueError(
-            f"the embedded input must be (B, T, {config.hidden_size}), from input_ids of (B, T), got "
-            f"{tuple(inputs_embeds.shape)}. Pass a single sequence as input_ids[None]."
+            f"inputs_embeds must be (B, T, {config.hidden_size}), got {tuple(inputs_embeds.shape)}. Pass a single sequence "
+            "of ids as input_ids[None]."
         )
     batch, length = inputs_embeds.shape[:2]
     if position_ids is not None:
@@ -325,10 +312,6 @@ def check_positions(position_ids, batch: int, length: int, alone: bool) -> None:
         raise ValueError(
             f"position_ids must be {(batch, length)} or {(1, length)} for {batch} rows of {length} tokens, got "
             f"{tuple(position_ids.shape)}. Leave it out to continue from the cached tokens."
-        )
-    if position_ids.is_floating_point():
-        raise ValueError(
-            f"position_ids must be integers, got {position_ids.dtype}. Convert them: position_ids.long()."
         )
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if alone and processes > 1 and (position_ids[:, 0] > 0).any():
@@ -355,39 +338,16 @@ def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> N
             )
 
 
-def check_boundaries(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids (1 or B, T) restart where `starts`, (B, T), does not start a document."""
-    restarts = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)) & ~starts
-    if restarts.any():
-        row, t = restarts.nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids restart at token {t} of row {row}, which is not a boundary of cu_seq_lens_q or seq_idx. Leave "
-            "one of them out, or make them agree."
-        )
-
-
 def check_restarts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError if position ids (B, T) restart, at `starts` (B, T), from a value other than the row's first.
-
-    Position ids that are all 0 also raise.
-    """
-    if starts.all(dim=1).any():
-        raise ValueError(
-            "position_ids do not increase in one of the rows, so every token would be its own document. Count the tokens "
-            "of each document from 0, or leave position_ids out."
-        )
-    if (position_ids[:, 0] < 0).any():
-        raise ValueError(
-            f"position_ids of packed documents must begin at 0 or more, got {position_ids[:, 0].min()}. Mark padding with "
-            "0 in attention_mask instead."
-        )
-    wrong = starts & (position_ids != position_ids[:, :1])
+    """Raise ValueError unless position ids (B, T) of packed documents, which begin at `starts`, count their tokens."""
+    first = position_ids[:, :1]
+    wrong = starts.all(dim=1, keepdim=True) | (first < 0) | (starts & (position_ids != first))
     if wrong.any():
-        row, t = wrong.nonzero()[0].tolist()
+        row, t = wrong.nonzero()[-1].tolist()
         raise ValueError(
-            f"position_ids go from {position_ids[row, t - 1]} to {position_ids[row, t]} at token {t} of row {row}. "
-            "They must increase within a document, and every packed document must start at "
-            f"{position_ids[row, 0]}, like the first."
+            "position_ids must increase within a document, and all documents of a row must start at the same position, 0 "
+            f"or more, got {position_ids[row, t]} at token {t} of row {row}, whose first is {first[row, 0]}. Mark padding "
+            "with 0 in attention_mask."
         )
 
 
@@ -399,37 +359,28 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         ValueError: the first layer shows that another model or batch has filled the cache.
         NotImplementedError: the cache is quantized.
     """
-    kind, make_one = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
+    kind, repair = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
     if not hasattr(cache, "layers"):  # a legacy tuple, or an encoder-decoder cache
-        raise TypeError(f"`cache` must be a Cache of transformers for a decoder, got a {kind}. {make_one}")
-    layers = cache.layers
-    if len(layers) not in (0, config.num_hidden_layers):
+        raise TypeError(f"`cache` must be a Cache of transformers for a decoder, got a {kind}. {repair}")
+    if len(cache.layers) not in (0, config.num_hidden_layers):
         raise ValueError(
-            f"this {kind} must have {config.num_hidden_layers} layers for this model, got {len(layers)}. {make_one}"
+            f"this {kind} must have {config.num_hidden_layers} layers for this model, got {len(cache.layers)}. {repair}"
         )
-    layer: Any = layers[0] if layers else None
-    gated, sizes, keys = config.forget_gate != "none", config.sizes, getattr(layer, "keys", None)
+    layer: Any = cache.layers[0] if cache.layers else None
+    gated, head_dim, keys = config.forget_gate != "none", config.head_dim, getattr(layer, "keys", None)
     if gated and hasattr(layer, "_quantize"):
         raise NotImplementedError(NO_QUANTIZED_CACHE)
     if keys is not None and keys.ndim == 4:
-        width = folded_width(sizes.head_dim, sizes.gates_per_key, device) if gated else sizes.head_dim
-        if gated and keys.shape[3] == sizes.head_dim != width:
+        width = folded_width(head_dim, config.gates_per_key, device) if gated else head_dim
+        readable = gated and keys.device.type == "cpu" and not cache.offloading and layer.get_seq_length() > 0
+        marker = head_dim + GATE_PARTS * config.gates_per_key  # its column in a folded key
+        if keys.shape[::3] != (batch, width) or (readable and keys[0, 0, 0, marker] != GATE_QUERY):
             raise ValueError(
-                f"the keys in this {kind} must contain the decay of a FoX, got plain keys: it was filled by another model or by "
-                f"PEFT's prefix tuning. {make_one} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
-            )
-        if (keys.shape[0], keys.shape[3]) != (batch, width):
-            raise ValueError(
-                f"the keys in this {kind} must be (rows, width) = {(batch, width)} for this model and input, got "
-                f"{(keys.shape[0], keys.shape[3])}. It was filled by another model or for another batch. {make_one}"
-            )
-        readable = gated and keys.device.type == "cpu" and keys.shape[2] > 0 and not cache.offloading
-        marker = sizes.head_dim + GATE_PARTS * sizes.gates_per_key  # its column in a folded key
-        if readable and layer.get_seq_length() > 0 and keys[0, 0, 0, marker] != GATE_QUERY:
-            raise ValueError(
-                f"the keys in this {kind} do not contain a decay, so it was filled by another model. {make_one}"
+                f"the keys in this {kind} must be (rows, width) = {(batch, width)} with the decay of a FoX, got "
+                f"{(keys.shape[0], keys.shape[3])}. It was filled by another model, for another batch, or by PEFT's prefix "
+                f"tuning. {repair} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
             )
     if (config.k_shift or config.v_shift) and not hasattr(layer, "conv_states"):
-        raise ValueError(f"this {kind} cannot store the token-shift state. {make_one}")
+        raise ValueError(f"this {kind} cannot store the token-shift state. {repair}")
     cached = cache.get_seq_length()
     return cached if isinstance(cached, int) else int(cached) if cached.device.type == "cpu" else None

@@ -33,16 +33,14 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .attention_fox import CLOSED_GATE, folded_width
-from .backend_fox import AUTO, attend, check_implementation, choose_implementation, with_implementation
-from .compat_fox import CACHE, accept_both_names, adapt
+from .backend_fox import AUTO, NAME, attend, choose_implementation, with_implementation
+from .compat_fox import CACHE, accept_both_names, adapt, slice_logits_to_keep
 from .configuration_fox import FoxConfig
 from .fused_fox import can_fuse, fused_heads, fused_norm
-from .inputs_fox import NO_QUANTIZED_CACHE, can_be_cached, create_attention_mask, read_call, read_token_mask
+from .inputs_fox import NO_QUANTIZED_CACHE, create_attention_mask, read_call, read_token_mask
 from .paged_fox import ContinuousBatching, has_pages, paged_hidden_states
 from .state_fox import PLAIN_CALL, CachedLayer, Call, replace_shift_layers, shift_tokens
-
-
-LOGITS_AT_ONCE = 2**23  # logits per chunk: 32 MiB in float32, enough rows for a fast matmul
+from .triton_fox import why_not
 
 
 class FoxHeadRMSNorm(nn.Module):
@@ -71,7 +69,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 def are_ours(*modules: nn.Module | None) -> bool:
     """Return whether modules are unmodified classes of this file, so that a kernel can use their weights directly.
 
-    Hub kernels and tensor parallelism replace their `forward`, and adapters the module. Compiled calls return False.
+    Hub kernels and tensor parallelism replace their `forward`; adapters replace the whole module. Compiled calls
+    return False.
     """
     return not torch.compiler.is_compiling() and all(
         type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)
@@ -103,7 +102,7 @@ class FoxForgetGate(nn.Module):
 
     def __init__(self, config: FoxConfig):
         super().__init__()
-        heads = config.sizes.num_key_value_heads if config.forget_gate_per_kv_head else config.num_attention_heads
+        heads = config.num_key_value_heads if config.forget_gate_per_kv_head else config.num_attention_heads
         self.kind = config.forget_gate
         if self.kind == "full":
             self.weight = nn.Parameter(torch.empty(heads, config.hidden_size, dtype=torch.float32))
@@ -130,7 +129,7 @@ class FoxShiftWeight(nn.Module):
 
     def __init__(self, config: FoxConfig):
         super().__init__()
-        self.weight = nn.Linear(config.hidden_size, config.sizes.num_key_value_heads, bias=False).weight
+        self.weight = nn.Linear(config.hidden_size, config.num_key_value_heads, bias=False).weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return narrow_linear(x, self.weight).float().sigmoid()
@@ -143,9 +142,9 @@ class FoxAttention(nn.Module):
         super().__init__()
         self.config = config
         self.layer_idx = layer_idx
-        self.head_dim = config.sizes.head_dim
-        self.num_key_value_groups = config.sizes.num_key_value_groups
-        self.gates_per_key = config.sizes.gates_per_key
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_key_value_groups
+        self.gates_per_key = config.gates_per_key
         self.sliding_window = config.sliding_window
         self.scaling = self.head_dim**-0.5
         self.rotary_gain = 1.0  # the factor by which YaRN and LongRoPE scale q.k
@@ -154,7 +153,7 @@ class FoxAttention(nn.Module):
         self.is_causal = True
 
         hidden_size = config.hidden_size
-        q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.sizes.num_key_value_heads))
+        q_size, kv_size = (n * self.head_dim for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = nn.Linear(hidden_size, q_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden_size, kv_size, bias=config.qkv_bias)
@@ -239,9 +238,9 @@ class FoxAttention(nn.Module):
 class FoxMLP(nn.Module):
     def __init__(self, config: FoxConfig):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.sizes.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.sizes.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.sizes.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -304,7 +303,8 @@ class FoxPreTrainedModel(PreTrainedModel):
             )
         if requested_attention == AUTO:
             return AUTO
-        check_implementation(requested_attention, self.config.head_dim)
+        if requested_attention == NAME and (reason := why_not(self.config.head_dim)) is not None:
+            raise reason
         return super().get_correct_attn_implementation(requested_attention, *args, **kwargs)
 
     @staticmethod
@@ -346,7 +346,6 @@ class FoxModel(FoxPreTrainedModel):
     """The decoder without a head: token ids or embeddings in, final hidden states out."""
 
     def __init__(self, config: FoxConfig):
-        config.check_heads()  # fields may have changed since its creation
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
         self.layers = nn.ModuleList(FoxDecoderLayer(config, i) for i in range(config.num_hidden_layers))
@@ -384,18 +383,12 @@ class FoxModel(FoxPreTrainedModel):
             kwargs: `cu_seq_lens_q` or `seq_idx`, the boundaries of packed documents, and arguments of transformers.
 
         Raises:
-            ValueError: the arguments do not match, or ids exceed the vocabulary.
+            ValueError: the arguments do not match.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds.")
         if input_ids is not None:
-            try:
-                inputs_embeds = self.embed_tokens(input_ids)
-            except IndexError:
-                raise ValueError(
-                    f"input_ids must be between 0 and {self.config.vocab_size - 1}, as vocab_size is "
-                    f"{self.config.vocab_size}; got ids from {input_ids.min()} to {input_ids.max()}. Check the tokenizer."
-                ) from None
+            inputs_embeds = self.embed_tokens(input_ids)
         assert inputs_embeds is not None
         if not isinstance(cache, Cache | None) and has_pages(cache):  # continuous batching, prepared by transformers
             hidden_states = paged_hidden_states(self, inputs_embeds, attention_mask, position_ids, cache, **kwargs)
@@ -407,7 +400,8 @@ class FoxModel(FoxPreTrainedModel):
         if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # a dict is already resolved
             config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
         call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
-        if use_cache and cache is None and can_be_cached(call):
+        # A cache cannot separate packed documents. Compiled calls only assume that their rows are packed.
+        if use_cache and cache is None and (call.position_in_sequence is None or torch.compiler.is_compiling()):
             cache = DynamicCache(config=self.config)
         if cache is not None:
             replace_shift_layers(cache)
@@ -428,82 +422,6 @@ class FoxModel(FoxPreTrainedModel):
             )
         hidden_states = self.norm(hidden_states)
         return BaseModelOutputWithPast(last_hidden_state=hidden_states, **{CACHE: cache})  # ty: ignore[invalid-argument-type]
-
-
-def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """Return the hidden states whose logits are requested, like `slice_logits_to_keep` of transformers 5.23.
-
-    Args:
-        hidden_states: (B, T, hidden).
-        logits_to_keep: number of last positions, 0 for all; or int64 positions, shared by all rows (P,) or per row
-            (B, P); or a mask of positions, (B, T) bool.
-
-    Returns:
-        (B, P, hidden), or (positions in all rows, hidden) for a mask.
-
-    Raises:
-        ValueError: the number of positions is negative.
-    """
-    if isinstance(logits_to_keep, int):
-        if logits_to_keep < 0 or isinstance(logits_to_keep, bool):
-            raise ValueError(f"logits_to_keep must be a number of last positions, 0 for all, got {logits_to_keep}.")
-        return hidden_states[:, -logits_to_keep:]
-    if logits_to_keep.ndim != 2:
-        return hidden_states[:, logits_to_keep]
-    if logits_to_keep.dtype == torch.bool:
-        return hidden_states[logits_to_keep]
-    return hidden_states.take_along_dim(logits_to_keep[..., None], dim=1)
-
-
-def supports_chunked_loss(head: nn.Module) -> bool:
-    """Return whether `chunked_loss` supports a head: a plain linear layer, not adapted, quantized or sharded.
-
-    It requires PyTorch 2.13.
-    """
-    return hasattr(F, "linear_cross_entropy") and type(head) is nn.Linear and type(head.weight) is nn.Parameter
-
-
-def chunked_loss(
-    hidden_states: torch.Tensor,
-    head: nn.Linear,
-    labels: torch.Tensor | None,
-    shift_labels: torch.Tensor | None = None,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    **kwargs,
-) -> torch.Tensor:
-    """Compute transformers' `ForCausalLMLoss` of `head(hidden_states)` without storing all logits; a scalar, fp32.
-
-    For 64k tokens and a vocabulary of 50k, float32 logits take 13 GB, and a plain loss three times as much. PyTorch
-    computes the gradients together with the loss, so only one chunk of logits exists at a time. The weight is copied
-    to float32, because PyTorch returns the sum over all tokens in the dtype of the weights.
-
-    Args:
-        hidden_states: (B, T, hidden), or (tokens, hidden).
-        head: a head for which `supports_chunked_loss` is true.
-        labels: (B, T) or (tokens,), int64; shifted by this function. Exclusive with `shift_labels`.
-        shift_labels: labels of the same shape that are already shifted.
-        num_items_in_batch: number of scored labels in the whole batch. None: average over the labels of this call.
-        ignore_index: label excluded from the loss.
-    """
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-    shift_labels = shift_labels.to(hidden_states.device).flatten()
-    rows = max(1, LOGITS_AT_ONCE // head.out_features)
-    dtype = torch.promote_types(head.weight.dtype, torch.float32)
-    loss = F.linear_cross_entropy(
-        hidden_states.flatten(0, -2).to(dtype),
-        head.weight.to(dtype),
-        shift_labels,
-        linear_bias=None if head.bias is None else head.bias.to(dtype),
-        reduction="sum",
-        ignore_index=ignore_index,
-        options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),
-    )
-    if num_items_in_batch is None:
-        num_items_in_batch = (shift_labels != ignore_index).sum()
-    return loss.float() / num_items_in_batch
 
 
 class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
@@ -527,7 +445,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         shape = super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type] of a protocol
         if shape is None or self.config.forget_gate == "none":
             return shape
-        return shape[0], folded_width(self.config.sizes.head_dim, self.config.sizes.gates_per_key, self.device)
+        return shape[0], folded_width(self.config.head_dim, self.config.gates_per_key, self.device)
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs):
         """Raise OSError: a repository's code would replace `generate`, but only the code of this model is trusted."""
@@ -554,22 +472,21 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        return_logits: bool = True,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Return next-token logits and, if labels are given, the loss. Other arguments are as in `FoxModel`.
 
         Args:
             labels: (B, T), int64 token ids, shifted by this method; -100 is ignored.
-            logits_to_keep: positions whose logits are computed, as in `keep_positions`. Default 0: all.
-            return_logits: if False and the head supports it, compute the loss in chunks and do not return logits.
+            logits_to_keep: number of last positions with logits, 0 for all, or the positions, (P,) int64. With
+                transformers 5.23 also (B, P) int64, or a mask (B, T) bool, which flattens the logits.
             kwargs: `shift_labels` and `num_items_in_batch` for the loss, and arguments of `FoxModel`.
 
         Returns:
             `CausalLMOutputWithPast`: logits (B, T, vocabulary) in the model's dtype; the loss, a scalar, fp32.
 
         Raises:
-            ValueError: the arguments do not match, or ids exceed the vocabulary.
+            ValueError: the arguments do not match.
         """
         outputs = self.model(
             input_ids=input_ids,
@@ -581,16 +498,10 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             **kwargs,
         )
         assert outputs.last_hidden_state is not None
-        hidden_states = keep_positions(outputs.last_hidden_state, logits_to_keep)
-        loss = logits = None
-        scored = labels is not None or kwargs.get("shift_labels") is not None
-        if return_logits or not (scored and supports_chunked_loss(self.lm_head)):
-            logits = self.lm_head(hidden_states)
-        if scored:
-            if logits is None:
-                loss = chunked_loss(hidden_states, self.lm_head, labels, **kwargs)
-            else:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits, loss = self.lm_head(hidden_states), None
+        if labels is not None or kwargs.get("shift_labels") is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

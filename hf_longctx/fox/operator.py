@@ -9,16 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .attention_fox import (
-    CLOSED_GATE,
-    GATE_PARTS,
-    GATE_QUERY,
-    autocast_inputs,
-    cumulative_sum,
-    fold_keys,
-    fold_queries,
-    gate_parts,
-)
+from .attention_fox import CLOSED_GATE, autocast_inputs, cumulative_sum, fold_keys, fold_queries
 from .kernels_fox import INTERPRETED
 from .key_ranges_fox import find_visible_keys
 from .triton_fox import triton_attention, why_not
@@ -37,8 +28,6 @@ def forgetting_attention_ref(
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     window: int | None = None,
-    keep_first: bool = False,
-    sink_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute softmax attention with a forget gate by its definition. Every backend must agree with it.
 
@@ -48,36 +37,28 @@ def forgetting_attention_ref(
     Source: arXiv 2503.02130, eq. 11 (the paper omits the scale, which applies to q.k only).
     """
     masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
-    check_inputs(q, k, v, log_f, scale=scale, **masks, sink_bias=sink_bias)
+    check_inputs(q, k, v, log_f, scale=scale, **masks)
     scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     position = torch.arange(kv_length, device=q.device)
     distance = position[-q_length:, None] - position  # (Tq, Tk), negative in the future
-    visible, first = distance >= 0, position == 0
+    visible = distance >= 0
     if window is not None:
         visible = visible & (distance < window)
     if attention_mask is not None:
         token_mask = attention_mask.bool()
         q, k, v, log_f = clear_padding(q, k, v, log_f, token_mask)
         visible = visible & token_mask[:, None, None, :] & token_mask[:, None, -q_length:, None]  # (B, 1, Tq, Tk)
-        first = first_tokens(token_mask)[:, None, None, :]
     if cu_seqlens is not None:
         sequence_ids = torch.bucketize(position, cu_seqlens[1:], right=True)
         visible = visible & (sequence_ids == sequence_ids[:, None])
-        first = sequence_ids.diff(prepend=sequence_ids.new_full((1,), -1)) > 0
 
     k, v = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
     c = log_f.double().clamp(min=-1e4).cumsum(-1)  # (B, Hq, Tk); exp(-1e4) is 0
     decay = c[..., -q_length:, None] - c[..., None, :]
-    if keep_first:
-        decay = decay.masked_fill(first, 0.0)
     logits = scale * q.to(dtype) @ k.mT + decay.to(dtype)  # (B, Hq, Tq, Tk)
-    logits = logits.masked_fill(~visible, -torch.inf)
-    if sink_bias is not None:  # logit of a key that has no value
-        sink = sink_bias.to(dtype)[:, None, None].expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, sink], dim=-1)
-    weights = logits.softmax(-1)[..., :kv_length]
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
     weights = weights.masked_fill(~visible, 0.0)  # padding queries see nothing: return 0, not NaN
     return (weights @ v).to(q.dtype)
 
@@ -92,8 +73,6 @@ def forgetting_attention(
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     window: int | None = None,
-    keep_first: bool = False,
-    sink_bias: torch.Tensor | None = None,
     log_pruning_tolerance: float | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
@@ -113,14 +92,9 @@ def forgetting_attention(
         cu_seqlens: (N + 1,) integers from 0 to T, boundaries of N sequences packed into one row (B = 1, Tq = Tk):
             neither attention nor decay crosses a boundary.
         window: number of most recent positions that a query sees, including its own; i - j < window.
-        keep_first: if True, the first real key of a sequence never fades: c_i - c_j is 0 there. It is an attention
-            sink (arXiv 2309.17453).
-        sink_bias: (Hq,), the logit of an extra key per query head, without value or decay, as `sink_bias` in
-            flash-linear-attention and `sinks` in GPT-OSS. It has a gradient.
         log_pruning_tolerance: log of the attention weight that pruning may skip per query, in faded keys (arXiv
             2504.06949, which uses -10). At most 0.
-        backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere and with
-            `keep_first` or `sink_bias`, which the kernels do not support.
+        backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.
             "triton": the kernels of kernels_fox.py; bf16, fp16 or fp32, D up to 256; memory linear in T; the decay is
             exact at any length; the only backend that prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
@@ -142,24 +116,20 @@ def forgetting_attention(
     q, k, v = autocast_inputs(q, k, v)
     attention_mask, cu_seqlens = (x if x is None else x.to(q.device) for x in (attention_mask, cu_seqlens))
     masks: dict[str, Any] = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
-    sinks: dict[str, Any] = dict(keep_first=keep_first, sink_bias=sink_bias)
-    check_inputs(
-        q, k, v, log_f, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance, sink_bias=sink_bias
-    )
-    backend = choose_backend(backend, q, log_pruning_tolerance, keep_first or sink_bias is not None)
+    check_inputs(q, k, v, log_f, scale=scale, **masks, log_pruning_tolerance=log_pruning_tolerance)
+    backend = choose_backend(backend, q, log_pruning_tolerance)
     if backend == "reference":
-        return forgetting_attention_ref(q, k, v, log_f, scale=scale, **masks, **sinks)
+        return forgetting_attention_ref(q, k, v, log_f, scale=scale, **masks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     token_mask = None if attention_mask is None else attention_mask.bool()
     if backend == "triton":
         return _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance)
     log_f = log_f.clamp(min=CLOSED_GATE)
     if cu_seqlens is None:
-        return folded_attention(q, k, v, log_f, scale, token_mask, window, **sinks)
+        return folded_attention(q, k, v, log_f, scale, token_mask, window)
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     sequences = zip(*(x.split(lengths, dim=2) for x in (q, k, v, log_f)))
-    options: dict[str, Any] = dict(scale=scale, window=window, **sinks)
-    return torch.cat([folded_attention(*sequence, **options) for sequence in sequences], dim=2)
+    return torch.cat([folded_attention(*sequence, scale, window=window) for sequence in sequences], dim=2)
 
 
 def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance):
@@ -188,18 +158,12 @@ def triton_runs_well(q: torch.Tensor) -> bool:
     return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
 
 
-def choose_backend(
-    backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None, sinks: bool = False
-) -> str:
+def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
     """Return `backend` or the default; raise an error if it does not support a call."""
     if backend is None:  # the default may ignore the tolerance
-        return "triton" if triton_runs_well(q) and not sinks else "folded"
+        return "triton" if triton_runs_well(q) else "folded"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None, got {backend!r}.")
-    if backend == "triton" and sinks:
-        raise NotImplementedError(
-            "the Triton kernels do not support keep_first and sink_bias. Use backend='folded', or leave them out."
-        )
     if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
         raise reason
     if backend != "triton" and log_pruning_tolerance is not None:
@@ -212,12 +176,11 @@ def choose_backend(
 # --- the folded form -------------------------------------------------------------------------------------------------
 
 
-def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_first=False, sink_bias=None):
+def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
     """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys; inputs are checked.
 
     log_f: finite. token_mask: (B, Tk) bool, False at padding. Memory is linear in Tk if Tq = Tk and there is no
-    window; otherwise it includes a mask of Tq * Tk booleans. A sink is prepended as a key. A query is prepended
-    with it and dropped from the result, because SDPA aligns causal masks at the front.
+    window; otherwise it includes a mask of Tq * Tk booleans.
     """
     head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if token_mask is not None:
@@ -227,58 +190,24 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None, keep_f
         mask = torch.ones(q_length, kv_length, dtype=torch.bool, device=q.device).tril(past)
     if mask is not None and window is not None:
         mask = mask.triu(past - window + 1)
-    c, real = cumulative_sum(log_f), token_mask
-    c_of_queries = c[..., -q_length:]
-    if keep_first or sink_bias is not None:
-        kept = torch.zeros(1, kv_length, dtype=torch.bool, device=k.device)
-        if keep_first:
-            kept = torch.arange(kv_length, device=k.device)[None] == 0 if real is None else first_tokens(real)
-            c = c.masked_fill(kept[:, None], 0.0)
-        if sink_bias is not None:
-            c = torch.cat([-sink_bias.float()[:, None].expand(*c.shape[:2], 1), c], dim=-1)
-            k, v, kept = F.pad(k, (0, 0, 1, 0)), F.pad(v, (0, 0, 1, 0)), F.pad(kept, (1, 0), value=True)
-            real = None if real is None else F.pad(real, (1, 0), value=True)
-            if mask is None:
-                q, c_of_queries = F.pad(q, (0, 0, 1, 0)), F.pad(c_of_queries, (1, 0))
-            else:
-                mask = F.pad(mask, (1, 0), value=True)
-        q, k = keep_from_fading(q, k, c_of_queries, kept, scale)
+    c = cumulative_sum(log_f)
     keys = fold_keys(k, c, scale)
-    if real is not None:
+    if token_mask is not None:
         # The columns of the decay hide padding, so the kernel needs no (T, T) mask.
         columns = torch.arange(keys.shape[-1], device=k.device) >= k.shape[-1]
-        keys = keys.masked_fill(~real[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
+        keys = keys.masked_fill(~token_mask[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
     out = F.scaled_dot_product_attention(
-        fold_queries(q, c_of_queries, scale, group),
+        fold_queries(q, c[..., -q_length:], scale, group),
         keys,
         F.pad(v, (0, keys.shape[-1] - head_dim)),
         attn_mask=mask,
         is_causal=mask is None,
         scale=scale,
         enable_gqa=group > 1,
-    )[:, :, -q_length:, :head_dim]
+    )[..., :head_dim]
     if token_mask is not None:
         out = out.masked_fill(~token_mask[:, None, -q_length:, None], 0.0)
     return out
-
-
-def keep_from_fading(q, k, c, kept, scale):
-    """Append three columns to queries and keys before the fold, so that kept keys do not fade.
-
-    The decay has the resolution of the folded form; near closed gates, its rounding error exceeds their gradient.
-
-    For a kept key, the fold adds the query's `-c_i` to the logit instead of `-c_j`.
-
-    Args:
-        q, k: (B, Hq, Tq, D), (B, Hkv, Tk, D).
-        c: cumulative sum of log f at the queries, (B, Hq, Tq), fp32. At kept keys, `fold_keys` must get 0, or the
-            amount to subtract from their logits.
-        kept: (1 or B, Tk) bool.
-        scale: as in `fold_keys`.
-    """
-    parts = torch.stack(gate_parts(c / (-GATE_QUERY * scale)), dim=-1)  # (B, Hq, Tq, 3)
-    marks = (GATE_QUERY * kept.to(k.dtype))[:, None, :, None].expand(*k.shape[:3], GATE_PARTS)
-    return torch.cat([q, parts.to(q.dtype)], dim=-1), torch.cat([k, marks], dim=-1)
 
 
 def clear_padding(q, k, v, log_f, token_mask):
@@ -291,17 +220,10 @@ def clear_padding(q, k, v, log_f, token_mask):
     return q, k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0), log_f.masked_fill(padding[..., 0], 0.0)
 
 
-def first_tokens(token_mask):
-    """Mark the first real token of each row, (B, T) bool, given a mask of real tokens."""
-    return token_mask & (token_mask.cumsum(-1) == 1)
-
-
 # --- mistakes --------------------------------------------------------------------------------------------------------
 
 
-def check_inputs(
-    q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None, sink_bias=None
-) -> None:
+def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None) -> None:
     """Raise ValueError for invalid arguments of `forgetting_attention`; check nothing while compiling.
 
     The values of the gates are checked on a CPU only, because reading them would stall a GPU.
@@ -336,11 +258,6 @@ def check_inputs(
         raise ValueError(f"window must be an integer of at least 1, the number of visible keys, got {window}.")
     if log_pruning_tolerance is not None and not log_pruning_tolerance <= 0:
         raise ValueError(f"log_pruning_tolerance must be at most 0, the log of a weight, got {log_pruning_tolerance}.")
-    if sink_bias is not None and not (sink_bias.shape == q.shape[1:2] and sink_bias.is_floating_point()):
-        raise ValueError(
-            f"sink_bias must be (Hq,) = {tuple(q.shape[1:2])}, a floating number for each query head, got "
-            f"{tuple(sink_bias.shape)}, {sink_bias.dtype}."
-        )
     batch, _, q_length, kv_length = *q.shape[:3], k.shape[2]
     if attention_mask is not None and attention_mask.shape != (batch, kv_length):
         raise ValueError(

@@ -19,10 +19,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionLayer,
-    StaticLayer,
 )
 
 from .attention_fox import is_exporting, unfold_decay
@@ -87,18 +84,14 @@ def shift_tokens(x, share, before=None, predecessor=None):
 
 
 class ShiftLayer(LinearAttentionLayer):
-    """A hybrid cache layer that completes transformers 5.23's; `attention` is its class without the state."""
+    """A hybrid cache layer of transformers (5.23), which also selects rows and crops tokens of its state.
+
+    `attention` is its class without the state.
+    """
 
     attention: Any
     conv_states: dict[int, Any]
     get_seq_length: Any
-
-    def get_max_length(self) -> int:
-        return self.attention.get_max_length(self)
-
-
-class CroppableShiftLayer(ShiftLayer):
-    """A hybrid layer that selects rows and crops tokens of its state together with the keys."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.attention.batch_repeat_interleave(self, repeats)
@@ -142,29 +135,19 @@ class CroppableShiftLayer(ShiftLayer):
             self.conv_states[0] = self.conv_states[0][..., : max(kept - removed, 0)][..., -SHIFT_TOKENS:]
 
 
-class DynamicShiftLayer(CroppableShiftLayer, LinearAttentionAndFullAttentionLayer):
+class DynamicShiftLayer(ShiftLayer, LinearAttentionAndFullAttentionLayer):
     attention = DynamicLayer
 
 
-class DynamicShiftWindow(CroppableShiftLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+class DynamicShiftWindow(ShiftLayer, LinearAttentionAndSlidingWindowAttentionLayer):
     attention = DynamicSlidingWindowLayer
 
 
-class StaticShiftLayer(ShiftLayer, LinearAttentionAndStaticFullAttentionLayer):
-    attention = StaticLayer
-
-
-class StaticShiftWindow(ShiftLayer, LinearAttentionAndStaticSlidingWindowAttentionLayer):
-    attention = StaticLayer
-
-
-OURS = {
-    layer.__bases__[1]: layer for layer in (DynamicShiftLayer, DynamicShiftWindow, StaticShiftLayer, StaticShiftWindow)
-}
+OURS = {layer.__bases__[1]: layer for layer in (DynamicShiftLayer, DynamicShiftWindow)}
 
 
 def replace_shift_layers(cache: Cache) -> None:
-    """Replace transformers' hybrid layers with ours."""
+    """Replace transformers' dynamic hybrid layers with ours."""
     for i, layer in enumerate(cache.layers):
         if type(layer) in OURS:
             cache.layers[i] = OURS[type(layer)].__new__(OURS[type(layer)])

@@ -9,8 +9,8 @@ the hidden states. A pass never builds the list of all hidden states, and builds
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,14 +19,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
 
 
-_IGNORE_ATTENTION_MASK = ("rwkv",)  # model types that accept an attention mask and ignore it
-_FADING_KEYS = ("fox",)  # model types whose keys fade with each token, whatever the position ids are
 # Layers whose cache several tokens can extend under an attention mask. "hybrid" is FoX, whose token shift skips
 # padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
@@ -34,7 +31,7 @@ _LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
 
 
 class Backbone:
-    """A causal LM as HMT calls it. The wrapper registers the module and its parameters; this class refers to it.
+    """The interface through which HMT calls a causal LM. The wrapper registers the module; this class refers to it.
 
     Args:
         model: a causal LM, or a PEFT model around one.
@@ -76,34 +73,28 @@ class Backbone:
         # Number of usable positions where the first ones are reserved for padding, as in RoBERTa; else None
         counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
         self.positions = min(counts, default=None)
-        self.sees_padding = model.config.model_type not in _IGNORE_ATTENTION_MASK
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
-        self._has_dynamic_cache = (
-            cache_name(type(model)) is not None
-            and not self.stateful
-            and getattr(model, "_supports_default_dynamic_cache", bool)()  # only generative models define it
-            and layers <= _CONTINUED_LAYERS
-        )
-        self.graphs = PassGraphs()
-        self._continues = {}  # by attention implementation, device, dtype and autocast
-        self._counts_from_0: bool | None = None  # None: not probed yet
+        # Results of probes; None: not probed yet
+        has_dynamic_cache = getattr(model, "_supports_default_dynamic_cache", bool)  # only generative models define it
+        extends = cache_name(type(model)) is not None and not self.stateful and layers <= _CONTINUED_LAYERS
+        self._continues: bool | None = None if extends and has_dynamic_cache() else False
         self._hides: bool | None = None
-        # None: not probed yet. Not probed for RWKV, whose eval() changes its weights in place.
+        # Not probed for RWKV, whose eval() changes its weights in place
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
-        self._check_causal(self.device)
+        self.graphs = PassGraphs()
+        self._check_causal()
 
-    def _check_causal(self, device: torch.device) -> None:
-        """Raise ValueError if the first of three positions sees the last, by two passes that differ only in the last.
+    def _check_causal(self) -> None:
+        """Raise ValueError if the first of three positions changes with the last one.
 
-        Recurrent backbones are causal by construction.
+        Recurrent backbones are causal by construction, and are not probed.
         """
-        # other attention implementations may need another device or dtype than the model has so far
-        if self.stateful or device.type == "meta" or not self.takes_mask:
+        if self.stateful or not self.has_data:
             return
-        with self._probing(device) as embeds:
+        with self._probing(3) as embeds:
             changed = torch.cat([embeds[:, :2], -embeds[:, 2:]], 1)
-            first, second = (self.run(x)[1][0, 0] for x in (embeds, changed))
+            first, second = (self._read(x)[0, 0] for x in (embeds, changed))
         if not equal_up_to_rounding(second, first):
             raise ValueError(
                 f"{type(self.model).__name__} must be causal, but its first position sees a later one. Configure it "
@@ -113,40 +104,28 @@ class Backbone:
 
     @property
     def continues(self) -> bool:
-        """Whether several tokens, some of them padding, can extend a `DynamicCache`; otherwise, they are re-read.
+        """Whether several tokens, some of them padding, can extend a `DynamicCache`.
 
-        Probed once per attention implementation, device and dtype. ProphetNet extends its cache by one token at a
-        time, and RoBERTa and its variants number `inputs_embeds` from the start, whatever is in the cache.
+        Otherwise, HMT reads an open segment again in each call. A probe compares a pass over six positions with a pass
+        over three and three more that extend its cache. ProphetNet extends its cache by one token at a time, and
+        RoBERTa and its variants number `inputs_embeds` from the start, whatever is in the cache.
         """
-        device, dtype = self.device, self.model.get_input_embeddings().weight.dtype
-        if not self._has_dynamic_cache or device.type == "meta":
-            return self._has_dynamic_cache
-        autocast = torch.is_autocast_enabled(device.type)
-        way = getattr(self.model.config, "_attn_implementation", None), device.type, dtype, autocast
-        if way not in self._continues:
-            self._continues[way] = self._probe_cache(device)
-        return self._continues[way]
-
-    def _probe_cache(self, device: torch.device) -> bool:
-        """Compare a pass over three positions and three more that extend its cache with one pass over all six."""
-        # FlashAttention may need the caller's autocast
-        for autocast in {False, torch.is_autocast_enabled(device.type)}:
+        if self._continues is None and self.has_data:
             try:
-                with self._probing(device, 6, autocast) as embeds:
-                    # Scaled down, so that wrong position embeddings show in bfloat16 too. Cloned, because CTRL
-                    # writes into its embeddings.
+                with self._probing(6) as embeds:
+                    # scaled down, so that wrong position embeddings show in bfloat16 too
                     embeds, kv_cache = 0.01 * embeds, DynamicCache(config=self.model.config)
-                    self.run(embeds[:, :3].clone(), kv_cache=kv_cache)
-                    _, continued = self.run(embeds[:, 3:].clone(), kv_cache=kv_cache)
-                    return equal_up_to_rounding(continued, self.run(embeds)[1][:, 3:])
+                    self._read(embeds[:, :3], kv_cache=kv_cache)
+                    continued = self._read(embeds[:, 3:], kv_cache=kv_cache)
+                    self._continues = equal_up_to_rounding(continued, self._read(embeds)[:, 3:])
             except Exception:  # a backbone that cannot extend its cache by several tokens may raise anything
-                continue
-        return False
+                self._continues = False
+        return self._continues is not False
 
     def cuts(self, positions: int) -> bool:
         """Return whether the last positions of a cache of `positions` can be cropped and replaced by others.
 
-        This works if the cache holds the keys and values of all positions. It does not work with recurrent states,
+        This works if the cache stores the keys and values of all positions. It does not work with recurrent states,
         sliding windows or checkpointed layers, which skip the cache.
         """
         if torch.is_grad_enabled() and any(
@@ -158,8 +137,8 @@ class Backbone:
     def keeps_all_keys(self, positions: int) -> bool:
         """Return whether, by the config, each of `positions` positions sees the keys of all positions before it."""
         config = self.model.config.get_text_config()
-        if self.stateful or config.model_type in _FADING_KEYS or rotates_by_length(config, positions):
-            return False
+        if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
+            return False  # FoX's keys fade with each token, whatever the position ids are
         if "local" in (getattr(config, "attention_layers", None) or ()) and config.window_size <= positions:
             return False  # GPT-Neo, whose cache layers do not report their windows
         layers = DynamicCache(config=self.model.config).layers
@@ -184,15 +163,7 @@ class Backbone:
     @property
     def counts_from_0(self) -> bool:
         """Whether the forward takes position ids that start at 0. RoBERTa's start later."""
-        if self._counts_from_0 is None:
-            if "position_ids" not in self.forward_arguments or not self.has_data:
-                return "position_ids" in self.forward_arguments
-            with self._probing(self.device, masks=True) as embeds:
-                embeds = 0.01 * embeds  # so that wrong position embeddings show in bfloat16 too
-                places = torch.arange(embeds.shape[1], device=embeds.device)[None]
-                given = self._read_base(embeds, position_ids=places)
-                self._counts_from_0 = equal_up_to_rounding(given, self._read_base(embeds))
-        return self._counts_from_0
+        return "position_ids" in self.forward_arguments and self.positions is None
 
     @property
     def takes_mask(self) -> bool:
@@ -202,10 +173,9 @@ class Backbone:
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
         """Return whether a mask can hide a prompt, the first of `positions` positions, from the tokens after it.
 
-        The tokens must then have the same hidden states as without the prompt, shifted by one position, while the last
-        position sees the prompt. Only the prompt's position id may matter, not its column. A cache is not needed.
-        Passes over a few positions probe this. With `thorough`, a pass over all positions also finds windows that the
-        config does not report.
+        The tokens must then have the same hidden states as without the prompt, and the last position, which sees the
+        prompt, must not depend on its column in the cache. Passes over a few positions probe this. With `thorough`, a
+        pass over all positions also finds windows that the config does not report.
 
         Raises:
             ValueError: a probe failed.
@@ -214,24 +184,29 @@ class Backbone:
             return False
         try:
             if self._hides is None:
-                with self._probing(self.device, 6, masks=True) as embeds:
-                    self._hides = self._probe_mask(embeds, 3, changes=True)
-            if not self._hides or not thorough:
-                return self._hides
-            with self._probing(self.device, positions, masks=True) as embeds:
-                return self._probe_mask(embeds, positions - 2)
+                self._hides = self._continues is not False and self._probe_hiding(6)
+            return self._hides and (not thorough or self._probe_hiding(positions))
         except Exception as error:
             raise ValueError(
                 f"{type(self.model).__name__} failed in a pass with a 4D attention mask, which decides how HMT reads "
                 "it. Fix the cause, or set HMTConfig(reread=True), which every backbone computes."
             ) from error
 
-    def check_hides(self, positions: int, cuts: bool) -> None:
-        """Raise ValueError if a mask cannot hide a prompt in a segment of `positions` positions.
+    def _probe_hiding(self, positions: int) -> bool:
+        """Return whether a mask that hides the first position equals a cache to which that position is added later."""
+        half, kv_cache = positions // 2, DynamicCache(config=self.model.config)
+        with self._probing(positions) as embeds:
+            places = torch.arange(positions, device=embeds.device)[None]
+            mask = hide_prompt(positions, half - 1, 0, embeds.dtype, embeds.device)
+            whole = self._read(embeds, mask=mask, positions=places)
+            hidden = self._read(embeds[:, 1:half], positions=places[:, 1:half], kv_cache=kv_cache)
+            mask = hide_prompt(1 + positions - half, 0, half - 1, embeds.dtype, embeds.device)
+            rest, places, expected = (torch.cat([x[:, :1], x[:, half:]], 1) for x in (embeds, places, whole))
+            seeing = self._read(rest, mask=mask, positions=places, kv_cache=kv_cache)
+        return equal_up_to_rounding(hidden, whole[:, 1:half]) and equal_up_to_rounding(seeing, expected)
 
-        Args:
-            cuts: whether the cache of the segment can be cropped.
-        """
+    def check_hides(self, positions: int) -> None:
+        """Raise ValueError if a mask cannot hide a prompt in a segment of `positions` positions."""
         if not self.has_data:
             return
         name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
@@ -241,57 +216,31 @@ class Backbone:
                 "tokens. For a new model, set reread=True; for a trained one, use a version of transformers in which "
                 "it does."
             )
-        if not cuts and not self.takes_mask:
+        if not self.takes_mask:
             raise ValueError(
-                f"config.reread=False is not supported by {name} with attention {attention!r}, which does not take a "
-                "mask, and a cache that cannot be cropped. Set attn_implementation='sdpa'."
+                f"config.reread=False is not supported with attention {attention!r}, which does not take a 4D mask. "
+                "Set attn_implementation='sdpa'."
             )
 
-    def _probe_mask(self, embeds: Tensor, hidden_from: int, changes: bool = False) -> bool:
-        """Compare passes in which a mask hides the first token from the next ones with a pass without that token.
-
-        With `changes`, another first token must change the hidden states of the last ones. In long passes, rounding
-        may hide that change.
-        """
-        prompt, tokens, last = embeds[:, :1], embeds[:, 1 : 1 + hidden_from], embeds[:, 1 + hidden_from :]
-        places = torch.arange(embeds.shape[1], device=embeds.device)[None]
-        mask = hide_prompt(embeds.shape[1], hidden_from, 0, embeds.dtype, embeds.device)
-        first, other = (
-            self._read_base(torch.cat([x, tokens, last], 1), mask, position_ids=places) for x in (prompt, -prompt)
-        )
-        alone = self._read_base(tokens, position_ids=places[:, 1 : 1 + hidden_from])
-        order = torch.cat([places[0, 1 : 1 + hidden_from], places[0, :1], places[0, 1 + hidden_from :]])
-        between = self._read_base(embeds[:, order], mask[..., order, :][..., order], position_ids=places[:, order])
-        hidden, seeing = slice(1, 1 + hidden_from), slice(1 + hidden_from, None)
-        return (
-            equal_up_to_rounding(other[:, hidden], first[:, hidden], 3e-5)
-            and equal_up_to_rounding(alone, first[:, hidden])
-            and equal_up_to_rounding(between, first[:, order])
-            and not (changes and torch.equal(other[:, seeing], first[:, seeing]))
-        )
-
-    def _read_base(self, embeds: Tensor, mask: Tensor | None = None, **inputs) -> Tensor:
-        """Return the last hidden state of a pass without a cache; the embeddings stay as they are."""
-        inputs = inputs if mask is None else inputs | {"attention_mask": mask}
-        return self.base(inputs_embeds=embeds.clone(), use_cache=False, **inputs)[0]
+    def _read(self, embeds: Tensor, **inputs) -> Tensor:
+        """Return the last hidden states of `run`. The embeddings are cloned, because CTRL writes into them."""
+        return self.run(embeds.clone(), **inputs)[1]
 
     @contextmanager
-    def _probing(
-        self, device: torch.device, positions: int = 3, autocast: bool = False, masks: bool = False
-    ) -> Iterator[Tensor]:
-        """Yield embeddings for passes without gradient and dropout, (1, positions, d).
+    def _probing(self, positions: int) -> Iterator[Tensor]:
+        """Yield embeddings for passes without gradient, dropout and autocast, (1, positions, d).
 
-        With `masks`, PyTorch computes the attention, because other implementations may not support 4D masks, the
-        device or the dtype, such as FlashAttention with float32 weights, which train under autocast.
+        PyTorch computes the attention, because other implementations may not support 4D masks, the device or the
+        dtype, such as FlashAttention with float32 weights, which train under autocast.
         """
         training = [module for module in self.model.modules() if module.training]
         config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
         self.model.eval()
         try:
-            if masks and attention not in (None, "eager", "sdpa"):
+            if not self.takes_mask:
                 config._attn_implementation = "sdpa" if self.model._supports_sdpa else "eager"
-            with torch.no_grad(), torch.autocast(device.type, enabled=autocast):
-                like = self.embed(torch.zeros(1, positions, dtype=torch.long, device=device))
+            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+                like = self.embed(torch.zeros(1, positions, dtype=torch.long, device=self.device))
                 yield torch.arange(like.numel(), device=like.device).cos().view(like.shape).to(like.dtype)
         finally:
             if getattr(config, "_attn_implementation", None) != attention:
@@ -299,27 +248,24 @@ class Backbone:
             for module in training:
                 module.training = True
 
-    def can_skip_logits(self, device: torch.device) -> bool:
+    def can_skip_logits(self) -> bool:
         """Return whether `loss_without_logits` can replace the head.
 
         The head must be a plain linear layer on the device of the last hidden states, and the logits must be its
         output, without a cap or a scale. The loss needs PyTorch 2.13.
-
-        Args:
-            device: device of the embeddings.
         """
         head = self.model.get_output_embeddings()
-        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and device.type != "meta"
+        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and self.has_data
         if not plain or not hasattr(F, "linear_cross_entropy"):
             return False
         if self._head_alone_makes_logits is None:
             try:
-                self._head_alone_makes_logits = self._probe_head(head, device)
+                self._head_alone_makes_logits = self._probe_head(head)
             except Exception:  # such as a head that is not called as a module
                 self._head_alone_makes_logits = False
         return self._head_alone_makes_logits
 
-    def _probe_head(self, head: nn.Linear, device: torch.device) -> bool:
+    def _probe_head(self, head: nn.Linear) -> bool:
         """Run a tiny pass in which integers, large enough to reveal a cap, replace the output of the head."""
         inputs, thread = [], threading.get_ident()
 
@@ -332,10 +278,10 @@ class Backbone:
             inputs.append(args[0])
             return integers(output)
 
-        with self._probing(device, masks=True) as embeds:
+        with self._probing(3) as embeds:
             hook = head.register_forward_hook(replace_output)
             try:
-                logits, hidden = self.run(embeds, keep=torch.arange(3, device=device))
+                logits, hidden = self.run(embeds, keep=torch.arange(3, device=embeds.device))
             finally:
                 hook.remove()
         assert logits is not None
@@ -380,7 +326,6 @@ class Backbone:
         keep: Tensor | None = None,
         kv_cache: Cache | None = None,
         positions: Tensor | None = None,
-        alone: bool = False,
     ) -> tuple[Tensor | None, Tensor]:
         """Run the backbone once.
 
@@ -390,7 +335,6 @@ class Backbone:
             keep: positions that get logits, (n,) long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
             positions: position ids, (B, T) long; ignored unless `counts_from_0`. None: the backbone's own.
-            alone: whether column 0 is a prompt that sees only itself. For attention that does not take a mask.
 
         Returns:
             Logits (B, n, V) or None, and the last hidden states (B, T, d).
@@ -418,13 +362,12 @@ class Backbone:
 
         hook = self.base.register_forward_hook(keep_output)
         try:
-            with PromptAlone.in_column_0(self.model.config._attn_implementation) if alone else nullcontext():
-                if keep is None:
-                    self.base(**inputs)
-                elif "logits_to_keep" in self.forward_arguments:
-                    logits = self.model(**inputs, logits_to_keep=keep).logits
-                else:
-                    logits = self.model(**inputs).logits[:, keep]
+            if keep is None:
+                self.base(**inputs)
+            elif "logits_to_keep" in self.forward_arguments:
+                logits = self.model(**inputs, logits_to_keep=keep).logits
+            else:
+                logits = self.model(**inputs).logits[:, keep]
         finally:
             hook.remove()
         hidden = base_outputs[-1][0]
@@ -469,49 +412,6 @@ def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype,
     return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
 
-class PromptAlone:
-    """An attention function of transformers without a mask, in which a prompt sees only itself.
-
-    Softmax over one key is 1, so the prompt's own value replaces its attention output. Position ids are not passed to
-    the function, because it would take the jump after the prompt for the start of another sequence.
-    """
-
-    local = threading.local()  # `layers`: number of layers of this thread's pass that used this function
-
-    def __init__(self, function: Callable[..., tuple]):
-        self.function = function
-
-    @classmethod
-    @contextmanager
-    def in_column_0(cls, attention: str) -> Iterator[None]:
-        """Let a prompt in column 0 of a pass see only itself; raise RuntimeError if `attention` was not called."""
-        function = ALL_ATTENTION_FUNCTIONS.get(attention)
-        if function is not None and not isinstance(function, PromptAlone):
-            ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
-        cls.local.layers = 0
-        try:
-            yield
-            if not cls.local.layers:
-                raise RuntimeError(
-                    f"This backbone does not call {attention!r} of transformers' AttentionInterface, so its prompt "
-                    "would see other tokens. Set attn_implementation='sdpa'."
-                )
-        finally:
-            cls.local.layers = None
-
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options) -> tuple:
-        """Compute attention, (B, T, H, D); outside of `in_column_0`, exactly as the function does."""
-        if getattr(self.local, "layers", None) is None:
-            return self.function(module, query, key, value, mask, **options)
-        if options.pop("s_aux", None) is not None:
-            raise ValueError("Attention sinks take part of a prompt's softmax. Set attn_implementation='sdpa'.")
-        options.pop("position_ids", None)
-        self.local.layers += 1
-        output, weights = self.function(module, query, key, value, mask, **options)
-        own = value[:, :, -query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
-        return torch.cat([own[:, None].to(output), output[:, 1:]], 1), weights
-
-
 def rotates_by_length(config: Any, positions: int) -> bool:
     """Return whether a pass over `positions` positions uses other RoPE frequencies than a shorter pass."""
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -523,13 +423,13 @@ def rotates_by_length(config: Any, positions: int) -> bool:
     return False
 
 
-def equal_up_to_rounding(x: Tensor, y: Tensor, least: float = 3e-4) -> bool:
+def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
     """Return whether x and y are equal up to rounding.
 
-    The tolerance is at least `least`, because a mixture of experts groups the positions differently, which changes
+    The tolerance is at least 3e-4, because a mixture of experts groups the positions differently, which changes
     rounding.
     """
-    tolerance = max(8 * torch.finfo(y.dtype).eps, least)
+    tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())
 
 

@@ -12,15 +12,15 @@ from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
 
-# Fields of `GenerationConfig` that HMTWrapper does not support: the neutral value, and the reason.
-_REFUSED = {
+# Fields of `GenerationConfig` that HMTWrapper does not support, with the value that has no effect and the reason
+_UNSUPPORTED = {
     "output_hidden_states": (False, "a segment has several passes; call model.backbone for hidden states"),
     "output_attentions": (False, "a segment has several passes; call model.backbone for attentions"),
     "guidance_scale": (1, "the unconditional sequence would need its own state"),
     "cache_implementation": ("dynamic", "the cache is an HMTState, whose size is bounded already"),
 }
-# Arguments that transformers and its clients pass to any model. None and False have no effect.
-_OF_OTHER_MODELS = {
+# Arguments that transformers and its clients pass to any model; None and False have no effect
+_FOR_OTHER_MODELS = {
     *("cache_position", "inputs_embeds", "output_attentions", "output_hidden_states", "position_ids", "return_dict"),
     *("return_loss", "token_type_ids"),
 }
@@ -28,7 +28,7 @@ _OF_OTHER_MODELS = {
 
 def check_generation(config: GenerationConfig) -> None:
     """Raise ValueError for generation settings that HMTWrapper does not support."""
-    for name, (neutral, reason) in _REFUSED.items():
+    for name, (neutral, reason) in _UNSUPPORTED.items():
         value = getattr(config, name, None)
         if value is not None and value != neutral:
             raise ValueError(f"HMTWrapper.generate() does not support {name}={value!r}: {reason}. Omit {name}.")
@@ -72,7 +72,7 @@ def check_call(
         The mask, (B, T), bool, or None without padding.
     """
     for name, value in keywords.items():
-        if name not in _OF_OTHER_MODELS or not (value is None or value is False):
+        if name not in _FOR_OTHER_MODELS or not (value is None or value is False):
             check_prompt_learning()
             advice = trl_advice() or "Pass input_ids, attention_mask and labels."
             raise ValueError(f"HMTWrapper does not support the argument {name}. {advice}")
@@ -120,7 +120,7 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
         raise ValueError(
-            f"The state belongs to another model or setting: it has {of_state}, this model {differing}. Start a new "
+            f"The state belongs to another model or setting: it has {of_state}, and this model has {differing}. Start a new "
             "state."
         )
     weight = lm.model.get_input_embeddings().weight
@@ -153,7 +153,7 @@ def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState
         )
     if config.recall_mode != "paper":
         return
-    if not lm.sees_padding:
+    if lm.model.config.model_type == "rwkv":
         raise NotImplementedError(
             f"{type(lm.model).__name__} ignores the attention mask, so recall_mode='paper' would read padding as "
             "tokens. Use rows of equal length, batch size 1, or recall_mode='single_pass'."

@@ -11,9 +11,9 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .callers_hmt import check_prompt_learning
+from .compat_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
-from .versions_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
 
 
 # Names that the base class takes in addition to its fields.

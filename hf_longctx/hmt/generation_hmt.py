@@ -25,7 +25,7 @@ class HMTGenerationMixin(GenerationMixin):
         read_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """Return the whole prompt first (which may continue a `state`), then one new token at a time.
+        """Return the arguments of a step: the prompt, which may continue a `state`, or then one new token.
 
         transformers passes the state of the previous call as `state`, and since 5.24 as `cache`.
         """

@@ -87,14 +87,13 @@ class PassGraphs:
         return self
 
     def run(
-        self, function: Callable[..., tuple], key: Hashable, kv_cache: Cache | None, **given: Tensor | None
+        self, function: Callable[..., tuple], kv_cache: Cache | None, **given: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
         """Compute function(**given, kv_cache=kv_cache), by a replay if a pass of the same shapes was captured.
 
         Args:
             function: returns logits or None, and hidden states. It must launch the same kernels for all inputs of the
                 same shapes.
-            key: everything besides the inputs that decides which kernels it launches.
             kv_cache: a cache to read; not changed.
             given: arguments of `function`; None values are omitted.
         """
@@ -113,7 +112,7 @@ class PassGraphs:
 
         shapes = tuple((x.shape, x.dtype) for x in inputs)
         stream = torch.cuda.current_stream().cuda_stream if inputs[0].is_cuda else None
-        key = (key, *names, shapes, threading.get_ident(), stream)
+        key = (*names, shapes, threading.get_ident(), stream)
         if key in self.graphs:
             self.graphs.move_to_end(key)
         graph = self.graphs.get(key)

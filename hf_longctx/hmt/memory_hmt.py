@@ -51,7 +51,7 @@ class HMTMemory(nn.Module):
     ):
         super().__init__()
         self.settings = settings
-        self.single_pass, self.memory_tokens = single_pass, memory_tokens
+        self.single_pass = single_pass
         if not single_pass:
             self.initial = nn.Parameter(torch.empty(memory_tokens, width))
         if single_pass or recall_dim is not None:

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,10 +51,10 @@ from .checks_hmt import check_call, first_position, same_state
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
 from .memory_hmt import SIMILARITY_GAIN, TEMPERATURE, HMTMemory, memory_dtype
-from .packing_hmt import Chunk, PackedSegments
+from .packing_hmt import PackedSegments
 from .paper_hmt import Paper
-from .retrievers_hmt import Retrievers, build_retrievers
-from .segments_hmt import PassOutput, Report, Segments
+from .retrievers_hmt import Retrievers
+from .segments_hmt import Report, Segments
 from .single_pass_hmt import SinglePass
 from .state_hmt import HMTState, join_rows
 
@@ -98,27 +98,25 @@ class HMTOutput(ModelOutput):
         advice = trl_advice() or f"Trainers such as SFTTrainer of TRL need it. {INSTEAD}"
         raise AttributeError(f"HMT does not return last_hidden_state. {advice}")
 
-    def add_reports(self, reports: list[Report], chunks: list[Chunk], segment_length: int) -> None:
+    def add_reports(self, reports: list[list[Report]], segment_length: int, ids: Tensor) -> None:
         """Set the fields about recalls and memories."""
-        batch, recalls, memories = len(chunks[0].rows), [], []
-        for chunk in chunks:
-            of_chunk = [report for report in reports if report.n == chunk.n]
-            found = [(x.rows, x.recall.weights, x.recall.ends) for x in of_chunk if x.recall is not None]
-            of_recall: Any = [x for x in found if x[1] is not None]
-            of_memory = [(x.rows, x.memory) for x in of_chunk if x.memory is not None]
-            memories += [join_rows(of_memory, batch)] if of_memory else []
-            weights = ends = None
-            distance = torch.zeros_like(chunk.ids[:, 0])
-            if of_recall:
-                weights = join_rows([(rows, x) for rows, x, _ in of_recall], batch)
-                ends = join_rows([(rows, x) for rows, _, x in of_recall], batch)
-                begins = segment_length * torch.tensor(chunk.segments, device=ends.device)
-                nearest = ends.gather(1, weights.argmax(1, keepdim=True)).squeeze(1)
-                distance = (1 + (begins - nearest) // segment_length) * (ends > 0).any(1)
+        batch, recalls, memories = len(ids), [], []
+        for of_segment in reports:
+            found: list[Any] = [x for x in of_segment if x.recall is not None and x.recall.weights is not None]
+            made = [(x.chunk.rows, x.memory) for x in of_segment if x.memory is not None]
+            memories += [join_rows(made, batch)] if made else []
+            weights, ends, distance = None, None, ids.new_zeros(batch, dtype=torch.long)
+            if found:
+                weights = join_rows([(x.chunk.rows, x.recall.weights) for x in found], batch)
+                ends = join_rows([(x.chunk.rows, x.recall.ends) for x in found], batch)
+                segments = {row: n for x in found for row, n in zip(x.chunk.rows, x.chunk.segments)}
+                begins = torch.tensor([segments.get(row, 0) for row in range(batch)], device=ends.device)
+                nearest = ends.gather(1, weights.argmax(1, keepdim=True)).squeeze(1) // segment_length
+                distance = (1 + begins - nearest) * (ends > 0).any(1)
             recalls.append((weights, ends, distance))
         self.recall_scores, self.recall_ends, distances = zip(*recalls)
-        self.recall_distance, self.memories = torch.stack(distances), tuple(memories)
-        self.segment_length = segment_length
+        self.recall_distance = torch.stack(distances)
+        self.memories, self.segment_length = tuple(memories), segment_length
 
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
         """List the top recalls of each segment of the call as (range of tokens in the sequence, weight), best first.
@@ -189,6 +187,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
         settings = partial(config.signature, lm.width)
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass, settings)
+        names = ("recall", "recall_dim", "recall_mode", "memory_tokens")  # they decide which parameters there are
+        self._built = {name: getattr(config, name) for name in names}
         _ = self.retriever  # raises an error where retrievers and settings do not fit
         self._versions = lm.versions()
         quantizer: Any = getattr(lm.model, "hf_quantizer", None)
@@ -205,7 +205,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     @property
     def retriever(self) -> Retrievers:
         """The retrievers, which give a segment the memory of the previous ones."""
-        return build_retrievers(self.config, self.memory, self.lm.embed)
+        return Retrievers(self.config, self.memory, self.lm.embed)
 
     def settle_layout(self) -> None:
         """Set `config.reread` if it is None; otherwise, raise ValueError if the backbone does not support its value.
@@ -219,7 +219,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if config.reread is None:
             config.reread = not self.lm.can_hide(positions, thorough=True)
         elif not config.reread:
-            self.lm.check_hides(positions, self.lm.cuts(positions))
+            self.lm.check_hides(positions)
 
     def initialize_weights(self) -> None:
         """Initialize the backbone as a standalone model first, then the memory.
@@ -322,16 +322,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             )
         if state is None:
             state = self.new_state(len(input_ids), device=input_ids.device)
-        if mask is not None and self.config.recall_mode == "paper" and state.open_mask is None:
-            state = replace(state, open_mask=torch.ones_like(state.open_ids, dtype=torch.bool))
         if not self.config.cuda_graphs:
             self.lm.graphs.graphs.clear()
-        targets = None
-        if labels is not None:
-            targets, n_scored, n_labelled = self._targets(labels, mask, state, score_from)
-        packed = PackedSegments.pack(state, input_ids, mask, targets)
-        chunks = packed.chunks(first)
-
+        packed = PackedSegments(self.config, state, input_ids, mask, labels, score_from, first)
         with self.memory.loaded() if hasattr(self.memory, "_hf_hook") else nullcontext():
             checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
             layout = (SinglePass if self.config.single_pass else Paper)(
@@ -343,29 +336,21 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 self._gradient_checkpointing_func if checkpoints else None,
                 output_recall,
             )
-            state = layout.read(state, chunks, use_cache)
-        logits = self._logits(layout.outputs, packed, first, input_ids)
+            state = layout.read(state, packed, use_cache)
+        like = next((x for row in layout.pieces.values() for x in row.values()), None)
+        if like is None:  # the requested positions are all padding
+            like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
+        logits = packed.unpack(layout.pieces, like)
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep.to(logits.device)]
         result = HMTOutput(logits=logits)
         if labels is not None:
-            result.loss = self._mean_loss(layout, n_scored, n_labelled, num_items_in_batch)
+            result.loss = self._mean_loss(layout, packed, num_items_in_batch)
         if use_cache:
-            result.cache = result.state = replace(state, **packed.end())
+            result.cache = result.state = packed.end(state)
         if output_recall:
-            result.add_reports(layout.reports, chunks, self.config.segment_length)
+            result.add_reports(layout.reports, self.config.segment_length, input_ids)
         return result
-
-    def _logits(self, outputs: list[PassOutput], packed: PackedSegments, first: int, input_ids: Tensor) -> Tensor:
-        """Arrange the logits of all passes by the positions of the call, (B, T - first, V)."""
-        pieces: list[list[Tensor]] = [[] for _ in input_ids]
-        for output in sorted(outputs, key=lambda output: output.order):
-            for row, logits in zip(output.rows, output.logits):
-                pieces[row].append(logits)
-        like = next((piece for row in pieces for piece in row), None)
-        if like is None:  # the requested positions are all padding
-            like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
-        return packed.unpack(pieces, first, input_ids.shape[1], like)
 
     def _check_settings(self) -> None:
         """Raise an error for settings that have changed since the model was built and do not match its parameters."""
@@ -374,67 +359,27 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
                 "launch), or make only one GPU visible: CUDA_VISIBLE_DEVICES=0."
             )
-        config, memory, lm = self.config, self.memory, self.lm
-        config.check(lm.positions)
-        if config.reread is None:
+        self.config.check(self.lm.positions)
+        if self.config.reread is None:
             self.settle_layout()
-        recalls = config.recall and hasattr(memory, "wq")
-        shapes = {
-            "recall": (config.recall, recalls),
-            "recall_dim": (recalls and (config.recall_dim or lm.width), recalls and len(memory.wq)),
-            "recall_mode": (config.single_pass, memory.single_pass),
-            "memory_tokens": (config.memory_tokens, memory.memory_tokens),
-        }
-        for name, (now, built) in shapes.items():
-            if now != built:
+        for name, built in self._built.items():
+            if getattr(self.config, name) != built:
                 raise ValueError(
-                    f"config.{name} is {getattr(config, name)!r}, but this model was built with another value, which "
+                    f"config.{name} is {getattr(self.config, name)!r}, but this model was built with another value, which "
                     "needs different parameters. Build a new model, HMTWrapper.from_backbone(model.backbone, "
                     f"config), or set the value when loading, HMTWrapper.from_pretrained(folder, {name}=...)."
                 )
 
-    def _targets(
-        self, labels: Tensor, mask: Tensor | None, state: HMTState, score_from: int | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the target of each position of the call, (B, T), -100 where not scored.
-
-        Args:
-            labels: (B, T).
-            mask: (B, T), bool, or None without padding.
-            state: state before the call.
-            score_from: as in `forward`.
-
-        Returns:
-            The targets, the number of scored labels, and the number of all labels.
-        """
-        length, token_mask = self.config.segment_length, torch.ones_like(labels, dtype=torch.bool)
-        if mask is not None and state.open_mask is None:
-            token_mask = mask
-        targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        both = token_mask & torch.nn.functional.pad(token_mask[:, 1:], (0, 1), value=False)
-        targets = targets.masked_fill(~both, -100)
-        n_labelled = (targets != -100).sum()
-        if self.config.loss_scope == "last":
-            to_the_end = token_mask.flip(1).cumsum(1).flip(1)
-            targets = targets.masked_fill(to_the_end > length + 1, -100)
-        if score_from is not None:
-            opened = torch.tensor([n % length for n in state.lengths], device=labels.device)
-            place = (opened[:, None] + token_mask.cumsum(1) - 1) % length  # in its segment
-            targets = targets.masked_fill(place < score_from, -100)
-        return targets, (targets != -100).sum(), n_labelled
-
-    def _mean_loss(
-        self, layout: Segments, n_scored: Tensor, n_labelled: Tensor, num_items_in_batch: Tensor | int | None
-    ) -> Tensor:
+    def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Return the mean cross entropy of the scored labels; with `num_items_in_batch`, this call's share of it."""
         losses = layout.losses
         if layout.scored:
             hidden, targets = map(torch.cat, zip(*layout.scored))
             losses = [*losses, self.lm.loss_without_logits(hidden, targets).float()]
         loss = torch.stack(losses).sum()
-        loss = loss / n_scored.clamp(min=1).to(loss)  # without any scored label the loss is 0, not nan
+        loss = loss / packed.n_scored.clamp(min=1).to(loss)  # without any scored label the loss is 0, not nan
         if num_items_in_batch is not None:
-            loss = loss * (n_labelled / num_items_in_batch).to(loss)
+            loss = loss * (packed.n_labelled / num_items_in_batch).to(loss)
         if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
             # DDP needs a gradient of every parameter, and a sequence of one segment recalls nothing
             loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())

@@ -2,16 +2,19 @@
 
 The tokens of a call are left-aligned in each row, after its sensory tokens and its open segment, with padding on the
 right. There, causality hides padding from every backbone (attention, recurrence or convolution), even without an
-attention mask. `PackedSegments` holds all tokens of a call, and `Chunk` the tokens of the n-th segment of each row.
+attention mask. `PackedSegments` holds all tokens of a call, and a `Chunk` the tokens of a segment in the rows that are
+at the same position in theirs.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .configuration_hmt import HMTConfig
+from .retriever_hmt import long_tensor
 from .state_hmt import HMTState
 
 
@@ -27,152 +30,172 @@ def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Chunk(NamedTuple):
-    """The n-th segment that some rows read in a call. Lists have an entry for each of these B rows.
+    """The tokens of a segment in B rows that are at the same position in it.
 
     rows: indices of the rows in the batch.
-    ids: the k tokens before the segment and its tokens so far, (B, k + l), left-aligned.
-    targets: target token ids, (B, l), -100 where not scored; None without labels.
-    mask: False on padding that the paper mode reads, (B, l), bool; None without padding.
-    segments: index of the segment in the row's sequence.
-    counts: number of tokens of the segment so far.
+    segments: index of the segment in the sequence of each row.
+    returned: the first token of each row whose logits the call returns.
+    ids: the k tokens before the segment and its tokens so far, (B, k + count).
+    targets: target token ids, (B, count), -100 where not scored; None without labels.
+    mask: False on padding that the paper mode reads, (B, count), bool; None without padding.
+    count: number of tokens of the segment so far.
     read: number of these tokens that earlier calls have read.
-    returned: the first token whose logits the call returns.
+    cuts: whether backpropagation is truncated at the end of the segment.
     """
 
-    n: int
     rows: list[int]
+    segments: list[int]
+    returned: list[int]
     ids: Tensor
     targets: Tensor | None
     mask: Tensor | None
-    segments: list[int]
-    counts: list[int]
-    read: list[int]
-    returned: list[int]
+    count: int
+    read: int
+    cuts: bool
 
     @property
     def first(self) -> int:
         """The first token whose logits are computed, because a row returns or scores them."""
-        return min(self.returned if self.targets is None else self.read)
-
-    def of_rows(self, rows: list[int]) -> "Chunk":
-        """Return a chunk with some of the rows."""
-        values: list[Any] = list(self)
-        for i, x in enumerate(values):
-            if isinstance(x, Tensor):
-                values[i] = x[rows]
-            elif isinstance(x, list):
-                values[i] = [x[row] for row in rows]
-        return Chunk(*values)
-
-    def of_new_tokens(self, sensory_tokens: int) -> "Chunk":
-        """Return a chunk of the tokens that earlier calls have not read; each row must have equally many."""
-        tokens = torch.arange(self.counts[0] - self.read[0], device=self.ids.device)
-        places = torch.tensor(self.read, device=self.ids.device)[:, None] + tokens
-        return self._replace(
-            ids=self.ids.gather(1, places + sensory_tokens),
-            targets=None if self.targets is None else self.targets.gather(1, places),
-            read=[0] * len(self.read),
-            returned=[max(0, token - read) for token, read in zip(self.returned, self.read)],
-        )
+        return min(self.returned) if self.targets is None else self.read
 
 
-@dataclass
+def join_chunks(chunks: list[Chunk]) -> Chunk:
+    """Join the tokens that all chunks have, as rows of one chunk."""
+    if len(chunks) == 1:
+        return chunks[0]
+    joined, (count, read) = chunks[0]._asdict(), map(min, zip(*((chunk.count, chunk.read) for chunk in chunks)))
+    for name, value in joined.items():
+        values = [getattr(chunk, name) for chunk in chunks]
+        if isinstance(value, list):
+            joined[name] = [x for part in values for x in part]
+        elif isinstance(value, Tensor):
+            widths = [x.shape[1] - chunk.count + count for x, chunk in zip(values, chunks)]
+            joined[name] = torch.cat([x[:, :width] for x, width in zip(values, widths)])
+    return Chunk(**joined | {"count": count, "read": read})
+
+
 class PackedSegments:
     """The tokens of a call, after the sensory tokens and the open segment of each row.
 
-    ids: (B, k + W); left-aligned, except for padding that the paper mode reads.
-    targets, mask: as in `Chunk`, (B, W).
-    begun: number of tokens before each row's open segment.
-    opened: number of tokens of each row's open segment that earlier calls have read.
-    lengths: number of tokens of each row, from the start of its open segment.
-    padding: columns of padding before the new tokens.
+    Args:
+        config: the model's configuration.
+        state: the state before the call.
+        input_ids: (B, T).
+        mask: (B, T), bool; None without padding.
+        labels: (B, T), or None.
+        score_from: as in `HMTWrapper.forward`.
+        first: first position of the call with logits.
+
+    Attributes:
+        ids: (B, k + W); left-aligned, except for padding that the paper mode reads.
+        targets, mask: as in `Chunk`, (B, W).
+        segments: index of each row's open segment.
+        opened: number of tokens of each row's open segment that earlier calls have read.
+        lengths: number of tokens of each row, from the start of its open segment.
+        padding: columns of padding before the new tokens.
+        n_scored, n_labelled: number of targets, and of targets before `score_from` and `loss_scope`.
     """
 
-    ids: Tensor
-    targets: Tensor | None
-    mask: Tensor | None
-    segment_length: int
-    sensory_tokens: int
-    begun: list[int]
-    opened: list[int]
-    lengths: list[int]
-    padding: list[int]
-
-    @classmethod
-    def pack(cls, state: HMTState, input_ids: Tensor, mask: Tensor | None, targets: Tensor | None) -> "PackedSegments":
-        """Pack the tokens of a call, (B, T). `mask` is None without padding."""
-        length, k = state.signature["segment_length"], state.signature["sensory_tokens"]
-        rows, tokens = input_ids.shape
-        opened = [n % length for n in state.lengths]
-        new, padding = [tokens] * rows, [0] * rows
+    def __init__(
+        self,
+        config: HMTConfig,
+        state: HMTState,
+        input_ids: Tensor,
+        mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        score_from: int | None = None,
+        first: int = 0,
+    ):
+        length, k, (rows, tokens) = config.segment_length, config.sensory_tokens, input_ids.shape
+        self.config, self.first, self.tokens = config, first, tokens
+        self.segments, self.opened = zip(*(divmod(n, length) for n in state.lengths))
         ids, before = torch.cat([state.tail, input_ids], 1), state.tail.shape[1]
-        if targets is not None:
-            targets = F.pad(targets, (before, 0), value=-100)
-        if state.open_mask is not None:
-            mask = torch.cat(
-                [state.open_mask, torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask], 1
-            )
-        else:
+        device, new, self.padding = ids.device, [tokens] * rows, [0] * rows
+        labels = None if labels is None else F.pad(labels, (before, 0), value=-100)
+        there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+        self.mask = None
+        if not config.single_pass and (mask is not None or state.open_mask is not None):
+            opened = state.open_mask
+            opened = torch.ones_like(state.open_ids, dtype=torch.bool) if opened is None else opened
+            self.mask = torch.cat([opened, there], 1)
+        elif mask is not None or min(self.opened) < before - k:
             if mask is not None:
-                new, padding = mask.sum(1).tolist(), mask.long().argmax(1).tolist()
-            if mask is not None or min(opened) < before - k:
-                there = torch.arange(before, device=ids.device) < k + torch.tensor(opened, device=ids.device)[:, None]
-                there = torch.cat([there, torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask], 1)
-                aligned, ids = align(there, ids)
-                targets = None if targets is None else align(there, targets)[1].masked_fill(~aligned, -100)
-            mask = None
-        targets = None if targets is None else targets[:, k:]
-        begun = [n - m for n, m in zip(state.lengths, opened)]
-        return cls(ids, targets, mask, length, k, begun, opened, [m + n for m, n in zip(opened, new)], padding)
+                new, self.padding = mask.sum(1).tolist(), mask.long().argmax(1).tolist()
+            opened = torch.arange(before, device=device) < k + torch.tensor(self.opened, device=device)[:, None]
+            there = torch.cat([opened, there], 1)
+            aligned, ids = align(there, ids)
+            labels = None if labels is None else align(there, labels)[1].masked_fill(~aligned, -100)
+        self.ids, self.targets = ids, None
+        self.lengths = [m + n for m, n in zip(self.opened, new)]
+        if labels is not None:
+            targets = F.pad(labels[:, k + 1 :], (0, 1), value=-100)
+            place = torch.arange(targets.shape[1], device=device)
+            targets = targets.masked_fill(place < long_tensor(self.opened, device)[:, None], -100)
+            self.n_labelled = (targets != -100).sum()
+            if config.loss_scope == "last":
+                to_the_end = long_tensor(self.lengths, device)[:, None] - place
+                targets = targets.masked_fill(to_the_end > length + 1, -100)
+            if score_from is not None:
+                targets = targets.masked_fill(place % length < score_from, -100)
+            self.n_scored, self.targets = (targets != -100).sum(), targets
 
-    def chunks(self, first: int) -> list[Chunk]:
-        """Split the rows at their segment boundaries. `first` is the first position of the call with logits."""
-        starts = [m + max(0, first - padding) for m, padding in zip(self.opened, self.padding)]
-        chunks, length = [], self.segment_length
+    def chunks(self) -> list[list[Chunk]]:
+        """Split the rows at their segment boundaries: for each n, the chunks of the rows' n-th segments."""
+        length, k, bptt = self.config.segment_length, self.config.sensory_tokens, self.config.bptt_segments
+        starts = [m + max(0, self.first - padding) for m, padding in zip(self.opened, self.padding)]
+        chunks: list[list[Chunk]] = []
         for n, a in enumerate(range(0, max(self.lengths), length)):
-            counts = [min(max(tokens - a, 0), length) for tokens in self.lengths]
-            part = slice(a, a + length)
-            chunks.append(
-                Chunk(
-                    n,
-                    list(range(len(counts))),
-                    self.ids[:, a : a + self.sensory_tokens + length],
-                    None if self.targets is None else self.targets[:, part],
-                    None if self.mask is None else self.mask[:, part],
-                    [begun // length + n for begun in self.begun],
-                    counts,
-                    self.opened if n == 0 else [0] * len(counts),
-                    [min(max(start - a, 0), count) for start, count in zip(starts, counts)],
-                )
-            )
+            groups: dict[tuple, list[int]] = {}
+            for row, (tokens, opened) in enumerate(zip(self.lengths, self.opened)):
+                segment, count = self.segments[row] + n, min(max(tokens - a, 0), length)
+                cuts = bptt is not None and (segment + 1) % bptt == 0
+                groups.setdefault((segment > 0, count, 0 if n else opened, cuts), []).append(row)
+            chunks.append([])
+            for (_, count, *place), rows in groups.items():
+                tensors = (self.ids, k + count), (self.targets, count), (self.mask, count)
+                parts: list[Any] = [None if x is None else x[:, a : a + width] for x, width in tensors]
+                if len(groups) > 1:
+                    parts = [None if x is None else x[rows] for x in parts]
+                segments = [self.segments[row] + n for row in rows]
+                returned = [min(max(starts[row] - a, 0), count) for row in rows]
+                chunks[-1].append(Chunk(rows, segments, returned, *parts, count, *place))
         return chunks
 
-    def end(self) -> dict[str, Any]:
-        """Return the fields of the state after the call that depend on tokens only."""
-        k, lengths = self.sensory_tokens, torch.tensor(self.lengths, device=self.ids.device)[:, None]
-        opened = lengths % self.segment_length
+    def new_tokens(self) -> Chunk:
+        """Return the new tokens of all rows, of which each has equally many, as one chunk without sensory tokens."""
+        count = self.lengths[0] - self.opened[0]
+        places = long_tensor(self.opened, self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)
+        ids = self.ids.gather(1, places + self.config.sensory_tokens)
+        targets = None if self.targets is None else self.targets.gather(1, places)
+        returned = [min(max(0, self.first - padding), count) for padding in self.padding]
+        return Chunk([*range(len(ids))], [*self.segments], returned, ids, targets, None, count, 0, False)
+
+    def end(self, state: HMTState) -> HMTState:
+        """Return `state`, which has the memory after the call, with the fields that depend on tokens only."""
+        k, length = self.config.sensory_tokens, self.config.segment_length
+        lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
+        opened = lengths % length
         column = torch.arange(k + int(opened.max()), device=self.ids.device)
         place = (lengths - opened + column).clamp(max=self.ids.shape[1] - 1)
         tail = self.ids.gather(1, place).masked_fill(column >= k + opened, 0)
         open_mask = None if self.mask is None else self.mask[:, -int(opened.max()) or self.mask.shape[1] :]
-        lengths = tuple(begun + n for begun, n in zip(self.begun, self.lengths))
-        return {"tail": tail, "open_mask": open_mask, "lengths": lengths}
+        total = tuple(length * segment + n for segment, n in zip(self.segments, self.lengths))
+        return replace(state, tail=tail, open_mask=open_mask, lengths=total)
 
-    def unpack(self, pieces: list[list[Tensor]], first: int, tokens: int, like: Tensor) -> Tensor:
+    def unpack(self, pieces: dict[int, dict[tuple, Tensor]], like: Tensor) -> Tensor:
         """Arrange logits by the positions of the call, (B, T - first, V), with zeros on padding.
 
         Args:
-            pieces: for each row, a list of logits (n, V), in order.
-            first: the first position of the call with logits.
-            tokens: T.
+            pieces: for each row, logits (n, V) by their place in the sequence.
             like: any logits, (..., V).
         """
-        parts = []
-        for row, padding in zip(pieces, self.padding):
-            before = max(0, padding - first)
-            after = tokens - first - before - sum(map(len, row))
-            parts += [like.new_zeros(before, like.shape[1]), *row, like.new_zeros(after, like.shape[1])]
-        return torch.cat(parts).view(len(pieces), tokens - first, like.shape[1])
+        parts, tokens = [], self.tokens - self.first
+        for row, padding in enumerate(self.padding):
+            found = [pieces[row][place] for place in sorted(pieces[row])]
+            before = max(0, padding - self.first)
+            after = tokens - before - sum(map(len, found))
+            parts += [like.new_zeros(before, like.shape[-1]), *found, like.new_zeros(after, like.shape[-1])]
+        return torch.cat(parts).view(len(self.padding), tokens, like.shape[-1])
 
 
-__all__ = ["Chunk", "PackedSegments", "align"]
+__all__ = ["Chunk", "PackedSegments", "align", "join_chunks"]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from .bank_hmt import Bank
 from .configuration_hmt import HMTConfig
@@ -107,22 +108,12 @@ class MemoryPages:
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
     def __getstate__(self) -> dict:
-        """Move pickles and deep copies to RAM: a second `PageFile` at the same path would overwrite the first."""
+        """Copy blocks to RAM for pickles and deep copies: a second `PageFile` would overwrite the first."""
         return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
 
     def __len__(self) -> int:
         """Return n, the number of embeddings."""
         return len(self.blocks) * self.page_size + len(self.rest)
-
-    @property
-    def count(self) -> int:
-        """Number of embeddings in pages, which is n except during `append`."""
-        return sum(map(len, self.members))
-
-    @property
-    def embeddings(self) -> Tensor:
-        """All embeddings, (n, d)."""
-        return torch.cat([*self.blocks, self.rest])
 
     def append(self, embeddings: Tensor) -> "MemoryPages":
         """Return pages with `embeddings` (n, d) added, oldest first."""
@@ -138,28 +129,20 @@ class MemoryPages:
 
     @torch.no_grad()  # the choice of a page is not differentiable
     def _put(self, number: int, embedding: Tensor) -> None:
-        """Add an embedding (d,) to the page with the nearest tag, in place."""
-        if not self.members:
-            self.members, self.sums = ((number,),), embedding[None].clone()
+        """Add the embedding (d,) with the next index to the page with the nearest tag, in place."""
+        if number == 0:
+            self.members, self.sums = ((0,),), embedding[None].clone()
             return
-        mean = self._mean()
+        mean = self.sums.sum(0) / number
         page = int((F.normalize(self.tags() - mean, dim=-1) @ (embedding - mean)).argmax())
         self._replace(page, (*self.members[page], number))
         self.sums[page] += embedding
-        if len(self.members[page]) > self._most(self.count - 1):
+        if len(self.members[page]) > max(self.page_size, int((number / self.recalled) ** 0.5)):
             self._split(page, mean)
 
     def _replace(self, page: int, *pages: tuple[int, ...]) -> None:
         """Replace one page by pages with the given members, in place."""
         self.members = (*self.members[:page], *pages, *self.members[page + 1 :])
-
-    def _mean(self) -> Tensor:
-        """Return the mean of all embeddings, (d,)."""
-        return self.sums.sum(0) / self.count
-
-    def _most(self, count: int) -> int:
-        """Return S, the maximum size of a page when there are `count` embeddings."""
-        return max(self.page_size, int((count / self.recalled) ** 0.5))
 
     def _split(self, page: int, mean: Tensor) -> None:
         """Move half of a page to a new one, in place. `mean` (d,) is the mean of all embeddings."""
@@ -214,7 +197,7 @@ class MemoryPages:
     def pack(self) -> tuple[dict[str, Tensor], dict]:
         """Return tensors and numbers to save; `unpack` restores the pages from them, in RAM."""
         members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
-        tensors = {"embeddings": self.embeddings, "sums": self.sums, "members": members}
+        tensors = {"embeddings": torch.cat([*self.blocks, self.rest]), "sums": self.sums, "members": members}
         sizes = [*map(len, self.members)]
         return tensors, {"page_size": self.page_size, "recalled": self.recalled, "sizes": sizes}
 
@@ -223,6 +206,8 @@ class MemoryPages:
         """Restore pages from the output of `pack`."""
         size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
         full = len(embeddings) // size * size
+        if not isinstance(numbers["recalled"], int) or numbers["recalled"] < 1:
+            raise ValueError(f"a recall attends to {numbers['recalled']} pages")
         return cls(
             size,
             numbers["recalled"],
@@ -249,7 +234,7 @@ class Pages(Bank):
         return config.recalled_pages is not None
 
     def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return an empty bank and empty pages; with `file`, pages go there instead of to CPU memory."""
+        """Return an empty bank and empty pages, which are stored in `file` or in CPU memory."""
         config, kept_in = self.config, None if file is None else PageFile(file)
         pages = MemoryPages.empty(
             like.shape[-1], like.dtype, like.device, config.page_size, config.recalled_pages or 1, kept_in
@@ -270,7 +255,7 @@ class Pages(Bank):
         pages, valid = state["pages"], state["ends"] > 0
         bank = state["embeddings"].to(pages[0].sums.dtype)
         sums = torch.stack([row.sums.sum(0, keepdim=True) for row in pages])
-        counts = torch.tensor([row.count for row in pages], device=bank.device)
+        counts = torch.tensor([len(row) for row in pages], device=bank.device)
         origin, count = mean_memory(bank, valid, sums, counts)
 
         def score(tags: Tensor, i: int) -> Tensor:
@@ -278,9 +263,9 @@ class Pages(Bank):
             return self.memory.scores(query[row], tags[None], origin[row], count[row]).squeeze(0)
 
         looked_up = [row.look_up(partial(score, i=i)) for i, row in enumerate(pages)]
-        width = max(len(x) for x, _ in looked_up)
-        found = torch.stack([pad_front(x, width) for x, _ in looked_up])
-        ends = torch.stack([pad_front(self.config.segment_length * (x + 1), width) for _, x in looked_up])
+        pad = partial(pad_sequence, batch_first=True, padding_side="left")
+        found = pad([embeddings for embeddings, _ in looked_up])
+        ends = pad([self.config.segment_length * (numbers + 1) for _, numbers in looked_up])
         # gradients of the origin flow to the attended embeddings
         total = sums + (found - found.detach()).to(sums).sum(1, keepdim=True)
         bank, ends = torch.cat([found, state["embeddings"]], 1), torch.cat([ends, state["ends"]], 1)
@@ -295,9 +280,4 @@ class Pages(Bank):
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 
 
-def pad_front(x: Tensor, width: int) -> Tensor:
-    """Left-pad `x` (n, ...) with zeros to (width, ...)."""
-    return torch.cat([x.new_zeros(width - len(x), *x.shape[1:]), x])
-
-
-__all__ = ["MemoryPages", "PageFile", "Pages", "pad_front"]
+__all__ = ["MemoryPages", "PageFile", "Pages"]

@@ -12,8 +12,9 @@ from itertools import groupby
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from .packing_hmt import Chunk
+from .packing_hmt import Chunk, PackedSegments, join_chunks
 from .segments_hmt import Pass, Report, Segments
 from .state_hmt import HMTState
 
@@ -21,35 +22,34 @@ from .state_hmt import HMTState
 class Paper(Segments):
     """The layout of `recall_mode="paper"`."""
 
-    def read(self, state: HMTState, chunks: list[Chunk], use_cache: bool) -> HMTState:
+    def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
         """See `Segments.read`."""
+        chunks = [chunk for (chunk,) in packed.chunks()]
         queries = self.recall_queries(chunks)
         for chunk in chunks:
-            state = self.read_segment(state, chunk, queries.get(chunk.n), use_cache)
+            state = self.read_segment(state, chunk, queries.get(chunk.segments[0]), use_cache)
         return state
 
     def recall_queries(self, chunks: list[Chunk]) -> dict[int, Tensor]:
-        """Return the recall queries (B, 1, d) of the chunks that recall, by chunk index.
+        """Return the recall queries (B, 1, d) of the chunks that recall, by segment.
 
         Summary passes do not depend on memories, so several segments go through the backbone together.
         """
         recalling, queries = [chunk for chunk in chunks if self.config.recall and chunk.segments[0]], {}
         size = self.segments_per_batch(chunks)
-        for _, group in groupby(recalling, key=lambda chunk: min(chunk.counts[0], self.j)):
+        for _, group in groupby(recalling, key=lambda chunk: min(chunk.count, self.j)):
             same = list(group)
             for i in range(0, len(same), size):
                 batch = same[i : i + size]
-                found = self.summarize(batch).chunk(len(batch))
-                queries |= {chunk.n: query for chunk, query in zip(batch, found)}
+                found = self.summarize(join_chunks(batch)).chunk(len(batch))
+                queries |= {chunk.segments[0]: query for chunk, query in zip(batch, found)}
         return queries
 
-    def summarize(self, chunks: list[Chunk]) -> Tensor:
-        """Compute H^sum (paper, sec. 3.2), the last hidden state of [H^T, E(x[:j]), H^T], (R, 1, d)."""
-        tokens = self.embed(torch.cat([chunk.ids[:, self.k : self.k + self.j] for chunk in chunks]))
-        prompt, mask = self.memory.summary_token.to(tokens).expand(len(tokens), -1, -1), None
-        if chunks[0].mask is not None:
-            mask = torch.cat([chunk.mask[:, : self.j] for chunk in chunks if chunk.mask is not None])
-            mask = torch.nn.functional.pad(mask, (1, 1), value=True)
+    def summarize(self, chunk: Chunk) -> Tensor:
+        """Compute H^sum (paper, sec. 3.2), the last hidden state of [H^T, E(x[:j]), H^T], (B, 1, d)."""
+        tokens = self.embed(chunk.ids[:, self.k : self.k + self.j])
+        prompt = self.memory.summary_token.to(tokens).expand(len(tokens), -1, -1)
+        mask = None if chunk.mask is None else F.pad(chunk.mask[:, : self.j], (1, 1), value=True)
         _, hidden, *_ = self.run(torch.cat([prompt, tokens, prompt], 1), mask)
         return hidden[:, -1:].clone()
 
@@ -57,30 +57,31 @@ class Paper(Segments):
         """Read one segment of each row, or its tokens so far (paper, sec. 3.2 and 3.3).
 
         Args:
-            state, chunk, use_cache: as in `read`.
+            state, use_cache: as in `read`.
+            chunk: the tokens, which all rows have at the same position.
             query: recall query of the chunk, (B, 1, d), or None.
         """
-        count, later, m = chunk.counts[0], chunk.segments[0] > 0, self.config.memory_tokens
+        count, later, m = chunk.count, chunk.segments[0] > 0, self.config.memory_tokens
         full, recall, memory = count == self.length, None, None
         tokens = self.embed(chunk.ids[:, self.k * (not later) :])
         if later:
-            recall = self.recall(state, chunk, query)
+            recall = self.retriever.retrieve(state.memory, query, chunk.ids[:, self.k : self.k + self.j])
             prompt = recall.embeds.to(tokens)
         else:
             prompt = self.memory.initial.to(tokens).expand(len(tokens), -1, -1)
         ends, mask = full or not use_cache, None
         if chunk.mask is not None:
-            mask = torch.nn.functional.pad(chunk.mask, (m + self.k * later, m * ends), value=True)
+            mask = F.pad(chunk.mask, (m + self.k * later, m * ends), value=True)
         embeds = torch.cat([prompt, tokens, prompt] if ends else [prompt, tokens], 1)
-        one = Pass(chunk, 1, embeds, range(count), m + self.k * later, last=ends)
-        hidden, _ = self.run_passes([one], mask=mask)
+        one = Pass(chunk, embeds, range(count), m + self.k * later, last=ends)
+        hidden, _ = self.run_pass(one, mask=mask)
         if ends:
             memory = hidden[:, -m:].clone()  # a view would retain all hidden states
         if full:
             assert memory is not None
             state = self.close_segment(state, chunk, memory)
         if self.output_recall:
-            self.reports.append(Report(chunk.n, chunk.rows, None if chunk.read[0] else recall, memory))
+            self.reports.append([Report(chunk, None if chunk.read else recall, memory)])
         return state
 
 

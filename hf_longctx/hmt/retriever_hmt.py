@@ -127,13 +127,36 @@ class Retriever:
 
 
 class Retrievers(Retriever):
-    """A retriever that combines several. Its memory is a dict of their memories, by name."""
+    """The retrievers of a model. Their memory is a dict of the memories of all, by name.
 
-    def __init__(self, parts: dict[str, Retriever]):
-        self.parts = parts
-        self.columns = sum(part.columns for part in parts.values())
-        self.reads_hidden = any(part.reads_hidden for part in parts.values())
-        self.mixes = any(type(part).mix is not Retriever.mix for part in parts.values())
+    Args:
+        config, memory, embed: as in `Retriever`.
+
+    Raises:
+        ValueError: a name is not registered, or the retrievers do not match the other fields.
+    """
+
+    def __init__(self, config: HMTConfig, memory: HMTMemory, embed: Callable[[Tensor], Tensor]):
+        asked_for = [name for name, cls in RETRIEVERS.items() if cls.is_used(config)]
+        names = config.retrievers or asked_for
+        if unknown := [name for name in names if name not in RETRIEVERS]:
+            raise ValueError(
+                f"`retrievers` must be names among {list(RETRIEVERS)}, got {unknown}. Import the file that registers "
+                "them before you build or load the model."
+            )
+        if left_out := [name for name in asked_for if name not in names]:
+            raise ValueError(
+                f"`retrievers` must list {left_out}, which other fields ask for, got {names}. Add or unset them."
+            )
+        self.parts = {name: RETRIEVERS[name](config, memory, embed) for name in names}
+        self.columns = sum(part.columns for part in self.parts.values())
+        self.reads_hidden = any(part.reads_hidden for part in self.parts.values())
+        self.mixes = any(type(part).mix is not Retriever.mix for part in self.parts.values())
+        if self.columns != 1 + (config.recall_tokens or 0):
+            raise ValueError(
+                f"`retrievers` must give a prompt and `recall_tokens` more embeddings, 1 + {config.recall_tokens or 0}, "
+                f"got {self.columns} from {names}. Set recall_tokens, or the `columns` of a retriever."
+            )
 
     def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
         """Return the memory of rows that have read nothing; `file` goes to the retriever that takes one."""
@@ -174,33 +197,6 @@ def register_retriever(name: str) -> Callable[[RetrieverClass], RetrieverClass]:
     return decorate
 
 
-def build_retrievers(config: HMTConfig, memory: HMTMemory, embed: Callable[[Tensor], Tensor]) -> Retrievers:
-    """Build the retrievers of a model.
-
-    Raises:
-        ValueError: a name is not registered, or the retrievers do not match the other fields.
-    """
-    asked_for = [name for name, cls in RETRIEVERS.items() if cls.is_used(config)]
-    names = config.retrievers or asked_for
-    unknown = [name for name in names if name not in RETRIEVERS]
-    if unknown:
-        raise ValueError(
-            f"`retrievers` must be names among {list(RETRIEVERS)}, got {unknown}. Import the file that registers them "
-            "before you build or load the model."
-        )
-    if left_out := [name for name in asked_for if name not in names]:
-        raise ValueError(
-            f"`retrievers` must list {left_out}, which other fields ask for, got {names}. Add or unset them."
-        )
-    retrievers = Retrievers({name: RETRIEVERS[name](config, memory, embed) for name in names})
-    if retrievers.columns != 1 + (config.recall_tokens or 0):
-        raise ValueError(
-            f"`retrievers` must give a prompt and `recall_tokens` more embeddings, 1 + {config.recall_tokens or 0}, "
-            f"got {retrievers.columns} from {names}. Set recall_tokens, or the `columns` of a retriever."
-        )
-    return retrievers
-
-
 def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new: Tensor) -> dict[str, Tensor]:
     """Append the entries of a segment to tensors (B, c, ...), and retain the latest `size` entries.
 
@@ -230,7 +226,6 @@ __all__ = [
     "Retriever",
     "Retrievers",
     "Segment",
-    "build_retrievers",
     "long_tensor",
     "register_retriever",
     "remember",

@@ -6,18 +6,8 @@ transformers copies the files imported here next to saved weights.
 from .bank_hmt import Bank
 from .neural_cache_hmt import NeuralCacheRetriever
 from .pages_hmt import Pages
-from .retriever_hmt import RETRIEVERS, Retriever, Retrievers, build_retrievers, register_retriever
+from .retriever_hmt import Retrievers
 from .search_hmt import Search
 
 
-__all__ = [
-    "RETRIEVERS",
-    "Bank",
-    "NeuralCacheRetriever",
-    "Pages",
-    "Retriever",
-    "Retrievers",
-    "Search",
-    "build_retrievers",
-    "register_retriever",
-]
+__all__ = ["Bank", "NeuralCacheRetriever", "Pages", "Retrievers", "Search"]

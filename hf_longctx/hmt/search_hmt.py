@@ -58,21 +58,21 @@ def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tenso
         ids: token ids of the remembered segments, oldest first, (B, c, L'), long; L' is a multiple of `length`.
         valid: False where a row does not have that segment, (B, c), bool.
     """
-    stretches = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length)
-    valid = valid.repeat_interleave(stretches.shape[1] // valid.shape[1], dim=1)  # (B, s)
+    passages = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length)
+    valid = valid.repeat_interleave(passages.shape[1] // valid.shape[1], dim=1)  # (B, s)
     # the stable sort puts the last of equal tokens first, and searchsorted finds the first
     query, order = query.flip(1).sort(dim=1, stable=True)
     weights = (-order / FADE).exp()[:, None]
-    place = torch.searchsorted(query, stretches.flatten(1)).clamp(max=query.shape[1] - 1)  # indices in the query
-    found = query.gather(1, place) == stretches.flatten(1)
+    place = torch.searchsorted(query, passages.flatten(1)).clamp(max=query.shape[1] - 1)  # indices in the query
+    found = query.gather(1, place) == passages.flatten(1)
     counts = torch.zeros(*valid.shape, query.shape[1], device=query.device)  # occurrences of each query token
-    counts.scatter_add_(2, place.view_as(stretches), found.view_as(stretches).to(counts))
+    counts.scatter_add_(2, place.view_as(passages), found.view_as(passages).to(counts))
     counts *= valid[..., None]
     containing, of_all = (counts > 0).sum(1, keepdim=True), valid.sum(1)[:, None, None]
     idf = (1 + (of_all - containing + 0.5) / (containing + 0.5)).log()
     scores = (weights * idf * counts * (K1 + 1) / (counts + K1)).sum(2).masked_fill(~valid, -1)
     best = scores.shape[1] - 1 - scores.flip(1).argmax(1)
-    return stretches[torch.arange(len(best), device=best.device), best]
+    return passages[torch.arange(len(best), device=best.device), best]
 
 
 __all__ = ["Search", "find_tokens"]

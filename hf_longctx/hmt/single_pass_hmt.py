@@ -45,7 +45,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from .caches_hmt import side_by_side, split
-from .packing_hmt import Chunk
+from .packing_hmt import Chunk, PackedSegments, join_chunks
+from .retriever_hmt import long_tensor
 from .segments_hmt import Pass, Report, Segments
 from .state_hmt import HMTState, join_memories
 
@@ -71,65 +72,42 @@ class SinglePass(Segments):
         reread, positions = self.config.reread, self.config.positions_per_segment
         self.cuts = not reread and self.n_prefix == 1 and self.lm.cuts(positions)
         if not reread:
-            self.lm.check_hides(positions, self.cuts)
+            self.lm.check_hides(positions)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
         self.hidden_from = None if reread else before_recall  # number of columns that do not see the prompt
         self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, and the caches that they extend
 
-    def read(self, state: HMTState, chunks: list[Chunk], use_cache: bool) -> HMTState:
+    def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
         """See `Segments.read`."""
-        for together, group in groupby(chunks, key=self.reads_first_part):
-            several = list(group)
-            size = self.segments_per_batch(several)
-            for i in range(0, len(several), size):
-                batch = several[i : i + size]
-                firsts = self.first_parts(state, batch) if together else [None] * len(batch)
-                for chunk, first in zip(batch, firsts):
-                    state = self.read_chunk(state, chunk, first, use_cache)
-                self.run_pending()
+        if use_cache and self.is_step(state, packed):
+            return self.step(state, packed)
+        for together, several in groupby(packed.chunks(), key=self.reads_first_part):
+            segments = list(several)
+            size = self.segments_per_batch([chunks[0] for chunks in segments])
+            for i in range(0, len(segments), size):
+                batch: list[list[Chunk]] = segments[i : i + size]
+                firsts: list[Any] = [None] * len(batch)
+                if together:
+                    firsts = self.first_parts(state, [chunks[0] for chunks in batch])
+                for chunks, first in zip(batch, firsts):
+                    state = self.read_segment(state, chunks, first, use_cache)
+                if self.pending:
+                    self.run_pending()
         return state
 
-    def run_pending(self) -> None:
-        """Read the pending second parts together; the memories of their segments are already stored."""
-        if self.pending:
-            passes, parts, kv_cache = [one for one, _ in self.pending], [], None
-            for one, cache in self.pending:
-                begin = len(parts) and parts[-1][0][-1] + 1
-                parts.append(([*range(begin, begin + len(one.embeds))], cache))
-            if self.cuts:
-                kv_cache, _ = side_by_side(parts)
-            self.run_passes(passes, kv_cache)
-            self.pending = []
-
-    # ------------------------------------------------------------------------------------------------ rows of a chunk
-
-    def places(self, chunk: Chunk) -> list[tuple]:
-        """Return the position of each row in its segment; rows at the same position are read together."""
-        rows = zip(chunk.segments, chunk.counts, chunk.read)
-        return [(segment > 0, self.cuts_gradient(segment), count, read) for segment, count, read in rows]
-
-    def reads_first_part(self, chunk: Chunk) -> bool:
+    def reads_first_part(self, chunks: list[Chunk]) -> bool:
         """Return whether all rows read the whole first part of their segment in this call."""
-        together = len(set(self.places(chunk))) == 1
-        return together and chunk.segments[0] > 0 and chunk.read[0] == 0 and chunk.counts[0] >= self.j
+        chunk = chunks[0]
+        return len(chunks) == 1 and chunk.segments[0] > 0 and chunk.read == 0 and chunk.count >= self.j
 
-    def read_chunk(self, state: HMTState, chunk: Chunk, first: FirstPart | None, use_cache: bool) -> HMTState:
+    def read_segment(self, state: HMTState, chunks: list[Chunk], first: FirstPart | None, use_cache: bool) -> HMTState:
         """Read one segment of each row, or its tokens so far."""
-        keeps = use_cache and not torch.is_grad_enabled() and all(0 < count < self.length for count in chunk.counts)
+        keeps = use_cache and not torch.is_grad_enabled() and all(0 < chunk.count < self.length for chunk in chunks)
         keeps = keeps and self.lm.continues
-        groups: dict[tuple, list[int]] = {}
-        for row, place in enumerate(self.places(chunk)):
-            groups.setdefault(place, []).append(row)
-        if len(groups) == 1:
-            return self.read_aligned(state, chunk, first, keeps)
-        if keeps and self.is_step(state, chunk):
-            return self.step(state, chunk)
-        parts = []
-        for rows in groups.values():
-            part, of_rows = state.select_rows(rows), chunk.of_rows(rows)
-            if of_rows.counts[0] > of_rows.read[0]:
-                part = self.read_aligned(part, of_rows, None, keeps)
-            parts.append((rows, part))
+        self.reports.append([])
+        if len(chunks) == 1:
+            return self.read_chunk(state, chunks[0], first, keeps)
+        parts = [(chunk.rows, self.read_chunk(state.select_rows(chunk.rows), chunk, None, keeps)) for chunk in chunks]
         caches: list[Any] = [(rows, part.kv_cache) for rows, part in parts]
         kv_cache = kv_mask = None
         if all(cache is not None for _, cache in caches):
@@ -137,114 +115,134 @@ class SinglePass(Segments):
         memory = join_memories([(rows, part.memory) for rows, part in parts])
         return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
 
-    def is_step(self, state: HMTState, chunk: Chunk) -> bool:
-        """Return whether all rows extend a cache by equally many new tokens, without a recall."""
-        if state.kv_cache is None or len({n - m for n, m in zip(chunk.counts, chunk.read)}) > 1 or not all(chunk.read):
+    def is_step(self, state: HMTState, packed: PackedSegments) -> bool:
+        """Return whether all rows extend a cache by equally many tokens of open segments, without a recall."""
+        if state.kv_cache is None or torch.is_grad_enabled() or not self.lm.continues:
             return False
-        rows = zip(chunk.segments, chunk.read, chunk.counts)
-        return not any(segment and read < self.j <= count for segment, read, count in rows)
+        rows = [*zip(packed.segments, packed.opened, packed.lengths)]
+        if not all(read > 0 and count < self.length for _, read, count in rows):
+            return False
+        recalls = any(segment and read < self.j <= count for segment, read, count in rows)
+        return not recalls and len({count - read for _, read, count in rows}) == 1
 
-    def step(self, state: HMTState, chunk: Chunk) -> HMTState:
-        """Extend a joint cache of rows at different positions by new tokens, in one pass."""
-        begins = [read + (self.n_prefix + self.k) * (n > 0) for n, read in zip(chunk.segments, chunk.read)]
-        chunk, mask = chunk.of_new_tokens(self.k), state.kv_mask
+    def step(self, state: HMTState, packed: PackedSegments) -> HMTState:
+        """Extend the cache of all rows, which may be at different positions, by new tokens in one pass."""
+        chunk, mask = packed.new_tokens(), state.kv_mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(chunk.ids.shape)], 1)
-        one = Pass(chunk, 1, self.embed(chunk.ids), range(chunk.ids.shape[1]), 0, begins)
-        _, kv_cache = self.run_passes([one], state.kv_cache, mask, state.memory)
+        begins = [read + (self.n_prefix + self.k) * (n > 0) for n, read in zip(packed.segments, packed.opened)]
+        device = chunk.ids.device
+        positions = long_tensor(begins, device)[:, None] + torch.arange(chunk.count, device=device)
+        one = Pass(chunk, self.embed(chunk.ids), range(chunk.count), 0, positions)
+        _, kv_cache = self.run_pass(one, state.kv_cache, mask, state.memory)
+        self.reports.append([])
         return replace(state, kv_cache=kv_cache, kv_mask=mask)
 
-    # ------------------------------------------------------------------------------------- rows at the same place
+    # ------------------------------------------------------------------------------------- rows at the same position
 
-    def build_pass(self, chunk: Chunk, start: int, stop: int, part: int, ends: bool) -> Pass:
+    def embed_part(self, chunk: Chunk, start: int, stop: int, ends: bool) -> Tensor:
         """Embed the tokens `start` to `stop` - 1 (negative: sensory tokens), and a summary token if `ends`."""
-        embeds, later = self.embed(chunk.ids[:, self.k + start : self.k + stop]), chunk.segments[0] > 0
-        rows = len(embeds)
+        embeds = self.embed(chunk.ids[:, self.k + start : self.k + stop])
         if ends:
-            embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(rows, -1, -1)], 1)
-        begin, tokens = start + (self.n_prefix + self.k) * later, range(max(start, self.j * part * later), stop)
-        return Pass(chunk, part, embeds, tokens, -start, [begin] * rows)
+            embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(len(embeds), -1, -1)], 1)
+        return embeds
 
-    def new_cache(self) -> Cache:
-        """Return an empty cache."""
-        return DynamicCache(config=self.lm.model.config)
+    def build_pass(
+        self, chunk: Chunk, embeds: Tensor, start: int, tokens: range, prefix: Tensor | None = None
+    ) -> Pass:
+        """Build the pass over the retrieved `prefix` (B, n, d) and over `embeds`, which begin at token `start`."""
+        begin = start + (self.n_prefix + self.k) * (chunk.segments[0] > 0)
+        positions = torch.arange(begin, begin + embeds.shape[1], device=embeds.device)[None]
+        if prefix is None:
+            return Pass(chunk, embeds, tokens, -start, positions)
+        n = prefix.shape[1]
+        positions = torch.cat([torch.arange(n, device=embeds.device)[None], positions], 1)
+        return Pass(chunk, torch.cat([prefix, embeds], 1), tokens, n - start, positions, self.hidden_from)
 
     def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
         """Read the first parts of segments whose rows are at the same position; parts of one shape share a pass."""
-        count, start = chunks[0].counts[0], -self.k
-        ends, kv_cache = count >= self.j, None
-        if state.kv_cache is not None:
-            kv_cache, start = state.kv_cache, chunks[0].read[0]
-        elif self.cuts if ends else not torch.is_grad_enabled() and self.lm.continues:
-            kv_cache = self.new_cache()
-        passes, firsts = [], []
-        for chunk in chunks:
-            one = self.build_pass(chunk, start, min(self.j, count), 0, ends)
-            if chunk.counts[0] == self.length and not self.config.recurrence:
-                rest = self.build_pass(chunk, self.j, self.length, 1, True)
-                one = one._replace(embeds=torch.cat([one.embeds, rest.embeds], 1))
-            passes.append(one)
-        for _, group in groupby(passes, key=lambda one: (one.embeds.shape, one.from_token(one.chunk.first))):
+        kv_cache, start = state.kv_cache, -self.k if state.kv_cache is None else chunks[0].read
+        if kv_cache is None and self.cuts:
+            kv_cache = DynamicCache(config=self.lm.model.config)
+
+        def shape(chunk: Chunk) -> tuple[bool, int]:
+            """Return whether the whole segment is read, and the first token with logits."""
+            return not self.config.recurrence and chunk.count == self.length, min(chunk.first, self.j)
+
+        firsts = []
+        for (whole, _), group in groupby(chunks, key=shape):
             same = list(group)
-            hidden, cache = self.run_passes(same, kv_cache, None, state.memory)
+            chunk = join_chunks(same)
+            embeds = self.embed_part(chunk, start, self.j, True)
+            if whole:
+                embeds = torch.cat([embeds, self.embed_part(chunk, self.j, self.length, True)], 1)
+            one = self.build_pass(chunk, embeds, start, range(max(start, 0), self.j))
+            hidden, cache = self.run_pass(one, kv_cache, None, state.memory)
             caches: list[Cache | None] = [None] * len(same)
-            if cache is not None and ends and self.cuts:
+            if cache is not None and self.cuts:
                 cache.crop(self.k + self.j - cache.get_seq_length())
                 caches = [*split(cache, len(same))]
-            elif cache is not None and not ends:
-                caches = [cache]
-            query = self.j - start if ends else -1
-            copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (query, -1))  # views would retain all
+            # clones, because views would retain all hidden states
+            copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (self.j - start, -1))
             tokens: Any = [None] * len(same)
             if self.retriever.reads_hidden:
                 tokens = hidden[:, -start : self.j - start].chunk(len(same))
             firsts += map(FirstPart, *copies, caches, tokens)
         return firsts
 
-    def read_aligned(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
+    def read_chunk(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
         """Read one segment, or its tokens so far, of rows that are at the same position in it.
 
         Args:
-            state, chunk: as in `read`.
+            state: state of these rows.
             first: the first part, if it has been read.
             keeps: whether to retain the cache for a later call.
         """
-        count, read, later = chunk.counts[0], chunk.read[0], chunk.segments[0] > 0
-        full, recall, memory, hidden = count == self.length, None, None, None
-        made_before = later and not self.config.recurrence
-        again = full and (self.retriever.reads_hidden or made_before)
-        if again or not read or torch.is_grad_enabled():
+        count, read, later, full = chunk.count, chunk.read, chunk.segments[0] > 0, chunk.count == self.length
+        if count == read:
+            return state
+        recall, prefix, memory, hidden = None, None, None, None
+        made_before = full and later and not self.config.recurrence
+        if not read or made_before or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
             state = state.without_kv_cache()
-        kv_cache, start, prefix = state.kv_cache, read if state.kv_cache is not None else -self.k * later, None
-        if later and (kv_cache is None or read < self.j):
+        kv_cache, start = state.kv_cache, -self.k * later if state.kv_cache is None else read
+        recalls = later and count >= self.j
+        if recalls and (kv_cache is None or read < self.j):
             first = first or self.first_parts(state, [chunk])[0]
             kv_cache, start = first.kv_cache, self.j if self.cuts else -self.k
-            if count >= self.j:
-                recall = self.recall(state, chunk, first.query)
-                prefix = recall.embeds
-        if not later or count >= self.j:
-            kv_cache = self.new_cache() if kv_cache is None and keeps else kv_cache
-            one = self.build_pass(chunk, start, count, 1, full and not made_before)
-            one = one if prefix is None else one.with_prefix(prefix, self.hidden_from)
-            one = one._replace(last=full)
-            if full and made_before:
-                assert first is not None
-                memory, hidden = first.end, None
-                if one.from_token(chunk.first):
-                    self.pending.append((one, kv_cache))
-            else:
-                hidden, kv_cache = self.run_passes([one], kv_cache, None, state.memory)
-                memory = hidden[:, -1:].clone()
-        if full:
-            assert memory is not None
+            recall = self.retriever.retrieve(state.memory, first.query, chunk.ids[:, self.k : self.k + self.j])
+            prefix = recall.embeds
+        if kv_cache is None and keeps:
+            kv_cache = DynamicCache(config=self.lm.model.config)
+        embeds = self.embed_part(chunk, start, count, full and not made_before)
+        one = self.build_pass(chunk, embeds, start, range(max(start, self.j * recalls, 0), count), prefix)
+        one = one._replace(last=full)
+        if made_before and first is not None:
+            memory = first.end
+            if one.from_token(chunk.first):
+                self.pending.append((one, kv_cache))
+        else:
+            hidden, kv_cache = self.run_pass(one, kv_cache, None, state.memory)
+            memory = hidden[:, -1:].clone() if full else None
+        if memory is not None:
             if self.retriever.reads_hidden and hidden is not None:
                 hidden = hidden[:, -1 - self.length + self.j * later : -1]
                 hidden = hidden if first is None or first.hidden is None else torch.cat([first.hidden, hidden], 1)
             state = self.close_segment(state, chunk, memory, hidden)
         if self.output_recall:
-            recalled = recall if read < self.j else None
-            self.reports.append(Report(chunk.n, chunk.rows, recalled, memory if full else None))
+            self.reports[-1].append(Report(chunk, recall if read < self.j else None, memory))
         return replace(state, kv_cache=kv_cache if keeps else None, kv_mask=None)
+
+    def run_pending(self) -> None:
+        """Read the pending second parts together; the memories of their segments are already stored."""
+        parts: list[Any] = []
+        for one, cache in self.pending:
+            begin = parts[-1][0][-1] + 1 if parts else 0
+            parts.append(([*range(begin, begin + len(one.embeds))], cache))
+        kv_cache = side_by_side(parts)[0] if self.cuts else None
+        passes, self.pending = [one for one, _ in self.pending], []
+        chunk, embeds = join_chunks([one.chunk for one in passes]), torch.cat([one.embeds for one in passes])
+        self.run_pass(passes[0]._replace(chunk=chunk, embeds=embeds), kv_cache)
 
 
 __all__ = ["SinglePass"]

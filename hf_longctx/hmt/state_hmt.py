@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
@@ -90,14 +89,12 @@ class HMTState:
 
         The key/value cache is dropped.
         """
-
-        def changed(value: Any) -> Any:
-            if value is None:
-                return None
-            return of_tensor(value) if isinstance(value, Tensor) else of_rows(value)
-
-        memory = {name: {key: changed(x) for key, x in state.items()} for name, state in self.memory.items()}
-        state = replace(self, memory=memory, **{name: changed(getattr(self, name)) for name in _TENSORS})
+        memory = {
+            name: {key: of_tensor(x) if isinstance(x, Tensor) else of_rows(x) for key, x in state.items()}
+            for name, state in self.memory.items()
+        }
+        open_mask = None if self.open_mask is None else of_tensor(self.open_mask)
+        state = replace(self, memory=memory, tail=of_tensor(self.tail), open_mask=open_mask)
         return state.without_kv_cache()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "HMTState":
@@ -171,52 +168,56 @@ class HMTState:
             with safe_open(str(path), "pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            if model is not None and metadata["weights"] != weights_hash(model):
-                raise ValueError(
-                    f"{path} was saved by a different model and cannot be used: its memories are noise to other "
-                    "weights. Load the model that saved it, or pass model=None."
-                )
+            is_own = model is None or metadata["weights"] == weights_hash(model)
             if model is not None:  # weights in another dtype are the same weights
                 dtype = memory_dtype(model)
-                tensors = {
-                    name: x.to(dtype) if x.is_floating_point() and not name.endswith(".sums") else x
-                    for name, x in tensors.items()
-                }
-            header = json.loads(metadata["hmt_state"])
-            state = cls(
-                memory={name: {} for name in header["retrievers"]},
-                lengths=tuple(header["lengths"]),
-                signature=dict(json.loads(metadata["signature"])),
-                **{name: tensors.pop(name) for name in _TENSORS if name in tensors},
-            )
+                for name, x in tensors.items():
+                    if x.is_floating_point() and not name.endswith(".sums"):
+                        tensors[name] = x.to(dtype)
+            header, signature = json.loads(metadata["hmt_state"]), json.loads(metadata["signature"])
+            memory: dict[str, dict[str, Any]] = {name: {} for name in header["retrievers"]}
+            fields = {name: tensors.pop(name) for name in ("tail", "open_mask") if name in tensors}
             for place, rows in header["rows"].items():
-                name, key = place.split(".")
-                state.memory[name][key] = tuple(
-                    RETRIEVERS[name].rows[key].unpack(take_named(tensors, f"memory.{place}.{i}."), numbers)
-                    for i, numbers in enumerate(rows)
-                )
+                retriever, key = place.split(".")
+                parts: list[dict[str, Tensor]] = [{} for _ in rows]
+                for name in [name for name in tensors if name.startswith(f"memory.{place}.")]:
+                    *_, i, part = name.split(".")
+                    parts[int(i)][part] = tensors.pop(name)
+                memory[retriever][key] = tuple(map(RETRIEVERS[retriever].rows[key].unpack, parts, rows))
             for name, value in tensors.items():
-                retriever, _, key = name.removeprefix("memory.").partition(".")
-                state.memory[retriever][key] = value
-            missing = [name for name in state.memory if name not in RETRIEVERS or not state.memory[name]]
-            if missing:
-                raise LookupError(f"no memory of {missing}")
-            return state
+                retriever, key = name.removeprefix("memory.").split(".")
+                memory[retriever][key] = value
+            state = cls(memory=memory, lengths=tuple(header["lengths"]), signature=signature, **fields)
+            state.check()
         except torch.OutOfMemoryError:
             raise
         except _DAMAGED as error:
             reason = f"{type(error).__name__}: {error}"
             raise ValueError(f"{path} is not a complete file of HMTState.save ({reason}).") from error
+        if not is_own:
+            raise ValueError(
+                f"{path} was saved by a different model and cannot be used: its memories are noise to other weights. "
+                "Load the model that saved it, or pass model=None."
+            )
+        return state
+
+    def check(self) -> None:
+        """Raise ValueError if the fields do not belong to the same rows and tokens."""
+        length = self.signature["segment_length"]
+        opened = max((n % length for n in self.lengths), default=0)
+        shape = len(self.lengths), self.signature["sensory_tokens"] + opened
+        ends = [row[-1].stop if row else n - n % length for row, n in zip(self.segments(), self.lengths)]
+        if not ends or ends != [n - n % length for n in self.lengths] or self.tail.shape != shape:
+            raise ValueError(
+                f"{self.lengths} tokens have memories up to {ends} and a tail of {tuple(self.tail.shape)}"
+            )
+        for name, state in self.memory.items():
+            if not state or any(len(value) != len(self.lengths) for value in state.values()):
+                raise ValueError(f"{name!r} does not have a memory of {len(self.lengths)} rows")
 
 
-_TENSORS = ("tail", "open_mask")  # the fields of a state that are saved as tensors
 # errors of a damaged file, such as a zero as the size of a page
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError, JSONDecodeError)
-
-
-def take_named(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Pop the tensors whose names start with `prefix` from a dict, and return them without the prefix."""
-    return {name.removeprefix(prefix): tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError, ValueError)
 
 
 def weights_hash(model: nn.Module | None) -> str:

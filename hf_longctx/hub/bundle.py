@@ -155,8 +155,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     files |= {name: folder / name for name in (*documents, *samples)}
     if {"config.json", "adapter_config.json"} <= set(names):
         raise ValueError(
-            f"{folder} holds an adapter and its base model, and a repository holds one of the two. Merge them by "
-            "`hf_longctx.training.merge(RUN, MODEL)`, and push the folder that it writes."
+            f"{folder} holds an adapter and its base model, and a repository holds one of the two. Train "
+            "with `--merge true`, or merge them by merge_and_unload of PEFT, and push the merged model."
         )
     if "config.json" in names:
         config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)

@@ -27,7 +27,7 @@ def build_space(name: str) -> Bundle:
         ValueError: the metric does not exist.
     """
     folder = Path(module_path(name))
-    sources = scoring_modules(["evaluate_modules", *(["rope.base"] if name == "rope_base_check" else [])])
+    sources = scoring_modules(["evaluate_modules", *(["rope.bound"] if name == "rope_base_check" else [])])
     files: dict[str, Path | bytes] = {path.name: path for path in folder.iterdir() if path.suffix in (".md", ".py")}
     files["requirements.txt"] = REQUIREMENTS
     files |= {f"{flat(module)}.py": flattened(module, sources).encode() for module in sources}

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from .report.paired import paired_differences as paired_differences
     from .result import Number as Number
     from .result import Result as Result
-    from .rope.base import RopeBaseBound as RopeBaseBound
-    from .rope.base import rope_base_bound as rope_base_bound
-    from .rope.base import rope_base_scan as rope_base_scan
-    from .rope.base import rope_base_table as rope_base_table
-    from .rope.bounds import rope_context_bound as rope_context_bound
-    from .rope.bounds import rope_decay as rope_decay
-    from .rope.bounds import rope_inv_freq as rope_inv_freq
-    from .rope.measure import rope_report as rope_report
-    from .rope.result import RopeLayers as RopeLayers
-    from .rope.result import RopeReport as RopeReport
+    from .rope.bound import RopeBaseBound as RopeBaseBound
+    from .rope.bound import rope_base_bound as rope_base_bound
+    from .rope.bound import rope_base_scan as rope_base_scan
+    from .rope.bound import rope_base_table as rope_base_table
+    from .rope.bound import rope_context_bound as rope_context_bound
+    from .rope.bound import rope_decay as rope_decay
+    from .rope.bound import rope_inv_freq as rope_inv_freq
+    from .rope.report import RopeLayers as RopeLayers
+    from .rope.report import RopeReport as RopeReport
+    from .rope.report import rope_report as rope_report
     from .run.journal import Journal as Journal
     from .run.prompts import OfflineModel as OfflineModel
     from .run.reader import LocalReader as LocalReader
@@ -83,10 +83,8 @@ _NAMES = {
     "run.reader": "LocalReader Reader reader_for",
     "run.served": "ServedModel",
     "run.prompts": "OfflineModel",
-    "rope.base": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table",
-    "rope.bounds": "rope_context_bound rope_decay rope_inv_freq",
-    "rope.result": "RopeLayers RopeReport",
-    "rope.measure": "rope_report",
+    "rope.bound": "RopeBaseBound rope_base_bound rope_base_scan rope_base_table rope_context_bound rope_decay rope_inv_freq",
+    "rope.report": "RopeLayers RopeReport rope_report",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

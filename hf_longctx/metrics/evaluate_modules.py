@@ -248,7 +248,7 @@ def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **opt
     `holds` is None if the bound is inconclusive, or if the model does not use RoPE; a note then gives the reason.
     """
     from .rope.config import NoRopeError
-    from .rope.measure import rope_report
+    from .rope.report import rope_report
 
     source = source_of(model, model_kwargs or {})
     try:
@@ -274,8 +274,7 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
     Raises:
         ValueError: a number is out of range, or the lists differ in length.
     """
-    from .rope.base import rope_base_bound
-    from .rope.bounds import rope_context_bound
+    from .rope.bound import rope_base_bound, rope_context_bound
 
     if len(bases) != len(context_lengths) or not len(bases):
         raise ValueError(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from . import tasks  # noqa: F401 - registers the results of all tasks
 from .result import Result
-from .rope import result  # noqa: F401 - registers RopeReport
+from .rope import report  # noqa: F401 - registers RopeReport
 
 
 def read_result(path) -> Result:

@@ -5,14 +5,12 @@ The result of a task is a `task.TaskResult`. This file does not depend on any mo
 
 from __future__ import annotations
 
-import base64
-import html
 import json
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -74,6 +72,8 @@ class Result:
         kind: name of the metric in JSON; registers the class for `read_result`.
         title: heading of the metric in a report.
         version: version of the JSON format, incremented when the format changes.
+        notes: assumptions about this model that a reader of the result should know.
+        caveat: limits of the metric.
     """
 
     kind: ClassVar[str]
@@ -81,6 +81,8 @@ class Result:
     version: ClassVar[int] = 1
     kinds: ClassVar[dict[str, type[Result]]] = {}
     settings: dict[str, Any]
+    notes: Sequence[str] = ()
+    caveat: str = ""
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -103,16 +105,12 @@ class Result:
         raise NotImplementedError
 
     @property
-    def holds(self) -> bool | None:
+    def passed(self) -> bool | None:
         """Return whether the model passes; None if the metric is not pass/fail, or is inconclusive."""
         return None
 
     def numbers(self) -> list[Number]:
         """Return the headline numbers; an empty list if nothing was measured."""
-        return []
-
-    def remarks(self) -> list[str]:
-        """Return the assumptions and limits that a reader of the result should know."""
         return []
 
     def table(self) -> Table:
@@ -143,10 +141,8 @@ class Result:
         """
         raise NotImplementedError
 
-    # In a notebook ------------------------------------------------------------------------------------------------
-
     def _repr_png_(self) -> bytes | None:
-        """Return the figure; None if matplotlib is missing or nothing was measured."""
+        """Return the figure, for notebooks; None if matplotlib is missing or nothing was measured."""
         if not self.measured:
             return None
         with tempfile.TemporaryDirectory() as folder:
@@ -156,20 +152,6 @@ class Result:
             except ImportError:
                 return None
             return file.read_bytes()
-
-    def _repr_html_(self) -> str:
-        """Return title, summary and figure, with the numbers in a collapsed section."""
-        columns, rows = self.table() if self.measured else ((), [])
-        cells = [("th", columns), *(("td", row) for row in rows)]
-        table = "".join(
-            f"<tr>{''.join(f'<{tag}>{html.escape(str(cell))}</{tag}>' for cell in row)}</tr>" for tag, row in cells
-        )
-        png = self._repr_png_()
-        figure = png and f'<img width="640" alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
-        return (
-            f"<p><b>{html.escape(self.title)}</b><br>{html.escape(self.summary())}</p>{figure or ''}"
-            f"<details><summary>Numbers</summary><table>{table}</table></details>"
-        )
 
     # What all results have in common --------------------------------------------------------------------------------
 

@@ -20,10 +20,9 @@ except ImportError as error:
 
 INK, QUIET, GRID, WARNING = "#1f2933", "#5f6b76", "#e4e7ea", "#a3301f"
 COPY, LM, PROBABILITY = "#b8500a", "#1f5fa6", "#2c7a4b"
-# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve and as bars; white is not significant.
-PALE = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
-STRONG = {"fine": "#57a55f", "coarse": "#7ea6d8", "amnesia": "#e59a94"}
-AREAS = {"fine": "copied word for word", "coarse": "copied", "amnesia": "no memory", "unsure": "not significant"}
+# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve; white is not significant.
+AREAS = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
+AREA_LABELS = {"fine": "copied word for word", "coarse": "copied", "amnesia": "no memory"}
 # Colours that colour-blind readers can distinguish (Okabe and Ito), and markers where colours do not suffice.
 MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -52,17 +51,6 @@ def figure(width: float, height: float) -> Figure:
 def save(figure: Figure, path) -> None:
     """Save a figure in the format of the file's extension."""
     figure.savefig(Path(path))
-
-
-def area(colours: dict[str, str], name: str) -> dict:
-    """Return the fill options of an area, for patches and bars, with `PALE` or `STRONG` colours.
-
-    Args:
-        name: one of `AREAS`.
-    """
-    if name == "unsure":
-        return dict(facecolor="white", edgecolor=QUIET, linewidth=0.5)
-    return dict(facecolor=colours[name], edgecolor="none", linewidth=0)
 
 
 def strip_frame(axes, across: str = "", up: str = "", colour: str = INK, **ticks) -> None:

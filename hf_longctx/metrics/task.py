@@ -1,34 +1,15 @@
 """The two classes of a metric: a `Task` defines the inputs and their scores, a `TaskResult` interprets the scores.
 
-    @dataclass(frozen=True)
-    class Repeats(Task):
-        '''Measure how much of a random sequence a model predicts right when it reads the sequence again.'''
-
-        name, result, reads_text = "repeats", RepeatsResult, False
-        lengths: list[int] = option([32, 128], "tokens of the sequence", least=2)
-
-        def trials(self, scores):
-            return [Trial(n, 2 * n) for n in self.lengths]
-
-        def requests(self, n):
-            ids = np.random.default_rng(0).integers(10, self.subject.reader.vocab_size, n)
-            return [Predict(np.tile(ids, 2)[None], 0, range(n, 2 * n - 1))]
-
-        def score(self, n, responses):
-            return int(responses[0].sum())
-
-    repeats = function(Repeats)
-
-`run.runner.run` runs the requests and builds the result. The Python function, the command, the lm-eval task, the
-report section and the model card entry are derived from these two classes. This file does not run a model, and imports
-neither PyTorch nor scipy.special, so that the command line can list options quickly.
+CONTRIBUTING.md has a complete metric of 50 lines. `run.runner.run` runs the requests and builds the result. The Python
+function, the command, the lm-eval task, the report section and the model card entry are derived from these two
+classes. This file does not run a model, and imports neither PyTorch nor scipy.special, so that the command line can
+list options quickly.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +27,7 @@ if TYPE_CHECKING:
     from .run.reader import Reader
 
 NO_CLAIM = 4096  # context in tokens for models that do not claim one
+KINDS: dict[type, str] = {bool: "True or False", str: "a string", float: "a number", dict: "a dictionary"}
 Key = Any  # key of a trial: a number, a string, or a tuple of these
 
 
@@ -163,42 +145,32 @@ class Option(NamedTuple):
         if (value is None and self.default is None) or self.kind is np.ndarray:
             return value
         if not self.listed:
-            values = [value]
-        elif isinstance(value, str) or not isinstance(value, Iterable):
+            return self.check_one(value)
+        if isinstance(value, str) or not isinstance(value, Iterable):
             raise ValueError(f"{self.name} must be a list of numbers, got {value!r}.")
-        else:
-            values = [*value]
-        for i, one in enumerate(values):
-            if self.choices and one not in self.choices:
-                raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {one!r}.")
-            if self.kind is int:
-                one = as_int(self.name, one)
-            elif self.kind is dict and isinstance(one, str):
-                try:
-                    one = json.loads(one)
-                except ValueError as error:
-                    raise ValueError(f"{self.name} must be a JSON object, got {one!r} ({error}).") from error
-            elif self.kind is float and not isinstance(one, bool) and hasattr(one, "__float__"):
-                one = float(one)
-            if not isinstance(one, self.kind):
-                kinds: dict[type, str] = {
-                    bool: "True or False",
-                    str: "a text",
-                    float: "a number",
-                    dict: "a JSON object",
-                }
-                raise ValueError(f"{self.name} must be {kinds[self.kind]}, got {one!r}.")
-            low, high = self.least, self.most
-            if (low is not None and not one >= low) or (high is not None and not one <= high):
-                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-                raise ValueError(f"{self.name} must be {bounds}, got {one}.")
-            values[i] = one
+        values = [*map(self.check_one, value)]
         if not values or any(a >= b for a, b in pairwise(values)):
             raise ValueError(
                 f"{self.name} must be one or more numbers in strictly ascending order, got {values}. Give each once, and "
                 "the smallest first."
             )
-        return values if self.listed else values[0]
+        return values
+
+    def check_one(self, value: Any) -> Any:
+        """Check a value, or a value of a list."""
+        if self.choices and value not in self.choices:
+            raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}.")
+        if self.kind is int:
+            value = as_int(self.name, value)
+        elif self.kind is float and not isinstance(value, bool) and hasattr(value, "__float__"):
+            value = float(value)
+        if not isinstance(value, self.kind):
+            raise ValueError(f"{self.name} must be {KINDS[self.kind]}, got {value!r}.")
+        low, high = self.least, self.most
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{self.name} must be {bounds}, got {value}.")
+        return value
 
 
 def options(task: type[Task]) -> list[Option]:

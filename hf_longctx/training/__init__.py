@@ -8,7 +8,7 @@ train(PretrainConfig(data="text.txt", tokenizer="model_cards/fox-demo", output_d
 from .adapters import load_adapter
 from .config import FinetuneConfig, PretrainConfig
 from .data import TokenDataset
-from .run import merge, train
+from .run import train
 from .tokenizer import train_tokenizer
 from .trainer import LongContextTrainer
 
@@ -19,7 +19,6 @@ __all__ = [
     "PretrainConfig",
     "TokenDataset",
     "load_adapter",
-    "merge",
     "train",
     "train_tokenizer",
 ]

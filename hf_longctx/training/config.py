@@ -2,25 +2,30 @@
 
 import argparse
 import difflib
+import inspect
+import json
 import re
 from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import yaml
-from transformers import HfArgumentParser, TrainingArguments
+from transformers import HfArgumentParser, PreTrainedConfig, TrainingArguments
 
 
 FOLDER = Path(__file__).parent
 PRESETS = {file.stem: file for file in sorted((FOLDER / "presets").glob("*.json"))}
+RECIPES = {
+    command: {file.stem: file for file in sorted((FOLDER / "recipes" / command).glob("*.yaml"))}
+    for command in ("train", "finetune")
+}
 # Options of TrainingArguments that --help shows
 SHOWN = {
-    "output_dir", "resume_from_checkpoint", "max_steps", "num_train_epochs", "per_device_train_batch_size",
-    "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim",
-    "weight_decay", "adam_beta2", "max_grad_norm", "bf16", "torch_compile", "activation_checkpointing", "seed",
-    "save_steps", "save_total_limit", "eval_steps", "load_best_model_at_end", "report_to",
+    "output_dir", "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "optim", "weight_decay", "adam_beta2",
+    "max_grad_norm", "bf16", "torch_compile", "activation_checkpointing", "seed", "save_steps", "save_total_limit",
+    "eval_steps", "load_best_model_at_end", "report_to",
 }  # fmt: skip
 ALL_OPTIONS = (
     "Every other field of transformers' TrainingArguments is an option, too: "
@@ -95,7 +100,6 @@ class RunConfig(TrainingArguments):
     tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's)")
     max_length: int = option(2048, "Tokens per sequence")
     packing: bool = option(True, "Pack several documents into a sequence; they do not attend to each other")
-    streaming: bool = option(False, "Tokenize and pack during training, in the order of the data")
     attn_implementation: str | None = option(
         None, "Attention implementation (default: the model's; for a FoX on a GPU, auto)"
     )
@@ -106,24 +110,31 @@ class RunConfig(TrainingArguments):
         metadata={"help": "Fields of the model's config, such as forget_gate=fixed hidden_size=64"},
     )
 
-    command: ClassVar[str]
+    command = ""  # of hf-longctx, which selects the recipes
 
     def __post_init__(self):
         names = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
         # explicitly set values that differ from the defaults
         self.given = {n: v for n, v in vars(self).items() if n in names and v is not None and v != names[n]}
-        if self.recipe is not None and self.recipe not in recipes(self.command):
-            raise ValueError(f"`recipe` must be one of {', '.join(recipes(self.command))}, got {self.recipe!r}.")
+        if self.recipe is not None and self.recipe not in RECIPES[self.command]:
+            raise ValueError(f"`recipe` must be one of {', '.join(RECIPES[self.command])}, got {self.recipe!r}.")
         logs = self.logging_strategy == "steps" and self.logging_steps == 1
         if not logs or self.save_only_model or self.save_total_limit == 1:
             raise ValueError(
                 "`logging_steps` must be 1, `logging_strategy` steps, `save_only_model` false and `save_total_limit` at "
                 "least 2. Otherwise a killed run loses its log or its last checkpoint."
             )
+        if self.resume_from_checkpoint not in (None, "true", "True", True):
+            raise ValueError(
+                "`resume_from_checkpoint` must be true, because a run resumes from its last checkpoint, got "
+                f"{self.resume_from_checkpoint}. Delete the later checkpoints to resume from an earlier one."
+            )
+        if self.max_length < 1:
+            raise ValueError(f"`max_length` must be positive, got {self.max_length}.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError("`max_steps`, or `num_train_epochs` where `max_steps` is -1, must be positive.")
-        if not self.packing and (self.streaming or self.sequence_parallel > 1):
-            raise ValueError("--packing false does not support --streaming or --sequence_parallel.")
+        if not self.packing and self.sequence_parallel > 1:
+            raise ValueError("--packing false does not support --sequence_parallel.")
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
             self.bf16 = not (self.use_cpu or self.fp16)
@@ -139,38 +150,33 @@ class RunConfig(TrainingArguments):
             self.eval_strategy = "steps"
         if self.data_seed is None:
             self.data_seed = self.seed  # the order is the same in all processes, unlike dropout
-        if self.accelerator_config is None:
-            self.accelerator_config = {"dispatch_batches": False}  # each process reads its own sequences of a stream
         super().__post_init__()
         for name, number in (("`max_length`", self.max_length), ("the number of processes", self.world_size)):
             if number % self.sequence_parallel:
                 raise ValueError(f"`sequence_parallel` must divide {name}, {number}, got {self.sequence_parallel}.")
+        processes = self.world_size // self.sequence_parallel
+        self.sequences_per_step = self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
 
     @classmethod
     def from_recipe(cls: type[Config], name: str, **values: Any) -> Config:
         """Return a recipe's settings; `values` take precedence."""
-        settings: dict[str, Any] = {"recipe": name, **read_recipe(cls, name), **values}
+        file = RECIPES[cls.command].get(name)  # the class reports an unknown name
+        settings: dict[str, Any] = {"recipe": name, **(read_yaml(file, cls) if file else {}), **values}
         return cls(**settings)
 
-    def config_fields(self) -> dict[str, Any]:
-        """Return the config fields that `set` overrides.
-
-        >>> FinetuneConfig(data="a", output_dir="b", model="c", set=["window=null", "rate=1e-4"]).config_fields()
-        {'window': None, 'rate': 0.0001}
-        """
-        fields = dict(self.set) if isinstance(self.set, dict) else {}
-        for entry in [] if fields else self.set:
+    def config_fields(self, kind: type[PreTrainedConfig]) -> dict[str, Any]:
+        """Return the fields of a config class that `set` overrides; raise ValueError if the class lacks one."""
+        values = dict(self.set) if isinstance(self.set, dict) else {}
+        for entry in [] if values else self.set:
             name, equals, value = entry.partition("=")
             if not equals:
                 raise ValueError(f"`set` must be NAME=VALUE, such as hidden_size=512, got {entry!r}.")
-            fields[name] = yaml.load(value, Loader)
-        return fields
-
-    @property
-    def sequences_per_step(self) -> int:
-        """Sequences per optimizer step, summed over all processes."""
-        processes = self.world_size // self.sequence_parallel
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
+            values[name] = yaml.load(value, Loader)
+        names = inspect.signature(kind).parameters
+        for name in values:
+            if name not in names:
+                raise ValueError(f"--set names {name}, which {kind.__name__} does not have. {nearest(name, names)}")
+        return values
 
 
 @dataclass
@@ -207,7 +213,7 @@ class FinetuneConfig(RunConfig):
     lora_modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Names of the modules to train in full alongside LoRA (default: the recipe's)"}
     )
-    merge: bool = option(False, "Merge the adapter into the saved model")
+    merge: bool = option(False, "Merge the adapter into the saved model; after QLoRA, into the unquantized one")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Data type of frozen weights")
     load_in_4bit: bool = option(False, "Quantize the base to NF4 (QLoRA); needs bitsandbytes")
     load_in_8bit: bool = option(False, "Quantize the base to int8; needs bitsandbytes")
@@ -218,17 +224,6 @@ class FinetuneConfig(RunConfig):
     lr_decay_every: int | None = option(None, "Multiply the learning rate by 0.7 every N steps (HMT, section 4)")
 
     command = "finetune"
-
-
-def recipes(command: str) -> dict[str, Path]:
-    """Return a command's recipe files by name."""
-    return {file.stem: file for file in sorted((FOLDER / "recipes" / command).glob("*.yaml"))}
-
-
-def read_recipe(kind: type[RunConfig], name: str) -> dict[str, Any]:
-    """Read the settings of a recipe; {} for an unknown name, which `RunConfig` reports."""
-    file = recipes(kind.command).get(name)
-    return {} if file is None else read_yaml(file, kind)
 
 
 def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
@@ -244,14 +239,9 @@ def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{file} must contain settings, in lines such as `max_steps: 1000`.")
     for name in values:
-        if name not in setting_names(kind):
-            raise ValueError(f"{file} sets {name}, which is not a setting. {nearest(name, setting_names(kind))}")
+        if name not in kind.__dataclass_fields__:
+            raise ValueError(f"{file} sets {name}, which is not a setting. {nearest(name, kind.__dataclass_fields__)}")
     return values
-
-
-def setting_names(kind: type[TrainingArguments]) -> set[str]:
-    """Return the names of a config class's settings."""
-    return {entry.name for entry in fields(kind) if entry.init}
 
 
 def nearest(name: str, names: Any) -> str:
@@ -264,13 +254,13 @@ def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
     """Return a parser for all settings; its help shows our own fields and those in `SHOWN`."""
     parser = HfArgumentParser(kind, allow_abbrev=False, formatter_class=HelpFormatter, **options)  # ty: ignore[invalid-argument-type]
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; options take precedence")
-    inherited = setting_names(TrainingArguments) - SHOWN
+    inherited = TrainingArguments.__dataclass_fields__.keys() - SHOWN
     for action in parser._actions:
         if action.dest in inherited or action.option_strings[0].startswith("--no_"):
             action.help = argparse.SUPPRESS
         elif action.dest == "recipe":
-            action.help = f"{action.help}: {', '.join(recipes(kind.command))}"
-        if action.dest in setting_names(kind):
+            action.help = f"{action.help}: {', '.join(RECIPES[kind.command])}"
+        if action.dest in kind.__dataclass_fields__:
             action.option_strings = action.option_strings[:1]  # hyphens are accepted but not shown
             action.metavar = {int: "N", float: "X"}.get(action.type, "BOOL" if action.nargs == "?" else None)
     return parser
@@ -290,27 +280,20 @@ def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
     found, _ = early.parse_known_args(argv)
     values = {} if found.config is None else read_yaml(found.config, kind)
     recipe: Any = found.recipe or values.get("recipe") or kind.__dataclass_fields__["recipe"].default
-    parser, values = make_parser(kind, **options), read_recipe(kind, recipe) | values
+    if file := RECIPES[kind.command].get(recipe):
+        values = read_yaml(file, kind) | values
+    parser = make_parser(kind, **options)
     parser.set_defaults(**values)
     for action in parser._actions:
         action.required = action.required and action.dest not in values
-    parsed: Any = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True, look_for_args_file=False)
-    settings, _, unknown = parsed
-    if unknown:
-        hint = nearest(unknown[0].lstrip("-").replace("-", "_"), setting_names(kind))
-        raise ValueError(f"{unknown[0]} is not an option. {hint}")
-    return settings
+    settings: Any = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
+    return settings[0]
 
 
 def write_yaml(settings: RunConfig) -> str:
     """Return the explicitly set settings as YAML, without secrets such as `hub_token`."""
     given = {name: value for name, value in settings.given.items() if not name.endswith("_token")}
-    return yaml.safe_dump({name: plain(value) for name, value in given.items()})
-
-
-def plain(value: Any) -> Any:
-    """Return the value of an enum member, for YAML and JSON; return other values unchanged."""
-    return value.value if isinstance(value, Enum) else value
+    return yaml.safe_dump(json.loads(json.dumps(given)))  # without enum members
 
 
 __all__ = ["PRESETS", "FinetuneConfig", "PretrainConfig", "RunConfig", "make_parser", "parse", "write_yaml"]

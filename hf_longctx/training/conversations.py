@@ -13,12 +13,12 @@ from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
-SCORED, FIRST = 1, 2  # bits of a flag: the label is scored; a document begins
+TOKEN: Any = np.dtype([("id", np.uint32), ("first", bool), ("scored", bool)])  # `first`: a document begins
 PROBE = "hf-longctx-probe"  # placeholder content that locates a turn in the rendered template
 QUESTION = {"role": "user", "content": "Who?"}
 
 
-def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.ndarray]:
+def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
     """Encode a conversation, or a prompt and its completion, as TRL does.
 
     Args:
@@ -27,8 +27,8 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.
         tokenizer: a transformers tokenizer; messages require a chat template.
 
     Returns:
-        ids, (T,), int64, and flags, (T,), uint8. Tokens that overlap the assistant's turns, or the completion's, are
-        scored. The template marks these turns by `{% generation %}`; otherwise `find_answer` locates them.
+        `TOKEN` records, (T,). Tokens that overlap the assistant's turns, or the completion's, are scored. The template
+        marks these turns by `{% generation %}`; otherwise `find_answer` locates them.
 
     Raises:
         ValueError: the tokenizer does not have a chat template, the turns are malformed, or the assistant's turns
@@ -57,9 +57,9 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> tuple[np.ndarray, np.
         options = without_nulls({**(parse_json(row.get("chat_template_kwargs")) or {}), "tools": tools or None})
         text, spans = render_turns(turns, len(before), tokenizer, options)
         ids, scored = encode_spans(text, spans, tokenizer, add_special_tokens=False)
-    flags = np.where(scored, SCORED, 0).astype(np.uint8)
-    flags[0] |= FIRST
-    return ids, flags
+    tokens = np.zeros(len(ids), TOKEN)
+    tokens["id"], tokens["scored"], tokens["first"][0] = ids, scored, True
+    return tokens
 
 
 def parse_json(value: Any) -> Any:
@@ -192,7 +192,7 @@ def find_answer(
     )
 
 
-def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray]:
     """Encode conversations, and drop conversations without a scored token.
 
     Warns once on stderr if an answer does not end with a special token.
@@ -200,14 +200,14 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.n
     special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
     for number, row in enumerate(rows, 1):
         try:
-            ids, flags = encode_conversation(row, tokenizer)
+            tokens = encode_conversation(row, tokenizer)
         except TemplateError as error:
             raise ValueError(
                 f"The chat template raises an error for conversation {number}: {error}. Remove or correct it."
             ) from error
         except ValueError as error:
             raise ValueError(f"Conversation {number}: {error}") from error
-        scored = ids[flags & SCORED > 0].tolist()
+        scored = tokens["id"][tokens["scored"]].tolist()
         if not scored:
             continue
         written = (token for token in reversed(scored) if token in special or tokenizer.decode([token]).strip())
@@ -218,7 +218,7 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[tuple[np.n
                 "Add one, such as {{ eos_token }}, after the assistant's content in the chat template.",
                 file=sys.stderr,
             )
-        yield ids, flags
+        yield tokens
 
 
-__all__ = ["FIRST", "SCORED", "encode_conversation", "encode_conversations"]
+__all__ = ["TOKEN", "encode_conversation", "encode_conversations"]

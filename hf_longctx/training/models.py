@@ -4,25 +4,23 @@ import functools
 import inspect
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from accelerate import PartialState
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedConfig
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import is_bitsandbytes_available, logging
 
 from ..fox.convert import read_llama_config
 from ..fox.modeling_fox import FoxForgetGate, decay_time_bias
 from ..hmt import HMTConfig, HMTWrapper
-from ..metrics.rope.base import rope_base_bound
-from ..metrics.rope.bounds import rope_context_bound
+from ..metrics.rope.bound import rope_base_bound, rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest
-from .run_folder import print_once
 
 
 GATE = re.compile(r"\bf_proj\b")
@@ -44,14 +42,14 @@ def make_config(args: RunConfig, tokenizer) -> Any:
     if args.recipe == "hmt":
         config = memory_config(args, config)
     elif args.recipe == "rope-extend":
-        print_once(extend_rope(config, args))
+        PartialState().print(extend_rope(config, args), file=sys.stderr)
     elif args.recipe == "fox-from-llama":
         quantization, values = getattr(config, "quantization_config", None), config.to_dict()
         config = read_llama_config(values | {"quantization_config": None}, args.decay_time or float(args.max_length))
         if quantization is not None:
             config.quantization_config = quantization
     if args.recipe != "hmt":
-        for name, value in set_fields(args, type(config)).items():
+        for name, value in args.config_fields(type(config)).items():
             setattr(config, name, value)
     config.dtype = dtype
     return config
@@ -66,14 +64,14 @@ def new_config(args: PretrainConfig, tokenizer) -> Any:
     try:
         values, _ = PreTrainedConfig.get_config_dict(PRESETS.get(args.model, args.model))
         kind: Any = type(AutoConfig.for_model(values.pop("model_type")))
-    except (OSError, KeyError, TypeError) as error:  # TypeError: the file holds null or a list
+    except (OSError, KeyError) as error:
         raise ValueError(f"--model must be {choices}, got {args.model!r}. {nearest(args.model, PRESETS)}") from error
     values = {name: value for name, value in values.items() if name not in ("transformers_version", "architectures")}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         values[name] = getattr(tokenizer, name)
     values["vocab_size"] = len(tokenizer)
     values["max_position_embeddings"] = max(values.get("max_position_embeddings", 0), args.max_length)
-    return kind(**values | set_fields(args, kind))
+    return kind(**values | args.config_fields(kind))
 
 
 def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
@@ -81,7 +79,7 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
 
     Adds a memory without recall to a backbone, or the recall to a first-stage HMT.
     """
-    fields = set_fields(args, HMTConfig)
+    fields = args.config_fields(HMTConfig)
     if config.model_type != "hmt":
         new: dict[str, Any] = {"recall": False, "backbone_name_or_path": args.model}
         return HMTConfig(**new | fields)
@@ -95,15 +93,6 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
     return config
 
 
-def set_fields(args: RunConfig, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-    """Return the fields of `set`; raise ValueError for a field that the config class does not have."""
-    names, fields = inspect.signature(kind).parameters, args.config_fields()
-    for name in fields:
-        if name not in names:
-            raise ValueError(f"--set names {name}, which {kind.__name__} does not have. {nearest(name, names)}")
-    return fields
-
-
 def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
     """Raise ValueError if the tokenizer or the settings do not match a pretrained model."""
     size = getattr(config, "backbone_config", config).get_text_config().vocab_size
@@ -111,12 +100,8 @@ def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, the model {size}. Use the model's own tokenizer."
         )
-    is_quantized = args.load_in_4bit or args.load_in_8bit or getattr(config, "quantization_config", None)
-    if is_quantized and (args.merge or not args.use_peft):
-        raise ValueError(
-            "A quantized base needs an adapter that is not merged: --use_peft true --merge false. "
-            "`hf_longctx.training.merge(RUN, MODEL)` merges it into the original model later."
-        )
+    if args.merge and getattr(config, "quantization_config", None):
+        raise ValueError("An adapter of a quantized checkpoint must not be merged: give --merge false.")
 
 
 def make_model(args: RunConfig, config: Any) -> Any:
@@ -129,18 +114,22 @@ def make_model(args: RunConfig, config: Any) -> Any:
     # Build the whole model, to convert and check it before ZeRO-3 partitions it: Trainer registers DeepSpeed again.
     unset_hf_deepspeed_config()
     if not isinstance(args, FinetuneConfig):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     elif args.recipe == "hmt":
-        return load_with_memory(args, config)
+        model = load_with_memory(args, config)
     else:
         is_converted = args.recipe == "fox-from-llama"
         model = load_whole(args, config, config.dtype, new_gates=is_converted)
         if is_converted:
             open_gates(model, args.decay_time or float(args.max_length))
         check_length(model, args.max_length)
-    check_sees_the_past_only(model)
-    if args.packing and config.model_type != "hmt":
-        check_packing(model)
+    if not isinstance(model, HMTWrapper):  # HMT reads segments causally, and across boundaries
+        check_sequences(model, args.packing)
+    attention = args.attn_implementation
+    if attention is None and config.model_type == "fox" and torch.cuda.is_available():
+        attention = "auto"
+    if attention is not None:
+        model.set_attn_implementation(attention)
     return model
 
 
@@ -156,8 +145,6 @@ def quantization(args: FinetuneConfig) -> dict[str, Any]:
     """Return the quantization arguments of `from_pretrained`, if any."""
     if not (args.load_in_4bit or args.load_in_8bit):
         return {}
-    if not is_bitsandbytes_available():
-        raise ImportError("Quantization needs bitsandbytes: pip install 'hf-longctx[quantized]'")
     compute: Any = torch.bfloat16 if args.bf16 else torch.float32
     how: Any = dict(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute)
     config = BitsAndBytesConfig(load_in_4bit=args.load_in_4bit, load_in_8bit=args.load_in_8bit, **how)
@@ -169,14 +156,9 @@ def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
     saved = read_config(str(args.model))
     if saved.model_type != "hmt":
         return HMTWrapper.from_backbone(load_whole(args, saved, config.dtype), config)
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # the first stage does not train the weights of the recall, and transformers would report them
-    try:
-        model = HMTWrapper.from_pretrained(args.model, recall=True, dtype=config.dtype, **quantization(args))
-        model.memory.float()
-        return model
-    finally:
-        logging.set_verbosity(verbosity)
+    model = HMTWrapper.from_pretrained(args.model, recall=True, dtype=config.dtype, **quantization(args))
+    model.memory.float()
+    return model
 
 
 def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates: bool = False) -> Any:
@@ -253,21 +235,10 @@ def extend_rope(config, args: FinetuneConfig) -> str:
 def read_config(name: str) -> Any:
     """Read a model's config from a folder or the Hub; raise ValueError for an adapter or an encoder-decoder."""
     if (Path(name) / "adapter_config.json").exists():
-        raise ValueError(f"{name} contains an adapter; merge it first: `hf_longctx.training.merge(RUN)`.")
+        raise ValueError(f"{name} contains an adapter; merge it first, by merge_and_unload of PEFT.")
     config = AutoConfig.from_pretrained(name)
     check_decoder(config)
     return config
-
-
-def check_sees_the_past_only(model) -> None:
-    """Raise ValueError for bidirectional models such as BERT, which would copy the labels from their input."""
-    ids = np.arange(1, 16)[None]
-
-    @torch.no_grad()
-    def read(ids):
-        return model(torch.from_numpy(ids).to(model.device)).logits
-
-    check_causal(model, ids, read(ids), read)
 
 
 def takes_positions(model) -> bool:
@@ -276,17 +247,21 @@ def takes_positions(model) -> bool:
 
 
 @torch.no_grad()
-def check_packing(model) -> None:
-    """Raise ValueError if packing a document after another one changes its logits.
+def check_sequences(model, packing: bool) -> None:
+    """Raise ValueError if a model sees what it should not see in a sequence.
 
-    The tolerance is the same as in `check_causal`. The cache is disabled, as in training, because transformers ignores
-    document boundaries with a cache.
+    Bidirectional models such as BERT would copy the labels from their input. With packing, a document must have the
+    logits that it has alone, with the tolerance of `check_causal`. The cache is disabled, as in training, because
+    transformers ignores document boundaries with a cache.
     """
-    documents = torch.arange(1, 16, device=model.device).split([6, 9])
+    ids = torch.arange(1, 16, device=model.device)[None]
+    check_causal(model, ids.cpu().numpy(), model(ids).logits, lambda x: model(torch.from_numpy(x).to(ids)).logits)
+    if not packing:
+        return
     position_ids = torch.cat([torch.arange(6), torch.arange(9)])[None].to(model.device)
     positions = {"position_ids": position_ids} if takes_positions(model) else {}
-    packed = model(torch.cat(documents)[None], use_cache=False, **positions).logits[0, 6:].float()
-    alone = model(documents[1][None], use_cache=False).logits[0].float()
+    packed = model(ids, use_cache=False, **positions).logits[0, 6:].float()
+    alone = model(ids[:, 6:], use_cache=False).logits[0].float()
     if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
         raise ValueError(
             f"{type(model).__name__} reads across document boundaries: packing changes a document's logits by up to "

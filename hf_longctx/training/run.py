@@ -1,35 +1,25 @@
 """Start or resume a training run, and save the model in the run's folder."""
 
 import copy
-import inspect
 import json
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoTokenizer, PrinterCallback
+from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.generic import is_flash_attention_requested
 
 from .adapters import BASE, add_lora, load_adapter, model_fingerprint
 from .chunked_loss import ChunkedCrossEntropy, can_chunk_loss
-from .config import FinetuneConfig, RunConfig, parse, write_yaml
-from .data import collate
+from .config import FinetuneConfig, RunConfig, write_yaml
+from .data import collate, load_datasets
 from .models import check_flash_attention, make_config, make_model, takes_positions
-from .prepare import Datasets, prepare_datasets
-from .run_folder import (
-    RUN,
-    MarkComplete,
-    check_fingerprint,
-    choose_checkpoint,
-    claim,
-    fingerprint,
-    print_once,
-    remove_later_checkpoints,
-)
+from .run_folder import RUN, MarkComplete, check_fingerprint, claim, fingerprint
 from .sequence_parallel import SequenceParallelTrainer, SequenceShard, check_model
 from .trainer import LongContextTrainer, Progress, StopAtNaN, StopAtSignal
 
@@ -61,67 +51,61 @@ def train(args: RunConfig) -> int:
     with args.main_process_first(local=False):
         in_use = claim(folder)  # closing the file would release the folder
         if (folder / "model").exists():
-            print_once(f"{folder} is finished: the model is in {folder / 'model'}.")
+            PartialState().print(f"{folder} is finished: the model is in {folder / 'model'}.", file=sys.stderr)
             return 0
-        checkpoint = choose_checkpoint(folder, args.resume_from_checkpoint)
-        datasets = prepare_datasets(args, tokenizer, is_one_document=config.model_type == "hmt")
+        checkpoint = get_last_checkpoint(folder)
+        training, evaluation, data = load_datasets(args, tokenizer, is_one_document=config.model_type == "hmt")
     model = make_model(args, copy.deepcopy(config))
     base = model_fingerprint(model) if isinstance(args, FinetuneConfig) else None
-    model = prepare_model(args, model)
+    if isinstance(args, FinetuneConfig) and args.use_peft:
+        model = add_lora(model, args)
     stop = StopAtSignal()
-    trainer = make_trainer(args, model, datasets, stop)
+    trainer = make_trainer(args, model, training, evaluation, stop)
     sharded_by = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else ""
-    found = fingerprint(args, tokenizer, datasets.digest, model.config, base, sharded_by)
+    found = fingerprint(args, tokenizer, data, model.config, base, sharded_by)
     if checkpoint is not None:
         check_fingerprint(folder, found)
-    PartialState().wait_for_everyone()  # the main process overwrites files that all processes have read
+    elif args.should_save:
+        (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
     if args.should_save:
         (folder / "config.yaml").write_text(write_yaml(args))
-        (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
-        remove_later_checkpoints(folder, checkpoint)
-    PartialState().wait_for_everyone()
-    print_once(describe(args, model, checkpoint))
-
+    trained, total = (model.num_parameters(only_trainable=flag) for flag in (True, False))
+    PartialState().print(
+        f"{model.config.model_type} with {total:,} parameters, of which {trained:,} are trained; "
+        f"{model.config._attn_implementation} attention\n"
+        f"{args.sequences_per_step} sequences of {args.max_length} tokens a step on {args.world_size} x "
+        f"{args.device.type}{', bfloat16' if args.bf16 else ''}{', compiled layers' if args.compile_layers else ''}, "
+        f"{'from the beginning' if checkpoint is None else f'resuming {Path(checkpoint).name}'}",
+        file=sys.stderr,
+    )
     set_seed(args.seed, device_specific=True)  # different dropout in each process
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.train(resume_from_checkpoint=checkpoint)
     finally:
         stop.restore()
     if trainer.state.global_step < trainer.state.max_steps:
-        print_once(
-            f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; the same command resumes."
+        PartialState().print(
+            f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; the same command resumes.",
+            file=sys.stderr,
         )
         return stop.signal
     save_model(args, config, trainer, tokenizer, base)
     trainer.accelerator.wait_for_everyone()  # a second stage may read the model in all processes
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    print_once(f"wrote {folder / 'model'}; the last loss is {losses[-1]:.4f}")
+    PartialState().print(f"wrote {folder / 'model'}; the last loss is {losses[-1]:.4f}", file=sys.stderr)
     if in_use is not None:
         in_use.close()
     return 0
 
 
-def prepare_model(args: RunConfig, model: Any) -> Any:
-    """Set the model's attention implementation and add adapters."""
-    attention = args.attn_implementation
-    if attention is None and model.config.model_type == "fox" and torch.cuda.is_available():
-        attention = "auto"
-    if attention is not None:
-        model.set_attn_implementation(attention)
-    return add_lora(model, args) if isinstance(args, FinetuneConfig) and args.use_peft else model
-
-
-def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSignal) -> LongContextTrainer:
+def make_trainer(
+    args: RunConfig, model: Any, training: Any, evaluation: Any, stop: StopAtSignal
+) -> LongContextTrainer:
     """Return a run's Trainer, with a collator for the arguments that the model accepts."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    parameters = inspect.signature(base.forward).parameters
     options: dict[str, Any] = {}
-    if args.label_smoothing_factor == 0:  # label smoothing needs the logits
-        # a frozen head may be in bfloat16, and would be copied
-        if "return_logits" in parameters and base.get_output_embeddings().weight.requires_grad:
-            options["return_logits"] = False
-        elif getattr(base, "reads_in_segments", False):
-            options["logits_to_keep"] = 1
+    if args.label_smoothing_factor == 0 and getattr(base, "reads_in_segments", False):
+        options["logits_to_keep"] = 1  # label smoothing needs the logits
     without = () if takes_positions(base) else ("position_ids",)
     flat = args.packing and base.config.model_type not in ("fox", "hmt") and is_flash_attention_requested(base.config)
     if flat:
@@ -134,17 +118,13 @@ def make_trainer(args: RunConfig, model: Any, datasets: Datasets, stop: StopAtSi
         shard = SequenceShard(args.sequence_parallel)
         kind = partial(SequenceParallelTrainer, shard=shard)
         collator = partial(shard.collate, options=options)
-    base._keys_to_ignore_on_save = set(
-        base.all_tied_weights_keys
-    )  # otherwise Trainer warns that tied weights are missing from checkpoints
-    tokens = args.sequences_per_step * args.max_length
     trainer = kind(
         model=model,
         args=args,
-        train_dataset=datasets.train,
-        eval_dataset=datasets.evaluation,
+        train_dataset=training,
+        eval_dataset=evaluation,
         data_collator=collator,
-        callbacks=[stop, StopAtNaN(), MarkComplete(), Progress(tokens)],
+        callbacks=[stop, StopAtNaN(), MarkComplete(), Progress()],
     )
     trainer.remove_callback(PrinterCallback)
     for name in ("cp_size", "sp_size"):
@@ -174,18 +154,6 @@ def compile_layers(model: Any) -> None:
             module.compile()
 
 
-def describe(args: RunConfig, model: Any, checkpoint: Path | None) -> str:
-    """Describe the run in two lines."""
-    trained, total = (model.num_parameters(only_trainable=flag) for flag in (True, False))
-    begins = "from the beginning" if checkpoint is None else f"resuming {checkpoint.name}"
-    name = f"{model.config.model_type} with {total:,} parameters, of which {trained:,} are trained"
-    return (
-        f"{name}; {model.config._attn_implementation} attention\n"
-        f"{args.sequences_per_step} sequences of {args.max_length} tokens a step on {args.world_size} x "
-        f"{args.device.type}{', bfloat16' if args.bf16 else ''}{', compiled layers' if args.compile_layers else ''}, {begins}"
-    )
-
-
 def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokenizer, base: dict | None) -> None:
     """Save the model and its tokenizer atomically in RUN/model.
 
@@ -197,12 +165,6 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("FULL_STATE_DICT")
     model: Any = trainer.model
-    broken = [name for name, p in model.named_parameters() if p.requires_grad and not p.isfinite().all()]
-    if broken:
-        raise FloatingPointError(
-            f"After the last step, {broken[0]} and {len(broken) - 1} other tensors are not finite. Lower --learning_rate, "
-            "and give another --output_dir."
-        )
     trainer.save_model(str(unfinished))
     trainer.save_state()
     if not trainer.is_world_process_zero():
@@ -213,10 +175,10 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
         if args.merge:
             shutil.rmtree(folder / "adapter", ignore_errors=True)
             unfinished.rename(folder / "adapter")
-            if not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
-                trainer.accelerator.unwrap_model(model).to(
-                    "meta"
-                )  # free it: two copies of the base may not fit into memory
+            is_plain = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
+            if is_plain and not (args.load_in_4bit or args.load_in_8bit):
+                # free it: two copies of the base may not fit into memory
+                trainer.accelerator.unwrap_model(model).to("meta")
             save_base(args, config, unfinished, adapter=folder / "adapter")
         elif args.recipe != "lora":
             save_base(args, config, unfinished)
@@ -230,6 +192,8 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
 
 def save_base(args: FinetuneConfig, config: Any, folder: Path, adapter: Path | None = None) -> None:
     """Reload the base, apply the recipe, merge the adapter if one is given, and save the model."""
+    if adapter is not None:  # an adapter of a quantized base is merged into the original weights
+        args.load_in_4bit = args.load_in_8bit = False
     model, dtype = make_model(args, copy.deepcopy(config)), config.dtype
     if adapter is not None:
         model = load_adapter(model, adapter).merge_and_unload()
@@ -239,35 +203,4 @@ def save_base(args: FinetuneConfig, config: Any, folder: Path, adapter: Path | N
     saved.save_pretrained(folder)
 
 
-def merge(run: str | Path, base: str | None = None, output: str | Path | None = None) -> Path:
-    """Merge a run's adapter into its base; after QLoRA, this is the original, unquantized base.
-
-    Args:
-        run: folder of a finished `hf-longctx finetune`.
-        base: folder or Hub name of the pretrained model. Default: the run's `model`.
-        output: folder of the merged model. Default: RUN/merged.
-
-    Returns:
-        the folder of the merged model.
-
-    Raises:
-        ValueError: the run does not have an adapter, the adapter was trained on another base, or `output` exists.
-    """
-    run = Path(run)
-    adapter = next((run / n for n in ("adapter", "model") if (run / n / "adapter_config.json").exists()), None)
-    if adapter is None or not (run / "config.yaml").exists():
-        raise ValueError(f"{run} does not contain an adapter; give the folder of a finished `finetune` run with LoRA.")
-    target = run / "merged" if output is None else Path(output)
-    if target.exists():
-        raise ValueError(f"{target} already exists; give a new folder.")
-    whole = ["--load_in_4bit", "false", "--load_in_8bit", "false", *(["--model", base] if base else [])]
-    args = parse(FinetuneConfig, ["--config", str(run / "config.yaml"), *whole])
-    tokenizer = AutoTokenizer.from_pretrained(run / "model")
-    unfinished = target.with_name(f".{target.name}")
-    save_base(args, make_config(args, tokenizer), unfinished, adapter)
-    tokenizer.save_pretrained(unfinished)  # ty: ignore[missing-union-attribute] - never None
-    unfinished.rename(target)
-    return target
-
-
-__all__ = ["merge", "train"]
+__all__ = ["train"]

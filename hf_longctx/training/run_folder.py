@@ -11,19 +11,18 @@ adapter/            adapter that was merged into the model
 
 import dataclasses
 import fcntl
-import hashlib
 import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, TextIO
 
 from accelerate import PartialState
 from transformers import TrainerCallback
 
-from .config import RunConfig, plain
+from .config import RunConfig
+from .data import digest_of
 
 
 RUN, IN_USE = "run.json", ".in_use"
@@ -40,12 +39,6 @@ MAY_CHANGE_FROM = (
     "save_", "logging_", "log_", "eval_", "do_", "hub_", "project", "trackio", "ddp_", "per_device_", "load_best_",
     "include_", "activation_checkpointing", "gradient_checkpointing",
 )  # fmt: skip
-
-
-def print_once(text: str) -> None:
-    """Print to stderr in the main process only."""
-    if PartialState().is_main_process:
-        print(text, file=sys.stderr)
 
 
 def claim(folder: Path) -> TextIO | None:
@@ -69,9 +62,10 @@ def claim(folder: Path) -> TextIO | None:
         fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"Another process trains in {folder}; wait for it, or give a new --output_dir.") from error
-    incomplete = [path for path in checkpoints(folder).values() if not (path / COMPLETE).exists()]
-    for path in (folder / ".model", *incomplete):  # the run was killed while it saved
-        shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(folder / ".model", ignore_errors=True)
+    for path in folder.glob("checkpoint-*"):
+        if path.name.removeprefix("checkpoint-").isdigit() and not (path / COMPLETE).exists():
+            shutil.rmtree(path)  # the run was killed while it saved
     return in_use
 
 
@@ -85,7 +79,7 @@ def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, s
         sharded_by: "FSDP", "DeepSpeed" or "".
     """
     names = {entry.name for entry in dataclasses.fields(args) if entry.init} - MAY_CHANGE
-    settings = {name: plain(getattr(args, name)) for name in names if not name.startswith(MAY_CHANGE_FROM)}
+    settings = {name: getattr(args, name) for name in names if not name.startswith(MAY_CHANGE_FROM)}
     described = json.dumps(config.to_diff_dict(), default=str, sort_keys=True)
     described = re.sub(r'"(transformers_version|dtype|\w*name_or_path)": "[^"]*"', "", described)
     facts = {
@@ -114,63 +108,13 @@ def check_fingerprint(folder: Path, found: dict[str, Any]) -> None:
         )
 
 
-def digest_of(value: Any) -> str:
-    """Return the SHA-256 hash of a JSON value."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return the checkpoints in a folder by step, in ascending order."""
-    found = {path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in folder.glob("checkpoint-*")}
-    return dict(sorted((int(match[1]), path) for path, match in found.items() if match))
-
-
-def choose_checkpoint(folder: Path, name: str | None) -> Path | None:
-    """Return the named checkpoint, or the last one, or None if the folder does not have any."""
-    if name in (None, "true", "True"):
-        return next(reversed(checkpoints(folder).values()), None)
-    path = Path(str(name))
-    if path.resolve().parent != folder.resolve() or not (path / COMPLETE).exists():
-        raise ValueError(f"--resume_from_checkpoint must be a complete checkpoint in {folder}, got {name}.")
-    return path
-
-
-def remove_later_checkpoints(folder: Path, last: Path | None) -> None:
-    """Remove checkpoints later than the one to resume from."""
-    resumed = 0 if last is None else int(last.name.removeprefix("checkpoint-"))
-    for step, path in checkpoints(folder).items():
-        if step > resumed:
-            shutil.rmtree(path)
-
-
-def flush(folder: Path) -> None:
-    """Flush all files of a folder to disk, so that a power failure cannot leave empty files."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
-
-
 class MarkComplete(TrainerCallback):
-    """Mark a checkpoint as complete when all processes' files are on disk."""
+    """Mark a checkpoint as complete when all processes have written their files."""
 
     def on_save(self, args, state, control, **kwargs):
         PartialState().wait_for_everyone()
         if state.is_world_process_zero:
-            folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            flush(folder)
-            (folder / COMPLETE).touch()
-            flush(folder)
+            Path(args.output_dir, f"checkpoint-{state.global_step}", COMPLETE).touch()
 
 
-__all__ = [
-    "MarkComplete",
-    "check_fingerprint",
-    "checkpoints",
-    "choose_checkpoint",
-    "claim",
-    "digest_of",
-    "fingerprint",
-    "print_once",
-    "remove_later_checkpoints",
-]
+__all__ = ["RUN", "MarkComplete", "check_fingerprint", "claim", "fingerprint"]

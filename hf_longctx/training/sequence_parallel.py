@@ -93,7 +93,7 @@ class SequenceParallelTrainer(LongContextTrainer):
 
     def share_rows(self, loader: Any) -> Any:
         """Give all processes of a group the same sequences; accelerate would split the loader among all processes."""
-        sampler = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
+        sampler = loader.batch_sampler
         sampler.num_processes //= self.shard.size
         sampler.process_index //= self.shard.size
         sampler.even_batches = sampler.num_processes > 1  # a single group does not need to pad the last batch

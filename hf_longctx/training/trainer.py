@@ -92,14 +92,7 @@ class StopAtSignal(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """Print loss, speed and remaining time every few seconds, after each evaluation and at the last step.
-
-    Args:
-        tokens: number of tokens per optimizer step.
-    """
-
-    def __init__(self, tokens: int):
-        self.tokens = tokens
+    """Print loss, speed and remaining time every few seconds, after each evaluation and at the last step."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.printed, self.last = -math.inf, (time.monotonic(), state.global_step)
@@ -118,7 +111,8 @@ class Progress(TrainerCallback):
             self.printed, self.last = now, (now, step)
             print(
                 f"{text}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  grad {logs['grad_norm']:.2f}  "
-                f"{self.tokens / seconds:.0f} tokens/s  {(state.max_steps - step) * seconds / 60:.1f} min left",
+                f"{args.sequences_per_step * args.max_length / seconds:.0f} tokens/s  "
+                f"{(state.max_steps - step) * seconds / 60:.1f} min left",
                 file=sys.stderr,
             )
 

@@ -48,10 +48,9 @@ class FoxAttention(nn.Module):
         local.num_attention_heads, local.num_key_value_heads = num_heads // ranks, max(1, num_kv_heads // ranks)
         if config.forget_gate == "fixed":
             local.forget_gate = "bias_only"  # vLLM loads parameters, but not buffers
-        self.config, self.head_dim = local, config.sizes.head_dim
+        self.config, self.head_dim = local, config.head_dim
         self.scaling = self.head_dim**-0.5
-        sizes = local.sizes
-        self.q_size, self.kv_size = (n * self.head_dim for n in (local.num_attention_heads, sizes.num_key_value_heads))
+        self.q_size, self.kv_size = (n * self.head_dim for n in (local.num_attention_heads, local.num_key_value_heads))
 
         def linear(kind, *sizes, name, bias=False):
             return kind(*sizes, bias=bias, quant_config=quant_config, prefix=f"{prefix}.{name}")

@@ -11,7 +11,7 @@ def gates_per_key(config: FoxConfig) -> int:
     """Return the number of forget gates of a key head."""
     if config.forget_gate == "none":
         return 0
-    return 1 if config.forget_gate_per_kv_head else config.sizes.num_key_value_groups
+    return 1 if config.forget_gate_per_kv_head else config.num_key_value_groups
 
 
 def vllm_head_size(config: FoxConfig) -> int:
@@ -26,7 +26,7 @@ def vllm_head_size(config: FoxConfig) -> int:
         sizes = CPUAttentionBackend.get_supported_head_sizes()
     else:  # FlashAttention's, above 256 Triton's; FlashInfer's next size would nearly double the cache
         sizes = range(32, 513, 8)
-    width = config.sizes.head_dim + GATE_PARTS * gates_per_key(config)
+    width = config.head_dim + GATE_PARTS * gates_per_key(config)
     if width > max(sizes):
         raise ValueError(f"heads with the decay of their gates need {width} dimensions; vLLM has up to {max(sizes)}.")
     return min(size for size in sizes if size >= width)

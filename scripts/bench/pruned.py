@@ -5,10 +5,12 @@
 The model is a FoX (Pro) with random weights, whose heads have decay times of 2 to 2048 tokens (to a factor 1/e). The
 cached context is synthetic: normalized random keys, random values, gates scattered around their biases. Tolerance 0
 drops nothing: it shows the gain from not copying the cache for every token, and its logits are the reference (in the
-full cache, the float32 sum of log f loses resolution as it falls). Caches alternate token by token; results are
-medians. --attention auto means our kernels for long calls on a GPU.
+full cache, the float32 sum of log f loses resolution as it falls). A static cache has tensors of constant shapes; on a
+GPU, its step is compiled with CUDA graphs. Caches alternate token by token; results are medians. --attention auto
+means our kernels for long calls on a GPU.
 """
 
+import math
 import statistics
 
 import torch
@@ -68,18 +70,24 @@ def megabytes(cache):
 def measure(args):
     model = make_model(args)
     for length in args.contexts:
+        slots = 1024 * math.ceil((length + 1 + args.tokens) / 1024)
         pruned = {f"tolerance {tolerance:g}": PrunedCache(model, tolerance) for tolerance in (0.0, *args.tolerances)}
+        for tolerance in args.tolerances:
+            pruned[f"tolerance {tolerance:g}, static"] = PrunedCache(model, tolerance, max_cache_len=slots)
         caches = {"full cache": DynamicCache(config=model.config), **pruned}
         fill(caches.values(), model, length)
         for cache in pruned.values():
             cache.prune()
         sizes = {name: megabytes(cache) for name, cache in caches.items()}
         logits = {name: [torch.zeros(model.config.vocab_size)] for name in caches}
+        torch.compiler.reset()
+        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True, dynamic=False)
 
-        def decode(name, caches=caches, logits=logits):
+        def decode(name, caches=caches, logits=logits, compiled=compiled):
             """Return the seconds to decode one token; all caches get the token that the last cache predicts."""
             token = logits[list(caches)[-1]][-1].argmax().reshape(1, 1).to(model.device)
-            read = lambda: model(token, cache=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
+            step = compiled if args.device == "cuda" and caches[name].is_compileable else model
+            read = lambda: step(token, cache=caches[name]).logits[0, -1].float().cpu()  # noqa: E731
             seconds, last = common.timed(read, device=args.device)
             logits[name].append(last)
             return seconds
@@ -88,7 +96,7 @@ def measure(args):
         seconds = common.alternate(turns, args.tokens)
         for name, cache in caches.items():
             changes = [(a - b).abs().max().item() for a, b in zip(logits[name], logits["tolerance 0"])]
-            dropped = cache.dropped.float().mean().item() / cache.get_seq_length() if name in pruned else 0.0
+            dropped = cache.dropped.float().mean().item() / int(cache.get_seq_length()) if name in pruned else 0.0
             yield {
                 "context": length,
                 "cache": name,
@@ -103,7 +111,11 @@ def measure(args):
 def table(result):
     s = result["settings"]
     fastest, slowest = s["decay_times"]
-    rows = [row for row in result["rows"] if row["cache"] in ("full cache", "tolerance 0", "tolerance 0.0001")]
+    rows = [
+        row
+        for row in result["rows"]
+        if row["cache"] in ("full cache", "tolerance 0", "tolerance 0.0001", "tolerance 0.0001, static")
+    ]
     sizes = f"FoX (Pro), {s['layers']} layers of {s['heads']} heads, decay times {fastest:g} to {slowest:g} tokens"
     return f"{sizes}, {s['dtype']}.\n\n{common.markdown(rows, TABLE)}"
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
 from hf_longctx.training.config import PRESETS
-from hf_longctx.training.data import flags_by_eos, make_sequence
+from hf_longctx.training.data import make_sequence, mark_documents
 from hf_longctx.training.sequence_parallel import SequenceShard
 from scripts.bench import common
 
@@ -61,16 +61,12 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
     """Return the peak memory of the second step in MB."""
     before = common.resident_mb("VmRSS")
     model = make_model(architecture, name, length, vocab, device)
-    options, in_pieces = {}, nullcontext()
-    if architecture == "fox":
-        options["return_logits"] = not pieces
-    elif pieces:
-        in_pieces = ChunkedCrossEntropy(model)
+    in_pieces = ChunkedCrossEntropy(model) if pieces else nullcontext()
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters())
     ids = torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(0)).numpy()
-    row = make_sequence(ids, flags_by_eos(ids, None))
+    row = make_sequence(mark_documents(ids, None))
     batch = {name: x[None].to(device) for name, x in row.items()}
     if size > 1:
         dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -79,7 +75,7 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
 
     def step():
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), in_pieces:
-            loss = model(**batch, **options, num_items_in_batch=length).loss
+            loss = model(**batch, num_items_in_batch=length).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -39,7 +39,7 @@ def test_underscores_are_dashes_but_in_the_words_of_lm_eval(monkeypatch):
 def test_text_that_is_not_utf_8(folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe\0bad"), encoding="utf-8"))
     assert cli.main(["read", str(folder), "-"]) == 2
-    assert "must be UTF-8" in capsys.readouterr().err
+    assert "'utf-8' codec can't decode byte 0xff" in capsys.readouterr().err
 
 
 def test_who_has_read_enough_hears_nothing():
@@ -91,7 +91,7 @@ def test_revisions_reach_whatever_is_loaded(folder, monkeypatch, capsys):
 
     options = ["--revision", "v1", "--trust-remote-code"]
     with_code = {"auto_map": {"AutoConfig": "code.Config"}}
-    monkeypatch.setattr("hf_longctx.metrics.rope.reading.read_files", lambda name, **options: (with_code, {}))
+    monkeypatch.setattr("hf_longctx.metrics.rope.config.read_files", lambda name, **options: (with_code, {}))
     for loader in ("AutoModelForCausalLM", "AutoConfig"):
         monkeypatch.setattr(f"transformers.{loader}.from_pretrained", load)
     for arguments in (["gates", "no/model"], ["curve", "no/model"], ["rope", "no/model"]):

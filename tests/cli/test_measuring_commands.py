@@ -15,7 +15,7 @@ QUICK = {
     "curve": "--max-length 30 --points 3 --repeats 2 --text stdlib",
     "loss": "--context-length 40 --sequences 3 --text stdlib",
     "needle": "--lengths 400 450 --depths 3 --no-replies --text stdlib",
-    "lines": "--lines 3 10 --repeats 2 --no-replies",
+    "lines": "--lines 3,10 --repeats 2 --no-replies",
 }
 MORE = {
     "curve": "--log-lengths --train-length 64 --bos-token-id 5 --eos-token-id 6",
@@ -73,11 +73,6 @@ def test_random_data_need_no_text(folder, tmp_path):
     assert curve.settings["id_range"] == [10, VOCABULARY - 1]
     status, curve = measure(folder, tmp_path / "curve", "curve", f"{options} --id-range 20 30")
     assert status == 0 and curve.settings["id_range"] == [20, 30]
-
-
-def test_lengths_themselves(folder, tmp_path):
-    _, curve = measure(folder, tmp_path / "own", "curve", "--lengths 8,16 20 --repeats 2 --text stdlib")
-    assert [p.length for p in curve.points] == [8, 16, 20]
 
 
 @pytest.mark.parametrize("ending, files", [(".json", "json png"), (".svg", "json svg")])

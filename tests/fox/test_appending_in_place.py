@@ -1,7 +1,6 @@
 """Tensors that grow in place hold what concatenated ones hold, and a step that uses them is an ordinary step."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -14,18 +13,10 @@ from hf_longctx.fox import FoxConfig
 from hf_longctx.fox.state_fox import FREE_TOKENS, CachedLayer, InPlaceBuffer
 
 
-def saved(x):
-    file = io.BytesIO()
-    torch.save(x, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 COPIES = {
     "shallow": lambda x, buffer: (x, copy.copy(buffer)),
     "deep": lambda x, buffer: copy.deepcopy((x, buffer)),
     "pickled": lambda x, buffer: pickle.loads(pickle.dumps((x, buffer))),
-    "saved": lambda x, buffer: saved((x, buffer)),
     "cropped": lambda x, buffer: (x[:, :-1], buffer),
     "the last rows": lambda x, buffer: (x[1:], buffer),
 }
@@ -58,7 +49,7 @@ def test_a_buffer_of_inference_mode_is_left_behind():
     assert x[0].tolist() == [[float(i)] * 2 for i in range(12)]
 
 
-@pytest.mark.parametrize("seed, dtype", [(0, torch.float32), (1, torch.float32), (2, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("seed, dtype", [(0, torch.bfloat16), (1, torch.float32)], ids=str)
 def test_a_step_in_place_is_an_ordinary_step(seed, dtype, monkeypatch):
     """Compared bit for bit, for several rows, padded on the left."""
     model = make_from((FoxConfig, FoxConfig.pro)[seed % 2](**TINY), dtype=dtype, seed=seed)
@@ -80,24 +71,6 @@ def test_a_step_in_place_is_an_ordinary_step(seed, dtype, monkeypatch):
     assert all(
         torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in zip(cache.layers, ordinary.layers)
     )
-
-
-def test_caches_that_share_layers_are_extended_independently():
-    """A shallow copy of a cache, from which both are continued, as branches of a search are."""
-    model, ids = make("pro"), tokens(1, 40)
-    cache = DynamicCache(config=model.config)
-    for x in ids[:, :20].split([9] + 11 * [1], dim=1):
-        logits(model, x, cache=cache)
-    branch = copy.copy(cache)
-    branch.layers = [copy.copy(layer) for layer in cache.layers]
-    for layer in branch.layers:
-        layer.conv_states = dict(layer.conv_states)
-    other = tokens(1, 40, seed=7)
-    for t in range(20, 40):
-        one = logits(model, ids[:, t : t + 1], cache=cache)
-        two = logits(model, other[:, t : t + 1], cache=branch)
-    check_logits(one, logits(model, ids)[:, -1:])
-    check_logits(two, logits(model, torch.cat([ids[:, :20], other[:, 20:]], 1))[:, -1:])
 
 
 @torch.no_grad()

@@ -22,24 +22,10 @@ from golden_fox import check, load_cases
 
 from hf_longctx import forgetting_attention
 from hf_longctx.fox import key_ranges_fox, tiles_fox
-from hf_longctx.fox.key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
+from hf_longctx.fox.key_ranges_fox import VisibleKeys, find_visible_keys
 from hf_longctx.fox.operator import sequence_starts
 from hf_longctx.fox.triton_fox import launch_prune, triton_attention
 from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
-
-
-def key_starts(Tq, Tk, **options):
-    return find_visible_keys(Tq, Tk, "cpu", **options).key_start
-
-
-def test_the_first_key_of_each_query():
-    assert key_starts(3, 5) is None
-    assert key_starts(2, 4, token_mask=torch.ones(2, 4, dtype=torch.bool)) is None
-    assert key_starts(2, 4, window=2).tolist() == [[[1, 2]]]
-    token_mask = torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    assert key_starts(4, 4, token_mask=token_mask).tolist() == [[[1, 1, 1, 1]], [[0, 0, 4, 4]], [[4, 4, 4, 4]]]
-    assert sequence_starts(torch.tensor([0, 2, 2, 5]), 5).tolist() == [[0, 0, 2, 2, 2]]
-    assert key_starts(5, 5, sequence_start=torch.tensor([[0, 0, 2, 2, 2]])).tolist() == [[[0, 0, 2, 2, 2]]]
 
 
 def seen(visible, Tq, Tk):
@@ -94,11 +80,6 @@ def check_visible_keys(Tq, window, borders, mask, free):
         assert (visible.key_start.diff(dim=-1) >= 0).all()
 
 
-def test_the_last_query_that_sees_a_key():
-    first = torch.tensor([[[0, 0, 2, 2, 6]]], dtype=torch.int32)  # queries 1 to 5
-    assert find_query_end(first, 6).tolist() == [[[3, 3, 5, 5, 5, 5]]]  # none sees the last key
-
-
 # --- pruning ---------------------------------------------------------------------------------------------------------
 
 
@@ -131,20 +112,19 @@ def first_key_of_blocks(c, threshold, Tq, query_block, key_block):
     return kept[..., ::query_block].long().cpu()
 
 
+def check_first_keys(case, t, threshold, blocks, expected):
+    start = first_key_of_blocks(running_sum(t), threshold, t["inputs/q"].shape[2], *blocks)
+    assert torch.equal(start, t[expected] // blocks[1] * blocks[1]), (case["name"], expected)
+
+
 @on_triton
-def test_golden_pruning_boundaries_are_exact(golden):
+def test_golden_pruning(golden):
     for case, t in load_cases(golden / "fox", "op_acp"):
         for r in case["runs"]:
             threshold = r["threshold"]
             threshold = t[threshold] if isinstance(threshold, str) else torch.full(t["inputs/q"].shape[:2], threshold)
             blocks = r["query_block"], r["key_block"]
-            start = first_key_of_blocks(running_sum(t), threshold, t["inputs/q"].shape[2], *blocks)
-            expected = t[f"expected/run{r['index']}/start_index"]
-            assert torch.equal(start, expected // blocks[1] * blocks[1]), (case["name"], r)
-
-
-@on_triton
-def test_golden_thresholds(golden):
+            check_first_keys(case, t, threshold, blocks, f"expected/run{r['index']}/start_index")
     for case, t in load_cases(golden / "fox", "op"):
         if "expected/start_index" not in t:
             continue
@@ -156,8 +136,7 @@ def test_golden_thresholds(golden):
             assert check(case, t, "expected/threshold", threshold)
         blocks = case["forward_block_sizes"] if "forward_block_sizes" in case else case["call"]["forward_block_sizes"]
         blocks = tuple(blocks.values() if isinstance(blocks, dict) else blocks)
-        start = first_key_of_blocks(running_sum(t), threshold, q.shape[2], *blocks)
-        assert torch.equal(start, t["expected/start_index"] // blocks[1] * blocks[1])
+        check_first_keys(case, t, threshold, blocks, "expected/start_index")
 
 
 def check_pruned(pruned, dense, share, inputs):

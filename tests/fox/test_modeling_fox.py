@@ -1,7 +1,5 @@
 """FoX behaves like a Llama: caches, generation, padding, packing, dtypes, training, saving."""
 
-import copy
-import json
 import types
 
 import pytest
@@ -14,14 +12,13 @@ from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCa
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, forgetting_attention_ref
-from hf_longctx.fox.modeling_fox import FoxForgetGate, FoxRMSNorm, decay_time_bias
+from hf_longctx.fox.modeling_fox import FoxRMSNorm, decay_time_bias
 from hf_longctx.fox.state_fox import Call
 
 
 CHUNKS = [[13, 1, 3, 7], [1, 1, 1, 1, 20], [23, 1]]
 CHUNKED = [(variant, "sdpa", CHUNKS[0]) for variant in VARIANTS]
-CHUNKED += [(variant, "sdpa", chunks) for variant in ("llama", "pro") for chunks in CHUNKS[1:]]
-CHUNKED += [("llama", "eager", CHUNKS[1]), ("pro with grouped heads and rope", "eager", CHUNKS[0])]
+CHUNKED += [("llama", "eager", CHUNKS[1]), ("pro", "sdpa", CHUNKS[2])]
 
 
 @pytest.mark.parametrize("variant, backend, chunks", CHUNKED, ids=str)
@@ -65,12 +62,6 @@ def test_a_pro_layer_is_that_of_the_paper(backend):
     torch.testing.assert_close(layer(x[None], call=Call(mask=mask))[0][0], expected, atol=2e-5, rtol=1e-4)
 
 
-@every_variant
-def test_sdpa_equals_eager(variant):
-    ids = tokens()
-    check_logits(logits(make(variant), ids), logits(make(variant, "eager"), ids))
-
-
 @both_blocks
 @pytest.mark.parametrize("padding", ["left", "right", "middle"])
 def test_padding_changes_nothing_on_real_tokens(variant, padding):
@@ -86,21 +77,19 @@ def test_padding_changes_nothing_on_real_tokens(variant, padding):
     check_logits(padded, alone[0])
 
 
-@pytest.mark.parametrize("chunks", [[1] * 12, [4, 1, 5, 2]], ids=str)
 @pytest.mark.parametrize("static", [False, True], ids=["growing cache", "static cache"])
 @both_blocks
-def test_padded_prompts_in_any_chunks(variant, static, chunks):
+def test_padded_prompts_in_chunks(variant, static):
     model, ids = make(variant), tokens(batch=2, length=12)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :5] = 0
     whole = logits(model, ids, attention_mask=mask)
     cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
     pieces, end = [], 0
-    for chunk in ids.split(chunks, dim=1):
+    for chunk in ids.split([4, 1, 5, 1, 1], dim=1):
         end += chunk.shape[1]
         pieces.append(logits(model, chunk, attention_mask=mask[:, :end], cache=cache))
-    got = torch.cat(pieces, dim=1)[mask.bool()]
-    check_logits(got, whole[mask.bool()])
+    check_logits(torch.cat(pieces, dim=1)[mask.bool()], whole[mask.bool()])
 
 
 def test_a_float16_mask_outweighs_any_decay():
@@ -163,22 +152,16 @@ def test_half_precision_is_no_worse_than_a_llama_would_be(variant, dtype):
 
 def test_eager_returns_attention_weights_and_the_gate_fades_them():
     model, ids = make("llama", "eager"), tokens(1, 12)
-    open_gates = copy.deepcopy(model)
-    for layer in open_gates.model.layers:
-        layer.self_attn.f_proj.weight.data.zero_()
-        layer.self_attn.f_proj.bias.data.fill_(50.0)
-    closing = copy.deepcopy(open_gates)
-    for layer in closing.model.layers:
-        layer.self_attn.f_proj.bias.data.fill_(-3.0)
-    with torch.no_grad():
-        far_open, far_closed = (
-            m(ids, output_attentions=True).attentions[0][0, :, -1, :4] for m in (open_gates, closing)
-        )
-        weights = model(ids, output_attentions=True).attentions
-    assert far_closed.max() < 1e-6 < far_open.max()
-    assert len(weights) == 2
-    assert weights[0].shape == (1, 4, 12, 12)
-    torch.testing.assert_close(weights[0].sum(-1), torch.ones(1, 4, 12))
+    weights = {}
+    for bias in (50.0, -3.0):  # open gates and closing gates
+        for layer in model.model.layers:
+            layer.self_attn.f_proj.weight.data.zero_()
+            layer.self_attn.f_proj.bias.data.fill_(bias)
+        with torch.no_grad():
+            weights[bias] = model(ids, output_attentions=True).attentions
+        assert [x.shape for x in weights[bias]] == 2 * [(1, 4, 12, 12)]
+        torch.testing.assert_close(weights[bias][0].sum(-1), torch.ones(1, 4, 12))
+    assert weights[-3.0][0][0, :, -1, :4].max() < 1e-6 < weights[50.0][0][0, :, -1, :4].max()
 
 
 @every_variant
@@ -228,12 +211,6 @@ def test_gates_start_with_decay_times_on_a_logarithmic_scale():
 
 
 def test_initial_weights_from_scratch_and_around_loaded_ones(tmp_path):
-    config = FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2, decay_time_max=64)
-    scratch = FoxForCausalLM(config)
-    expected = decay_time_bias(4, 2, 64)
-    for module in scratch.modules():
-        if isinstance(module, FoxForgetGate):
-            torch.testing.assert_close(module.bias, expected)
     full = FoxForCausalLM(FoxConfig(**TINY))
     gate = full.model.layers[0].self_attn.f_proj
     assert not gate.bias.any() and 0.01 < gate.weight.std() < 0.03
@@ -265,19 +242,13 @@ def test_save_and_load(variant, tmp_path):
     assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("saved", [None, ["full_attention"] * 2], ids=["as we save it", "with its layer types"])
-def test_a_folder_can_be_loaded_with_another_depth_or_window(saved, tmp_path):
+def test_a_folder_can_be_loaded_with_another_depth_or_window(tmp_path):
     make("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": saved}))
     changed = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1, sliding_window=7)
     assert changed.config.layer_types == ["sliding_attention"]
     first_layer = make("window")  # of the same weights
     del first_layer.model.layers[1]
     check_logits(logits(changed, tokens()), logits(first_layer, tokens()))
-    (tmp_path / "config.json").write_text(json.dumps({**config, "layer_types": ["full_attention", "mamba"]}))
-    with pytest.raises(ValueError, match="Leave layer_types out"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_backend_that_would_ignore_the_gate_is_refused():

@@ -47,22 +47,6 @@ CASES = {  # shape (B, Hq, Hkv, Tq, Tk, D), options
     "window and padding": ((2, 1, 1, 50, 50, 16), {"window": 20, "attention_mask": padding(50, (9, 50), (3, 35))}),
     "window, padding between tokens": ((3, 1, 1, 45, 45, 16), {"window": 7, "attention_mask": HOLES}),
 }
-BIAS = torch.tensor([0.7, -2.0], device=DEVICE)
-SINKS = {
-    "first": ((1, 2, 1, 33, 33, 20), {"keep_first": True}),
-    "bias": ((1, 2, 2, 33, 33, 16), {"sink_bias": BIAS}),
-    "both, fewer queries": ((1, 2, 1, 9, 33, 16), {"keep_first": True, "sink_bias": BIAS}),
-    "both, padding": (
-        (3, 2, 1, 33, 33, 16),
-        {"keep_first": True, "sink_bias": BIAS, "attention_mask": padding(33, (5, 30), (0, 33), (9, 33))},
-    ),
-    "both, padding between tokens": (
-        (3, 2, 1, 45, 45, 16),
-        {"keep_first": True, "sink_bias": BIAS, "attention_mask": HOLES},
-    ),
-    "both, packed": ((1, 2, 1, 61, 61, 16), {"keep_first": True, "sink_bias": BIAS, "cu_seqlens": PACKED}),
-    "both, window": ((1, 2, 1, 33, 33, 16), {"keep_first": True, "sink_bias": BIAS, "window": 9}),
-}
 IN_16_BITS = {"ragged": BF16, "one token": BF16, "grouped heads": BF16, "both sides, one row empty": BF16}
 IN_16_BITS |= {"packed, window": BF16, "head of 80": FP16, "window and padding": FP16}
 TRITON = pytest.param("triton", marks=runs_triton)
@@ -95,55 +79,6 @@ def test_every_backend_agrees_with_the_definition(backend, case, dtype):
     if "attention_mask" in options:
         padded = ~options["attention_mask"].bool()[:, None, -shape[3] :, None]
         assert (fast[0].masked_select(padded) == 0).all()
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
-@pytest.mark.parametrize("openness", [3.0, -20.0], ids=["open gates", "closing gates"])
-@pytest.mark.parametrize("case", SINKS)
-def test_sinks_fold_into_columns(case, openness, dtype):
-    """Output and gradients; closing gates bring c to -1000."""
-    shape, options = SINKS[case]
-    inputs = draw(*shape, dtype=dtype, openness=openness)
-    fast = run(forgetting_attention, *inputs, backend="folded", **options)
-    plain, exact = (f(*inputs, **options) for f in (run_plain, run_exact))
-    resolution = EPS * inputs[3].sum(-1).abs().max().item()
-    check_budget(fast[:4], plain, exact, inputs, resolution=resolution)
-    # Of a row of its own and the first key, the gradient of log f is what columns of queries and keys leave, which are
-    # rounded before they cancel.
-    cancels = floors(*inputs)["dlog_f"] / (8 * EPS)
-    assert error(fast[4], exact[4]) <= torch.finfo(dtype).eps * cancels
-
-
-@pytest.mark.parametrize("case", [name for name, (_, options) in SINKS.items() if "sink_bias" in options])
-def test_a_sink_has_a_gradient(case):
-    shape, options = SINKS[case]
-    (*inputs, do), gradients = draw(*shape), []
-    for backend in ("folded", "reference"):
-        bias = BIAS.clone().requires_grad_()
-        o = forgetting_attention(*inputs, **options | {"sink_bias": bias}, backend=backend)
-        gradients += torch.autograd.grad(o, bias, do)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
-
-
-def test_sinks_by_their_definition():
-    """Beside a sink, one key weighs sigmoid(logit - bias); with closed gates, a row has its own key and the first."""
-    q, k, v, log_f, _ = draw(1, 2, 2, 1, 1, 16)
-    o = forgetting_attention_ref(q, k, v, log_f, sink_bias=BIAS)
-    torch.testing.assert_close(o, v * ((q * k).sum(-1, keepdim=True) / 4 - BIAS[:, None, None]).sigmoid())
-    q, k, v, log_f, _ = draw(1, 2, 2, 12, 12, 16)
-    o = forgetting_attention_ref(q, k, v, torch.full_like(log_f, -torch.inf), keep_first=True)
-    own, first = ((q * x).sum(-1, keepdim=True) / 4 for x in (k, k[:, :, :1]))
-    torch.testing.assert_close(o, torch.lerp(v, v[:, :, :1], (first - own).sigmoid()))
-
-
-def test_sinks_of_triton_and_of_a_wrong_shape_are_refused():
-    *inputs, _ = draw(1, 2, 1, 5, 5, 16)
-    with pytest.raises(NotImplementedError, match="backend='folded'"):
-        forgetting_attention(*inputs, keep_first=True, backend="triton")
-    with pytest.raises(ValueError, match=r"a floating number for each query head, got \(3,\)"):
-        forgetting_attention(*inputs, sink_bias=torch.zeros(3))
-    o = forgetting_attention(*inputs, keep_first=True)
-    assert torch.equal(o, forgetting_attention(*inputs, keep_first=True, backend="folded"))
 
 
 @pytest.mark.parametrize(

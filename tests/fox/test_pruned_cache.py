@@ -7,7 +7,7 @@ import pytest
 import tiny_fox
 import torch
 from tiny_fox import ROPE, check_logits, logits
-from transformers import DynamicCache
+from transformers import CompileConfig, DynamicCache
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
 from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
@@ -47,8 +47,9 @@ def make(variant, backend="sdpa", layers=2):
     return model
 
 
-def pruned(model, tolerance=1e-6, prune_every=8):
-    return PrunedCache(model, tolerance, "weights" if model.config.qk_norm else "observed", prune_every)
+def pruned(model, tolerance=1e-6, prune_every=8, slots=None):
+    bound = "weights" if model.config.qk_norm else "observed"
+    return PrunedCache(model, tolerance, bound, prune_every, max_cache_len=slots)
 
 
 def tokens(batch=2, length=160, seed=1):
@@ -128,6 +129,7 @@ def test_no_query_loses_more_than_the_tolerance(kind, gates, sharing):
     exact, begin, most = exact.transpose(1, 2), 0, 0.0
     for step in [40, 20, 7] + [1] * (length - 67):
         end = begin + step
+        layer.make_room(step)
         c = log_f[..., begin:end].cumsum(-1)
         if begin:
             c = c + unfold_decay(layer.keys, head_dim, gates_per_key, scale)
@@ -215,12 +217,14 @@ GENERATION = {
 }
 
 
-@pytest.mark.parametrize("kind", ["greedy", "prompt lookup", "beams", "chunked prefill"])
-def test_generation_is_that_of_the_full_cache(kind):
+@pytest.mark.parametrize(
+    "kind, slots", [*((kind, None) for kind in GENERATION), ("greedy", 160), ("beams", 160), ("chunked prefill", 160)]
+)
+def test_generation_is_that_of_the_full_cache(kind, slots):
     model, options = make("grouped heads"), GENERATION[kind]
     rows = 1 if "prompt_lookup_num_tokens" in options else 3
     settings = dict(max_new_tokens=25, do_sample=False, eos_token_id=None, return_dict_in_generate=True, **options)
-    prompt, cache = tokens(rows, 120), pruned(model)
+    prompt, cache = tokens(rows, 120), pruned(model, slots=slots)
     full = model.generate(prompt, **settings, output_logits=True)
     got = model.generate(prompt, **settings, output_logits=True, cache=cache)
     assert torch.equal(got.sequences, full.sequences)
@@ -229,13 +233,14 @@ def test_generation_is_that_of_the_full_cache(kind):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("slots", [None, 160])
 @pytest.mark.parametrize("variant, backend", [("llama", "eager"), ("grouped heads", "sdpa")])
-def test_padded_rows(variant, backend):
+def test_padded_rows(variant, backend, slots):
     model, ids = make(variant, backend), tokens(2, 160)
     mask = torch.ones(2, 160, dtype=torch.long)
     mask[0, :30] = 0
     mask[1, 90:93] = 0
-    whole, cache, pieces, end = logits(model, ids, attention_mask=mask), pruned(model), [], 0
+    whole, cache, pieces, end = logits(model, ids, attention_mask=mask), pruned(model, slots=slots), [], 0
     for chunk in ids.split([80, 1, 59] + [1] * 20, dim=1):
         end += chunk.shape[1]
         pieces.append(logits(model, chunk, attention_mask=mask[:, :end], cache=cache))
@@ -277,10 +282,11 @@ ROWS = {
 }
 
 
+@pytest.mark.parametrize("slots", [None, 160])
 @pytest.mark.parametrize("change, rows", ROWS.values(), ids=ROWS)
-def test_rows_can_be_moved(change, rows):
+def test_rows_can_be_moved(change, rows, slots):
     model, ids = make("grouped heads"), tokens(3)
-    cache = pruned(model)
+    cache = pruned(model, slots=slots)
     in_chunks(model, ids[:, :100], cache, 20)
     change(cache)
     got = in_chunks(model, ids[rows, 100:], cache, 6)
@@ -302,18 +308,20 @@ def test_cropping_up_to_the_last_pruning():
         cache.crop(-100)
 
 
-def test_a_reset_cache_is_new():
+@pytest.mark.parametrize("slots", [None, 160])
+def test_a_reset_cache_is_new(slots):
     model, ids = make("grouped heads"), tokens()
-    cache = pruned(model)
+    cache = pruned(model, slots=slots)
     in_chunks(model, tokens(seed=7), cache, 40)
     cache.reset()
     assert cache.get_seq_length() == 0 and not cache.dropped.any() and cache.lost_weight == 0
     torch.testing.assert_close(in_chunks(model, ids, cache, 40), logits(model, ids), atol=5e-5, rtol=1e-4)
 
 
-def test_a_copied_cache_can_be_continued():
+@pytest.mark.parametrize("slots", [None, 160])
+def test_a_copied_cache_can_be_continued(slots):
     model, ids = make("grouped heads"), tokens()
-    cache = pruned(model)
+    cache = pruned(model, slots=slots)
     in_chunks(model, ids[:, :100], cache, 50)
     for again in (copy.deepcopy(cache), cache):
         torch.testing.assert_close(
@@ -351,6 +359,65 @@ def test_a_compiled_step_is_one_graph_between_prunings():
     dropped = cache.dropped.sum()
     cache.prune()
     assert cache.dropped.sum() > dropped
+
+
+@pytest.mark.parametrize("variant, backend", [("llama", "eager"), ("pro", "sdpa"), ("one gate per key head", "sdpa")])
+def test_a_static_cache_equals_a_growing_one(variant, backend):
+    """A head reads 240 tokens in random chunks, in 192 slots."""
+    g = torch.Generator().manual_seed(0)
+    model, chunks = make(variant, backend), []
+    for layer in model.model.layers:
+        layer.self_attn.f_proj.bias.data.clamp_(max=0.5)  # every head forgets
+    while sum(chunks) < 240:
+        chunks += torch.randint(1, 30, (1,), generator=g).tolist() + [1] * 3
+    ids = tokens(3, sum(chunks))
+    growing, static = pruned(model), pruned(model, slots=192)
+    want, got = (in_chunks(model, ids, cache, chunks) for cache in (growing, static))
+    torch.testing.assert_close(got, want, atol=2e-5, rtol=1e-4)
+    assert static.get_seq_length() == len(ids[0]) and (static.dropped >= growing.dropped).all()
+    assert static.lost_weight <= 2e-6
+    assert min(group.keys.shape[2] for layer in static.layers for group in layer.groups) < 192
+
+
+def test_a_compiled_static_step_has_a_graph_for_each_shape():
+    torch._dynamo.reset()
+    model, ids, graphs, shapes = make("grouped heads"), tokens(2, 300), [], set()
+    cache, want = pruned(model, prune_every=16, slots=320), logits(model, ids)
+    logits(model, ids[:, :120], cache=cache)
+    step = torch.compile(model, fullgraph=True, backend=lambda graph, _: (graphs.append(graph), graph.forward)[1])
+    for t in range(120, 300):
+        if t % 16 == 8:
+            cache.prune()
+            shapes.add(tuple(group.keys.shape for layer in cache.layers for group in layer.groups))
+            written = [group.keys.data_ptr() for layer in cache.layers for group in layer.groups]
+        got = logits(step, ids[:, t : t + 1], cache=cache)
+        torch.testing.assert_close(got, want[:, t : t + 1], atol=5e-5, rtol=1e-4)
+        assert [group.keys.data_ptr() for layer in cache.layers for group in layer.groups] == written
+    assert cache.dropped.any()
+    assert len(graphs) <= len(shapes) < 4
+
+
+def test_generate_compiles_a_static_step_once_and_prunes_between_steps():
+    torch._dynamo.reset()
+    model, prompt, graphs = make("grouped heads"), tokens(3, 120), []
+    compile_config = CompileConfig(backend=lambda graph, _: (graphs.append(graph), graph.forward)[1], mode=None)
+    compile_config._compile_all_devices = True
+    settings, cache = dict(max_new_tokens=40, do_sample=False, eos_token_id=None), pruned(model, slots=256)
+    got = model.generate(prompt, **settings, cache=cache, compile_config=compile_config)
+    assert torch.equal(got, model.generate(prompt, **settings))
+    assert len(graphs) == 1 and cache.dropped.max() > 80
+
+
+def test_a_static_cache_says_what_does_not_fit():
+    model = make("pro")
+    cache = pruned(model, slots=64)
+    with pytest.raises(ValueError, match=r"max_cache_len must be at least 100, .* got 64"):
+        logits(model, tokens(1, 100), cache=cache)
+    with pytest.raises(ValueError, match="max_cache_len must be at least"):
+        in_chunks(model, tokens(1, 1000), cache, 20)
+    with pytest.raises(NotImplementedError, match="max_cache_len supports"):
+        mask = {"flash_attention_2": None, "token_mask": None}
+        logits(model, tokens(1, 10), cache=pruned(model, slots=64), attention_mask=mask)
 
 
 def test_what_was_dropped_before_counts():
@@ -415,15 +482,6 @@ def test_bound_of_adapted_weights_is_refused():
 
 def test_the_tolerance_may_come_from_the_configuration():
     assert PrunedCache(make("pro")).layers[0].log_tolerance == -10
-
-
-def test_a_mask_that_leaves_out_dropped_tokens_is_refused():
-    model = make("llama")
-    cache = pruned(model)
-    in_chunks(model, tokens(1, 100), cache, 50)
-    mask = torch.zeros(1, 1, 1, 60)
-    with pytest.raises(ValueError, match="got 60 tokens"):
-        logits(model, tokens(1, 1), cache=cache, attention_mask={"sdpa": mask, "token_mask": None})
 
 
 def test_flex_attention_is_refused():

@@ -1,5 +1,6 @@
 """Two processes that share rows learn what one process learns from whole rows."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
 from hf_longctx.training.sequence_parallel import SequenceShard, check_model
 
 
@@ -21,7 +23,7 @@ CASES = {
     **{variant: dict(variant=variant) for variant in VARIANTS if variant not in ("pro", "window")},
     "one document a row": dict(variant=GROUPED, packed=False),
     "activation checkpointing": dict(variant=GROUPED, checkpointing=True),
-    "chunked loss": dict(variant="pro", return_logits=False),
+    "chunked loss": dict(variant="pro", chunked=True),
     "eager": dict(variant=GROUPED, backend="eager"),
 }
 TRITON = {"Triton": dict(variant=GROUPED, backend="forgetting_triton")}
@@ -39,7 +41,7 @@ def make_batch(packed=True):
     return {"input_ids": ids, "position_ids": positions, "labels": labels}
 
 
-def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, return_logits=True):
+def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, chunked=False):
     """Sum of the losses of all labels and its gradients, of the processes together if they share rows."""
     model, batch = make(variant, backend).train(), make_batch(packed)
     if shard is not None:
@@ -47,7 +49,8 @@ def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, retu
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         rows = [{name: x[row] for name, x in batch.items()} for row in range(BATCH)]
         batch = shard.collate(rows)
-    loss = model(**batch, num_items_in_batch=1, return_logits=return_logits).loss
+    with ChunkedCrossEntropy(model, logits_at_once=500) if chunked else nullcontext():
+        loss = model(**batch, num_items_in_batch=1).loss
     loss.backward()
     sums = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
     if shard is not None:
@@ -93,15 +96,6 @@ def test_sequence_parallel_of_deepspeed_is_refused(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", attention)
     with pytest.raises(ValueError, match=r"deepspeed.* has replaced the attention.*--sequence-parallel N"):
         make("llama")(tokens())
-
-
-@pytest.mark.parametrize(
-    "options", [{"attention_mask": torch.ones(1, 4)}, {"cache": object()}], ids=lambda x: next(iter(x))
-)
-def test_a_part_of_a_row_has_no_mask_and_no_cache(options):
-    shard = SimpleNamespace(size=1)
-    with pytest.raises(ValueError, match="sharded rows support neither attention_mask nor cache"):
-        make("llama")(tokens(1, 4), shard=shard, **options)
 
 
 def test_models_whose_rows_cannot_be_shared():

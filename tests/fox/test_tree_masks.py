@@ -1,4 +1,4 @@
-"""Under a mask of four dimensions, each path of a tree is what it would be alone; so are packed documents."""
+"""Under a 4D attention mask, each path of a tree is what it would be alone."""
 
 import pytest
 import torch
@@ -44,38 +44,6 @@ def test_a_tree_grows_from_a_cache(variant, static):
     cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
     parts = [logits(model, PREFIX, cache=cache)]
     mask = torch.nn.functional.pad(mask, (0, 3)) if static else mask  # free slots
-    parts.append(
-        logits(
-            model,
-            TREE[:, 5:],
-            attention_mask=mask[:, :, 5:],
-            position_ids=positions[:, 5:],
-            cache=cache,
-        )
-    )
+    branches = dict(attention_mask=mask[:, :, 5:], position_ids=positions[:, 5:])
+    parts.append(logits(model, TREE[:, 5:], cache=cache, **branches))
     check_logits(torch.cat(parts, dim=1), alone(model))
-
-
-@both_blocks
-def test_documents_and_padding_in_one_mask(variant):
-    """Row 0: two documents; row 1: padding on the left and between tokens."""
-    model, ids = make(variant), tokens(2, 9)
-    visible = torch.zeros(2, 1, 9, 9, dtype=torch.bool)
-    visible[0, 0, :4, :4] = visible[0, 0, 4:, 4:] = True
-    real = torch.tensor([0, 0, 1, 1, 1, 0, 1, 1, 1]).bool()
-    visible[1, 0] = real
-    visible = visible.tril()
-    positions = torch.stack([torch.tensor([0, 1, 2, 3, 0, 1, 2, 3, 4]), (real.cumsum(0) - 1).clamp(min=0)])
-    got = logits(model, ids, attention_mask=visible, position_ids=positions)
-    check_logits(got[:1], torch.cat([logits(model, ids[:1, :4]), logits(model, ids[:1, 4:])], dim=1))
-    check_logits(got[1:, real], logits(model, ids[1:, real]))
-
-
-@both_blocks
-def test_gradients_along_a_path(variant):
-    model, again, (mask, positions) = make(variant), make(variant), tree_mask()
-    model(TREE, attention_mask=mask, position_ids=positions).logits[:, 9:].square().sum().backward()
-    again(torch.cat([PREFIX, BRANCHES[2]], dim=1)).logits[:, 5:].square().sum().backward()
-    for (name, p), q in zip(model.named_parameters(), again.named_parameters()):
-        scale = q[1].grad.abs().max().item()
-        torch.testing.assert_close(p.grad, q[1].grad, atol=1e-4 * scale, rtol=1e-3, msg=lambda t, n=name: f"{n}: {t}")

@@ -102,7 +102,6 @@ CONFIG = [
             {"memory_tokens": 2},
             "memory_tokens=2` is not supported with .*recall_mode",
         ),
-        ("two memory tokens in one pass", {"memory_tokens": 2, "recall": False}, "memory_tokens=2`"),
         ("the paper without recurrence", {"recall_mode": "paper", "recurrence": False}, "recurrence=False` is not"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens` must be at least 0, got -1"),
         ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction` must select 1 to 511 of 512 .*got 0.0001"),
@@ -114,7 +113,6 @@ CONFIG = [
         *((f"{name} of 0", {name: 0}, f"{name}` must be at least 1, got 0") for name in COUNTS),
         ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "beyond memory_size"),
         ("pages without recall", {"recalled_pages": 2, "recall": False}, "with .'recall': False"),
-        ("tokens read again without recall", {"recall_tokens": 2, "recall": False}, "with .'recall': False"),
         ("tokens read again by the paper", {"recall_tokens": 2, "recall_mode": "paper"}, "with .'recall_mode': 'p"),
         ("a neural cache without weight", {"neural_cache_weight": 0.0}, "above 0 and below 1, .*got 0.0"),
         ("a neural cache alone", {"neural_cache_weight": 1}, "above 0 and below 1, .*got 1"),
@@ -140,11 +138,7 @@ CONFIG += [
     harmless(
         "an unknown name in a saved configuration",
         lambda: (HMTConfig.from_dict({"model_type": "hmt", "added": 1}).segment_length, HMTConfig().segment_length),
-    ),
-    harmless(
-        "a whole segment as an integer",
-        lambda: (HMTConfig(sum_fraction=1, recall_mode="paper").summary_length, 512),
-    ),
+    )
 ]
 
 
@@ -183,12 +177,6 @@ BUILD = [
     refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "must be a decoder"),
     refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
     refused("no backbone", lambda it: HMTWrapper(HMTConfig()), "backbone_config` must be set"),
-    refused(
-        "a misspelt setting for a folder",
-        lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", segment_lenght=16),
-        "unexpected keyword argument 'segment_lenght'",
-        TypeError,
-    ),
     refused("a plain Llama's folder", lambda it: HMTWrapper.from_pretrained(it.folder / "llama"), "from_backbone"),
     refused(
         "a setting and a config",
@@ -221,24 +209,16 @@ BUILD = [
 READ = [
     refused(name, lambda it, arguments=arguments: it.model(**{"input_ids": it.tokens, **arguments(it)}), says)
     for name, arguments, says in [
-        ("no tokens", lambda it: {"input_ids": None}, "at least one token"),
         ("one dimension", lambda it: {"input_ids": it.tokens[0]}, "at least one token"),
         ("a text of no token", lambda it: {"input_ids": it.tokens[:, :0]}, "at least one token"),
         ("short labels", lambda it: {"labels": it.tokens[:, 1:]}, "labels` must have the shape"),
-        (
-            "a mask of four dimensions",
-            lambda it: {"attention_mask": torch.ones(2, 1, 43, 43)},
-            "mask` must have the shape",
-        ),
         ("a hole in the mask", lambda it: {"attention_mask": HOLE}, "between tokens"),
         ("a row of padding", lambda it: {"attention_mask": EMPTY}, "all padding"),
-        ("nothing but padding", lambda it: {"attention_mask": 0 * LEFT, "use_cache": True}, "all padding"),
         ("an additive mask", lambda it: {"attention_mask": (LEFT - 1) * 1e30}, "must be 1 .* and 0"),
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "not support the argument lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep` must be .* got -1"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep` must be .* got 1.5"),
         ("score_from without labels", lambda it: {"score_from": 4}, "needs labels, got 4"),
-        ("score_from by name", lambda it: {"labels": it.tokens, "score_from": "j"}, "got 'j'"),
         ("two states", lambda it: {"state": it.state, "cache": it.state}, "Give only one of them"),
         (
             "score_from of a text",
@@ -281,15 +261,7 @@ READ += [
         lambda it: copy.deepcopy(it.model).float()(it.tokens, state=it.state),
         "dtype, torch.float32, got torch.float64",
     ),
-    refused(
-        "a state of another depth",
-        lambda it: build(tiny_llama(num_hidden_layers=3))(it.tokens, state=it.state),
-        "{'layers': 2}, this model {'layers': 3}",
-    ),
     refused("recall_dim of another size", lambda it: changed(it.model, recall_dim=8)(it.tokens), "recall_dim is 8"),
-    refused(
-        "a misspelt keyword", lambda it: it.model(it.tokens, use_cahce=False), "not support the argument use_cahce"
-    ),
     harmless(
         "numpy's logits_to_keep",
         lambda it: (it.model(it.tokens, logits_to_keep=np.int64(1)).logits, it.model(it.tokens).logits[:, -1:]),
@@ -320,25 +292,8 @@ READ += [
         lambda it: (it.model(it.tokens, logits_to_keep=99).logits, it.model(it.tokens).logits),
     ),
     harmless(
-        "labels and the last logits",
-        lambda it: (
-            it.model(it.tokens, labels=it.tokens, logits_to_keep=1).loss,
-            it.model(it.tokens, labels=it.tokens).loss,
-        ),
-    ),
-    harmless(
         "strange ids in padding",
         lambda it: (it.model(it.tokens.masked_fill(LEFT == 0, -100), LEFT).logits, it.model(it.tokens, LEFT).logits),
-    ),
-    harmless(
-        "right padding", lambda it: (it.model(it.tokens, RIGHT).logits[1, :30], it.model(it.tokens[1:, :30]).logits[0])
-    ),
-    harmless(
-        "left padding with a state",
-        lambda it: (
-            it.model(it.tokens, LEFT, state=it.state).logits[1:, 5:],
-            it.model(it.tokens[1:, 5:], state=it.state.select_rows(torch.tensor([1]))).logits,
-        ),
     ),
     harmless(
         "another segment_length after building",
@@ -396,7 +351,6 @@ def test_calls(mistake, it, record_property):
         record_property("mistake", mistake.check(it))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "model_class, sizes, remedy",
     [
@@ -405,15 +359,15 @@ def test_calls(mistake, it, record_property):
     ],
     ids=["BERT", "XLNet"],
 )
-def test_a_backbone_that_sees_ahead(model_class, sizes, remedy, dtype):
+def test_a_backbone_that_sees_ahead(model_class, sizes, remedy):
     torch.manual_seed(0)
-    model = model_class(model_class.config_class(**sizes)).to(dtype)
+    model = model_class(model_class.config_class(**sizes)).bfloat16()
     model.dropout_of_mine = torch.nn.Dropout().eval()
     modes = [m.training for m in model.modules()]
     with pytest.raises(ValueError, match=rf"{model_class.__name__} must be causal.*is_decoder=True.*attn_type='uni'"):
         HMTWrapper.from_backbone(model, HMTConfig(segment_length=8, sensory_tokens=3))
     assert [m.training for m in model.modules()] == modes and any(modes) and not all(modes)
-    good = model_class(model_class.config_class(**sizes, **remedy)).to(dtype)
+    good = model_class(model_class.config_class(**sizes, **remedy)).bfloat16()
     assert HMTWrapper.from_backbone(good, HMTConfig(segment_length=8, sensory_tokens=3)).training
 
 

@@ -111,25 +111,22 @@ def test_a_call_without_graphs_drops_them(make_wrapper, tokens, graphs):
         torch.testing.assert_close(model(tokens).logits, expected, atol=ROUNDING, rtol=0)
 
 
-def test_a_pass_that_cannot_be_captured_stays_eager(make_wrapper, tokens, graphs, monkeypatch):
-    def fails(function, inputs):
-        raise RuntimeError("operation not permitted when stream is capturing")
+def fails(function, inputs):
+    raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs_hmt, "record", fails)
+
+def gives_other_numbers(function, inputs):
+    graph = Replayed(lambda *x: [y + 1 for y in function(*x)], inputs)
+    return graph, graph.outputs
+
+
+@pytest.mark.parametrize(
+    "record, warning", [(fails, "not captured as a CUDA graph"), (gives_other_numbers, "gave other numbers")]
+)
+def test_a_failed_capture_is_not_used(make_wrapper, tokens, graphs, monkeypatch, record, warning):
+    monkeypatch.setattr(graphs_hmt, "record", record)
     model = make_wrapper(cuda_graphs=True)
-    with torch.no_grad(), pytest.warns(UserWarning, match="not captured as a CUDA graph"):
-        logits = model(tokens).logits
-    torch.testing.assert_close(logits, make_wrapper()(tokens).logits, atol=ROUNDING, rtol=0)
-
-
-def test_a_capture_that_gives_other_numbers_is_not_used(make_wrapper, tokens, graphs, monkeypatch):
-    def wrong(function, inputs):
-        graph = Replayed(lambda *x: [y + 1 for y in function(*x)], inputs)
-        return graph, graph.outputs
-
-    monkeypatch.setattr(graphs_hmt, "record", wrong)
-    model = make_wrapper(cuda_graphs=True)
-    with torch.no_grad(), pytest.warns(UserWarning, match="gave other numbers"):
+    with torch.no_grad(), pytest.warns(UserWarning, match=warning):
         logits = model(tokens).logits
     torch.testing.assert_close(logits, make_wrapper()(tokens).logits, atol=ROUNDING, rtol=0)
 

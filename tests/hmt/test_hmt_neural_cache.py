@@ -5,11 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from streams import stream
 from tiny_hmt import ROUNDING, VOCAB
 
-from hf_longctx import FoxConfig, FoxForCausalLM
-from hf_longctx.hmt import HMTConfig, HMTWrapper, neural_cache_hmt
+from hf_longctx.hmt import HMTConfig, neural_cache_hmt
 from hf_longctx.hmt.neural_cache_hmt import NeuralCacheRetriever
 
 
@@ -82,23 +80,6 @@ def test_a_token_without_probability_has_finite_gradients():
     mixed.sum().backward()
     assert mixed.isfinite().all() and logits.grad.isfinite().all() and hidden.grad.isfinite().all()
     assert hidden.grad.any()
-
-
-@torch.no_grad()
-def test_a_backbone_whose_cache_cannot_be_cut(tokens):
-    """FoX reads the first part of a segment again behind the prompt; keys are of its first reading."""
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
-    fox = FoxForCausalLM(FoxConfig.pro(**sizes)).double().eval()
-    settings = dict(segment_length=8, sensory_tokens=3, memory_size=3, neural_cache_weight=0.2)
-    model = HMTWrapper.from_backbone(fox, HMTConfig(**settings)).eval()
-    assert not model.lm.cuts(13)
-    whole = model(tokens, use_cache=True)
-    logits, state = stream(model, tokens, [5, 3, 1, 14, 2, 11, 7])
-    allowed = 64 * torch.finfo(torch.float32).eps  # FoX sums its gates in float32
-    torch.testing.assert_close(logits, whole.logits, atol=allowed, rtol=0)
-    keys, expected = (x.memory["neural_cache"]["keys"] for x in (state, whole.state))
-    torch.testing.assert_close(keys, expected, atol=allowed, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

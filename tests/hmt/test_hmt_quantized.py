@@ -12,41 +12,6 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 SETTINGS = {"segment_length": 8, "sensory_tokens": 3, "memory_size": 4}
 
 
-class Int8Linear(torch.nn.Module):
-    """Weights in int8 with a scale per row, as weight-only quantizers keep them."""
-
-    def __init__(self, linear):
-        super().__init__()
-        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
-        self.register_buffer("scale", scale)
-
-    def forward(self, x):
-        return torch.nn.functional.linear(x, self.weight.to(x) * self.scale.to(x))
-
-
-def quantize(model):
-    for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, Int8Linear(module))
-    return model
-
-
-def test_weight_only(make_wrapper, llama, tokens):
-    exact = make_wrapper()(tokens).logits
-    quantize(llama)
-    model = make_wrapper()
-    out = model(tokens, labels=tokens)
-    assert 0 < (out.logits - exact).abs().max() < 0.3 * exact.std()
-    out.loss.backward()
-    assert all(p.grad.any() for p in model.memory.parameters())
-    assert model.memory.wq.dtype == torch.float64
-    ids = model.generate(tokens[:, :13], max_new_tokens=20, do_sample=False, eos_token_id=None)
-    with torch.no_grad():
-        assert torch.equal(ids[:, 13:], model(ids).logits[:, 12:-1].argmax(-1))
-
-
 def test_a_checkpoint_with_quantized_weights_is_refused(make_wrapper, llama, tmp_path):
     llama.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="gptq"))
     model = make_wrapper()

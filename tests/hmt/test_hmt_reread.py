@@ -7,11 +7,9 @@ from gradients import assert_same_gradients, gradients
 from plain_hmt import plain_single
 from streams import CHUNKS, stream
 from test_hmt_backbones import BACKBONES
-from tiny_hmt import ROUNDING, tiny_llama
+from tiny_hmt import ROUNDING
 from transformers import AutoModelForCausalLM
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama import modeling_llama
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 
@@ -21,20 +19,20 @@ FALCON = {
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
     **{"mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8},
 }
-LLAMA4 = BACKBONES["Llama4ForCausalLM"]
+LLAMA, LLAMA4 = (BACKBONES[f"{name}ForCausalLM"] for name in ("Llama", "Llama4"))
 NEO = dict(vocab_size=61, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=6)
 NEO |= {"attention_types": [[["global", "local"], 1]]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 10}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-PHI3 = BACKBONES["LlamaForCausalLM"] | {"max_position_embeddings": 64, "original_max_position_embeddings": 10}
-PHI3 |= {"rope_parameters": LONGROPE, "sliding_window": None}
+PHI3 = LLAMA | {"original_max_position_embeddings": 10, "rope_parameters": LONGROPE, "sliding_window": None}
 # name, sizes, settings, reread
 KINDS = {
-    "Llama": ("LlamaForCausalLM", BACKBONES["LlamaForCausalLM"], {}, False),
-    "Llama reread": ("LlamaForCausalLM", BACKBONES["LlamaForCausalLM"], {"reread": True, "recall_tokens": 2}, True),
+    "Llama": ("LlamaForCausalLM", LLAMA, {}, False),
+    "Llama reread": ("LlamaForCausalLM", LLAMA, {"reread": True, "recall_tokens": 2}, True),
     "Llama4, long chunks": ("Llama4ForCausalLM", LLAMA4, {}, False),
     "Llama4, short chunks": ("Llama4ForCausalLM", LLAMA4 | {"attention_chunk_size": 12}, {}, True),
     "GPT-2 reread": ("GPT2LMHeadModel", BACKBONES["GPT2LMHeadModel"], {"reread": True}, True),
+    "neural cache reread": ("LlamaForCausalLM", LLAMA, {"reread": True, "neural_cache_weight": 0.3}, True),
     "GPT-Neo, short windows": ("GPTNeoForCausalLM", NEO, {}, True),
     "Phi3, longrope": ("Phi3ForCausalLM", PHI3, {}, True),
     "Gemma2": ("Gemma2ForCausalLM", BACKBONES["Gemma2ForCausalLM"], {}, True),
@@ -67,8 +65,8 @@ def test_equals_its_definition_with_a_cache_and_without(kind, tokens):
     assert model.config.reread == KINDS[kind][3]
     expected = torch.stack([plain_single(model, row[:length]) for row in tokens])
     allowed = 256 * torch.finfo(torch.float32).eps * expected.abs().max()  # 1e-2 of it moved between the two models
-    for has_cache in (model.lm._has_dynamic_cache, False):
-        model.lm._has_dynamic_cache = has_cache
+    for continues in (model.lm.continues, False):
+        model.lm._continues = continues
         torch.testing.assert_close(model(tokens[:, :length]).logits, expected, atol=allowed, rtol=0)
         mask = torch.ones(2, length, dtype=torch.long)
         mask[0, :5] = 0
@@ -91,8 +89,8 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_without_a_cache_it_is_the_same_function(make_wrapper, tokens, settings):
     model, results = make_wrapper(**settings), []
-    for has_cache in (True, False):
-        model.lm._has_dynamic_cache = has_cache
+    for continues in (True, False):
+        model.lm._continues = continues
         model.zero_grad()
         out = model(tokens, labels=tokens, output_recall=True)
         out.loss.backward()
@@ -138,7 +136,7 @@ def test_a_mask_under_autocast(make_wrapper, tokens, attention):
     model.set_attn_implementation(attention)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(tokens).logits
-        model.lm._has_dynamic_cache = False
+        model.lm._continues = False
         torch.testing.assert_close(model(tokens).logits, expected, atol=0.05 * expected.abs().max().item(), rtol=0)
 
 
@@ -152,49 +150,14 @@ def test_the_dtype_does_not_decide(kind):
     assert empty.config.reread is None  # decided when there are weights
 
 
-def like_flash(module, query, key, value, attention_mask, position_ids=None, **options):
-    """Compute attention as FlashAttention does: without a mask, and with packed sequences where positions jump."""
-    assert attention_mask is None
-    if position_ids is not None and len(query) == 1:
-        assert (position_ids.diff() == 1).all()
-    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, visible, **options)
-
-
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"num_key_value_heads": 1}, {"recurrence": False}], ids=str)
-def test_attention_without_masks_lets_the_prompt_see_itself_alone(tokens, settings, rows):
-    """FlashAttention takes no mask, and may not even run on the device that the weights are on."""
-    settings, tokens = dict(settings), tokens[:rows]
-    torch.manual_seed(0)
-    llama = tiny_llama(**{name: settings.pop(name) for name in ["num_key_value_heads"] if name in settings})
-    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, **settings)
-    torch.manual_seed(1)
-    model, results = HMTWrapper.from_backbone(llama, config), []
-    ALL_ATTENTION_FUNCTIONS.register("like_flash", like_flash)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("like_flash", lambda *args, attention_mask=None, **kwargs: attention_mask)
-    for attention in ("sdpa", "like_flash"):
-        llama.config._attn_implementation = attention
-        torch.manual_seed(1)
-        assert HMTWrapper.from_backbone(llama, config).config.reread is False
-        assert llama.config._attn_implementation == attention
-        results.append(logits_and_gradients(model, tokens))
-    assert_same_results(*results)
-    assert torch.equal(llama(tokens).logits, llama(tokens, position_ids=torch.arange(43)[None]).logits)
-    model.lm._has_dynamic_cache = False
-    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
-        model(tokens)
-
-
-def test_attention_that_is_not_of_the_interface_is_refused(make_wrapper, llama, tokens, monkeypatch):
-    """Falcon and GPT-Neo call FlashAttention themselves."""
-    model = make_wrapper()
-    ALL_ATTENTION_FUNCTIONS.register("like_flash", like_flash)
-    ALL_MASK_ATTENTION_FUNCTIONS.register("like_flash", lambda *args, attention_mask=None, **kwargs: attention_mask)
-    monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *args: like_flash)
+def test_attention_without_masks_is_refused(make_wrapper, llama, tokens):
+    ALL_ATTENTION_FUNCTIONS.register("like_flash", ALL_ATTENTION_FUNCTIONS["sdpa"])
     llama.config._attn_implementation = "like_flash"
-    with pytest.raises(RuntimeError, match="prompt would see other tokens"):
+    model = make_wrapper()
+    assert model.config.reread is False and llama.config._attn_implementation == "like_flash"
+    with pytest.raises(ValueError, match=r"reread=False is not supported with attention 'like_flash'.*'sdpa'"):
         model(tokens)
+    assert make_wrapper(reread=True)(tokens).logits.isfinite().all()
 
 
 def test_a_failing_probe_decides_nothing(make_wrapper, llama, tokens, monkeypatch):

@@ -1,7 +1,6 @@
 """Streams: any chunking, branching, saving and restoring gives the result of one piece."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -161,52 +160,43 @@ def test_a_file_of_other_weights_is_refused(make_wrapper, tokens, tmp_path):
     [
         {"hmt_state": None},
         {"hmt_state": "[" * 10**5},
-        {"hmt_state": "{}"},
         {"hmt_state": "x"},
-        {"hmt_state": '{"lengths": 3, "retrievers": ["bank"], "rows": {}}'},
-        {"hmt_state": '{"lengths": [3, 3], "retrievers": ["unknown"], "rows": {}}'},
         {"signature": "3"},
         {"weights": None},
-        {"hmt_state": '{"lengths": [43, 43], "retrievers": ["bank"], "rows": {"pages.pages": [{"x": 1}]}}'},
         {"unknown": torch.ones(1)},
         {"memory.other.ends": torch.ones(1)},
         {"tail": None},
+        {"tail": torch.ones(2, 5, dtype=torch.long)},
+        {"lengths": 3},
+        {"lengths": []},
+        {"lengths": [43]},
+        {"lengths": [43, 44]},
+        {"lengths": [3, 3]},
+        {"retrievers": ["unknown"]},
+        {"rows": {}},
+        {"rows": {"pages.pages": [{"x": 1}]}},
+        {"page_size": 0},
+        {"recalled": 0},
+        {"sizes": [99]},
     ],
     ids=str,
 )
 def test_a_damaged_file_is_refused(changed, make_wrapper, tokens, tmp_path):
-    file, model = tmp_path / "state.safetensors", make_wrapper()
-    model(tokens, use_cache=True).state.save(file, model)
-    with safe_open(file, "pt") as saved:
-        contents = saved.metadata() | {name: saved.get_tensor(name) for name in saved.keys()} | changed  # noqa: SIM118
-    kinds = {kind: {k: v for k, v in contents.items() if isinstance(v, kind)} for kind in (str, torch.Tensor)}
-    save_file(kinds[torch.Tensor], file, metadata=kinds[str])
-    with pytest.raises(ValueError, match=r"is not a complete file of HMTState\.save"):
-        HMTState.load(file, model)
-
-
-@pytest.mark.parametrize("changed", [{"page_size": 0}, {"page_size": -1}, {"sizes": [99]}, {"sizes": [-1]}], ids=str)
-def test_a_file_with_damaged_pages_is_refused(changed, make_wrapper, tokens, tmp_path):
     file, model = tmp_path / "state.safetensors", make_wrapper(recalled_pages=1, page_size=2, memory_size=2)
     model(tokens, use_cache=True).state.save(file, model)
     with safe_open(file, "pt") as saved:
         metadata, tensors = saved.metadata(), {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
-    header = json.loads(metadata["hmt_state"])
-    header["rows"]["pages.pages"][0] |= changed
-    save_file(tensors, file, metadata=metadata | {"hmt_state": json.dumps(header)})
+    header, (name, value) = json.loads(metadata["hmt_state"]), *changed.items()
+    if name in header:
+        header[name] = value
+    elif name in header["rows"]["pages.pages"][0]:
+        header["rows"]["pages.pages"][0][name] = value
+    metadata["hmt_state"] = json.dumps(header)
+    contents = {k: x for k, x in {**metadata, **tensors, name: value}.items() if isinstance(x, str | torch.Tensor)}
+    strings = {k: x for k, x in contents.items() if isinstance(x, str)}
+    save_file({k: x for k, x in contents.items() if k not in strings}, file, metadata=strings)
     with pytest.raises(ValueError, match=r"is not a complete file of HMTState\.save"):
         HMTState.load(file, model)
-
-
-@pytest.mark.parametrize("mode", ["single_pass", "paper"])
-def test_a_state_does_not_change_with_the_parameters(make_wrapper, tokens, mode):
-    model = make_wrapper(recall_mode=mode)
-    state = model(tokens[:, :5], use_cache=True).state.detach()
-    before = {name: value.clone() for name, value in state.tensors().items()}
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    assert all(torch.equal(value, before[name]) for name, value in state.tensors().items())
 
 
 def test_a_memory_can_be_seen(make_wrapper, tokens):
@@ -220,28 +210,6 @@ def test_a_memory_can_be_seen(make_wrapper, tokens):
         best, strongest = out.recall_scores[0][0].max(0)
         assert span == state.segments()[0][strongest] and weight == best.item()
         assert span.start == 40 - 8 * out.recall_distance[0, 0].item()
-
-
-@pytest.mark.parametrize("length", [2, 8])
-def test_the_tokens_of_the_memories_are_read_again(make_wrapper, tokens, length):
-    """The last segment repeats segment 1."""
-    model = make_wrapper(recall_tokens=length, memory_size=4)
-    with torch.no_grad():
-        model.memory.wk.zero_()  # all memories are equal, so only the retrieved tokens differ
-        text = torch.cat([tokens[:, :32], tokens[:, 8:16]], 1)
-        state = model(text[:, :32], use_cache=True).state
-        found = model(text[:, 32:], state=state).logits
-        ids = state.memory["search"]["ids"]
-        other_ids = ids.clone()
-        other_ids[:, 1] = 0
-
-        def read(ids):
-            memory = state.memory | {"search": state.memory["search"] | {"ids": ids}}
-            return model(text[:, 32:], state=replace(state, memory=memory)).logits
-
-        without, lost = read(other_ids), read(ids.roll(2, 1))
-    assert (found - without).abs().amax(-1)[:, 4:].min() > 1e-3
-    torch.testing.assert_close(lost, found, atol=ROUNDING, rtol=0)  # found by its tokens, wherever it stands
 
 
 def test_memories_in_pages_are_listed(make_wrapper, tokens):

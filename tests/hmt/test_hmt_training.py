@@ -162,7 +162,7 @@ def test_a_loss_in_bfloat16_is_summed_in_float32(make_wrapper, tokens):
     model = make_wrapper().bfloat16().train()
     head, targets = model.get_output_embeddings(), tokens.flatten()
     hidden = torch.randn(len(targets), head.in_features, generator=torch.Generator().manual_seed(3)).bfloat16()
-    assert model.lm.can_skip_logits(tokens.device)
+    assert model.lm.can_skip_logits()
     loss = model.lm.loss_without_logits(hidden, targets)
     exact = cross_entropy(hidden.float() @ head.weight.float().T, targets, reduction="sum")
     torch.testing.assert_close(loss, exact, atol=0, rtol=FP32_MEAN)
@@ -178,7 +178,7 @@ def test_attention_without_float32_does_not_decide_about_the_head(make_wrapper, 
     monkeypatch.setitem(AttentionInterface._global_mapping, "half_only", half_only)
     model = make_wrapper()
     model.lm.model.config._attn_implementation = "half_only"
-    assert model.lm.can_skip_logits(tokens.device)
+    assert model.lm.can_skip_logits()
     assert model.lm.model.config._attn_implementation == "half_only"
 
 

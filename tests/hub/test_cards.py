@@ -117,7 +117,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
         "| positional encoding | RoPE, base 10000 |",
         "| claimed | 512 tokens | `max_position_embeddings` | [config.json](config.json) |",
         "| trained | 256 tokens | training sequences | [training.yaml](training.yaml) |",
-        "| measured | coarse memory length, at least (tokens, 95 % sure): 64 | at least 64 (95 % sure); 2 lengths, 5 repeats; the paper's, of means: 64 | "
+        "| measured | coarse memory length, at least (tokens, 95 % CI): 64 | at least 64 (95 % CI); 2 lengths, 5 repeats; the paper's, of means: 64 | "
         "[curve.json](curve.json) |",
         "| measured | loss at 4 tokens, nats: 2 | 4 sequences | [loss.json](loss.json) |",
         "| 64 | 32 | 0 of 5 | 93.8% | 93.8% | 0.0% | 3.1% | 0.0% | 0 | coarse |",

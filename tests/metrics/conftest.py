@@ -1,4 +1,4 @@
-"""What is recorded; pictures as figures and as words; evaluate, which keeps modules in the user's cache."""
+"""What is recorded and served, pictures as figures and as words, and evaluate with caches of its own."""
 
 import html
 import json
@@ -27,6 +27,20 @@ def reference(recorded):
 def tokens(golden):
     """The corpus of the recorded curves and losses."""
     return np.load(golden / "forgetting_curve" / "tokens.npy")
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A model for a server, which is right now and then."""
+    from tiny_models import tiny_llama
+
+    return tiny_llama(vocab_size=12, initializer_range=0.5)
+
+
+@pytest.fixture
+def no_key_or_proxy(monkeypatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
 
 
 def forget_modules():

@@ -6,14 +6,21 @@ from collections import deque
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import torch
+
+from hf_longctx.metrics import ServedModel
+
+
+CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
+OPTIONS = {"lengths": [4, 9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id": 2}
 
 
 class Server:
     """What is served, and how.
 
     Attributes:
-        form: "vllm" (prompt_logprobs, and echo, which lm-eval asks for), "ids" (the ids of the completion, of vLLM),
+        form: "vllm" (prompt_logprobs), "ids" (the ids of the completion, of vLLM),
             "llama.cpp" (log-probabilities of the completion only, which name ids), "text" (text of the completion),
             "text only" (the prompt must be text too, and gets a BOS), "chat" (no completions).
         troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
@@ -48,8 +55,6 @@ class Server:
             return 400, {"error": {"message": "prompt must be a string or ids"}}
         if self.form == "text only":
             body = body | {"prompt": [1, *self.encode(body["prompt"])]}
-        if isinstance(body["prompt"][0], list):  # a batch of one, as lm-eval sends it
-            (body["prompt"],) = body["prompt"]
         if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
         said = self.say(body["prompt"], body["max_tokens"])
@@ -70,8 +75,6 @@ class Server:
             choice["token_ids"] = said
         if self.form == "llama.cpp" and body.get("logprobs"):
             choice["logprobs"] = {"content": [{"id": i, "logprob": -0.1} for i in said]}
-        elif body.get("logprobs") is not None:
-            choice["logprobs"] = echo_lists(body["prompt"] if body.get("echo") else [], log_probs)
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(said)}
         reply = {"object": "text_completion", "model": body["model"], "choices": [self.spoil(choice)], "usage": usage}
         return 200, reply
@@ -96,18 +99,6 @@ def vllm_entries(prompt, log_probs):
             entry[str(i)] = {"logprob": float(row[i]), "rank": rank, "decoded_token": text_of(i)}
         entries.append(entry)
     return entries
-
-
-def echo_lists(prompt, log_probs):
-    """The prompt, if it is to be repeated, and one generated token."""
-    tokens = [*prompt, int(log_probs[-1].argmax())]
-    first = [None][: len(prompt)]  # of a prompt, about which nothing is known
-    values, top = [*first], [*first]
-    for row, token in zip(log_probs[-len(tokens[len(first) :]) :], tokens[len(first) :]):
-        values.append(float(row[token]))
-        top.append({text_of(token): values[-1], text_of(int(row.argmax())): float(row.max())})
-    texts = [*map(text_of, tokens)]
-    return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": [*range(len(tokens))]}
 
 
 def text_of(token):
@@ -163,3 +154,7 @@ def serving(*args, **options):
         http.shutdown()
         http.server_close()
         thread.join()
+
+
+def connect(server, **options):
+    return ServedModel(server.url, **{"backoff": 0.01, "timeout": 10.0} | options)

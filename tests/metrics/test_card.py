@@ -23,8 +23,8 @@ def test_the_hub_reads_what_we_wrote():
     assert card.data.model_name == "fox: a 'model'"
     entries = {(e.dataset_name, e.metric_name): (e.metric_type, e.metric_value) for e in card.data.eval_results}
     assert entries == {
-        ("PG 19: test", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
-        ("random tokens", "coarse memory length, at least (tokens, 95 % sure)"): ("forgetting_curve", 1600),
+        ("PG 19: test", "coarse memory length, at least (tokens, 95 % CI)"): ("forgetting_curve", 1600),
+        ("random tokens", "coarse memory length, at least (tokens, 95 % CI)"): ("forgetting_curve", 1600),
         ("text", "perplexity of 2 tokens"): ("perplexity", round(float(loss.perplexity[-1]), 4)),
         ("text", "needle in a haystack, found: 100 tokens"): ("accuracy", 1.0),
         ("generated records", "line retrieval, found: 10 lines"): ("accuracy", 1.0),

@@ -9,7 +9,7 @@ from examples import answers
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, PositionLoss, comparison_table
-from hf_longctx.metrics.report.comparison import compare, differences, mark_place, named, plot_comparison
+from hf_longctx.metrics.report.comparison import compare, differences, named, plot_comparison
 from hf_longctx.metrics.tasks.lines import LinesPoint
 
 
@@ -28,64 +28,23 @@ CURVES = {
 }
 
 
-@pytest.fixture
-def axes(figures):
-    """The two axes of a comparison that is drawn with `axes(curves)`."""
-
-    def draw(curves):
-        plot_comparison(curves, "unused")
-        return figures[-1].axes
-
-    return draw
-
-
-def test_bars_are_as_long_as_was_measured(axes):
-    _, below = axes(CURVES)
-    ends = {}
-    for bar in below.patches:
-        row = round(bar.get_y() + bar.get_height() / 2)
-        ends[row] = max(ends.get(row, 0), bar.get_x() + bar.get_width())
-    assert ends == pytest.approx({0: 5120, 1: 5120, 2: 640})
-
-
-def test_a_bar_is_white_where_nothing_is_significant(axes):
-    """Also where the mean passes by chance at single lengths."""
-    points = [CurvePoint(n, [n // 2, 0], [0, 0]) for n in (80, 640, 1200)]
-    _, below = axes({"a": ForgettingCurve.of_points(points)})
-    assert {patch.get_facecolor() for patch in below.patches} == {(1, 1, 1, 1)}
-
-
 @pytest.mark.parametrize(
     "lengths, scale", [((80, 640, 5120), "log"), ((80, 640, 1200), "linear")], ids=["geometric grid", "linear grid"]
 )
-def test_the_axis_is_logarithmic_for_logarithmic_grids(axes, lengths, scale):
-    curves = {"a": curve((1, 0), (1, 0), (0, 0), lengths=lengths), "b": CURVES["long"]}
-    assert {axis.get_xscale() for axis in axes(curves)} == {scale}
-
-
-def test_guesses_of_all_models_are_one_band(axes):
-    above, _ = axes(CURVES)
-    band = above.collections[0].get_paths()[0].vertices
-    at_start = band[abs(band[:, 0] - 80) < 1e-6][:, 1]
-    assert (min(at_start), max(at_start)) == (0, 0.5)
-    assert "LM accuracy of all" in above.get_legend_handles_labels()[1]
-    assert len(above.get_lines()) == 3, "one line for each model"
-
-
-@pytest.mark.parametrize("train_length, place", [(1283, 640), (10243, 5120), (10245, None), (17, None), (None, None)])
-def test_the_training_context_is_marked_within_the_bar(train_length, place):
-    assert mark_place(CURVES["long"], train_length, left=7) == place  # (train_length - 3) / 2
+def test_a_curve_is_a_line_with_its_guesses_and_its_training_context(figures, lengths, scale):
+    faded = curve((1, 0), (0.5, 0.25), (0, 0), lengths=lengths, train_length=1283)
+    plot_comparison({"a": faded, "b": CURVES["long"]}, "unused")
+    (axes,) = figures[0].axes
+    assert axes.get_xscale() == scale
+    drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+    assert drawn[:2] == [([*lengths], [1, 0.5, 0]), ([*lengths], [0, 0.25, 0])]
+    assert drawn[2][0] == [640, 640] and len(drawn) == 5, "at (train_length - 3) / 2"
 
 
 def test_words_of_the_picture(words):
-    picture = words(plot_comparison, CURVES, train_lengths={"long": 1283}, title="My models")
+    picture = words(plot_comparison, CURVES, title="My models")
     for expected in (
-        *("My models", "fine: at least 5,120, coarse: at least 5,120", "fine: 80 to 640, coarse: 640 to 5,120"),
-        *(
-            "fine: below 80, coarse: below 80",
-            "fades | early",
-            "black mark: where both readings fill the training context",
-        ),
+        *("My models", "fades | early", "dotted: LM accuracy"),
         "different: data (random, order); longest lengths (5120, 640)",
     ):
         assert expected in picture
@@ -101,7 +60,8 @@ def test_names_hold_no_mathematics(words):
 
 
 def test_table():
-    rows = [line.split(" | ") for line in comparison_table(CURVES, {"long": 1283}).splitlines()]
+    curves = CURVES | {"long": CURVES["long"].with_settings(train_length=1283)}
+    rows = [line.split(" | ") for line in comparison_table(curves).splitlines()]
     sized = comparison_table({"one": CURVES["long"].with_settings(bytes_per_token=4.21), "two": CURVES["nothing"]})
     assert [line.split(" | ")[-1] for line in sized.splitlines()[2:]] == ["4.21 |", "- |"]
     assert len(rows[0]) == 8 and rows[0][2:6] == [

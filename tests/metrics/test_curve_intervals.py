@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from hf_longctx.metrics.curve.intervals import (
-    length_interval,
-    mean_margin,
-    p_values,
-)
-from hf_longctx.metrics.curve.intervals import (
-    test_result as t_test,
-)
+from hf_longctx.metrics.curve.intervals import length_interval, p_values
+from hf_longctx.metrics.curve.intervals import test_result as t_test
 from hf_longctx.metrics.curve.lengths import CurvePoint, margins
 from hf_longctx.metrics.tasks.curve import ForgettingCurve
 
@@ -77,13 +71,11 @@ def step_curve(fine, lengths=(100, 200, 400, 600, 800), repeats=10, **settings):
 
 
 @pytest.mark.parametrize("protocol", ["reference", "adaptive"])
-@pytest.mark.parametrize(
-    "fine, expected", [(0, "<100"), (400, "[400, 600)"), (800, ">=800 (the longest tested)")], ids=str
-)
+@pytest.mark.parametrize("fine, expected", [(0, "below 100"), (400, "400 to 600"), (800, "at least 800")], ids=str)
 def test_a_step_is_located(fine, expected, protocol):
     curve = step_curve(fine, protocol=protocol)
     assert str(curve.interval("fine")) == expected
-    assert curve.interval("coarse") == (800, None, None, True, False)
+    assert curve.interval("coarse") == (800, None, True, False)
 
 
 @pytest.mark.parametrize("risk, expected", [(1.1, (1000, None)), (0.9, (0, None))], ids=["enough risk", "too little"])
@@ -107,12 +99,15 @@ def test_a_window_is_tested_by_its_targets():
     """The p value is that of a t test with a standard error robust against clusters (CR1), here written in full."""
     rng = np.random.default_rng(0)
     scored, values = [50, 100], [rng.normal(0.05, 0.04, 5), rng.normal(0.02, 0.03, 7)]
+
+    def p(surplus, tokens):
+        samples, mean = len(tokens), surplus.sum() / tokens.sum()
+        error = np.sqrt(samples / (samples - 1) * ((surplus - mean * tokens) ** 2).sum() + 1) / tokens.sum()
+        return scipy.stats.t.sf(mean / error, samples - 1)
+
     surplus, tokens = np.concatenate([values[0] * 50, values[1] * 100]), np.repeat([50, 100], [5, 7])
-    mean = surplus.sum() / tokens.sum()
-    error = np.sqrt(12 / 11 * ((surplus - mean * tokens) ** 2).sum() + 1) / tokens.sum()
-    together = scipy.stats.t.sf(mean / error, 11)
-    alone = [scipy.stats.t.sf(m.value / m.error, m.samples - 1) for m in map(mean_margin, zip(values), zip(scored))]
-    assert p_values(values, scored, 1, "coarse") == pytest.approx([2 * min(alone[0], together), 2 * alone[1]])
+    expected = [min(p(surplus[:5], tokens[:5]), p(surplus, tokens)), p(surplus[5:], tokens[5:])]
+    assert p_values(values, scored, 1, "coarse") == pytest.approx(2 * np.array(expected))
 
 
 def test_a_length_that_fails_ends_what_is_sure_below():
@@ -122,19 +117,3 @@ def test_a_length_that_fails_ends_what_is_sure_below():
     curve = ForgettingCurve.of_points(points)
     assert curve.interval("fine").low == 100
     assert "word for word up to 100 tokens [100 to 800]. Measured" in curve.summary()
-
-
-GRID = np.linspace(100, 1600, 16).astype(int)
-
-
-def test_an_open_end_says_how_many_repeats_would_close_it():
-    rng = np.random.default_rng(0)
-    points = [CurvePoint(int(n), *rng.binomial(n // 2, 0.3, (2, 3)).tolist()) for n in GRID[:4]]
-    curve = ForgettingCurve.of_points(points)
-    interval = curve.interval("coarse")
-    assert interval[:2] == (0, None) and interval.repeats_needed > 3
-    needed = f"is not significant [unknown; about {interval.repeats_needed} repeats needed];"
-    assert f"Whether it copies what it reads {needed}" in curve.summary()
-    assert (
-        str(ForgettingCurve.of_points([points[0].first(1)]).interval("coarse")) == "unknown (about 3 repeats needed)"
-    )

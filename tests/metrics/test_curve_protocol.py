@@ -84,13 +84,6 @@ def test_scored_positions(n, scored):
     assert [ids[position + 1] for position in core.scored_logits(n)] == scored
 
 
-@pytest.mark.parametrize("limit, longest", [(0, 0), (4, 0), (5, 1), (1023, 510), (1024, 510), (1025, 511)])
-def test_longest_length(limit, longest):
-    assert core.longest_length(limit) == longest
-    assert core.input_tokens(longest) <= limit or longest == 0
-    assert core.input_tokens(longest + 1) > limit
-
-
 def test_corpus_too_short():
     corpus = np.arange(29)
     with pytest.raises(ValueError, match=r"29 tokens; length 10 needs 30.*longest possible length is 9:"):

@@ -66,8 +66,8 @@ def test_lengths_and_summary():
     curve = small_curve()
     assert (curve.fine_length, curve.coarse_length) == (18, 20)
     assert curve.summary() == (
-        "Whether it copies what it reads is not significant [unknown; about 600 repeats needed]; word for word 2 of 2 "
-        "passages of 18 tokens [unknown; about 11 repeats needed]. Measured with 2 passages at 3 lengths from 18 to 40, 95 % "
+        "Whether it copies what it reads is not significant [unknown; more repeats are needed]; word for word 2 of 2 "
+        "passages of 18 tokens [unknown; more repeats are needed]. Measured with 2 passages at 3 lengths from 18 to 40, 95 % "
         "CI in brackets; 6 repeats are needed for a lower end of the fine length at each length"
     )
 
@@ -106,7 +106,7 @@ def test_one_text_is_one_text_however_often_it_is_read(protocol):
     point = CurvePoint(64, [32] * 10, [3] * 10, [0] * 10)
     curve = ForgettingCurve.of_points([point], {"protocol": protocol})
     assert all(curve.interval(method)[:2] == (0, None) for method in METHODS)
-    assert str(curve.interval("fine")) == "unknown (a longer text is needed)"
+    assert str(curve.interval("fine")) == "unknown; a longer text is needed"
     apart = ForgettingCurve.of_points([CurvePoint(64, [32] * 10, [3] * 10, range(0, 320, 32))], {"protocol": protocol})
     assert all(apart.interval(method).low == 64 for method in METHODS)
 
@@ -138,17 +138,6 @@ def test_headlines_are_the_lower_ends_that_are_sure():
     assert headlines(1, 1, 1) == {f"{fine}, at least": 1600, f"{coarse}, at least": 1600}
 
 
-def test_one_lucky_token_is_no_coarse_memory():
-    """An untrained model: one token right of 81 is more than 1 %."""
-    points = [CurvePoint(54, [0, 0, 1], [0, 0, 0]), CurvePoint(108, [0, 0, 0], [0, 0, 0])]
-    curve = ForgettingCurve.of_points(points)
-    assert curve.coarse_length == 54
-    assert curve.interval("coarse").low == 0
-    assert not any(number.metric for number in curve.numbers())
-    assert curve.summary().startswith("Whether it copies what it reads is not significant [unknown; ")
-    assert "; word for word at no tested length. Measured" in curve.summary()
-
-
 def test_the_results_of_the_model_cards_are_read():
     cards = Path(__file__).resolve().parents[2] / "model_cards"
     files = list(cards.glob("*/forgetting_curve.json"))
@@ -157,10 +146,3 @@ def test_the_results_of_the_model_cards_are_read():
         curve, document = ForgettingCurve.from_json(file.read_text()), json.loads(file.read_text())
         assert json.loads(curve.to_json())["numbers"] == document["numbers"]
         assert (curve.interval("coarse").low > 0) == (curve.coarse_length > 0)
-
-
-def test_empty_curve():
-    curve = ForgettingCurve.of_points([])
-    assert (curve.fine_length, curve.coarse_length, curve.fine_length.open_ended) == (0, 0, False)
-    assert curve.summary() == "nothing measured"
-    assert ForgettingCurve.from_json(curve.to_json()) == curve

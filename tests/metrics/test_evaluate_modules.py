@@ -28,7 +28,7 @@ from hf_longctx.metrics import (
     rope_report,
 )
 from hf_longctx.metrics.evaluate_modules import NAMES, check_bases, score_predictions
-from hf_longctx.metrics.rope import reading
+from hf_longctx.metrics.rope import config as rope_config
 from hf_longctx.training.tokenizer import train_tokenizer
 
 
@@ -205,9 +205,9 @@ def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
             return load(name, **options)
 
         monkeypatch.setattr(loader, "from_pretrained", spy)
-    load_files = reading.read_files
+    load_files = rope_config.read_files
     monkeypatch.setattr(
-        reading, "read_files", lambda name, **options: calls["config"].append(options) or load_files(name)
+        rope_config, "read_files", lambda name, **options: calls["config"].append(options) or load_files(name)
     )
     source = {"revision": "main", "trust_remote_code": False}
     options = dict(model=str(tmp_path), model_kwargs={**source, "dtype": "float64"})

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from demo_model import DEMO
-from endpoint_server import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import HMTConfig, HMTWrapper, cli
@@ -62,36 +61,20 @@ def own_counts(model, tokenizer, settings):
     return forgetting_curve(model, tokens, **options, **ids)
 
 
-@pytest.fixture(params=["reader", "bisection", "endpoint"])
+@pytest.fixture(params=["reader", "bisection"])
 def lm(request, model, tokenizer, monkeypatch):
-    """A model of lm-eval that answers in one pass, or about spans of tokens only, here or behind an endpoint."""
-    if request.param == "endpoint":
-        pytest.importorskip("tenacity", reason="needs pip install 'lm-eval[api]'")
-        from lm_eval.models.openai_completions import LocalCompletionsAPI
-
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        server = request.getfixturevalue("served")
-        yield LocalCompletionsAPI(base_url=f"{server.url}/completions", model="tiny", tokenizer=str(DEMO))
-    else:
-        if request.param == "bisection":
-            monkeypatch.setattr("hf_longctx.lm_eval.tasks.nn", SimpleNamespace(Module=()))
-        yield hf(model, tokenizer)
+    """A model of lm-eval that answers in one pass, or about spans of tokens only."""
+    if request.param == "bisection":
+        monkeypatch.setattr("hf_longctx.lm_eval.tasks.nn", SimpleNamespace(Module=()))
+    return hf(model, tokenizer)
 
 
-@pytest.fixture
-def served(model):
-    with serving(model) as server:
-        yield server
-
-
-@pytest.mark.parametrize("data_type", ["order", "random"])
-def test_counts_are_those_of_our_curve(lm, model, tokenizer, data_type):
-    result = evaluate(lm, "forgetting_curve", CURVE | {"data_type": data_type})
-    settings = CURVE | ({"data_type": "random"} if data_type == "random" else {})
-    curve = own_counts(model, tokenizer, settings)
+def test_counts_are_those_of_our_curve(lm, model, tokenizer):
+    result = evaluate(lm, "forgetting_curve", CURVE)
+    curve = own_counts(model, tokenizer, CURVE)
     expected = {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in curve.points}
     assert counts(result) == expected
-    assert result["coarse_memory_length_at_least_tokens_95_sure,none"] == curve.interval("coarse").low
+    assert result["coarse_memory_length_at_least_tokens_95_CI,none"] == curve.interval("coarse").low
 
 
 def test_passages_that_overlap_count_as_one_text(model, tokenizer, tmp_path, caplog):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hf_longctx.metrics.tasks.loss import PositionLoss, moving_average, smoothing_window, window_starts
+from hf_longctx.metrics.tasks.loss import PositionLoss, mean_loss, moving_average, smoothing_window, window_starts
 
 
 @pytest.fixture(scope="module")
@@ -14,17 +14,16 @@ def recorded(golden):
     return json.loads((golden / "forgetting_curve" / "per_token_loss.json").read_text())
 
 
+def of_sequences(losses, starts=None):
+    """The result of these sequences, which do not overlap unless their starts say so."""
+    starts = range(0, len(losses) * len(losses[0]), len(losses[0])) if starts is None else starts
+    return PositionLoss.of_mean(**mean_loss(losses, starts))
+
+
 def test_recorded_loss(recorded):
     measured = PositionLoss.of_mean(recorded["loss"], recorded["M"])
     assert np.allclose(moving_average(measured.loss, 101), recorded["smoothed_101"], rtol=1e-12)
     assert np.allclose(measured.perplexity, recorded["perplexity"], rtol=1e-12)
-
-
-@pytest.mark.parametrize("tokens, window", [(1, 101), (7, 1), (7, 3), (300, 101)])
-def test_moving_average_is_that_of_its_definition(tokens, window):
-    values = np.random.default_rng(0).normal(size=tokens)
-    expected = [values[max(i - window // 2, 0) : i + window // 2 + 1].mean() for i in range(tokens)]
-    assert np.allclose(moving_average(values, window), expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("tokens", [1, 10, 64, 1009, 1010, 100_000])
@@ -34,35 +33,29 @@ def test_smoothing_leaves_a_tenth_of_the_context_apart(tokens):
     assert window + 2 > min(tokens / 10, 101), "the window is narrower than it may be"
 
 
-def test_a_trend_within_a_short_context_is_seen():
-    """64 tokens, as in a Space: a window of 101 would draw a level line."""
-    smoothed = PositionLoss.of_mean(np.linspace(4, 2, 64), 1).smoothed()
-    assert np.ptp(smoothed) > 1.8 and (np.diff(smoothed) < 0).all()
-
-
 def test_the_error_is_that_of_the_smoothed_mean():
     """Errors of neighbouring tokens are correlated, so smoothing does not divide the error by the window."""
     rng = np.random.default_rng(0)
     losses = 3 + rng.normal(size=(6, 1)) + 0.01 * rng.normal(size=(6, 50))
-    result = PositionLoss.of_sequences(losses, {})
-    smoothed = np.stack([moving_average(row, 5) for row in losses])
+    result = of_sequences(losses)
+    smoothed = np.stack([[row[max(i - 2, 0) : i + 3].mean() for i in range(50)] for row in losses])
     assert result.window == 5 and result.sequences == 6
+    assert result.smoothed() == pytest.approx(smoothed.mean(0))
     assert result.error == pytest.approx(smoothed.std(0, ddof=1) / 6**0.5)
-    assert np.mean(result.error) == pytest.approx(losses[:, :1].std(ddof=1) / 6**0.5, rel=0.05)
     assert f"{result.smoothed()[-1]:.3f} ± {result.error[-1]:.3f} at the end of 50 tokens" in result.summary()
-    assert PositionLoss.of_sequences(losses[:1], {}).error is None
+    assert of_sequences(losses[:1]).error is None
 
 
 def test_sequences_that_overlap_are_one_text():
     """The report of 32 windows within 44 tokens: no error, and a warning; of two side by side among three, theirs."""
     losses = 3 + np.random.default_rng(0).normal(size=(32, 20))
-    close = PositionLoss.of_sequences(losses, {}, range(32))
+    close = of_sequences(losses, range(32))
     assert close.texts == 2 and close.sequences == 32  # from 0 and from 20
-    assert close.error == pytest.approx(PositionLoss.of_sequences(losses[[0, 20]], {}).error)
+    assert close.error == pytest.approx(of_sequences(losses[[0, 20]]).error)
     assert "its 32 sequences overlap, and count as 2 texts" in close.summary()
-    assert PositionLoss.of_sequences(losses, {}, [0] * 32).error is None
+    assert of_sequences(losses, [0] * 32).error is None
     assert PositionLoss.from_json(close.to_json()) == close
-    assert not PositionLoss.of_sequences(losses, {}, range(0, 640, 20)).shortage
+    assert not of_sequences(losses).shortage
 
 
 @pytest.mark.parametrize("corpus, length, sequences", [(100, 100, 3), (1000, 30, 7), (1000, 10, None), (35, 10, None)])
@@ -77,10 +70,8 @@ def test_windows_lie_within_the_corpus(corpus, length, sequences):
         assert len(starts) == (sequences if corpus > length else 1)
 
 
-def test_json():
-    losses = np.add.outer([-0.1, 0.1, 0.2, -0.2], np.linspace(3, 1, 70))
-    result = PositionLoss.of_sequences(losses, {"model": "tiny", "seed": 0})
-    assert PositionLoss.from_json(result.to_json()) == result
+def test_the_numbers_of_a_loss():
+    result = of_sequences(np.add.outer([-0.1, 0.1, 0.2, -0.2], np.linspace(3, 1, 70)))
     assert json.loads(result.to_json())["numbers"][0]["value"] == pytest.approx(np.exp(2), abs=1e-4)
-    assert result.ends().tolist() == [1, 2, 4, 8, 16, 32, 64, 70]
+    assert [row[0] for row in result.table().rows] == [1, 2, 4, 8, 16, 32, 64, 70]
     assert "70 tokens" in result.summary() and "4 sequences" in result.summary()

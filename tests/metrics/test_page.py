@@ -59,21 +59,15 @@ def quick_pictures():
         yield
 
 
-def test_notebooks_show_a_picture_and_numbers():
-    shown, png = RESULTS[0]._repr_html_(), RESULTS[0]._repr_png_()
-    assert EVIL not in shown and "<table><tr><th>" in shown
-    assert png == b"a picture.png" and f'src="data:image/png;base64,{base64.b64encode(png).decode()}' in shown
-
-
-def test_notebooks_without_a_picture(monkeypatch):
-    empty = ForgettingCurve.of_points([])
-    assert empty._repr_png_() is None and "nothing measured" in empty._repr_html_()
+def test_notebooks_show_a_picture(monkeypatch):
+    assert RESULTS[0]._repr_png_() == b"a picture.png"
+    assert ForgettingCurve.of_points([])._repr_png_() is None
 
     def plot(self, path):
         raise ImportError("matplotlib")
 
     monkeypatch.setattr(PositionLoss, "plot", plot)
-    assert RESULTS[1]._repr_png_() is None and "<img" not in RESULTS[1]._repr_html_()
+    assert RESULTS[1]._repr_png_() is None
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +110,7 @@ def test_it_needs_nothing_beside_itself(page):
     assert "url(" not in style and "@import" not in style and "prefers-color-scheme: dark" in style
 
 
-@pytest.mark.parametrize("base, frame", [(1e6, "summary holds"), (100.0, "summary violated")])
+@pytest.mark.parametrize("base, frame", [(1e6, "summary passed"), (100.0, "summary violated")])
 def test_the_frame_tells_what_holds(base, frame, tmp_path):
     sizes = dict(max_position_embeddings=512, rope_parameters={"rope_type": "default", "rope_theta": base})
     report = rope_report(LlamaConfig(**sizes), minimum_base=False)

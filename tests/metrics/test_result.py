@@ -30,11 +30,11 @@ def test_a_model_is_named_as_on_the_hub_or_by_its_folder():
 
 
 LENGTHS = "1 length, 6 repeats; the paper's, of means: >800"
-FAR = "at least 800 (95 % sure; the longest tested)"
+FAR = "at least 800 (95 % CI; the longest tested)"
 NUMBERS = [
     [
         *(
-            ("forgetting_curve", f"{name}, at least (tokens, 95 % sure)", 800, FAR, LENGTHS)
+            ("forgetting_curve", f"{name}, at least (tokens, 95 % CI)", 800, FAR, LENGTHS)
             for name in ("fine memory length of the typical text", "coarse memory length")
         ),
         ("", "share of texts copied above 99 %", 1.0, "6 of 6, the worst to 100.0%", "800 tokens"),
@@ -52,7 +52,7 @@ NUMBERS = [
 def test_what_a_report_says(result, numbers):
     assert result.measured and result.title and result.summary() and result.explanation()
     assert [(n.metric, n.name, n.value, n.interval(), n.sample) for n in result.numbers()] == numbers
-    assert result.holds is None and result.remarks() == []
+    assert result.passed is None and not result.notes
     columns, rows = result.table()
     assert rows and all(len(row) == len(columns) for row in rows)
 
@@ -61,8 +61,8 @@ def test_luck_is_no_memory_in_an_overview():
     curve = ForgettingCurve.of_points([CurvePoint(54, [0, 0, 1] * 2, [0] * 6), CurvePoint(108, [0] * 6, [0] * 6)])
     fine, coarse, copied = curve.numbers()
     sample = "2 lengths, 6 repeats; the paper's, of means: "
-    assert (fine.metric, fine.value, fine.words, fine.sample) == ("", 0, "below 54 (95 % sure)", sample + "0")
-    assert (coarse.value, coarse.words, coarse.sample) == (0, "below 108 (95 % sure)", sample + "54")
+    assert (fine.metric, fine.value, fine.words, fine.sample) == ("", 0, "below 54 (95 % CI)", sample + "0")
+    assert (coarse.value, coarse.words, coarse.sample) == (0, "below 108 (95 % CI)", sample + "54")
     assert (copied.value, copied.words, copied.sample) == (0, "0 of 6, the worst to 0.0%", "54 tokens")
 
 
@@ -77,7 +77,7 @@ def test_what_a_report_says_of_a_rope_base():
     report = ROPE
     assert report.summary() == "holds at 512 tokens (max_position_embeddings): up to distance 511"
     assert report.numbers() == [Number("", "at 512 tokens", "holds", sample="B_m < 0 at 0 of 512 distances")]
-    assert report.remarks()[-1] == report.caveat
+    assert report.passed and report.caveat
     assert report.settings["claimed_context"] == 512
     assert report.table().rows[0][-1] == "holds" and report.table().rows[0][3] == "up to m = 511"
 

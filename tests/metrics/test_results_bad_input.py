@@ -15,7 +15,7 @@ from hf_longctx.metrics import (
     comparison_table,
     read_result,
 )
-from hf_longctx.metrics.tasks.loss import moving_average, window_starts
+from hf_longctx.metrics.tasks.loss import window_starts
 
 
 POINTS = [CurvePoint(100, [50] * 3, [1] * 3), CurvePoint(200, [100] * 3, [1] * 3)]
@@ -50,9 +50,6 @@ MEASURED = [
         "error of fewer positions", lambda: PositionLoss.of_mean([3.0, 2.0], 2, {}, [0.1]), "error must be 2 numbers"
     ),
     refused("negative error", lambda: PositionLoss.of_mean([3.0], 2, {}, [-0.1]), "none below 0"),
-    refused(
-        "sequences of unequal length", lambda: PositionLoss.of_sequences([[1.0, 2.0], [1.0]], {}), r"lengths \[1, 2\]"
-    ),
     harmless("counts of NumPy", lambda: (CurvePoint(8, np.array([4]), np.array([1])).copy_correct, (4,))),
     harmless(
         "points out of order", lambda: ([p.length for p in ForgettingCurve.of_points(POINTS[::-1]).points], [100, 200])
@@ -63,7 +60,6 @@ ARGUMENTS = [
     refused("misspelt reading", lambda: CURVE.interval("Fine"), "one of .*'fine', 'coarse'.*'Fine'"),
     refused("confidence in per cent", lambda: CURVE.interval("fine", 95), "between 0 and 1, got 95"),
     refused("unknown protocol", lambda: CURVE.with_settings(protocol="fast").interval("fine"), "protocol must be"),
-    refused("even window", lambda: moving_average([1.0], 2), "window must be odd and positive, .*got 2"),
     refused("corpus too short", lambda: window_starts(9, 10, None), "context_length must be at most 9, .*got 10"),
     refused(
         "table of an empty curve",

@@ -1,6 +1,5 @@
-"""Needles: what the prompts are made of, where the needle goes, the JSON."""
+"""Needles: what the prompts are made of, where the needle goes, the grid."""
 
-import json
 import math
 from itertools import pairwise
 
@@ -107,8 +106,9 @@ def test_grid():
     assert (GRID.lengths, GRID.depths) == ([100, 200], [0.0, 0.5])
     assert np.array_equal(GRID.grid(), [[0.5, 0.0], [1.0, np.nan]], equal_nan=True)
     assert np.allclose(GRID.grid("probability")[0], 0.5)
+    assert "match_rate" not in GRID.to_json()
     assert GRID.summary() == (  # without replies nothing is found in them
-        "given token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
+        "token for token: 75% of 100 tokens, 0% of 200 tokens; 2 depths, 2 haystacks for each length"
     )
     assert GRID.units(100) == [[cell.answers[i] for cell in GRID.cells[:2]] for i in (0, 1)]
     assert NeedleGrid.of_parts(()).summary() == "nothing measured"
@@ -132,9 +132,3 @@ def test_an_interval_is_one_over_haystacks():
     assert [row.interval() for row in GRID.numbers()] == ["", ""]  # of two haystacks at each length
     assert len({number.name for number in GRID.numbers()}) == 2
     assert [len(score.shares) for score in shared.by_length() + apart(11, 1).by_length()] == [1, 11]
-
-
-def test_json():
-    text = GRID.to_json()
-    assert NeedleGrid.from_json(text) == GRID and NeedleGrid.from_json(apart(2, 3).to_json()) == apart(2, 3)
-    assert json.loads(text)["numbers"][0]["value"] == 0.75 and "match_rate" not in text

@@ -5,30 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 from endpoint_server import serving
-from tiny_models import LLAMA, build, copied_ids
-from torch import nn
+from tiny_models import LLAMA, Copier, build, copied_ids
 
 from hf_longctx.metrics import Run, ServedModel, line_retrieval, needle_in_a_haystack, position_loss
 from hf_longctx.metrics.retrieval.wording import ANSWER
 
 
 # -- an exact copier answers
-
-
-class Copier(nn.Module):
-    """Predicts `copied_ids`."""
-
-    def __init__(self, k, window=10**9, vocab_size=384):
-        super().__init__()
-        self.k, self.window = k, window
-        self.config = SimpleNamespace(vocab_size=vocab_size, bos_token_id=1, eos_token_id=1)
-
-    def forward(self, input_ids):
-        guess = torch.tensor([copied_ids(row, self.k, self.window) for row in input_ids.tolist()])
-        return (9.0 * F.one_hot(guess, self.config.vocab_size),)
 
 
 class Talker(Copier):

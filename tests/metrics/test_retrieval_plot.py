@@ -25,49 +25,22 @@ REPLIED = LineRetrieval.of_parts([LinesPoint(answers(True, reply="12"), 10, [600
 
 
 @pytest.mark.parametrize(
-    "result, options, texts",
+    "result, texts",
     [
-        (
-            GRID,
-            {"train_length": 150},
-            [
-                "Needle in a haystack, easy mode of someone/tiny",
-                "training context: 150",
-                "300",
-                "given token for token",
-            ],
-        ),
-        (
-            REPLIED,
-            {"train_length": 64},
-            [
-                "Line retrieval of someone/tiny",
-                "answers found in the responses",
-                "answers given token for token",
-                "600",
-            ],
-        ),
+        (GRID, ["Needle in a haystack, easy mode of someone/tiny", "context: 150", "300", "given token for token"]),
+        (REPLIED, ["Line retrieval of someone/tiny", "found in the responses", "given token for token", "600"]),
     ],
     ids=["needle", "lines"],
 )
-def test_words_of_the_picture(words, result, options, texts):
-    picture = words(result.plot, **options)
+def test_words_of_the_picture(words, result, texts):
+    picture = words(result.plot, train_length=150)
     assert [text for text in texts if text not in picture] == []
     assert ("found in the responses" in picture) is (result is REPLIED)
 
 
-@pytest.mark.parametrize("questions, alpha", [(1, 0.4), (4, 0.4), (5, 1)])
-def test_few_answers_are_pale(figures, questions, alpha):
-    """One haystack that is not found is no wall of dark red."""
-    NeedleGrid.of_parts([NeedleCell(answers(*[False] * questions), 100, 0.5, [7] * questions)], SETTINGS).plot(
-        "unused"
-    )
-    axes = figures[0].axes[0]
-    assert axes.images[0].get_alpha() == alpha and (axes.texts[0].get_color() == "white") == (alpha == 1)
-
-
 def test_a_needle_has_its_column_by_length_and_its_row_by_depth(figures):
     GRID.plot("unused")
+    assert figures[0].get_supxlabel() == "2 haystacks in each cell"
     axes = figures[0].axes[0]
     colours = axes.images[0].get_array().filled(math.nan)
     words = {text.get_position(): text.get_text() for text in axes.texts}
@@ -75,21 +48,6 @@ def test_a_needle_has_its_column_by_length_and_its_row_by_depth(figures):
     for cell in GRID.cells:
         row, column = GRID.depths.index(cell.depth), GRID.lengths.index(cell.length)
         assert colours[row, column] == cell.exact_rate and words[column, row] == f"{cell.exact_rate * 2:.0f}/2"
-
-
-@pytest.mark.parametrize(
-    "counts, rates, note",
-    [
-        ([1], ["1/1"], "1 haystack in each cell"),
-        ([4], ["3/4"], "4 haystacks in each cell"),
-        ([5, 1], ["80", "1/1"], "1 or 5 haystacks in each cell"),
-    ],
-)
-def test_cells_of_few_haystacks_show_how_many(figures, counts, rates, note):
-    cells = [NeedleCell(answers(*[True] * max(n - 1, 1), *[False] * (n > 1)), n, 0.5, [7] * n) for n in counts]
-    NeedleGrid.of_parts(cells).plot("unused")
-    assert [text.get_text() for text in figures[0].axes[0].texts] == rates
-    assert figures[0].get_supxlabel() == note
 
 
 def test_lines_are_evenly_spaced_with_their_intervals(figures):

@@ -8,9 +8,9 @@ from transformers import Gemma3TextConfig, LlamaConfig
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics import read_result
-from hf_longctx.metrics.rope.bounds import rope_decay
-from hf_longctx.metrics.rope.measure import rope_report
+from hf_longctx.metrics.rope.bound import rope_decay
 from hf_longctx.metrics.rope.plot import decay_range
+from hf_longctx.metrics.rope.report import rope_report
 
 
 def report(base=300.0, context=512, **parameters):

@@ -4,38 +4,22 @@ import numpy as np
 import pytest
 import torch
 from demo_model import DEMO
-from endpoint_server import serving
-from tiny_models import tiny_llama
+from endpoint_server import CORPUS, OPTIONS, connect, serving
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
 from hf_longctx.metrics import Run, forgetting_curve
 from hf_longctx.metrics.run.engine import UnsupportedInput
-from hf_longctx.metrics.run.served import ServedModel
 
 
-CORPUS = np.random.default_rng(0).integers(3, 12, size=200)
-OPTIONS = {"lengths": [4, 9, 20], "repeats": 3, "bos_token_id": 1, "eos_token_id": 2}
 POSITIONS = range(4, 29)  # of inputs of 30 tokens
 
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama(vocab_size=12, initializer_range=0.5).eval()
+pytestmark = pytest.mark.usefixtures("no_key_or_proxy")
 
 
 @pytest.fixture(scope="module")
 def demo():
     return AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32").eval(), AutoTokenizer.from_pretrained(DEMO)
-
-
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch):
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
-def connect(server, **options):
-    return ServedModel(server.url, **{"backoff": 0.01, "timeout": 10.0} | options)
 
 
 def predicted(model, rows):

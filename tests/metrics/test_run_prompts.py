@@ -43,7 +43,9 @@ def engine(monkeypatch):
 
 def test_curve_is_that_of_the_model(engine):
     options = {"lengths": [4, 9, 20], "repeats": 3, "data_type": "random", "id_range": (3, 11)}
-    curve = forgetting_curve(OfflineModel(engine), None, **options)
+    reader = OfflineModel(engine)
+    assert (reader.vocab_size, reader.position_limit) == (32, 99)  # one token is generated
+    curve = forgetting_curve(reader, None, **options)
     assert curve.points == forgetting_curve(engine.model, None, **options).points
     assert sum(p.copy_mean + p.lm_mean for p in curve.points) > 0
     settings = {"model": "tiny", "dtype": "float32", "served_with": "vllm.LLM", "engine": "vllm"}
@@ -59,15 +61,3 @@ def test_scores_and_replies_are_those_of_the_model(engine):
         tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: " ".join(map(str, ids)))
         text = reader.reply(CORPUS[:5], 3, tokenizer)
         assert len(text.split()) == 3
-
-
-def test_equal_rows_are_read_once(engine):
-    rows = np.stack([CORPUS[:30], CORPUS[50:80], CORPUS[:30]])
-    best = OfflineModel(engine).predict(rows, 0, range(4, 29))
-    assert len(engine.prompts) == 2 and np.array_equal(best[0], best[2])
-
-
-def test_what_is_known_before_it_reads(engine):
-    reader = OfflineModel(engine)
-    assert (reader.vocab_size, reader.position_limit) == (32, 99)  # one token is generated
-    assert (reader.configured_id("bos_token_id"), reader.configured_id("eos_token_id")) == (1, 2)

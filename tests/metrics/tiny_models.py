@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import nn
 
@@ -24,15 +25,11 @@ def build(name, varied=False, **config):
 
 
 def tiny_llama(**options):
-    torch.manual_seed(0)
-    config = LLAMA | {"vocab_size": 32, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**config | options))
+    return build("llama", **LLAMA | {"max_position_embeddings": 512} | options)
 
 
 def tiny_gpt2(n_positions=24):
-    torch.manual_seed(0)
-    config = {"vocab_size": 32, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": n_positions}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, bos_token_id=1, eos_token_id=2)).eval()
+    return build("gpt2", n_embd=8, n_layer=1, n_head=2, n_positions=n_positions)
 
 
 class RemoteCode(nn.Module):
@@ -58,17 +55,14 @@ def copied_ids(ids, k, window):
     return guess
 
 
-class Oracle(nn.Module):
-    """Predicts `copied_ids` in rows of one."""
+class Copier(nn.Module):
+    """Predicts `copied_ids`."""
 
-    def __init__(self, window, k, vocab_size):
+    def __init__(self, k, window=10**9, vocab_size=384):
         super().__init__()
-        self.window, self.k = window, k
+        self.k, self.window = k, window
         self.config = SimpleNamespace(vocab_size=vocab_size, bos_token_id=1, eos_token_id=2)
 
     def forward(self, input_ids, logits_to_keep=0):
-        guess = copied_ids(input_ids[0].tolist(), self.k, self.window)
-        kept = torch.tensor(guess)[-logits_to_keep:]
-        return (
-            torch.zeros(1, len(kept), self.config.vocab_size, dtype=torch.uint8).scatter_(2, kept[None, :, None], 1),
-        )
+        guess = torch.tensor([copied_ids(row, self.k, self.window) for row in input_ids.tolist()])
+        return (9.0 * F.one_hot(guess[:, -logits_to_keep:], self.config.vocab_size),)

@@ -26,7 +26,7 @@ TINY = {
     "hmt memory": "--lengths 300 600",
     "training_memory": "--models tiny --lengths 16 --vocab 64",
 }
-ROWS = {"generate": 3, "generate --cache static": 3, "gpu.step": 7, "gpu.tune": 5, "pruned": 3, "hmt speed": 12}
+ROWS = {"generate": 3, "generate --cache static": 3, "gpu.step": 7, "gpu.tune": 5, "pruned": 4, "hmt speed": 12}
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="dry runs are for machines without a GPU")
 
 

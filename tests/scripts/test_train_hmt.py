@@ -4,7 +4,7 @@ import sys
 
 from transformers import LlamaConfig
 
-from hf_longctx.hmt import HMTConfig
+from hf_longctx import HMTConfig
 from hf_longctx.training.config import FinetuneConfig, parse
 from scripts import train_hmt
 
@@ -19,7 +19,11 @@ def test_both_stages_one_after_the_other(monkeypatch):
     first, second = calls
     assert (first.model, first.output_dir, first.max_length, first.max_steps) == ("llama", "run/stage-1", 1024, 200)
     assert (second.model, second.output_dir) == ("run/stage-1/model", "run/stage-2")
-    assert (second.max_length, second.max_steps, second.config_fields()) == (4096, 500, {"segment_length": 512})
+    assert (second.max_length, second.max_steps, second.config_fields(HMTConfig)) == (
+        4096,
+        500,
+        {"segment_length": 512},
+    )
     assert {call.data for call in calls} == {"books"} and {call.recipe for call in calls} == {"hmt"}
 
 
@@ -30,7 +34,7 @@ def test_the_segments_of_a_saved_memory_are_the_default(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["train_hmt", str(tmp_path), "--data", "books", "--output_dir", "run"])
     assert train_hmt.stages() == 0
     assert [call.max_length for call in calls] == [64, 480]
-    assert calls[0].config_fields() == {"segment_length": 32}
+    assert calls[0].config_fields(HMTConfig) == {"segment_length": 32}
 
 
 def test_a_stage_that_fails_ends_the_script(monkeypatch):

@@ -6,15 +6,16 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_longctx.training import run as run_module
 from hf_longctx.training.config import FinetuneConfig, PretrainConfig
 from hf_longctx.training.run import train
-from hf_longctx.training.run_folder import checkpoints
 from hf_longctx.training.trainer import LongContextTrainer
 
 
@@ -32,7 +33,7 @@ def log(folder):
     """Return the losses of a finished run, or of its last checkpoint."""
     file = folder / "trainer_state.json"
     if not file.exists():
-        file = list(checkpoints(folder).values())[-1] / "trainer_state.json"
+        file = Path(get_last_checkpoint(folder), "trainer_state.json")
     names = ("step", "loss", "grad_norm", "learning_rate", "eval_loss")
     entries = json.loads(file.read_text())["log_history"]
     return [{n: e[n] for n in names if n in e} for e in entries if "loss" in e or "eval_loss" in e]

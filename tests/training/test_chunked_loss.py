@@ -22,6 +22,7 @@ SIZES = dict(
 )
 MODELS = {
     "llama": {},
+    "fox": {},
     "qwen2": dict(tie_word_embeddings=True),
     "mistral": {},
     "gemma2": dict(final_logit_softcapping=3.0, query_pre_attn_scalar=8),

@@ -1,18 +1,15 @@
 """The assistant's tokens are scored, and packed conversations have the same losses as single ones."""
 
 import json
-import re
-from importlib.util import find_spec
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import torch
 from demo_model import DEMO
 from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.training.conversations import SCORED, encode_conversation
-from hf_longctx.training.data import StreamedTokenDataset, TokenDataset, collate, encode, pack
+from hf_longctx.training.conversations import encode_conversation
+from hf_longctx.training.data import TokenDataset, collate, encode, make_sequence, pack
 
 
 CHATML = """{% for message in messages %}<|{{ message.role }}|>
@@ -48,10 +45,6 @@ END{% else %}{{ m.content }}<|im_end|>
     "plain text": """{% for m in messages %}{% if m.role == 'assistant' %}Assistant: BEGIN{{ m.content + '\\n' }}END\
 {% else %}{{ m.role.title() + ': ' + m.content + '\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}""",
-    "instructions": """{% for m in messages %}{% if m.role == 'assistant' %}### Response:
-BEGIN{{ m.content + '\\n\\n' }}END{% else %}### Instruction:
-{{ m.content + '\\n\\n' }}{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:
-{% endif %}""",
     "no prompt of an answer": """{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}BEGIN{{ m.content }}</s>END\
 {% else %}{{ m.content }}</s>{% endif %}{% endfor %}""",
     "one more token ends a conversation": """{% for m in messages %}<|{{ m.role }}|>
@@ -59,10 +52,6 @@ BEGIN{{ m.content + '\\n\\n' }}END{% else %}### Instruction:
 END{% else %}{{ m.content }}<|im_end|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% elif messages[-1].role == 'assistant' %}BEGIN{{ eos_token }}END{% else %}{{ eos_token }}{% endif %}""",
-    "another token ends a conversation": """{% for m in messages %}<|im_start|>{{ m.role }}
-{% if m.role == 'assistant' %}BEGIN{{ m.content }}{{ eos_token if loop.last else '<|im_end|>' }}END\
-{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}""",
     "no end of a turn": """{% for m in messages %}<|{{ m.role }}|>
 {% if m.role == 'assistant' %}BEGIN{{ m.content }}END{% else %}{{ m.content }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|assistant|>
@@ -93,7 +82,6 @@ def turns(*contents, first="user"):
 CONVERSATIONS = {
     "one question": turns("Hi", "Yes, hello."),
     "two questions": turns("Hi", "Yes", "More?", "No\n\nmore. "),
-    "equal turns": turns("Hi", "Hi", "Hi", "Hi"),
     "the assistant begins": turns("Hello", "Hi", "Yes", first="assistant"),
     "the user ends": turns("Hi", "Yes", "More?"),
     "thoughts": turns("Hi", "<think>x</think>A", "B", "<think>y</think>C"),
@@ -127,23 +115,19 @@ def tokenizer():
     return tokenizer
 
 
-def scored_text(row, tokenizer):
-    ids, flags = encode_conversation(row, tokenizer)
-    return tokenizer.decode(ids[flags & SCORED > 0])
-
-
 def test_the_assistants_tokens_are_scored(tokenizer):
-    assert scored_text(ROWS[0], tokenizer) == "The fox.</s>\nIt no longer needs it.</s>\n"
+    assert runs(ROWS[0], tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
     halves = {"prompt": TURNS[:3], "completion": TURNS[3:]}
-    assert scored_text(halves, tokenizer) == "It no longer needs it.</s>\n"
-    ids, _ = encode_conversation(ROWS[0], tokenizer)
-    assert ids.tolist() == tokenizer.apply_chat_template(TURNS, return_dict=False)
+    assert runs(halves, tokenizer) == ["It no longer needs it.</s>\n"]
+    assert encode_conversation(ROWS[0], tokenizer)["id"].tolist() == tokenizer.apply_chat_template(
+        TURNS, return_dict=False
+    )
 
 
 def read(row, tokenizer, template):
     tokenizer.chat_template = template
-    ids, flags = encode_conversation(row, tokenizer)
-    return ids.tolist(), (flags & SCORED > 0).tolist()
+    tokens = encode_conversation(row, tokenizer)
+    return tokens["id"].tolist(), tokens["scored"].tolist()
 
 
 def marked(template):
@@ -177,15 +161,13 @@ def test_the_assistants_tokens_are_found_where_the_template_does_not_mark_them(
 
 def runs(row, tokenizer):
     """The runs of scored tokens, as texts."""
-    ids, flags = encode_conversation(row, tokenizer)
-    scored = groupby(zip(ids, flags & SCORED), key=lambda pair: pair[1])
-    return [tokenizer.decode([token for token, _ in pairs]) for is_scored, pairs in scored if is_scored]
+    spans = groupby(encode_conversation(row, tokenizer), key=lambda token: token["scored"])
+    return [tokenizer.decode([token["id"] for token in tokens]) for is_scored, tokens in spans if is_scored]
 
 
 @pytest.mark.parametrize(
     ("begin", "end"),
-    [("{%-", "%}"), ("{%+", "%}"), ("{%", "-%}"), ("{%-  ", "\n-%}"), ("{%\n", "+%}")],
-    ids=["minus", "plus", "minus behind", "spaces", "lines"],
+    [("{%-", "%}"), ("{%-  ", "\n-%}"), ("{%\n", "+%}")],
 )
 def test_generation_is_recognised_in_every_spelling(begin, end, chatml_tokenizer):
     template = TEMPLATES["thoughts of earlier turns are left out"]
@@ -197,12 +179,7 @@ def test_generation_is_recognised_in_every_spelling(begin, end, chatml_tokenizer
     assert sum(masks["assistant_masks"]) > 10
     expected = masks["input_ids"], [bool(mask) for mask in masks["assistant_masks"]]
     assert read(row, chatml_tokenizer, spelt) == expected
-    for nothing in (
-        "{# {% generation %} #}",
-        "{% raw %}{% generation %}{% endraw %}",
-        "{% set x = '{% generation %}' %}",
-    ):
-        assert any(read(row, chatml_tokenizer, nothing + CHATML)[1])
+    assert any(read(row, chatml_tokenizer, "{# {% generation %} #}" + CHATML)[1])
 
 
 def test_a_marked_span_that_ends_with_the_first_token_is_no_more_than_that(tokenizer):
@@ -248,18 +225,18 @@ def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer, t
     )
     tool = {"type": "function", "function": {"name": "find_fox", "parameters": {"type": "object", "properties": {}}}}
     row = {"messages": TURNS, "tools": [tool | {"of_another_row": None}], "chat_template_kwargs": {"calm": True}}
-    ids, _ = encode_conversation(row, chatml_tokenizer)
+    ids = encode_conversation(row, chatml_tokenizer)["id"]
     assert chatml_tokenizer.decode(ids).startswith("<tool>find_fox2<calm><|system|>")
     assert runs(row, chatml_tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
     texts = {"tools": json.dumps(row["tools"]), "chat_template_kwargs": json.dumps(row["chat_template_kwargs"])}
     for as_text in (texts, texts | {"tools": [json.dumps(tool) for tool in row["tools"]]}):
-        assert encode_conversation(row | as_text, chatml_tokenizer)[0].tolist() == ids.tolist()
+        assert encode_conversation(row | as_text, chatml_tokenizer)["id"].tolist() == ids.tolist()
     source = tmp_path / "chats.jsonl"
     for line in (row | {"tools": [tool]}, {"prompt": TURNS[:2], "completion": TURNS[2:3], **row, "messages": None}):
         line = {name: value for name, value in line.items() if value is not None}
         source.write_text(json.dumps(line) + "\n")
-        ((ids, _),) = encode(str(source), chatml_tokenizer)
-        assert chatml_tokenizer.decode(ids).startswith("<tool>find_fox2<calm><|system|>")
+        (tokens,) = encode(str(source), chatml_tokenizer)
+        assert chatml_tokenizer.decode(tokens["id"]).startswith("<tool>find_fox2<calm><|system|>")
 
 
 def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(tokenizer, tmp_path):
@@ -267,15 +244,15 @@ def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(toke
     source.write_text("".join(json.dumps(row | {"text": "The same, as text."}) + "\n" for row in ROWS[:3]))
     for place in (source, tmp_path):  # a folder too
         chats, texts = (list(encode(str(place), tokenizer, column=column)) for column in (None, "text"))
-        assert [ids.tolist() for ids, _ in chats] == [
-            encode_conversation(row, tokenizer)[0].tolist() for row in ROWS[:3]
+        assert [tokens.tolist() for tokens in chats] == [
+            encode_conversation(row, tokenizer).tolist() for row in ROWS[:3]
         ]
-        assert {tokenizer.decode(ids) for ids, _ in texts} == {"<s>The same, as text.</s>"}
+        assert {tokenizer.decode(tokens["id"]) for tokens in texts} == {"<s>The same, as text.</s>"}
     with pytest.raises(ValueError, match='must have a column "body"'):
-        encode(str(source), tokenizer, column="body")
+        next(encode(str(source), tokenizer, column="body"))
 
 
-@pytest.mark.parametrize("template", ["no end of a turn", "plain text", "default system prompt"])
+@pytest.mark.parametrize("template", ["plain text", "default system prompt"])
 def test_a_template_without_an_end_of_turn_is_reported_once(template, chatml_tokenizer, tmp_path, capsys):
     chatml_tokenizer.chat_template = marked(TEMPLATES[template])
     source = tmp_path / "chats.jsonl"
@@ -283,17 +260,6 @@ def test_a_template_without_an_end_of_turn_is_reported_once(template, chatml_tok
     pack(str(source), chatml_tokenizer, tmp_path / "tokens.npy")
     expected = 0 if template == "default system prompt" else 1
     assert capsys.readouterr().err.count("does not learn to end its turn") == expected
-
-
-@pytest.mark.parametrize("model", ["fox-demo", "llama-demo"])
-def test_the_demo_ends_its_turns(model, tmp_path, capsys):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO.parent / model)
-    assert runs({"messages": TURNS}, tokenizer) == ["The fox.</s>", "It no longer needs it.</s>"]
-    assert tokenizer.apply_chat_template(TURNS[1:2], tokenize=False) == "<s>Who forgets?"
-    source = tmp_path / "chats.jsonl"
-    source.write_text(json.dumps(ROWS[0]) + "\n")
-    pack(str(source), tokenizer, tmp_path / "tokens.npy")
-    assert "does not learn to end its turn" not in capsys.readouterr().err
 
 
 def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
@@ -306,57 +272,20 @@ def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
 
 
-TRL = find_spec("trl")
-TRL_TEMPLATES = sorted(Path(TRL.submodule_search_locations[0]).glob("chat_templates/*_training.jinja")) if TRL else []
-BAR = "[|\N{FULLWIDTH VERTICAL LINE}]"
-SPECIAL = re.compile(rf"<{BAR}[^<>'\s]{{1,40}}{BAR}>|</?(?:start|end)_of_\w+>|<turn\|>|<\|turn>")
-
-
-@pytest.mark.skipif(not TRL_TEMPLATES, reason="pip install trl")
-@pytest.mark.parametrize("conversation", CONVERSATIONS)
-@pytest.mark.parametrize("file", TRL_TEMPLATES, ids=lambda file: file.stem)
-def test_templates_of_trl_score_what_they_mark_or_what_an_answer_adds_to_its_prompt(file, conversation, tokenizer):
-    template, messages = file.read_text(), CONVERSATIONS[conversation]
-    if re.match("llava|idefics|smolvlm", file.stem):
-        messages = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in messages]
-    tokenizer.add_special_tokens({"additional_special_tokens": sorted({*SPECIAL.findall(template)})})
-    try:
-        expected = tokenizer.apply_chat_template(
-            messages, chat_template=template, return_dict=True, return_assistant_tokens_mask=True
-        )
-    except Exception as error:
-        pytest.skip(f"the template refuses this conversation: {error}")
-    ids, scored = read({"messages": messages}, tokenizer, template)
-    assert (ids, scored) == (expected["input_ids"], [bool(mask) for mask in expected["assistant_masks"]])
-    unmarked = re.sub(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{%\1 set unused = 1 \2%}", template)
-    found_ids, found = read({"messages": messages}, tokenizer, unmarked)
-    more = tokenizer.decode([token for token, ours, theirs in zip(ids, found, scored) if ours and not theirs])
-    assert found_ids == ids and more in ("", "<|tool_response>")  # which ends a call of Gemma 4
-    asked = (
-        messages[:3] if conversation == "a tool" else messages[[turn["role"] for turn in messages].index("user") :][:1]
-    )
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    left_out = groupby(zip(ids, found, scored), key=lambda entry: entry[2] and not entry[1])
-    for is_left_out, entries in left_out:
-        assert not is_left_out or tokenizer.decode([token for token, *_ in entries]) in prompt
-
-
 def test_packed_conversations_have_the_losses_that_they_have_alone(tokenizer, tmp_path):
     source, target = tmp_path / "chats.jsonl", tmp_path / "tokens.npy"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     pack(str(source), tokenizer, target)
     alone = [encode_conversation(row, tokenizer) for row in ROWS[:3]]  # the last has no answer
-    length = sum(len(ids) for ids, _ in alone)
+    length = sum(map(len, alone))
     rows = TokenDataset(target, length, tokenizer.eos_token_id, len(tokenizer))
     assert len(rows) == 1
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).double()
     total = 0.0
-    for ids, flags in alone:
-        ids = torch.from_numpy(ids)[None]
-        labels = ids.masked_fill(torch.from_numpy(flags & SCORED == 0)[None], -100)
-        total += model(ids, labels=labels, num_items_in_batch=1).loss.item()
+    for tokens in alone:
+        total += model(**collate([make_sequence(tokens)]), num_items_in_batch=1).loss.item()
     packed = model(**collate([rows[0]]), use_cache=False, num_items_in_batch=1).loss
     assert packed.item() == pytest.approx(total, rel=1e-6)
 
@@ -366,9 +295,6 @@ def test_a_file_without_answers_is_refused(tokenizer, tmp_path):
     source.write_text(json.dumps(ROWS[3]) + "\n")
     with pytest.raises(ValueError, match="does not contain a conversation with an assistant"):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
-    stream = StreamedTokenDataset([lambda: encode(str(source), tokenizer)], [1.0], 8, tokenizer.eos_token_id)
-    with pytest.raises(ValueError, match="does not contain a conversation with an assistant"):
-        next(iter(stream))
 
 
 def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):

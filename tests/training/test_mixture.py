@@ -13,7 +13,7 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 from faults import log, make, terminate_at
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_longctx.training.prepare import prepare_datasets
+from hf_longctx.training.data import load_datasets
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import LongContextTrainer
 
@@ -44,7 +44,7 @@ def mixture(tmp_path, llama):
     return dict(recipe="lora", lora_dropout=0.1, **paths, **sizes)
 
 
-@pytest.mark.parametrize("changes", [{"streaming": True}, {}, {"packing": False}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"packing": False}], ids=str)
 def test_a_mixture_resumes_to_the_same_losses(changes, mixture, tmp_path, monkeypatch):
     run = mixture | changes
     assert train(make(run | {"output_dir": str(tmp_path / "whole")})) == 0
@@ -56,26 +56,6 @@ def test_a_mixture_resumes_to_the_same_losses(changes, mixture, tmp_path, monkey
     assert log(tmp_path / "run") == log(tmp_path / "whole")
 
 
-def test_a_stream_scores_answers_alone(mixture):
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    chats = mixture["data"].split(",")[1].removesuffix("=1")
-    packed = prepare_datasets(make(mixture | dict(data=chats)), tokenizer, False).train
-    streamed = iter(prepare_datasets(make(mixture | dict(data=chats, streaming=True)), tokenizer, False).train)
-    for row in (packed[i] for i in range(len(packed))):
-        assert {name: x.tolist() for name, x in next(streamed).items()} == {
-            name: x.tolist() for name, x in row.items()
-        }
-    assert -100 in packed[0]["labels"][1:]
-
-
-@pytest.mark.parametrize("missing", ["data", "eval_data"])
-def test_sources_are_opened_before_any_is_packed(missing, mixture, tmp_path):
-    mixture |= {missing: f"{mixture['data']},{tmp_path / 'nothere.csv'}=1"}
-    with pytest.raises(FileNotFoundError, match=r"nothere\.csv is neither a file nor a folder"):
-        train(make(mixture))
-    assert not (tmp_path / "run" / "data").exists()
-
-
 def test_conversations_are_packed_again_where_the_chat_template_has_changed(mixture):
     """A run that was stopped before its first checkpoint has packed with the old one."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -83,7 +63,7 @@ def test_conversations_are_packed_again_where_the_chat_template_has_changed(mixt
     packed = []
     for header in ("", "<user>"):
         tokenizer.chat_template = header + tokenizer.chat_template
-        packed.append(prepare_datasets(args, tokenizer, False).train.tokens.tolist())
+        packed.append(load_datasets(args, tokenizer, False)[0].datasets[0].tokens.tolist())
     assert packed[0] != packed[1]
 
 

@@ -38,9 +38,6 @@ import scipy  # imports scipy.special lazily, so `--help` does not wait for it
 from ..overlap import separate
 
 
-RESOLUTION = 0.01  # gap between exact copying and the fine threshold, and between guessing and the coarse threshold
-POWER = 0.8  # power at which `repeats_needed` is computed
-MAX_REPEATS = 1000  # largest number that `repeats_needed` returns
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
 SEPARATE = 0.75  # below this share of non-overlapping repeats, a longer corpus helps more than further repeats
 ENOUGH, ALONE = 6, 0.64  # targets for a sign test of one length, and its share of the risk of 2.5 %
@@ -48,37 +45,6 @@ ENOUGH, ALONE = 6, 0.64  # targets for a sign test of one length, and its share 
 
 # For each length, the span [first, stop) of each repeat's scored tokens in the corpus.
 Places = Sequence[Sequence[tuple[int, int]] | None]
-
-
-class Mean(NamedTuple):
-    """The mean margin of the targets in a window of lengths, per scored token.
-
-    Attributes:
-        value: mean over all scored tokens, (...,) float64.
-        error: standard error, robust to heteroscedasticity, and at least one token in total: three perfect repeats
-            of four tokens do not show an accuracy above 99 %.
-        samples: number of targets.
-    """
-
-    value: np.ndarray
-    error: np.ndarray
-    samples: int
-
-
-def mean_margin(margins: Sequence[np.ndarray], scored: Sequence[int]) -> Mean:
-    """Return the mean margin of a window of lengths.
-
-    Args:
-        margins: for each length of the window, margins of its repeats, (..., R); R may differ between lengths.
-        scored: for each length, number of scored tokens per repeat.
-    """
-    tokens = np.concatenate([np.full(m.shape[-1], n, dtype=np.float64) for m, n in zip(margins, scored)])
-    surplus = np.concatenate([m * n for m, n in zip(margins, scored)], axis=-1)
-    total, samples = tokens.sum(), len(tokens)
-    value = surplus.sum(-1) / total
-    residual = surplus - value[..., None] * tokens
-    variance = (residual**2).sum(-1) * samples / max(samples - 1, 1)
-    return Mean(value, np.sqrt(variance + 1) / total, samples)
 
 
 def centre(margins: np.ndarray, method: str) -> float:
@@ -89,18 +55,27 @@ def centre(margins: np.ndarray, method: str) -> float:
 def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
     """Return the one-sided p value of a window of lengths, (...): by a sign test for "fine", a t test for "coarse".
 
+    The t test is of the mean margin per scored token. Its standard error is robust to heteroscedasticity, and at least
+    one token in total: three perfect repeats of four tokens do not show an accuracy above 99 %.
+
     Args:
-        margins, scored: as for `mean_margin`.
+        margins: for each length of the window, margins of its repeats, (..., R); R may differ between lengths.
+        scored: for each length, number of scored tokens per repeat.
         direction: 1 to show that the window passes, -1 to show that it fails.
     """
+    samples = sum(m.shape[-1] for m in margins)
     if method == "fine":
-        passing, samples = sum((m > 0).sum(-1) for m in margins), sum(m.shape[-1] for m in margins)
+        passing = sum((m > 0).sum(-1) for m in margins)
         shown = passing if direction > 0 else samples - passing
         return np.where(shown > 0, scipy.special.bdtrc(np.maximum(shown - 1, 0), samples, 0.5), 1.0)
-    mean = mean_margin(margins, scored)
-    if mean.samples < 2:
+    if samples < 2:
         return np.ones(margins[0].shape[:-1])
-    return scipy.special.stdtr(mean.samples - 1, -direction * mean.value / mean.error)
+    tokens = np.concatenate([np.full(m.shape[-1], n, dtype=np.float64) for m, n in zip(margins, scored)])
+    surplus = np.concatenate([m * n for m, n in zip(margins, scored)], axis=-1)
+    total = surplus.sum(-1)
+    residual = surplus - total[..., None] / tokens.sum() * tokens
+    variance = (residual**2).sum(-1) * samples / (samples - 1)
+    return scipy.special.stdtr(samples - 1, -direction * total / np.sqrt(variance + 1))
 
 
 def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: str) -> int:
@@ -183,57 +158,34 @@ class LengthInterval(NamedTuple):
     Attributes:
         low: the largest tested length that memory significantly reaches; 0 if there is none.
         high: the smallest tested length that memory significantly fails to reach; None if there is none.
-        repeats_needed: approximate number of repeats that would determine `high` if it is missing; None if memory
-            reaches the longest length, or if `MAX_REPEATS` repeats do not suffice.
         longest: whether `low` is the longest tested length.
         text_too_short: whether repeats overlap so much that a tighter interval needs a longer corpus.
 
-    >>> print(LengthInterval(253, 387), LengthInterval(0, 64), LengthInterval(1400, None, longest=True))
-    [253, 387) <64 >=1400 (the longest tested)
-    >>> print(LengthInterval(253, None, 40), "or", LengthInterval(0, None))
-    >=253 (about 40 repeats needed to say more) or unknown (the repeats differ too much)
+    >>> print(LengthInterval(1400, 2048), LengthInterval(0, 64), LengthInterval(64, None), sep=", ")
+    1,400 to 2,048, below 64, at least 64
+    >>> print(LengthInterval(0, None))
+    unknown; more repeats are needed
     """
 
     low: int
     high: int | None
-    repeats_needed: int | None = None
     longest: bool = False
     text_too_short: bool = False
 
-    def __str__(self):
-        if self.high is not None:
-            return f"[{self.low}, {self.high})" if self.low else f"<{self.high}"
-        if self.longest:
-            return f">={self.low} (the longest tested)"
-        return f">={self.low} ({self.needed} to say more)" if self.low else f"unknown ({self.needed})"
-
     @property
-    def sure(self) -> bool:
+    def significant(self) -> bool:
         """Return whether either end is significant."""
         return self.low > 0 or self.high is not None
 
     def in_words(self) -> str:
-        """Return the interval in words, as figures and tables print it.
-
-        >>> LengthInterval(1400, 2048).in_words(), LengthInterval(0, 64).in_words()
-        ('1,400 to 2,048', 'below 64')
-        >>> LengthInterval(0, None, 40).in_words(), LengthInterval(64, None, 40).in_words()
-        ('unknown; about 40 repeats needed', 'at least 64')
-        """
+        """Return the interval in words, as figures and tables print it."""
         if self.high is not None:
             return f"{self.low:,} to {self.high:,}" if self.low else f"below {self.high:,}"
-        if not self.low:
-            return f"unknown; {self.needed}"
-        return f"at least {self.low:,}"
+        if self.low:
+            return f"at least {self.low:,}"
+        return f"unknown; {'a longer text is' if self.text_too_short else 'more repeats are'} needed"
 
-    @property
-    def needed(self) -> str:
-        """Return what a tighter interval needs, or why none is possible."""
-        if self.text_too_short:
-            return "a longer text is needed"
-        if self.repeats_needed is None:
-            return "the repeats differ too much"
-        return f"about {self.repeats_needed} repeats needed"
+    __str__ = in_words
 
 
 def length_interval(
@@ -268,10 +220,10 @@ def length_interval(
     count = len(lengths)
     if not count:
         return LengthInterval(0, None)
-    level, sizes, places = (1 - confidence) / 2, windows(count), places or [None] * count
+    level, places = (1 - confidence) / 2, places or [None] * count
     alone = [without_overlap([m], [row])[0] for m, row in zip(margins, places)]  # windows of one length
     if protocol == "adaptive":
-        level, sizes = level / adaptive_tests(count, max(m.shape[-1] for m in margins), method, level), [1]
+        level /= adaptive_tests(count, max(m.shape[-1] for m in margins), method, level)
         outcomes = [test_result(m, n, level, method) for m, n in zip(alone, scored)]
         reached = max((i for i, v in enumerate(outcomes, start=1) if v > 0), default=0)
         end = min((i for i, v in enumerate(outcomes) if v < 0 and i >= reached), default=count)
@@ -279,13 +231,9 @@ def length_interval(
         reached = int(rejected(p_values(margins, scored, 1, method, places), level))
         ended = int(rejected(p_values(margins, scored, -1, method, places)[..., ::-1], level))
         end = max(count - ended, reached)  # after a dip, both claims can be significant at one length
-    low, longest = lengths[reached - 1] if reached else 0, reached == count
-    if end < count or longest:
-        return LengthInterval(low, lengths[end] if end < count else None, None, longest)
-    if alone[-1].shape[-1] < SEPARATE * margins[-1].shape[-1]:
-        return LengthInterval(low, None, text_too_short=True)
-    levels = [level * share for share in risk_shares(len(sizes), method)]
-    return LengthInterval(low, None, repeats_needed(alone[reached:], scored[reached:], levels, method))
+    low, high = lengths[reached - 1] if reached else 0, lengths[end] if end < count else None
+    overlapping = alone[-1].shape[-1] < SEPARATE * margins[-1].shape[-1]
+    return LengthInterval(low, high, reached == count, high is None and reached < count and overlapping)
 
 
 def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int:
@@ -302,59 +250,3 @@ def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int
     if method == "fine":
         looks = [n for n in looks if lengths * 0.5**n < level] or looks[-1:]
     return lengths * len(looks)
-
-
-def repeats_needed(
-    margins: Sequence[np.ndarray], scored: Sequence[int], levels: Sequence[float], method: str
-) -> int | None:
-    """Estimate how many repeats would show on which side of the threshold the longest of these lengths is.
-
-    Its own targets can show that it passes; the targets of a window that ends there can show that it fails. We reduce
-    the measured margins by one standard error, because picking the best window is optimistic, but not below 1 %, the
-    margin of guessing. Shares of targets are reduced by half a standard error.
-
-    The number suffices for about 80 % of simulated curves, but for 54 % to 63 % where the truth is within one error of
-    the threshold: the measured margin then errs by its own size, and curves with a margin that is too large by chance
-    get too low a number. A smaller margin would fix these curves, and overestimate all others many times.
-
-    Args:
-        margins, scored: see `p_values`.
-        levels: levels of the one-sided tests of windows of 1, 2, 4 ... lengths.
-        method: "fine" or "coarse".
-
-    Returns:
-        a number above the current repeats, to two significant digits; None if it would exceed `MAX_REPEATS`.
-    """
-    repeats = max(m.shape[-1] for m in margins)
-    if method == "coarse" and repeats < 2:
-        return STAGES[0]  # no data to estimate from
-    more = np.arange(repeats + 1, MAX_REPEATS + 1)
-    sides = [(1, 1, levels[0])] + [(-1, size, level) for size, level in zip(windows(len(scored)), levels)]
-    needed = [
-        more[enough.argmax()]
-        for direction, size, level in sides
-        for enough in [suffices(margins[-size:], scored[-size:], direction, more / repeats, level, method)]
-        if enough.any()
-    ]
-    return int(float(f"{min(needed):.1e}")) if needed else None
-
-
-def suffices(margins, scored, direction: int, factors: np.ndarray, level: float, method: str) -> np.ndarray:
-    """Return which multiples of a window's targets show one side of the threshold with probability `POWER`.
-
-    If the measured targets lie on the other side, no multiple does.
-    """
-    if method == "fine":
-        passing, samples = sum((m > 0).sum() for m in margins), sum(map(len, margins))
-        shown = passing if direction > 0 else samples - passing
-        share, targets = (shown + 0.5) / (samples + 1), (samples * factors + 1e-9).astype(int)
-        share -= 0.5 * (share * (1 - share) / (samples + 1)) ** 0.5
-        critical = (
-            np.ceil(scipy.special.bdtrik(1 - level, targets, 0.5)).astype(int) + 1
-        )  # smallest count that rejects
-        return (share > 0.5) & (critical <= targets) & (scipy.special.bdtrc(critical - 1, targets, share) >= POWER)
-    mean = mean_margin(margins, scored)
-    margin, freedom = direction * mean.value, np.maximum(mean.samples * factors - 1, 1)
-    reach = scipy.special.stdtrit(freedom, 1 - level) + scipy.special.stdtrit(freedom, POWER)  # standard errors
-    error = mean.error / np.sqrt(factors)
-    return (mean.samples > 1) & (margin > -mean.error) & (max(margin - mean.error, RESOLUTION) >= reach * error)

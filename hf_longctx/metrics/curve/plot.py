@@ -106,12 +106,12 @@ def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, floa
 def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
     """Shade the significant `areas`, and return their legend handles."""
     stretches = areas(curve, left, right, logarithmic([p.length for p in curve.points]))
-    shaded = [stretch for stretch in stretches if stretch[2] != "unsure"]
-    for start, end, area in shaded:
-        axes.axvspan(start, end, **style.area(style.PALE, area), zorder=0)
-    drawn = {area for _, _, area in shaded}
+    drawn = {area for _, _, area in stretches} - {"unsure"}
+    for start, end, area in stretches:
+        if area in drawn:
+            axes.axvspan(start, end, color=style.AREAS[area], linewidth=0, zorder=0)
     return [
-        style.Patch(**style.area(style.PALE, area), label=style.AREAS[area]) for area in style.AREAS if area in drawn
+        style.Patch(color=style.AREAS[area], label=style.AREA_LABELS[area]) for area in style.AREAS if area in drawn
     ]
 
 

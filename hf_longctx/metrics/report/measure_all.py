@@ -17,8 +17,7 @@ import numpy as np
 from .. import tasks  # noqa: F401 - registers them
 from ..output import run_measurement
 from ..result import Result, writing
-from ..rope.measure import rope_report
-from ..rope.result import RopeReport
+from ..rope.report import RopeReport, rope_report
 from ..run.distributed import process_rank
 from ..run.journal import OtherRun
 from ..run.runner import Run
@@ -50,7 +49,6 @@ def measure_all(
     repeats: int = 10,
     seed: int = 0,
     corpus_name: str | None = None,
-    config: Any = None,
     progress: bool = False,
 ) -> Report | None:
     """Run all tasks (curve, lines, loss, needle) on a model, and check its RoPE bound.
@@ -70,7 +68,6 @@ def measure_all(
         repeats: targets per length of the forgetting curve.
         seed: random seed of all metrics.
         corpus_name: name of the corpus, for settings and model card.
-        config: config for the RoPE check. Default: the model's; a served model does not report one.
         progress: whether to print the current metric and progress bars on stderr.
 
     Returns:
@@ -83,12 +80,10 @@ def measure_all(
     log = partial(print, file=sys.stderr) if progress and rank == 0 else lambda line: None
     names: dict[str, Any] = {"corpus_name": corpus_name, "train_length": train_length}
     subject = Subject(model, tokenizer, tokens, context=context_length, **names)
-    if config is None:
-        config = getattr(getattr(subject.reader, "model", None), "config", None)
+    # a served model has the config that is saved with its tokenizer
+    config = getattr(getattr(subject.reader, "model", None), "config", None) or getattr(tokenizer, "name_or_path", "")
 
     def check_rope(run: Run) -> RopeReport:
-        if config is None:
-            raise ValueError("the configuration of a served model is not known: give config=...")
         return rope_report(config)  # at the claimed context, even if the measured one is shorter
 
     metrics: dict[str, Any] = {

@@ -21,15 +21,9 @@ from ..task import Answered, Counts, TaskResult
 
 
 REPLY_MARGIN = 16  # extra tokens that a response may have beyond the answer
-SCORES = ("match_rate", "exact_rate", "probability")
 FEWEST = 5  # minimum number of haystacks or records for the interval of a rate
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Chinese
-COLUMNS = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
-SUMMARY = {"match_rate": "found", "exact_rate": "given token for token"}
-HEADLINE_SCORE = {
-    "match_rate": "The score is the share of answers found in the model's responses.",
-    "exact_rate": "The score is the share of answers that are the model's first choice, token for token.",
-}
+RATES = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
 # Markers that open and close a model's thinking
 THOUGHTS = {
     "<think>": "</think>",
@@ -127,33 +121,20 @@ class Answers:
     @property
     def scores(self) -> tuple[str, ...]:
         """Names of the rates; the match rate needs responses."""
-        return SCORES if any(a.reply is not None for a in self.answers) else SCORES[1:]
+        return tuple(RATES)[all(a.reply is None for a in self.answers) :]
 
     def rates(self) -> dict[str, float]:
         """Return the rates by their names."""
         return {score: getattr(self, score) for score in self.scores}
 
 
-def rate_interval(rate: float, units: int) -> tuple[float, float] | None:
-    """Return the 95 % Wilson interval of a rate over independently drawn haystacks or records.
+def wilson(rate: float, answers: int) -> tuple[float, float]:
+    """Return the 95 % Wilson score interval of a rate.
 
-    Several questions about one haystack count as one, because their answers are correlated. Returns None for fewer
-    than five haystacks.
-
-    >>> rate_interval(0.5, 4), [round(end, 2) for end in rate_interval(0.5, 10)]
-    (None, [0.24, 0.76])
-    """
-    return wilson(rate, units) if units >= FEWEST else None
-
-
-def wilson(rate: float, answers: int, z: float = 1.96) -> tuple[float, float]:
-    """Return the Wilson score interval of a rate, with z standard errors on each side (1.96 for 95 %).
-
-    >>> [round(end, 3) for end in (*wilson(0, 1), *wilson(0.5, 10))]
-    [0.0, 0.793, 0.237, 0.763]
     >>> wilson(0, 11)[0], wilson(1, 11)[1]
     (0.0, 1.0)
     """
+    z = 1.96
     centre = (rate + z**2 / (2 * answers)) / (1 + z**2 / answers)
     half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
     # the bounds are exactly 0 and 1 at these rates; the terms would leave rounding errors
@@ -241,10 +222,13 @@ class Retrieval(TaskResult):
     @property
     def rates_measured(self) -> tuple[str, ...]:
         """Names of the rates that were measured."""
-        return self.parts[0].scores if self.parts else SCORES[1:]
+        return self.parts[0].scores if self.parts else ()
 
     def explanation(self) -> str:
-        return f"{self.question} {HEADLINE_SCORE[self.rates_measured[0]]}"
+        return (
+            f"{self.question} The score is the share of answers found in the model's responses or, if it does not "
+            "generate any, of answers given token for token by greedy decoding."
+        )
 
     def units(self, size: int) -> list[list[Answer]]:
         """Return the answers at this size, grouped by independently drawn prompt."""
@@ -268,13 +252,16 @@ class Retrieval(TaskResult):
         return {counts.length: counts.right / counts.asked for counts in self.by_length()}
 
     def numbers(self):
-        """Return the rate at each size with its interval; a mean over sizes is not meaningful."""
+        """Return the rate at each size with its interval; a mean over sizes is not meaningful.
+
+        Several questions about one haystack count as one for the interval, because their answers are correlated.
+        """
         numbers = []
         for counts in self.by_length():
             rate, units, asked = counts.right / counts.asked, len(counts.shares), plural(counts.asked, "question")
             sample = asked if units == counts.asked else f"{asked} about {plural(units, self.drawn)}"
-            name = f"{self.title.lower()}, {COLUMNS[self.rates_measured[0]]}: {counts.length} {self.size_unit}"
-            low, high = rate_interval(rate, units) or (None, None)
+            name = f"{self.title.lower()}, {RATES[self.rates_measured[0]]}: {counts.length} {self.size_unit}"
+            low, high = wilson(rate, units) if units >= FEWEST else (None, None)
             numbers.append(Number("accuracy", name, round(rate, 4), low, high, sample))
         return numbers
 
@@ -291,4 +278,4 @@ class Retrieval(TaskResult):
 
     def score_columns(self) -> tuple[str, ...]:
         """Return the table headings for the `rates` of the parts."""
-        return tuple(COLUMNS[score] for score in self.rates_measured) if self.parts else ()
+        return tuple(RATES[score] for score in self.rates_measured)

@@ -1,20 +1,63 @@
-"""Read from a config the claimed context and the groups of layers with their rotary frequencies and reach.
+"""Read the rotary embeddings of any model from its config: the claimed context, and the frequencies of its layers.
 
-Full attention must distinguish tokens up to distance claimed context - 1, sliding attention up to window - 1. A group
-uses the frequencies that transformers computes for its scaling type, or a model's buffers.
+A model is given by its name, its folder, a JSON object, a config or the model itself. transformers reads the model
+types that it supports, and computes the frequencies of every scaling type. For any other type, we read the plain
+fields as for a Llama, under the names that code on the Hub uses. The model's own code runs only with
+`trust_remote_code`.
+
+Full attention must distinguish tokens up to distance claimed context - 1, sliding attention up to window - 1.
 """
 
 from __future__ import annotations
 
+import copy
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..checks import as_int
-from .base import MAX_CONTEXT
-from .bounds import rope_inv_freq
-from .reading import LENGTHS, ROPE_UNLESS, Source, positive
+from ..checks import as_int, public_name
+from .bound import MAX_CONTEXT, rope_inv_freq
 
+
+# Settings by their names in transformers, with alternative names in config.json.
+SPELLINGS = {
+    "hidden_size": ("n_embd", "d_model", "dim", "model_dim"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_hidden_layers": ("num_layers", "n_layer", "n_layers"),
+    "head_dim": ("kv_channels", "attention_head_dim", "d_head"),
+    "rope_theta": ("rotary_emb_base", "rope_base", "rotary_base", "rope_freq_base"),
+    "partial_rotary_factor": ("rotary_pct", "rope_pct", "rotary_percent", "rotary_emb_fraction"),
+    "rope_parameters": ("rope_scaling",),
+}
+LENGTHS = (
+    *("max_position_embeddings", "model_max_length", "max_sequence_length", "max_sequence_len", "max_seq_length"),
+    *("max_seq_len", "n_positions", "n_ctx", "seq_length", "seq_len", "sequence_length"),
+    *("context_length", "context_size", "context_window", "max_context_length", "max_context_len", "max_model_len"),
+)
+TEXT_PARTS = (
+    *("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "decoder"),
+    *("llm", "language_model", "text_model"),
+)
+# A model does not use RoPE if one of these settings has another value.
+ROPE_UNLESS = {
+    **dict.fromkeys(("alibi", "use_alibi", "no_rope"), (False, None)),
+    **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
+    **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
+}
+# Settings with the same meaning in types unknown to transformers.
+SHARED_FIELDS = (
+    *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers", "rope_condense_ratio"),
+    *("original_max_position_embeddings", "dual_chunk_attention_config"),
+)
+SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
+LLAMA_BASE = 10_000.0
+ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
 # Facts that only modeling code contains; `python -m scripts.rope_types` derives the types from transformers' code.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
@@ -65,6 +108,197 @@ class Rope(NamedTuple):
     head_dim: int
 
 
+# The config ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Source:
+    """The information about a model that does not need its weights.
+
+    Attributes:
+        config: copy of the text decoder's config.
+        name: portable name; for a local model, the last component of its path.
+        file: content of config.json, with the text decoder's fields on top; empty if it is not on this machine.
+        tokenizer: content of tokenizer_config.json; empty if it is not on this machine.
+        notes: assumptions.
+        known: whether transformers has a config class for the model type.
+    """
+
+    config: Any
+    name: str
+    file: dict[str, Any]
+    tokenizer: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    known: bool = True
+
+    def names(self, setting: str) -> bool:
+        """Return whether config.json sets a setting of the text decoder; True if the file is not available."""
+        parts = [self.file, self.file.get("rope_parameters"), self.file.get("rope_scaling")]
+        parts += [part for rope in parts[1:] if isinstance(rope, dict) for part in rope.values()]
+        keys = {key for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}
+        return not self.file or not keys.isdisjoint((setting, *SPELLINGS.get(setting, ())))
+
+
+def read_source(model: Any, **options: Any) -> Source:
+    """Read the `Source` of a model, without its weights.
+
+    Args:
+        model: a model or config of transformers, the content of config.json, or a name, a folder or a config.json.
+        options: keywords of `from_pretrained` for a name, such as revision.
+
+    Raises:
+        ValueError: the config cannot be read.
+    """
+    from transformers import AutoConfig, PreTrainedConfig
+
+    file, tokenizer = {}, {}
+    if isinstance(model, str | Path):
+        name, trust = str(model), options.pop("trust_remote_code", False)
+        file, tokenizer = read_files(name, **options)
+        run_code = trust and "auto_map" in file
+        model = AutoConfig.from_pretrained(name, trust_remote_code=True, **options) if run_code else file
+    elif isinstance(model, dict):
+        names = [model.get(key) for key in ("_name_or_path", "model_type")]
+        name = next((name[:200] for name in names if isinstance(name, str) and name), "config.json")
+        file = model
+    else:
+        model = getattr(model, "config", model)
+        if not isinstance(model, PreTrainedConfig):
+            raise ValueError(
+                f"rope_report got a {type(model).__name__}; it needs a PreTrainedModel, a PreTrainedConfig, the content "
+                "of a config.json, or the name of a model."
+            )
+        name = model.name_or_path or type(model).__name__
+        if model.name_or_path:
+            with suppress(OSError, ValueError):
+                file, tokenizer = read_files(name, local_files_only=True)
+    name = public_name(str(Path(name).parent) if Path(name).is_file() else name)
+    with readable(name):
+        return read_decoder(model, name, file, tokenizer)
+
+
+@contextmanager
+def readable(name: str) -> Iterator[None]:
+    """Turn any error from a value of the wrong type or size into a ValueError that names the config."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, ImportError, OSError):
+        raise
+    except Exception as error:  # the content of a file can break any line that reads it
+        raise ValueError(
+            f"the config of {name} contains a value of the wrong type or size ({type(error).__name__}: {error}). "
+            "Compare its config.json with one that transformers has saved."
+        ) from error
+
+
+def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the contents of config.json and tokenizer_config.json; the latter is empty if the file is missing."""
+    from transformers import PreTrainedConfig
+    from transformers.utils import cached_file
+
+    options = {key: value for key, value in options.items() if key in ("revision", "token", "local_files_only")}
+    quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
+    folder = str(Path(name).parent) if Path(name).is_file() else name
+    with readable(name):
+        config, _ = PreTrainedConfig.get_config_dict(name, **options)
+        path = cached_file(folder, "tokenizer_config.json", **options, **quiet)
+        return config, {} if path is None else {**json.loads(Path(path).read_text(encoding="utf-8"))}
+
+
+def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[str, Any]) -> Source:
+    """Return the `Source` of a config object or of the content of a config.json."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    file = with_part_on_top(file)
+    if not isinstance(model, dict):
+        decoder = model.get_text_config(decoder=True)
+        if isinstance(decoder, dict):  # a part that the config class does not know
+            model = {"model_type": model.model_type, **decoder}
+        elif decoder.model_type in CONFIG_MAPPING:
+            return Source(copy.deepcopy(decoder), name, file, tokenizer)
+        else:
+            aliases = {key: getattr(decoder, key, None) for key in (*SPELLINGS, *LENGTHS)}
+            aliases = {key: value for key, value in aliases.items() if value is not None}
+            model = decoder.to_dict() | aliases | {"model_type": decoder.model_type}
+    while (part := text_part(model)) is not None:
+        model = {"model_type": model.get("model_type"), **part}
+    fields, kind = copy.deepcopy(model), model.get("model_type")
+    fields |= {key: read_rope(fields[key]) for key in ("rope_parameters", "rope_scaling") if fields.get(key)}
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        notes = []
+        return Source(plain_config(fields, notes), name, file, tokenizer, notes, known=False)
+    config = CONFIG_MAPPING[kind].from_dict(fields)
+    decoder = config.get_text_config(decoder=True)
+    return Source(config if decoder is config else type(decoder).from_dict(fields), name, file, tokenizer)
+
+
+def text_part(file: dict[str, Any]) -> dict[str, Any] | None:
+    """Return the part of a config.json that describes the text decoder; None if there is none."""
+    return next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)
+
+
+def with_part_on_top(file: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of config.json with the text decoder's fields moved to the top level."""
+    while (part := text_part(file)) is not None:
+        file = {key: value for key, value in file.items() if value is not part} | part
+    return file
+
+
+def read_rope(value: Any) -> dict[str, Any]:
+    """Return RoPE parameters, nested ones included, without null and with transformers' names of rope types."""
+    if not isinstance(value, dict):
+        raise ValueError(f"rope_parameters must be a JSON object, got {value!r}.")
+    if any(isinstance(entry, dict) for entry in value.values()):  # by layer type; null for layers without RoPE
+        return {key: read_rope(entry) if isinstance(entry, dict) else entry for key, entry in value.items()}
+    rope = {key: entry for key, entry in value.items() if entry is not None}
+    return rope | {key: SAME_ROPE_TYPE.get(rope[key], rope[key]) for key in ("type", "rope_type") if key in rope}
+
+
+def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
+    """Return a config with the plain fields of a type unknown to transformers; adds notes on assumptions."""
+    from transformers import PreTrainedConfig
+
+    kind = file.get("model_type")
+    notes.append(f"transformers does not know the model type {kind!r}; its config.json is read as a Llama would")
+    file = {key: value for key, value in file.items() if value is not None}
+    fields = {name: file[name] for name in LENGTHS if name in file}
+    if fields:  # transformers' own functions ask for this name
+        fields.setdefault("max_position_embeddings", next(iter(fields.values())))
+    for name, others in SPELLINGS.items():
+        spelling = next((spelling for spelling in (name, *others) if spelling in file), None)
+        fields |= {} if spelling is None else {name: file[spelling]}
+    fields |= {name: file[name] for name in (*SHARED_FIELDS, *ROPE_UNLESS) if name in file}
+    rope = dict(fields.get("rope_parameters") or {})
+    if "rotary" in file:  # internlm's
+        rope |= {"factor": 1.0} | read_rope(file["rotary"])
+        rope["factor"] = rope.pop("scaling_factor", rope["factor"])
+    base = fields.get("rope_theta", rope.pop("base", rope.get("rope_theta")))
+    if kind == "chatglm":  # rotates half of each head, by code that config.json does not repeat
+        fields.setdefault("partial_rotary_factor", 0.5)
+    if "qk_rope_head_dim" in file:  # multi-head latent attention
+        fields["head_dim"] = file["qk_rope_head_dim"]
+        fields["qk_head_dim"] = fields["head_dim"] + file.get("qk_nope_head_dim", 0)
+    if "rotary_dim" in file and "partial_rotary_factor" not in fields:
+        head_dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+        fields["partial_rotary_factor"] = file["rotary_dim"] / head_dim
+    about = {key for key, value in file.items() if ABOUT_ROPE.search(key) and value is not False} - ROPE_UNLESS.keys()
+    if base is None and about:
+        base = LLAMA_BASE
+        notes.append(f"base = {base:g} is Llama's default; config.json names none")
+    if "rope_ratio" in file and base is not None:
+        base *= file["rope_ratio"]
+        notes.append(f"rope_ratio multiplies the base by {file['rope_ratio']:g}")
+    read = {*fields, *(other for others in SPELLINGS.values() for other in others)}
+    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "rotary", "original_rope"})
+    if unread:
+        notes.append(f"not read: {', '.join(unread)}")
+    config: Any = PreTrainedConfig()
+    object.__setattr__(config, "model_type", kind if isinstance(kind, str) else "")
+    for name, value in (fields | {"rope_theta": base, "rope_parameters": rope}).items():
+        setattr(config, name, value)
+    return config
+
+
 # The claimed context ------------------------------------------------------------------------------------------------
 
 
@@ -82,7 +316,7 @@ def claimed_context(source: Source) -> tuple[int, str]:
     claims |= scaled_length(source, stated, max(claims.values(), default=0) != stated)
     condensed = getattr(config, "rope_condense_ratio", None)
     if condensed and stated:
-        claims["rope_condense_ratio"] = int(positive("rope_condense_ratio", condensed) * stated)
+        claims["rope_condense_ratio"] = int(condensed * stated)
         notes.append(f"rope_condense_ratio = {condensed:g} needs code of FastChat: plain RoPE is judged")
     of_tokenizer: Any = source.tokenizer.get("model_max_length")
     if isinstance(of_tokenizer, int | float) and 1 < of_tokenizer <= MAX_CONTEXT:  # 1e30 stands for no limit
@@ -179,14 +413,7 @@ def with_rope_parameters(source: Source) -> Any:
         if getattr(config, name, values[0]) not in values:
             raise NoRopeError(config, f"{name} is {getattr(config, name)!r}")
     config.rope_parameters = parameters or {}
-    if not isinstance(config.rope_parameters, dict):
-        raise ValueError(f"rope_parameters must be a JSON object, got {parameters!r}.")
-    try:
-        config.standardize_rope_params()
-    except KeyError as error:  # transformers before 5.23 looks each layer type up
-        raise ValueError(
-            f"rope_parameters has no entry for layer type {error}; it has {', '.join(config.rope_parameters)}."
-        ) from error
+    config.standardize_rope_params()
     return config
 
 
@@ -340,21 +567,6 @@ def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) ->
             f"got {share!r} * {head_dim}."
         )
     return rotary_dim
-
-
-def with_model_frequencies(rope: Rope, model: Any, kind: str, notes: list[str]) -> Rope:
-    """Replace the frequencies with those in the model's buffer, if it has one."""
-    text_config = model.config.get_text_config(decoder=True)
-    for module in model.modules():
-        if getattr(module, "config", None) is not text_config:
-            continue
-        buffer = getattr(module, f"{kind}_inv_freq", getattr(module, "inv_freq", None))
-        if buffer is not None and not buffer.is_meta:
-            inv_freq = buffer.double().cpu().numpy()
-            if inv_freq.shape != rope.inv_freq.shape or not np.allclose(inv_freq, rope.inv_freq, rtol=1e-5, atol=0):
-                notes.append("the model's frequencies differ from those of its config (a cast?); the model's are used")
-            return rope._replace(inv_freq=inv_freq)
-    return rope
 
 
 def required_int(config: Any, name: str) -> int:

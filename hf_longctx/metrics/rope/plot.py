@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import style
-from .bounds import rope_decay
+from .bound import rope_decay
 
 
 if TYPE_CHECKING:

@@ -75,7 +75,7 @@ class Journal(AbstractContextManager):
             result: JSON values. Numbers must be finite.
 
         Raises:
-            ValueError: the key exists already, or a number is not finite.
+            ValueError: a number is not finite.
             TypeError: the key or the result has another type.
             OSError: the part cannot be written, e.g. because the disk is full; `done` contains it nevertheless.
         """
@@ -83,8 +83,6 @@ class Journal(AbstractContextManager):
         entry = json.loads(line)
         key = entry["key"]
         key = tuple(key) if isinstance(key, list) else key
-        if key in self.done:
-            raise ValueError(f"key {key!r} is in the journal already.")
         self.done[key] = entry["result"]
         if self._file is not None:
             self._write(line)

@@ -106,30 +106,18 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def load_language_model(name: str, **options: Any) -> nn.Module:
-    """Load with `AutoModelForCausalLM`, with a short error if the model does not have a causal head.
+    """Load with `AutoModelForCausalLM`.
 
     A model on the Hub is loaded from a single commit, which `config._commit_hash` then names.
-
-    Raises:
-        ValueError: the model is an encoder-decoder, or transformers does not have a causal head for its type.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     commit = None if Path(name).is_dir() else commit_of(name, options)
     options |= {} if commit is None else {"revision": commit}
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, **options)
-        if commit is not None:
-            model.config._commit_hash = commit
-        return model
-    except ValueError as error:
-        if "Unrecognized configuration class" not in str(error):
-            raise
-        config = AutoConfig.from_pretrained(name, **{key: options[key] for key in options.keys() - {"dtype"}})
-        check_decoder(config)
-        raise ValueError(
-            f"{name} is a {config.model_type} model, for which transformers has no causal language model."
-        ) from None
+    model = AutoModelForCausalLM.from_pretrained(name, **options)
+    if commit is not None:
+        model.config._commit_hash = commit
+    return model
 
 
 def commit_of(name: str, options: dict[str, Any]) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..checks import public_name
-from .reader import Reader, configured_id
+from .reader import Reader
 
 
 NO_PREDICTION = -1  # stands for an id if the logits are NaN
@@ -69,6 +69,7 @@ class OfflineModel(PromptReader):
 
     def __init__(self, llm: Any):
         self.llm, self.config = llm, llm.model_config
+        self.configs = [self.config.hf_config]
         self.vocab_size = self.config.get_vocab_size()
         self.claimed_context = self.position_limit = self.config.max_model_len - 1
 
@@ -79,9 +80,6 @@ class OfflineModel(PromptReader):
     def identity(self) -> dict[str, str]:
         revision = getattr(self.config.hf_config, "_commit_hash", None)  # set for models from the Hub
         return {"engine": "vllm"} | ({"revision": revision} if revision else {})
-
-    def configured_id(self, name: str) -> int | None:
-        return configured_id(name, self.config.hf_config)
 
     def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
         outputs = self._generate(prompts, max_tokens=1, prompt_logprobs=1)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from numbers import Integral
@@ -33,6 +33,7 @@ class Reader:
         device: device of the model, such as "cuda:0"; None if unknown.
         can_reply: whether the model supports `reply`.
         is_distributed: whether the model is sharded over processes, which then cannot share work.
+        configs: configs of transformers that may name special ids, the most important first.
     """
 
     vocab_size: int | float = math.inf
@@ -41,6 +42,7 @@ class Reader:
     device: str | None = None
     can_reply: bool = True
     is_distributed: bool = False
+    configs: Sequence[Any] = ()
 
     def settings(self) -> dict[str, Any]:
         """Return the model's entries in the settings of a result; "model" is its name."""
@@ -51,7 +53,11 @@ class Reader:
         return {}
 
     def configured_id(self, name: str) -> int | None:
-        """Return the model's "bos_token_id" or "eos_token_id"; None if it is not set."""
+        """Return the model's "bos_token_id" or "eos_token_id"; None if no config sets it."""
+        for config in self.configs:
+            value = getattr(config, name, None)
+            if value is not None:
+                return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
         return None
 
     def cost(self, tokens: int) -> float:
@@ -131,6 +137,7 @@ class LocalReader(Reader):
         self.model = model
         self.config = text_config(model)
         check_decoder(self.config)
+        self.configs = self.config, getattr(model, "generation_config", None)
         self.vocab_size = vocabulary_size(model)
         self.position_limit = position_limit(model)
         self.claimed_context = getattr(self.config, "max_position_embeddings", None)
@@ -148,10 +155,6 @@ class LocalReader(Reader):
     def identity(self) -> dict[str, str]:
         revision = getattr(self.model.config, "_commit_hash", None)  # of a model from the Hub
         return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {})
-
-    def configured_id(self, name: str) -> int | None:
-        """Return the id from the model's config, or from its generation config."""
-        return configured_id(name, self.config, getattr(self.model, "generation_config", None))
 
     def cost(self, tokens: int) -> float:
         """Return the cost. Attending to n tokens costs n * width / matrices times the matrix products of a token."""
@@ -221,24 +224,12 @@ class UnloadedModel(Reader):
     """
 
     def __init__(self, config: Any, name: str):
-        self.config, self.name = config, name
+        self.configs, self.name = [config], name
         self.vocab_size = getattr(config, "vocab_size", None) or math.inf
         self.claimed_context = getattr(config, "max_position_embeddings", None)
 
     def settings(self) -> dict[str, Any]:
         return {"model": public_name(self.name)}
-
-    def configured_id(self, name: str) -> int | None:
-        return configured_id(name, self.config)
-
-
-def configured_id(name: str, *configs: Any) -> int | None:
-    """Return the special id from the first config that sets it."""
-    for config in configs:
-        value = getattr(config, name, None)
-        if value is not None:
-            return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
-    return None
 
 
 def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:

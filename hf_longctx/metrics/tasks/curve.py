@@ -213,8 +213,8 @@ class ForgettingCurve(TaskResult):
             "The model copies a text that it has read (copy accuracy), and is compared with itself after an unrelated "
             "text (LM accuracy). The fine length is the longest at which the typical text, that is more than half of all "
             "texts, is copied with an accuracy above 99 %; the coarse length the longest copied at least 1 % better than "
-            "guessed, on average, in tokens. What is 95 % sure follows from tests over the repeats, if memory only fades. The "
-            "paper's definition takes the longest tested length whose mean accuracy passes, even by chance."
+            "guessed, on average, in tokens. Their 95 % CIs come from tests over the repeats, and assume that memory only fades. "
+            "The paper's definition takes the longest tested length whose mean accuracy passes, even by chance."
         )
 
     def numbers(self):
@@ -229,9 +229,11 @@ class ForgettingCurve(TaskResult):
         numbers = []
         for method, name in names.items():
             interval, paper = self.interval(method), self.memory_lengths[f"{method}_max"]
-            words = interval.in_words() + f" (95 % sure{'; the longest tested' * interval.longest})" * interval.sure
+            words = (
+                interval.in_words() + f" (95 % CI{'; the longest tested' * interval.longest})" * interval.significant
+            )
             metric = "forgetting_curve" if interval.low else ""
-            name = f"{name}, at least (tokens, 95 % sure)"
+            name = f"{name}, at least (tokens, 95 % CI)"
             paper = f"{sample}; the paper's, of means: {paper}"
             numbers.append(Number(metric, name, interval.low, interval.low, interval.high, paper, words))
         p = next((p for p in self.points if p.length >= self.interval("fine").low), self.points[-1])

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import SUMMARY, Answer, Answers, Retrieval, holds_number, wilson
+from ..retrieval.answers import RATES, Answer, Answers, Retrieval, holds_number, wilson
 from ..retrieval.haystack import split_encoding
 from ..retrieval.wording import Frame, RetrievalTask
 from ..task import option
@@ -129,7 +129,7 @@ class LineRetrieval(Retrieval):
         rates = ", ".join(
             f"{getattr(p, score):.0%} of {p.lines} lines ({p.mean_tokens:.0f} tokens)" for p in self.points
         )
-        return f"{SUMMARY[score]}: {rates}; {plural(len(self.points[0].answers), 'repeat')}"
+        return f"{RATES[score]}: {rates}; {plural(len(self.points[0].answers), 'repeat')}"
 
     def dataset(self) -> tuple[str, str]:
         return "generated records", "line-retrieval"

@@ -24,9 +24,8 @@ from ..result import Number, Table, plural
 from ..task import Score, Task, TaskResult, Trial, option
 
 
-MOST_SEQUENCES = 32  # default maximum
+MAX_SEQUENCES = 32  # default maximum
 WINDOW = 101  # tokens in the moving average of the paper's figures
-LEAST_SPAN = 0.5  # minimum height of the y axis in nats, so that noise does not look like a trend
 
 
 # Averages ------------------------------------------------------------------------------------------------------------
@@ -41,48 +40,34 @@ def smoothing_window(context_length: int) -> int:
     return min(WINDOW, max(1, (context_length // 10 - 1) // 2 * 2 + 1))
 
 
-def moving_average(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
-    """Average over a window centred on each value, cut off at both ends; float64, as long as `values`.
-
-    Raises:
-        ValueError: the window is not odd and positive.
+def moving_average(values: Sequence[float], window: int) -> np.ndarray:
+    """Average over an odd window centred on each value, cut off at both ends; float64, as long as `values`.
 
     >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
     [1.5, 3.0, 3.0, 3.0]
     """
-    if window < 1 or window % 2 == 0:
-        raise ValueError(f"window must be odd and positive, to have a centre, got {window}. The paper takes {WINDOW}.")
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     centres = np.arange(len(values))
     begins, ends = np.maximum(centres - window // 2, 0), np.minimum(centres + window // 2 + 1, len(values))
     return (sums[ends] - sums[begins]) / (ends - begins)
 
 
-def standard_error(losses: np.ndarray, window: int) -> np.ndarray | None:
-    """Compute the standard error over sequences of the mean loss after `moving_average`.
+def mean_loss(losses: Sequence[Sequence[float]], starts: Sequence[int]) -> dict[str, Any]:
+    """Return the mean over sequences, as the arguments of `PositionLoss.of_mean`.
+
+    The standard error is that of sequences that do not overlap; it is None if there is only one.
 
     Args:
-        losses: losses of M sequences, (M, T), in nats.
-
-    Returns:
-        (T,) float64; None for a single sequence.
-
-    >>> standard_error(np.array([[1.0, 3.0], [2.0, 5.0]]), 1).tolist()
-    [0.5, 1.0]
+        losses: losses of M sequences of T tokens, in nats.
+        starts: starts of the sequences in one corpus.
     """
-    if len(losses) < 2:
-        return None
-    smoothed = np.stack([moving_average(loss, window) for loss in losses])
-    return smoothed.std(axis=0, ddof=1) / len(losses) ** 0.5
-
-
-def perplexity(loss: Sequence[float]) -> np.ndarray:
-    """Compute P(l) for l = 1, 2, ...: exp of the mean of the first l losses (nats); float64, as long as `loss`.
-
-    >>> perplexity(np.log([8.0, 2.0])).round(6).tolist()
-    [8.0, 4.0]
-    """
-    return np.exp(np.cumsum(loss, dtype=np.float64) / np.arange(1, len(loss) + 1))
+    array, error = np.array(losses), None
+    texts = separate([(i, i + array.shape[1]) for i in starts])
+    if len(texts) > 1:
+        window = smoothing_window(array.shape[1])
+        smoothed = [moving_average(array[i], window) for i in texts]
+        error = (np.std(smoothed, axis=0, ddof=1) / len(texts) ** 0.5).tolist()
+    return {"loss": array.mean(0).tolist(), "error": error, "sequences": len(array), "texts": len(texts)}
 
 
 def window_starts(corpus_tokens: int, context_length: int, sequences: int | None) -> list[int]:
@@ -100,7 +85,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
             "text."
         )
     if sequences is None:
-        sequences = min(corpus_tokens // context_length, MOST_SEQUENCES)
+        sequences = min(corpus_tokens // context_length, MAX_SEQUENCES)
     return sorted(set(np.linspace(0, corpus_tokens - context_length, sequences).astype(int).tolist()))
 
 
@@ -138,19 +123,6 @@ class PositionLoss(TaskResult):
         """
         mean = {"loss": np.asarray(loss, dtype=np.float64).tolist(), "error": None if error is None else [*error]}
         return cls({"mean": {**mean, "sequences": sequences, "texts": texts or sequences}}, settings or {})
-
-    @classmethod
-    def of_sequences(cls, losses: Any, settings: dict[str, Any], starts: Sequence[int] | None = None) -> Self:
-        """Return the mean over sequences, with its error over those that do not overlap.
-
-        Args:
-            losses: losses of M sequences of T tokens, (M, T), in nats.
-            starts: starts of the sequences in one corpus; None if they do not overlap.
-
-        Raises:
-            ValueError: `losses` is empty, or the sequences differ in length.
-        """
-        return cls.of_mean(settings=settings, **mean_of(losses, starts))
 
     def __post_init__(self):
         if not self.scores:
@@ -190,8 +162,8 @@ class PositionLoss(TaskResult):
 
     @property
     def perplexity(self) -> np.ndarray:
-        """P(1) .. P(T), float64; see the function `perplexity`."""
-        return perplexity(self.loss)
+        """P(1) .. P(T), float64: exp of the mean of the first losses."""
+        return np.exp(np.cumsum(self.loss) / np.arange(1, self.context_length + 1))
 
     @property
     def window(self) -> int:
@@ -245,29 +217,13 @@ class PositionLoss(TaskResult):
 
     def table(self) -> Table:
         """Return the smoothed loss and the perplexity at powers of two and at the end."""
+        ends = sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
         perplexity = self.perplexity
-        rows = [(end, self.smoothed_at(end), f"{perplexity[end - 1]:.2f}") for end in self.ends().tolist()]
+        rows = [(end, self.smoothed_at(end), f"{perplexity[end - 1]:.2f}") for end in ends]
         return Table(("tokens", "L(i), smoothed", "P(l)"), rows)
-
-    def ends(self) -> np.ndarray:
-        """Return the powers of two up to the context length, and the context length."""
-        return np.unique([*(2**i for i in range(self.context_length.bit_length())), self.context_length])
 
     def draw(self, figure, title, train_length):
         draw_losses(figure, [self], title, train_length)
-
-
-def mean_of(losses: Any, starts: Sequence[int] | None) -> dict[str, Any]:
-    """Return `loss`, `error`, `sequences` and `texts` of sequences; see `PositionLoss.of_sequences`."""
-    lengths = sorted({np.size(row) for row in losses})
-    if len(lengths) != 1 or np.ndim(losses[0]) != 1:
-        raise ValueError(f"losses must be one or more sequences of one length, got lengths {lengths}.")
-    losses = np.asarray(losses, dtype=np.float64)
-    texts = [*range(len(losses))] if starts is None else separate([(i, i + lengths[0]) for i in starts])
-    error = standard_error(losses[texts], smoothing_window(*lengths))
-    mean = losses.mean(axis=0).tolist()
-    error = None if error is None else error.tolist()
-    return {"loss": mean, "error": error, "sequences": len(losses), "texts": len(texts)}
 
 
 # The task ------------------------------------------------------------------------------------------------------------
@@ -317,7 +273,7 @@ class Loss(Task):
         return (-responses[0]).tolist()
 
     def summarize(self, scores, missing):
-        return ({"mean": mean_of([*scores.values()], [*scores])} if scores else {}), missing
+        return ({"mean": mean_loss([*scores.values()], [*scores])} if scores else {}), missing
 
 
 position_loss = function(Loss)
@@ -351,8 +307,6 @@ def draw_losses(
         above.plot(positions, smoothed, color=colour, linewidth=1.6, label=label)
         begin = result.window // 2  # perplexities over few tokens are far off the scale
         below.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
-    above.set_ylim(*least_span(*above.get_ylim()))
-    below.set_ylim(*np.exp(least_span(*np.log(np.maximum(below.get_ylim(), 1)))))
     style.strip_frame(above, up="loss L(i), nats")
     style.strip_frame(below, "position i, or context length l (tokens)", "perplexity P(l)")
     for axes in (above, below):
@@ -368,13 +322,3 @@ def draw_losses(
     notes = [f"loss: moving average of {windows} tokens"]
     notes += ["ribbon: standard error over sequences"] if any(result.error is not None for result in results) else []
     style.small_print(figure, *notes)
-
-
-def least_span(low: float, high: float) -> tuple[float, float]:
-    """Return the limits of an axis, widened to at least half a nat.
-
-    >>> least_span(6.25, 6.75), least_span(6.5, 6.5)
-    ((6.25, 6.75), (6.25, 6.75))
-    """
-    more = max(LEAST_SPAN - (high - low), 0) / 2
-    return low - more, high + more

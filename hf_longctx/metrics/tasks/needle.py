@@ -15,7 +15,7 @@ import numpy as np
 
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import REPLY_MARGIN, SUMMARY, Answer, Answers, Retrieval, holds_text
+from ..retrieval.answers import RATES, REPLY_MARGIN, Answer, Answers, Retrieval, holds_text
 from ..retrieval.haystack import (
     DEPTHS,
     draw_begins,
@@ -109,7 +109,7 @@ class NeedleGrid(Retrieval):
         units = sorted({len(self.units(length)) for length in self.lengths})
         drawn = plural(units[0], self.drawn) if len(units) == 1 else f"{units[0]} to {units[-1]} {self.drawn}s"
         depths = plural(len(self.depths), "depth")
-        return f"{SUMMARY[self.rates_measured[0]]}: {rates}; {depths}, {drawn} for each length"
+        return f"{RATES[self.rates_measured[0]]}: {rates}; {depths}, {drawn} for each length"
 
     def table(self) -> Table:
         rows = [
@@ -215,8 +215,7 @@ needle_in_a_haystack = function(Needle)
 def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | None = None) -> None:
     """Draw a heat map of the rate of right answers, length by depth, red (0) to blue (1); white is not measured.
 
-    A cell shows a percentage, or with fewer than five answers the number of right ones. If no cell has five answers,
-    the colours are pale, because few answers say little about a cell.
+    A cell shows how many of its answers are right.
     """
     from .. import style
 
@@ -224,14 +223,11 @@ def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | N
     rates, lengths, depths = result.grid(shown), result.lengths, result.depths
     figure.set_size_inches(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
-    pale = max(len(cell.answers) for cell in result.cells) < 5
-    colours: dict[str, Any] = dict(cmap="RdYlBu", alpha=0.4 if pale else 1)  # readable for colour-blind readers
-    image = axes.imshow(rates, **colours, vmin=0, vmax=1, aspect="auto")
+    image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # readable for colour-blind readers
     for cell in result.cells:
         rate, answers = getattr(cell, shown), len(cell.answers)
-        words = f"{100 * rate:.0f}" if answers >= 5 else f"{round(rate * answers)}/{answers}"
-        colour = "white" if abs(rate - 0.5) > 0.35 and not pale else style.INK  # the ends of the scale are dark
-        at = lengths.index(cell.length), depths.index(cell.depth)
+        colour = "white" if abs(rate - 0.5) > 0.35 else style.INK  # the ends of the scale are dark
+        at, words = (lengths.index(cell.length), depths.index(cell.depth)), f"{round(rate * answers)}/{answers}"
         axes.text(*at, words, ha="center", va="center", fontsize=9, color=colour)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)
     axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])

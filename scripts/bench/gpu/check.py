@@ -106,7 +106,7 @@ def draw(config: FoxConfig, work: str, rows: int, length: int, device: str, head
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     heads = heads or config.num_key_value_heads
     queries = 1 if work == "decoding" else length
-    group = config.sizes.num_key_value_groups
+    group = config.num_key_value_groups
     q, k, v, log_f, do = budget.draw(
         rows, heads * group, heads, queries, length, config.head_dim, dtype, device=device
     )

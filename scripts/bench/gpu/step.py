@@ -80,19 +80,17 @@ def make_model(kind, size, tokens, device, attention):
 def make_step(model, ids, size, mode):
     """Return a function that runs one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    on_gpu, in_pieces, options = ids.is_cuda, nullcontext(), {}
+    on_gpu, in_pieces = ids.is_cuda, nullcontext()
     if mode == "compiled":
         for layer in model.model.layers:  # they share a graph
             layer.compile(backend="inductor" if on_gpu else "eager")
-    if size == "7B" and model.config.model_type == "fox":
-        options = {"return_logits": False}
-    elif size == "7B":
+    if size == "7B":
         in_pieces = ChunkedCrossEntropy(model)
 
     def compute_loss():
         if size == "7B":
             with in_pieces:
-                return model(ids, labels=ids, **options).loss
+                return model(ids, labels=ids).loss
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=on_gpu):
             logits = model.lm_head(model.model(ids, use_cache=False)[0])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())

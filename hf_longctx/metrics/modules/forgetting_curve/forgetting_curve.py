@@ -29,7 +29,7 @@ Returns:
     summary (str): the result in one line.
     fine_low, fine_high, coarse_low, coarse_high (int): ends of the 95 % intervals of the lengths, in tokens: at least low (0
         if no length is significant) and below high (None if no end is significant). Compare models by these.
-    intervals_95 (dict): the same, with repeats_needed, longest, text_too_short.
+    intervals_95 (dict): the same, with longest, text_too_short.
     fine_length, coarse_length (int): the paper's, in tokens: the longest that passes, even by chance; 0 if none does.
     fine_open_ended, coarse_open_ended (bool): whether the longest tested length still passes.
     settings (dict): how the curve was measured.

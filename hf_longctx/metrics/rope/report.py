@@ -1,20 +1,43 @@
-"""The verdict of the RoPE bound for each group of a model's layers, as text, table and JSON.
+"""Check the rotary embeddings of a model, read from its config, against the bound of arXiv 2405.14591.
+
+print(rope_report("meta-llama/Llama-3.1-8B"))
 
 Layers with the same rotary embedding and reach form a group. Dimensions of a head that do not rotate count as
-frequency 0, as in Theorem 1 of arXiv 2405.14591 with those dimensions kept; the bound without them is reported too. If
-they are half of the head or more, no base makes B_m negative, and the bound is inconclusive.
+frequency 0, as in Theorem 1 of the paper with those dimensions kept; the bound without them is reported too. If they
+are half of the head or more, no base makes B_m negative, and the bound is inconclusive.
 """
 
 from __future__ import annotations
 
+import math
 import textwrap
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
+from ..checks import as_int
 from ..result import Number, Result, Table
+from .bound import MAX_CONTEXT, rope_base_bound, rope_context_bound, rope_decay
+from .config import (
+    NoRopeError,
+    Rope,
+    Source,
+    attention_window,
+    claimed_context,
+    layer_groups,
+    parameters_of,
+    read_source,
+    readable,
+    rope_of_layers,
+    with_rope_parameters,
+)
 
 
+SEARCHED = 1 << 22  # minimum distances to search for the first B_m < 0
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+MINIMUM_BASE_UP_TO = 1 << 20  # tokens; eq. 18 takes minutes beyond
 CAVEAT = (
     "A screening number. It considers one layer and assumes that all components of q and k have the same distribution. "
     "Stacked layers see further, so the paper calls the boundary not very strict, and many good models violate it at the "
@@ -118,9 +141,11 @@ class RopeReport(Result):
         return worst + " within windows" * (worst == "holds" and reach < self.claimed_context - 1)
 
     @property
-    def holds(self) -> bool | None:
+    def passed(self) -> bool | None:
         """Whether the bound holds in every group of layers with RoPE, also within windows; None if inconclusive."""
         return {"holds": True, "holds within windows": True, "violated": False}.get(self.verdict)
+
+    holds = passed
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -140,9 +165,6 @@ class RopeReport(Result):
         needed = sum(group.max_distance + 1 for group in self.groups if group.rope_type)
         sample = f"B_m < 0 at {negative} of {needed} distances"
         return [Number("", f"at {self.claimed_context} tokens", self.verdict, sample=sample)]
-
-    def remarks(self) -> list[str]:
-        return [*self.notes, self.caveat]
 
     def table(self) -> Table:
         columns = ("layers", "RoPE", "dimensions that rotate", "B_m >= 0 needed", "B_m >= 0 found")
@@ -171,7 +193,7 @@ class RopeReport(Result):
         """Return everything as plain JSON types, verdicts included."""
         groups = [{**asdict(group), "verdict": group.verdict} for group in self.groups]
         notes = list(self.notes)
-        return {**asdict(self), "groups": groups, "notes": notes, "verdict": self.verdict, "holds": self.holds}
+        return {**asdict(self), "groups": groups, "notes": notes, "verdict": self.verdict, "holds": self.passed}
 
     document = to_dict
 
@@ -193,9 +215,118 @@ class RopeReport(Result):
         for group, row in zip(self.groups, rows):
             lines.append(f"{row[0]}: {group.verdict}{': ' * bool(group.detail)}{group.detail}")
             lines += [f"  {column:36}{value}" for column, value in zip(columns[1:-1], row[1:-1]) if value != "-"]
-        remarks = [textwrap.fill(text, 110) for text in (*(f"note: {note}" for note in self.notes), self.caveat)]
-        return "\n".join((*lines, *remarks))
+        notes = [textwrap.fill(text, 110) for text in (*(f"note: {note}" for note in self.notes), self.caveat)]
+        return "\n".join((*lines, *notes))
 
 
 def _up_to(bound: int | None) -> str:
     return f"up to m = {bound} ({bound + 1} tokens)" if bound is not None else "at every m searched"
+
+
+def rope_report(
+    model_or_config: Any,
+    *,
+    context_length: int | None = None,
+    minimum_base: bool = True,
+    model_kwargs: dict[str, Any] | None = None,
+) -> RopeReport:
+    """Check whether a model's rotary embedding satisfies B_m >= 0 over its context, and find the bases that do.
+
+    Reads `rope_parameters` of transformers 5, flat or per layer type, and the older rope_theta with rope_scaling; the
+    rope types default, linear, dynamic, yarn, longrope, llama3 and proportional; partial rotary embeddings; sliding
+    windows; layers without RoPE. In a model of several parts it reads the text decoder. The plain fields of a type
+    that transformers does not know are read as a Llama would.
+
+    Args:
+        model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, the content of a config.json, or the name, folder
+            or config.json of a model.
+        context_length: context to check, in tokens. Default: the largest that the config or the tokenizer's config
+            claims; see `config.claimed_context`. Dynamic and longrope frequencies depend on it.
+        minimum_base: whether to compute eq. 18 too, which takes most of the time (half a minute for 128k tokens).
+        model_kwargs: keywords of `from_pretrained` for a model given by its name, such as revision.
+
+    Returns:
+        RopeReport. Its notes name the assumptions, such as defaults of the config class.
+
+    Raises:
+        NoRopeError: the model does not use RoPE; a ValueError.
+        ValueError: the config misses a setting or has an unknown one, or an argument is out of range.
+        NotImplementedError: the rope type is unknown.
+    """
+    source = read_source(model_or_config, **(model_kwargs or {}))
+    with readable(source.name):
+        return _report(source, context_length, minimum_base)
+
+
+def _report(source: Source, context_length: int | None, minimum_base: bool) -> RopeReport:
+    """Check each group of layers of a config."""
+    config, notes = with_rope_parameters(source), source.notes
+    claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
+    claimed = as_int(f"the context to check ({claimed_by})", claimed, 2)
+    if claimed > MAX_CONTEXT:
+        raise ValueError(
+            f"the context to check ({claimed_by}) must be at most {MAX_CONTEXT} tokens, got {claimed}. Longer contexts take "
+            "minutes."
+        )
+    groups = []
+    for (kind, base), layers in layer_groups(config).items():
+        reach = min(claimed, attention_window(config, kind, layers) or claimed) - 1
+        if not base:
+            groups.append(RopeLayers(kind, len(layers), reach))
+            continue
+        rope = rope_of_layers(source, kind, base, layers, claimed)
+        alpha = parameters_of(config, kind).get("alpha")
+        if rope.type in LENGTH_DEPENDENT and not alpha:
+            notes.append(f"{rope.type} frequencies depend on the length; they are those at {claimed} tokens")
+        why_not = "proportional RoPE has exponents of its own" if rope.type == "proportional" else None
+        if reach > MINIMUM_BASE_UP_TO:
+            why_not = f"the search takes minutes beyond {MINIMUM_BASE_UP_TO} tokens"
+        if minimum_base and why_not is not None:
+            notes.append(f"the minimum base is not computed: {why_not}")
+        groups.append(_bound(rope, kind, len(layers), reach, minimum_base and why_not is None))
+    if not any(group.rope_type for group in groups):
+        raise NoRopeError(config, "none of its layers is an attention layer with RoPE")
+    return RopeReport(source.name, claimed, claimed_by, tuple(groups), tuple(dict.fromkeys(notes)))
+
+
+def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -> RopeLayers:
+    """Compute the bound of one group of layers up to distance `reach`."""
+    rotating = rope.inv_freq[rope.inv_freq > 0]
+    at_rest = rope.head_dim // 2 - len(rotating)
+    theta = np.append(rotating, np.zeros(at_rest))
+    searched = max(reach, SEARCHED)
+    bound = rope_context_bound(inv_freq=theta, limit=searched)
+    holds = bound is None or bound >= reach
+    negative, last_negative, lowest = _negative_distances(theta, reach)
+    minimum = {}
+    if minimum_base and at_rest < len(rotating):
+        bases = rope_base_bound(reach, 2 * len(rotating), non_rotary_dims=2 * at_rest)
+        names = ("two_digit_base", "settled_base", "search_limit")
+        minimum = {"minimum_base": bases.base, **{name: getattr(bases, name) for name in names}}
+    return RopeLayers(
+        layer_type=kind,
+        layers=layers or None,
+        max_distance=reach,
+        rope_type=rope.type,
+        base=rope.base,
+        head_dim=rope.head_dim,
+        rotary_dim=2 * len(rotating),
+        context_bound=bound,
+        rotary_only_bound=rope_context_bound(inv_freq=rotating, limit=searched),
+        negative_distances=0 if holds else negative,
+        last_negative=None if holds else last_negative,
+        lowest_decay=round(lowest, 3),
+        inv_freq=rotating.tolist(),
+        **minimum,
+    )
+
+
+def _negative_distances(theta: np.ndarray, reach: int) -> tuple[int, int | None, float]:
+    """Return how many B_m of m = 0..reach are below 0, the last such m, and the smallest B_m."""
+    negative, last, lowest = 0, None, math.inf
+    for first in range(0, reach + 1, SEARCHED):  # limits the memory
+        decay = rope_decay(range(first, min(first + SEARCHED, reach + 1)), inv_freq=theta)
+        below = np.flatnonzero(decay < 0)
+        negative, lowest = negative + len(below), min(lowest, float(decay.min()))
+        last = first + int(below[-1]) if len(below) else last
+    return negative, last, lowest
