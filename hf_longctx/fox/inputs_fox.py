@@ -134,7 +134,7 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
 
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> Any:
     """Return the mask in the format of the config's attention implementation. A `PrunedCache` drops tokens first."""
-    if drops_tokens(cache):
+    if hasattr(cache, "make_room"):  # a `PrunedCache`
         cache.make_room(inputs_embeds.shape[1])
         if cache.is_compileable:  # a mask of the new tokens: the cache stores which others are padding
             attention_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
