@@ -74,8 +74,7 @@ def read_call(
         mask = attention_mask
         visible, predecessor = read_tree_mask(config, attention_mask, batch, length, cache)
     else:
-        if attention_mask is not None:
-            token_mask = read_token_mask(attention_mask, length)
+        token_mask = read_token_mask(attention_mask, length)
         boundaries = position_ids, cu_seq_lens_q, seq_idx
         if boundaries != (None, None, None) and (cache is None or not torch.compiler.is_compiling()):
             sequences = find_sequences(batch, length, device, token_mask, *boundaries)

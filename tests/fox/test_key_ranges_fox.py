@@ -28,6 +28,10 @@ from hf_longctx.fox.triton_fox import launch_prune, triton_attention
 from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
+def test_the_first_key_of_each_sequence():
+    assert sequence_starts(torch.tensor([0, 2, 2, 5]), 5).tolist() == [[0, 0, 2, 2, 2]]
+
+
 def seen(visible, Tq, Tk):
     """(B, Tq, Tk) bool, as the kernels read `VisibleKeys`, in the order of time."""
     end = int(visible.end)
