@@ -551,15 +551,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             model.settle_layout()
             return loaded
         # arguments that apply to this checkpoint; AutoModel passes the commit and adapter arguments too
-        hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
-        hmt_names |= {"adapter_kwargs", "_commit_hash"}
-        backbone_kwargs = {name: value for name, value in kwargs.items() if name not in hmt_names}
-        # AutoModel stores its argument attn_implementation in the config
-        backbone_kwargs.setdefault("attn_implementation", hmt_config._attn_implementation)
-        # load the backbone as it was when this was saved
-        if getattr(hmt_config, "quantization_config", None) is not None:
-            backbone_kwargs.setdefault("quantization_config", hmt_config.quantization_config)
-        backbone_kwargs |= {"revision": hmt_config.backbone_revision, "trust_remote_code": backbone_trust_remote_code}
+        hmt_names = {"subfolder", "code_revision", "adapter_kwargs", "_commit_hash", *settings}
+        backbone_kwargs = {
+            "attn_implementation": hmt_config._attn_implementation,  # where AutoModel stores its argument
+            "quantization_config": getattr(hmt_config, "quantization_config", None),
+            **{name: value for name, value in kwargs.items() if name not in hmt_names},
+            "revision": hmt_config.backbone_revision,
+            "trust_remote_code": backbone_trust_remote_code,
+        }
         loader = custom_model_class(hmt_config.backbone_config) or AutoModelForCausalLM
         try:
             backbone = loader.from_pretrained(str(hmt_config.backbone_name_or_path), **backbone_kwargs)
@@ -573,10 +572,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         hmt_config.name_or_path = str(path)  # as in transformers; PEFT reads the base model of an adapter from it
         model = cls.from_backbone(backbone, hmt_config)
-        weights = load_file(str(cached_file(path, "model.safetensors", **hub)))
-        settings = {"_extra_state": model.memory.get_extra_state()}
-        weights = {name.removeprefix("memory."): value for name, value in weights.items()}
-        model.memory.load_state_dict(weights | settings)
+        saved = load_file(str(cached_file(path, "model.safetensors", **hub)))
+        weights: dict[str, Any] = {name.removeprefix("memory."): value for name, value in saved.items()}
+        model.memory.load_state_dict(weights | {"_extra_state": model.memory.get_extra_state()})
         with suppress(OSError):  # without a saved generation config, use the backbone's
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
         if loading_info:  # with output_loading_info=True
