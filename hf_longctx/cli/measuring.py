@@ -101,7 +101,7 @@ def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
     return path
 
 
-# Models and texts ---------------------------------------------------------------------------------------------------
+# Models and corpora -------------------------------------------------------------------------------------------------
 
 
 def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Reader, Callable[[], Reader]]":

@@ -128,7 +128,7 @@ def test_each_model_is_tested_against_the_first(tmp_path):
     assert "| mean | 50.0% | 100.0% |" in text
     assert "other copies further than a: its fine length is larger, significant." in text.partition("\n|")[0]
     assert (
-        "Not tested length by length, other against a: the differences cannot be paired: a text without a hash may be an"
+        "Not tested length by length, other against a: the differences cannot be paired: a corpus without a hash may be"
         in text
     )
 

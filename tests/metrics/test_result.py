@@ -35,9 +35,9 @@ NUMBERS = [
     [
         *(
             ("forgetting_curve", f"{name}, at least (tokens, 95 % CI)", 800, FAR, LENGTHS)
-            for name in ("fine memory length of the typical text", "coarse memory length")
+            for name in ("fine memory length of the typical passage", "coarse memory length")
         ),
-        ("", "share of texts copied above 99 %", 1.0, "6 of 6, the worst to 100.0%", "800 tokens"),
+        ("", "share of passages copied above 99 %", 1.0, "6 of 6, the worst to 100.0%", "800 tokens"),
     ],
     [
         ("perplexity", "perplexity of 2 tokens", 15.6426, "", "4 sequences"),
