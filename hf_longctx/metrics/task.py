@@ -196,7 +196,8 @@ class Subject:
     Args:
         model: causal language model, which runs in its dtype, on its device, in eval mode; or a reader, such as
             `ServedModel`.
-        tokenizer: the model's tokenizer. Optional for tasks without questions in words, which also accept its name.
+        tokenizer: the model's tokenizer. Tasks that do not ask questions in words do not need it, and also accept its
+            name.
         tokens: the corpus, a flat sequence of ids, encoded without special tokens.
         context: longest input to measure with, in tokens. Default: the claimed context, else 4096.
         bos_token_id: default: the tokenizer's, then the model's, then EOS.
