@@ -137,11 +137,3 @@ def test_the_commit_is_that_of_a_checkout(tmp_path):
     assert commit(tmp_path) == f"{head}-dirty"
     (tmp_path / "site-packages").mkdir()
     assert commit(tmp_path / "site-packages") is None
-
-
-def test_a_folder_in_place_of_a_file_leaves_nothing_behind(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with pytest.raises(OSError, match="folder"):
-        EXAMPLES[0].save(folder)
-    assert [*tmp_path.iterdir()] == [folder]

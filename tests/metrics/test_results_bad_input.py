@@ -9,8 +9,6 @@ from mistakes import harmless, refused
 from hf_longctx.metrics import (
     CurvePoint,
     ForgettingCurve,
-    LineRetrieval,
-    NeedleGrid,
     PositionLoss,
     comparison_table,
     read_result,
@@ -115,8 +113,6 @@ def compared(results, name="x.png"):
 def pictures():
     return [
         refused("picture of no curve", plotted(ForgettingCurve.of_points([])), "nothing was measured"),
-        refused("picture of no needle", plotted(NeedleGrid.of_parts([])), "nothing was measured"),
-        refused("picture of no lines", plotted(LineRetrieval.of_parts([])), "nothing was measured"),
         refused("unknown ending of a curve", plotted(CURVE, "x.xyz"), "Format 'xyz' is not supported"),
         refused("folder that does not exist", plotted(CURVE, "no/x.png"), "No such file or directory"),
         refused("comparison of nothing", compared({}), "these results are none"),
