@@ -105,9 +105,11 @@ class Engine:
             return np.stack([argmax(torch.cat([*self.logits(row, positions)])) for row in inputs])
         best = np.empty((len(inputs), len(positions)), dtype=np.int64)
         batch, rows = max(1, self.tokens_per_pass // inputs.shape[1]), inputs[:, : positions.stop]
-        groups = equal_rows(rows[:, :prefix])
-        alone = [row for group in groups if len(group) == 1 for row in group]
-        shared = [group for group in groups if len(group) > 1]
+        groups: dict[bytes, list[int]] = {}  # rows by their prefix
+        for index, row in enumerate(rows):
+            groups.setdefault(row[:prefix].tobytes(), []).append(index)
+        alone = [group[0] for group in groups.values() if len(group) == 1]
+        shared = [group for group in groups.values() if len(group) > 1]
         for group in shared + [alone] * bool(alone):
             length = 0 if group is alone else prefix
             cache = DynamicCache(config=self.config)
@@ -223,11 +225,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
-
-
-def equal_rows(rows: np.ndarray) -> list[list[int]]:
-    """Return the row indices, grouped by equal rows."""
-    groups = {}
-    for index, row in enumerate(rows):
-        groups.setdefault(row.tobytes(), []).append(index)
-    return list(groups.values())
