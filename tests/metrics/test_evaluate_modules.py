@@ -29,7 +29,7 @@ from hf_longctx.metrics import (
 )
 from hf_longctx.metrics.evaluate_modules import NAMES, check_bases, score_predictions
 from hf_longctx.metrics.rope import config as rope_config
-from hf_longctx.training.tokenizer import train_tokenizer
+from scripts.demo_tokenizer import train_tokenizer
 
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -208,7 +208,7 @@ TEXTS = [
     refused(
         "text: numbers",
         text_file("a.jsonl", b'{"text": 3}\n'),
-        'The column "text" of .*a.jsonl must hold text, got int',
+        'The column "text" of .*a.jsonl must contain strings, got int',
     ),
     refused("text: half a line", text_file("a.jsonl", b'{"text": "x"}\n{"text":\n'), "cannot be read as json: "),
     refused("text: no rows", text_file("a.jsonl", b""), "a.jsonl does not contain text"),
