@@ -222,7 +222,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add the content of a JSON file written by a metric, a benchmark or scripts.sample."""
+    """Add the content of a JSON file by a metric, a benchmark or scripts.sample; skip other and damaged files."""
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):
@@ -232,11 +232,14 @@ def read_measurement(path, results, documents, samples):
             return
         types = {"command": str, "machine": dict, "versions": dict, "rows": list}
         if not all(isinstance(document.get(name), kind) for name, kind in types.items()):
-            results[path.name] = read_result(path)
+            result = read_result(path)
+            for part in (result.summary, result.numbers, result.table, result.remarks):
+                part()
+            results[path.name] = result
         elif not all(isinstance(row, dict) for row in document["rows"]):
             return
         documents[path.name] = document
-    except ValueError:  # not a measurement
+    except Exception:  # not a measurement, or one with a value that the card cannot show
         return
 
 

@@ -137,7 +137,7 @@ def read_card(text: str) -> ModelCard:
     try:
         return ModelCard(text if text.startswith("---") else f"---\n\n---\n{text}")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"the head of {CARD} cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(f"the metadata of {CARD} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def read_settings(bundle: Bundle) -> dict:

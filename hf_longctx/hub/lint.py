@@ -15,8 +15,8 @@ from huggingface_hub import EvalResult, ModelCardData, get_token
 from huggingface_hub.dataclasses import type_validator
 from huggingface_hub.utils import validate_repo_id
 
-from .bundle import NOTES, Bundle
-from .card import CARD, UPSTREAM, model_index, read_card, read_settings
+from .bundle import Bundle
+from .card import CARD, model_index, read_card
 
 
 # The licenses that the Hub accepts.
@@ -82,30 +82,14 @@ def check(bundle: Bundle) -> None:
 
 
 def missing_fields(bundle: Bundle) -> list[str]:
-    """List recommended fields and sections that the card lacks, one sentence each."""
+    """List what the card lacks: license, language, sections to write, and the commit of the base model."""
     if CARD not in bundle.files:
         return [f"there is no {CARD}"]
     text = bundle.text(CARD)
     data = read_card(text).data
-    fields = ("license", "language", "library_name", "pipeline_tag", "tags") if bundle.config else ("license",)
-    missing = [f"its head lacks `{name}`" for name in fields if not data.get(name)]
+    fields = ("license", "language") if bundle.config else ("license",)
+    missing = [f"its metadata lack `{name}`" for name in fields if not data.get(name)]
     missing += [" ".join(hint.split()) for hint in TODO.findall(text)]
-    if UPSTREAM in text:
-        missing.append(f"it still says {UPSTREAM}")
-    settings = read_settings(bundle)
-    described = "\n## Training" in f"\n{bundle.text(NOTES)}"  # in prose, for data that are not on the Hub
-    for field, name in (
-        ("base_model", settings.get("model")),
-        ("datasets", None if described else settings.get("data")),
-    ):
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) and not data.get(field):
-            missing.append(f"its head lacks `{field}`; training.yaml names {name}")
-    for file, document in bundle.documents.items():
-        saved = document.get("saved")
-        if str((saved if isinstance(saved, dict) else document).get("commit")).endswith("-dirty"):
-            missing.append(f"{file} was measured by code with uncommitted changes; measure it again without them")
-    if not data.get("eval_results") and model_index(bundle):
-        missing.append("its head lacks `model-index`, and there are results")
     if bundle.base is not None and not bundle.base[1]:
         missing.append(f"the base {bundle.base[0]} has no fixed commit")
     return [f"{CARD}: {line}" for line in missing]
@@ -145,14 +129,14 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
 def schema_errors(data: Any) -> Iterator[str]:
     """Yield errors for metadata whose types differ from the annotations of huggingface_hub."""
     results = [("model-index", EvalResult, entry) for entry in data.eval_results or ()]
-    for place, kind, values in [("its head", ModelCardData.__init__, data), *results]:
+    for place, kind, values in [("its metadata", ModelCardData.__init__, data), *results]:
         for name, hint in get_type_hints(kind).items():
             try:
                 if name not in ("license", "eval_results", "ignore_metadata_errors"):
                     type_validator(name, getattr(values, name, None), hint)
             except TypeError:
                 shown = str(hint).removeprefix("<class '").removesuffix("'>")
-                yield f"`{name}` in {place} is {getattr(values, name)!r}; the Hub reads {shown}"
+                yield f"`{name}` in {place} is {getattr(values, name)!r}; the Hub expects {shown}"
     languages = [data.language] if isinstance(data.language, str) else data.language or ()
     for language in languages:
         if isinstance(language, str) and not LANGUAGE.fullmatch(language):

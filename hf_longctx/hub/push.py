@@ -19,7 +19,6 @@ from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
     HTTPError,
-    OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -46,14 +45,12 @@ def named_errors(left: str = "") -> Iterator[None]:
 
     Raises:
         PermissionError: the token is invalid or lacks permission.
-        ConnectionError: the Hub cannot be reached, or HF_HUB_OFFLINE is set.
+        ConnectionError: the Hub cannot be reached.
         HfHubHTTPError: the Hub rejects the request.
     """
     left = f" {left}" if left else ""
     try:
         yield
-    except OfflineModeIsEnabled as error:
-        raise ConnectionError(f"HF_HUB_OFFLINE is set, and this needs the Hub; unset it.{left}") from error
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise PermissionError(

@@ -10,20 +10,8 @@ import torch
 from torch import nn
 
 
-def rank_rows(total: int, local: int, rank: int, ranks: int) -> slice:
-    """Return the slice of `local` of `total` rows that a rank holds; ranks that share a key head hold the same rows.
-
-    >>> [rank_rows(8, 4, rank, 2) for rank in range(2)]
-    [slice(0, 4, None), slice(4, 8, None)]
-    >>> [rank_rows(2, 1, rank, 4) for rank in range(4)]
-    [slice(0, 1, None), slice(0, 1, None), slice(1, 2, None), slice(1, 2, None)]
-    """
-    first = rank * (total // local) // ranks * local
-    return slice(first, first + local)
-
-
 def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
-    """Copy this rank's rows of a checkpoint weight; a `weight_loader` of vLLM.
+    """Copy this rank's rows of a checkpoint weight; a `weight_loader` of vLLM. Ranks can share the rows of a key head.
 
     Raises:
         ValueError: number or width of the heads in the checkpoint differ from its config.
@@ -34,7 +22,8 @@ def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks
             f"a weight of a gate, token shift or norm is {tuple(loaded.shape)}; config.json says {tuple(parameter.shape)} "
             f"on each of {ranks} ranks. Save the model again with save_pretrained."
         )
-    parameter.data.copy_(loaded[rank_rows(total, local, rank, ranks)])
+    first = rank * (total // local) // ranks * local
+    parameter.data.copy_(loaded[first : first + local])
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:

@@ -139,7 +139,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
     check(bundle)
     missing = missing_fields(bundle)
     assert [line for line in missing if 'under "## Training": the training data' in line]
-    assert "README.md: its head lacks `license`" in missing
+    assert "README.md: its metadata lack `license`" in missing
 
 
 def test_the_model_index_is_that_of_the_results(llama):
@@ -219,21 +219,6 @@ def test_a_person_s_card_stays_as_it_is(folder, capsys):
         and "is hand-written" in capsys.readouterr().out
     )
     assert (folder / "README.md").read_text() == "# Mine\nIt has 3 heads.\n"
-    write(folder / "training.yaml", "model: alice/base\n")
-    missing = missing_fields(build_bundle(folder))
-    assert "README.md: its head lacks `base_model`; training.yaml names alice/base" in missing
-    assert "README.md: its head lacks `model-index`, and there are results" in missing
-    write(folder / "speed.json", json.dumps(BENCHMARK | {"commit": "0123abc-dirty"}))
-    assert any(
-        "speed.json was measured by code with uncommitted changes" in line
-        for line in missing_fields(build_bundle(folder))
-    )
-    write(folder / "training.yaml", "data: alice/novels\n")
-    assert "README.md: its head lacks `datasets`; training.yaml names alice/novels" in missing_fields(
-        build_bundle(folder)
-    )
-    write(folder / "card_notes.md", "## Training\nMy own novels.\n")
-    assert not [line for line in missing_fields(build_bundle(folder)) if "datasets" in line]
 
 
 def test_notes_become_parts_of_the_sections_of_their_name(folder):
@@ -261,22 +246,23 @@ def leaves(value, path=()):
 
 
 @pytest.mark.parametrize("file", ["speed.json", "rope.json", "sample.json"])
-def test_a_string_of_a_file_is_shown_as_text(file, folder):
-    """The card has no HTML, link or heading of it, in whatever field it is."""
+def test_a_string_of_a_file_is_shown_as_text_and_a_damaged_file_is_left_out(file, folder):
+    """The string does not add HTML, a link or a heading to the card, in any field."""
     given = json.loads((folder / file).read_text())
     bundle = build_bundle(folder)
     files = {name: content for name, content in bundle.files.items() if name != "README.md"}
     shown = 0
     for *parents, key in leaves(given):
         document = copy.deepcopy(given)
-        functools.reduce(operator.getitem, parents, document)[key] = EVIL
-        write(folder / file, json.dumps(document))
-        read = {name: {} for name in ("results", "documents", "samples")}
-        read_measurement(folder / file, **read)  # which leaves out what is not a result any more
-        text = with_card(replace(bundle, files=files, **read)).text("README.md").partition("written by")[2]
-        shown += "onerror" in text
-        text = re.sub(r"`[^`\n]*`", "", text)  # in code, nothing is HTML
-        assert not re.search(r"<img|\n# y|(?<!\\)\]\(javascript", text), key
+        for value in (EVIL, 3, None) if file == "rope.json" else (EVIL,):
+            functools.reduce(operator.getitem, parents, document)[key] = value
+            write(folder / file, json.dumps(document))
+            read = {name: {} for name in ("results", "documents", "samples")}
+            read_measurement(folder / file, **read)
+            text = with_card(replace(bundle, files=files, **read)).text("README.md").partition("written by")[2]
+            shown += "onerror" in text
+            text = re.sub(r"`[^`\n]*`", "", text)  # in code, nothing is HTML
+            assert not re.search(r"<img|\n# y|(?<!\\)\]\(javascript", text), key
     assert shown
 
 
@@ -289,7 +275,7 @@ def test_the_command_writes_the_card_and_says_what_it_lacks(folder, capsys):
     (folder / "README.md").unlink()
     assert cli.main(["push", str(folder), "alice/llama", "--tag", "v1", "--write-card"]) == 0
     out = capsys.readouterr().out
-    assert "missing: README.md: its head lacks `license`" in out and "intended use" in out
+    assert "missing: README.md: its metadata lack `license`" in out and "intended use" in out
     text = (folder / "README.md").read_text()
     for encoding in ("utf-8", "utf-8-sig"):  # some editors begin with a byte order mark
         (folder / "README.md").write_text(text, encoding=encoding)
@@ -389,12 +375,12 @@ MISTAKES = [
     *[
         refused(f"{line} in the head", replacing("license: apache-2.0", f"license: apache-2.0\n{line}"), message)
         for line, message in (
-            ("datasets: [null]", r"`datasets` in its head is \[None\]; the Hub reads str"),
-            ("datasets: {a: b}", "`datasets` in its head is {'a': 'b'}"),
+            ("datasets: [null]", r"`datasets` in its metadata is \[None\]; the Hub expects str"),
+            ("datasets: {a: b}", "`datasets` in its metadata is {'a': 'b'}"),
             ("language: english", "language 'english' must be an ISO 639 code"),
             ("language: [en, german]", "language 'german' must be"),
-            ("language: no", "`language` in its head is False"),  # Norwegian, in YAML
-            ("metrics: accuracy", "`metrics` in its head is 'accuracy'"),
+            ("language: no", "`language` in its metadata is False"),  # Norwegian, in YAML
+            ("metrics: accuracy", "`metrics` in its metadata is 'accuracy'"),
             ("base_model: ../llama", "`base_model` names '../llama', which is not a name on the Hub"),
             ("datasets: [alice/novels, My own novels]", "`datasets` names 'My own novels', which is not"),
         )
@@ -406,8 +392,10 @@ MISTAKES = [
             ("split", "`dataset_split` in model-index"),
         )
     ],
-    refused("a damaged head", replacing("license: apache-2.0", "license: ["), "head of README.md cannot be read"),
-    refused("a model-index without values", replacing("value: 64", "worth: 64"), "head of README.md cannot be read"),
+    refused("a damaged head", replacing("license: apache-2.0", "license: ["), "metadata of README.md cannot be read"),
+    refused(
+        "a model-index without values", replacing("value: 64", "worth: 64"), "metadata of README.md cannot be read"
+    ),
     refused("a link to nothing", adding("\n[log](log.txt)"), "links to log.txt"),
     refused("a picture in HTML that is not there", adding('\n<img src="x.png">'), "links to x.png"),
     refused("a link out of the repository", adding("\n[code](../../README.md)"), r"links to \.\./\.\./README\.md"),

@@ -2,16 +2,11 @@
 
 import importlib
 import json
-import multiprocessing
-import os
 import sys
-import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoConfig
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,31 +62,6 @@ def test_pages(load, tmp_path, monkeypatch):
     assert 0 < novel["weight"] < 1 and 0 < novel["neighbours_weight"] < 1
     with pytest.raises(ValueError, match="tokens, and 9999 memories take"):
         module.main(f"--unrelated 20 --novel 9999 --rounds 1 --output {tmp_path}/y.json".split())
-
-
-def test_vllm(load, tmp_path, monkeypatch):
-    """Threads replace processes, and fake engines load their model and return seconds."""
-    module, loaded = load("vllm"), []
-
-    class Engine:
-        def __init__(self, folder, **kwargs):
-            loaded.append(AutoConfig.from_pretrained(folder).model_type)
-
-        def collective_rpc(self, name):
-            return [{"layer": SimpleNamespace(page_size_bytes=64, block_size=16)}]
-
-        def generate(self, prompts, params, use_tqdm):
-            return len(prompts) * params["max_tokens"]  # seconds
-
-    context = SimpleNamespace(Pipe=multiprocessing.Pipe, Process=threading.Thread)
-    monkeypatch.setattr(module.multiprocessing, "get_context", lambda kind: context)
-    monkeypatch.setattr(module.common, "timed", lambda function: (function(), None))
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
-    sizes = "--context 16 --tokens 2 --rounds 1 --hidden 128 --layers 1 --vocab 64"
-    module.main([*sizes.split(), "--output", f"{tmp_path}/x.json"])
-    assert loaded == ["llama", "fox", "fox"]
-    assert [row["cache_bytes_per_token"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]] == [4] * 3
 
 
 @ON_CPU

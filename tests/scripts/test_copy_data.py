@@ -64,16 +64,6 @@ def test_passages_have_every_length(text):
     assert set(range(8, 60)) <= lengths
 
 
-def test_the_share_of_rows_is_repeated(text):
-    rows = text(25)
-    kept = [
-        CopyDataset(rows, 0.3, CountingTokenizer(), seed)[i]["input_ids"].equal(rows[i]["input_ids"])
-        for seed in range(100)
-        for i in range(len(rows))
-    ]
-    assert np.mean(kept) == pytest.approx(0.7, abs=5 * (0.3 * 0.7 / len(kept)) ** 0.5)
-
-
 def test_rows_are_read_from_a_file_as_they_were_made(text, tmp_path):
     rows = CopyDataset(text(), 0.5, CountingTokenizer(), 0)
     write(rows, tmp_path / "copies.npy")

@@ -7,9 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaForCausalLM
-
-from hf_longctx.hmt import HMTWrapper
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
@@ -112,35 +109,6 @@ def test_swapped_memories_are_all_of_another_text(name, module, reading, args, t
 # Training.
 
 
-def inputs_of(method, module, args, monkeypatch):
-    """The inputs of all calls of a training."""
-    kind, calls = HMTWrapper if method in module.HMT else LlamaForCausalLM, []
-    forward = kind.forward
-
-    def recorded(self, input_ids, labels, **kwargs):
-        assert torch.equal(input_ids, labels)
-        calls.append(input_ids)
-        return forward(self, input_ids=input_ids, labels=labels, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(kind, "forward", recorded)
-        _, losses = module.trained(method, 0, args)
-    assert [len(x) for x in losses] == [args.first_steps, args.steps]
-    return calls
-
-
-def test_all_train_on_the_same_tokens(module, args, monkeypatch):
-    args.rows, args.segments = 4, 3
-    methods = "Llama", "Llama, long rows", "HMT, single pass", "RMT", "HMT, neural cache", "HMT, tokens read again"
-    calls = {method: inputs_of(method, module, args, monkeypatch) for method in methods}
-    tokens = [torch.cat([x.flatten() for x in rows]) for rows in calls.values()]
-    assert all(torch.equal(x, tokens[0]) for x in tokens)
-    lengths = {method: [x.shape[1] for x in rows] for method, rows in calls.items()}
-    assert lengths.pop("Llama") == 6 * [L]  # in two calls for each of three steps
-    assert all(x == [2 * L] * 2 + [3 * L] * 4 for x in lengths.values())
-    assert {x.shape[0] for x in calls["Llama"]} == {4, 6}
-
-
 def test_a_training_that_ran_out_of_time_resumes(module, load, args):
     args.first_steps, args.save_steps, args.until = 2, 9, -math.inf
     for _ in range(2):  # each runs for a step
@@ -153,27 +121,3 @@ def test_a_training_that_ran_out_of_time_resumes(module, load, args):
     assert stopped[1] == at_once[1]
     for name, weight in at_once[0].state_dict().items():
         assert not isinstance(weight, torch.Tensor) or torch.equal(weight, stopped[0].state_dict()[name]), name
-
-
-# Showing.
-
-
-def row(model, seed, change, readings):
-    entry = {"positions": 1.0, "by_segment": [2.0, 2.0], "by_position": [2.0] * 16}
-    texts = [[2.0, 2.0 + change, 2.0 + change], [3.0, 3.0 + change, 3.0 + change]]
-    return {"model": model, "seed": seed, "losses": [], "readings": {x: entry | {"texts": texts} for x in readings}}
-
-
-def test_changes_are_taken_text_by_text_and_seed_by_seed(module):
-    """Texts differ more from each other than models do."""
-    several = module.series(
-        [
-            row("HMT, single pass", 0, np.log(1.1), ["segments"]),
-            row("HMT, single pass", 1, np.log(9.9), ["segments"]),
-            row("Llama", 0, 0.0, ["overlapping blocks"]),
-            row("RMT", 7, 0.0, ["segments"]),
-        ]
-    )
-    reference = several[module.REFERENCE]
-    assert module.change(several["HMT, single pass"], reference) == "+10.0 % (+10.0 to +10.0)"
-    assert module.change(several["RMT"], reference) is None and module.change(reference, reference) is None

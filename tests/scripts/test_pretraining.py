@@ -1,8 +1,6 @@
 """scripts.evidence.corpus and scripts.evidence.pretraining at tiny sizes, by the code that runs on a GPU."""
 
 import json
-import lzma
-import math
 import multiprocessing.pool
 import zipfile
 from concurrent.futures import Future
@@ -14,7 +12,6 @@ import pytest
 
 from hf_longctx.cli import main
 from hf_longctx.metrics import rope_context_bound
-from hf_longctx.training.config import PretrainConfig, parse
 
 
 pytest.importorskip("matplotlib", reason="figures need matplotlib: pip install 'hf-longctx[plot]'")
@@ -89,20 +86,6 @@ def test_documents_are_read_once_and_held_out_by_project(corpus, tmp_path):
     assert (tokens == 0).sum() == len(documents) and rows.shape == (len(held_out), 256) and (rows != 0).all()
 
 
-def test_documents_beyond_the_limit_are_left_out(corpus, tmp_path):
-    folder, documents = tmp_path / "code", "--packages some-package --held-out other --vocabulary 300"
-    for file in folder.glob("*.xz"):
-        file.unlink()
-    corpus.main(["collect", "--folder", str(folder), *documents.split(), "--megabytes", "0.01"])
-    sizes = [len(lzma.decompress(file.read_bytes())) for file in folder.glob("train-*.xz")]
-    assert 0 < len(sizes) < 6 and sum(file.stat().st_size for file in folder.glob("*.xz")) <= 10_000
-
-
-def test_no_documents_are_an_error_that_says_how_to_get_some(load, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"Collect them by `scripts.evidence.corpus collect`"):
-        load("corpus").main(["pack", "--folder", str(tmp_path)])
-
-
 def result_of(module, options, tmp_path):
     """Return the result of an experiment at tiny sizes, by the rows of its models."""
     folders = f"--data {tmp_path}/code --work {tmp_path}/work --output {tmp_path}/x.json --picture {tmp_path}/x.png"
@@ -154,16 +137,6 @@ def test_a_memory_is_trained_on_code(load, tmp_path, capsys):
     assert "sources of held-out projects" in capsys.readouterr().out
     result["settings"]["seeds"] = [0, 1]
     assert "Not reached: HMT, neural cache, seed 1; Llama, seed 1." in module.table(result)
-
-
-def test_a_model_without_other_fields_is_its_preset(pretraining, tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(pretraining.subprocess, "Popen", lambda command, **_: asked.append(command) or pytest.fail())
-    args = {"work": tmp_path, "tokens": 64, "rows": 1, "length": 32, "set": [], "train": ["torch_compile=false"]}
-    with pytest.raises(pytest.fail.Exception):
-        pretraining.train("Llama", 1e-3, 0, SimpleNamespace(**args, data="code", device="cpu"), math.inf)
-    settings = parse(PretrainConfig, asked[0][4:])
-    assert (settings.model, settings.max_steps, settings.set, settings.torch_compile) == ("llama-36m", 2, [], False)
 
 
 @pytest.mark.usefixtures("undrawn")

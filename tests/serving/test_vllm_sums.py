@@ -1,7 +1,5 @@
 """Running sums and predecessors over steps of a paged cache, against those of each request by itself."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -36,7 +34,7 @@ class Requests:
         self.blocks.append(shared + [next(self.free) for _ in range(-(-length // BLOCK) - len(shared))])
         return len(self.blocks) - 1
 
-    def run(self, batch, padding=0, change=lambda step: step):
+    def run(self, batch, padding=0):
         """Compute tokens [first, end) of each (request, first, end), and compare; the largest difference of c."""
         lengths = torch.tensor([0] + [end - first for _, first, end in batch])
         table = torch.zeros(len(batch), max(map(len, self.blocks)), dtype=torch.int32)
@@ -50,7 +48,7 @@ class Requests:
             for i in range(first, end)
         ]
         slots = torch.tensor(slots + [-1] * padding)
-        step = change(read_step(borders, ends, table, slots, BLOCK, self.tokens_per_state))
+        step = read_step(borders, ends, table, slots, BLOCK, self.tokens_per_state)
         log_f, tokens = (
             torch.cat(
                 [x[request][first:end] for request, first, end in batch] + [x[0].new_zeros(padding, x[0].shape[1])]
@@ -92,23 +90,14 @@ def test_requests_in_chunks_of_any_size(dtype, tokens_per_state):
             assert exact(requests.run(batch, padding=3))
 
 
-def forget_the_batch(step):
-    """As if every request went on from the cache."""
-    nobody = torch.zeros_like(step.in_batch)
-    return replace(step, begins=step.begins & ~step.in_batch, in_batch=nobody, chains=None)
-
-
-@pytest.mark.parametrize("change", [lambda step: step, forget_the_batch])
-def test_one_token_of_each_request(change):
+def test_one_token_of_each_request():
     """Decode where one request continues from the token that another computes in the same step."""
     requests = Requests()
     first = requests.add(40)
     for length, prefix in ((50, None), (60, None), (33, first)):
         requests.add(length, prefix_of=prefix, prefix=32 if prefix == first else 0)
     requests.run([(0, 0, 31), (1, 0, 20), (2, 0, 1)])
-    assert exact(requests.run([(0, 31, 32), (1, 20, 21), (2, 1, 2), (3, 32, 33)], change=change)) == (
-        change is not forget_the_batch
-    )
+    assert exact(requests.run([(0, 31, 32), (1, 20, 21), (2, 1, 2), (3, 32, 33)]))
     assert exact(requests.run([(0, 32, 33), (1, 21, 22), (2, 2, 3)]))
 
 
@@ -131,19 +120,6 @@ def test_requests_of_one_step_may_go_on_from_each_other(order):
     assert exact(requests.run(batch))
     longer = [requests.add(len(requests.log_f[4]) + 7, prefix_of=4, prefix=160)]
     assert exact(requests.run([(longer[0], 160, 167)]))  # from what they have stored
-
-
-def test_without_the_chains_such_requests_are_wrong():
-    requests, batch = chain(range(5))
-    worst, shift_is_right = requests.run(batch, change=forget_the_batch)
-    assert worst > 10 and not shift_is_right
-
-    def parents_only(step):
-        up = torch.zeros_like(step.chains).scatter_(1, step.request[step.parent][:, None], step.in_batch.double())
-        return replace(step, chains=torch.eye(len(up), dtype=torch.float64) + up)
-
-    requests, batch = chain(range(5))
-    assert requests.run(batch, change=parents_only)[0] > 10
 
 
 def test_copies_of_a_prompt_go_on_from_the_first():
