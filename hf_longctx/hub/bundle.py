@@ -233,7 +233,7 @@ def read_measurement(path, results, documents, samples):
         types = {"command": str, "machine": dict, "versions": dict, "rows": list}
         if not all(isinstance(document.get(name), kind) for name, kind in types.items()):
             result = read_result(path)
-            for part in (result.summary, result.numbers, result.table, result.remarks):
+            for part in (result.summary, result.numbers, result.table):
                 part()
             results[path.name] = result
         elif not all(isinstance(row, dict) for row in document["rows"]):
