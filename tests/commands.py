@@ -8,15 +8,12 @@ Such a process starts in 0.1 s in place of 6 s. It has its own arguments, folder
 code and signals, and it imports this package again. Libraries are imported already: a test of what an import does, or
 of a variable that a library reads as it is imported (TRITON_INTERPRET), needs an interpreter of its own. Of these,
 HF_MODULES_CACHE and HF_HUB_OFFLINE are heeded, and those in `HUB` are the same for all processes.
-
-A worker of pytest-xdist imports most of the same libraries. There, the server is a fork of it, made early.
 """
 
 import atexit
 import contextlib
 import functools
 import gc
-import importlib
 import multiprocessing
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
@@ -26,8 +23,6 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
-import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -36,7 +31,7 @@ import interpreter  # noqa: F401 (in this process and in each fork)
 
 ROOT = Path(__file__).resolve().parents[1]
 # Libraries only, as a server with this package would hide that a command does not find it. Absent ones are left out.
-NEUTRAL = [  # those that do not read variables of the Hub
+PRELOADED = [
     "torch",
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -46,9 +41,6 @@ NEUTRAL = [  # those that do not read variables of the Hub
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "pandas",
-]
-PRELOADED = [
-    *NEUTRAL,
     "transformers.trainer",
     "transformers.models.llama.modeling_llama",
     "datasets",
@@ -69,54 +61,19 @@ def prepare(folder):
     ENVIRONMENT.update(os.environ | HUB)
 
 
-def libraries():
-    """Return what the server finds before the installed libraries."""
-    from kernels_library import kernels_library
-
-    return kernels_library(Path(HUB["HF_HOME"]).with_name("libraries")) or []
-
-
 @functools.cache
 def start_server():
     """Start the process of which commands are forks."""
+    from kernels_library import kernels_library
+
     multiprocessing.set_forkserver_preload(PRELOADED)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # libraries keep the streams that they find
-        with contextlib.redirect_stdout(sys.__stdout__), contextlib.redirect_stderr(sys.__stderr__):
-            for name in NEUTRAL:
-                with contextlib.suppress(ImportError):
-                    importlib.import_module(name)
-            multiprocessing.resource_tracker.ensure_running()  # which the server would start in the same way
-            with mock.patch("multiprocessing.util.spawnv_passfds", _become_server):
-                multiprocessing.forkserver.ensure_running()
-    else:
-        found = libraries()
-        environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(found)}  # later Pythons give it sys.path instead
-        with (
-            mock.patch.object(sys, "path", [*found, *sys.path]),
-            mock.patch.dict(os.environ, environment, clear=True),
-        ):
-            multiprocessing.forkserver.ensure_running()
-
-
-def _become_server(program, arguments, descriptors):
-    """Fork in place of `spawnv_passfds`. The last of the arguments is what the server runs."""
-    if pid := os.fork():
-        return pid
-    try:
-        for descriptor in {int(name) for name in os.listdir("/dev/fd")} - {0, 1, 2, *descriptors}:
-            with contextlib.suppress(OSError):  # that of the list itself
-                os.close(descriptor)
-        multiprocessing.forkserver._forkserver._lock = threading.RLock()  # this thread holds the other one
-        gc.freeze()
-        gc.enable()
-        importlib.reload(warnings)  # pytest filters and records them
-        os.environ.clear()
-        os.environ.update(ENVIRONMENT)
-        sys.path[:0] = libraries()
-        exec(arguments[-1])
-    finally:
-        os._exit(0)
+    found = kernels_library(Path(HUB["HF_HOME"]).with_name("libraries")) or []
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(found)}  # later Pythons give it sys.path instead
+    with (
+        mock.patch.object(sys, "path", [*found, *sys.path]),
+        mock.patch.dict(os.environ, environment, clear=True),
+    ):
+        multiprocessing.forkserver.ensure_running()
 
 
 def context():

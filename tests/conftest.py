@@ -92,8 +92,6 @@ def pytest_addoption(parser, pluginmanager):
         import commands  # before a conftest below imports Triton and the package
 
         commands.prepare(tempfile.mkdtemp())
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            commands.start_server()
     parser.addoption(
         "--durations-json", metavar="PATH", help="write the seconds of the files and the slow tests to a JSON"
     )

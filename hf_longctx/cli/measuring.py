@@ -101,7 +101,7 @@ def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
     return path
 
 
-# Models and texts ---------------------------------------------------------------------------------------------------
+# Models and corpora -------------------------------------------------------------------------------------------------
 
 
 def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Reader, Callable[[], Reader]]":
@@ -194,8 +194,7 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
     Args:
         options: arguments of the result's `plot`.
     """
-    from ..metrics.output import run_measurement
-    from ..metrics.result import writing
+    from ..metrics.result import run_measurement
     from ..metrics.run.distributed import process_rank
 
     output, ending = Path(args.output), ".png"
@@ -209,8 +208,7 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
         print(result.summary(), flush=True)  # printed first, because the disk may be full
         result.save(document)
         print(f"wrote {document}")
-        with writing(figure):
-            result.plot(figure, **options)
+        result.plot(figure, **options)
         print(f"wrote {figure}")
     if failure is not None:
         raise failure

@@ -218,7 +218,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         k, v = k.contiguous(), v.contiguous()  # aligns them for 16-byte loads, unlike views of folded keys
         stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
         bound = None if largest is None else bound_scale * largest
-        o, _ = attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
+        o = attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
     return visible.unsort_queries(o).transpose(1, 2), None
 
 

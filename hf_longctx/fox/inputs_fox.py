@@ -74,8 +74,7 @@ def read_call(
         mask = attention_mask
         visible, predecessor = read_tree_mask(config, attention_mask, batch, length, cache)
     else:
-        if attention_mask is not None:
-            token_mask = read_token_mask(attention_mask, length)
+        token_mask = read_token_mask(attention_mask, length)
         boundaries = position_ids, cu_seq_lens_q, seq_idx
         if boundaries != (None, None, None) and (cache is None or not torch.compiler.is_compiling()):
             sequences = find_sequences(batch, length, device, token_mask, *boundaries)
@@ -135,7 +134,7 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
 
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> Any:
     """Return the mask in the format of the config's attention implementation. A `PrunedCache` drops tokens first."""
-    if drops_tokens(cache):
+    if hasattr(cache, "make_room"):  # a `PrunedCache`
         cache.make_room(inputs_embeds.shape[1])
         if cache.is_compileable:  # a mask of the new tokens: the cache stores which others are padding
             attention_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]

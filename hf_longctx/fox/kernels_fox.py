@@ -34,7 +34,7 @@ try:
     _STRIDES = (
         "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
-    _SIZES = "T Tq Tk n_chunks n_split n_groups n_parts n_tokens n_blocks G"
+    _SIZES = "T Tq Tk n_split n_groups n_parts n_tokens n_blocks G"
     jit_any_length = triton.jit(do_not_specialize=_SIZES.split() + [f"s_{name}" for name in _STRIDES.split()])
     LOG2E = tl.constexpr(1.4426950408889634)
     # Replaces log 0 in the cumulative sum; exp(-1e5) is 0 next to any other weight.
@@ -77,12 +77,14 @@ def number(x):
 
 
 @jit
-def whole(s_b, s_h, s_t, W: tl.constexpr):
-    """Return strides in a form that shows that they are multiples of W, the elements of a 16-byte load.
+def rows_of(p_x, i_b, i_h, past, s_b, s_h, s_t, W: tl.constexpr):
+    """Return the address of a head, moved back by `past` rows, and the stride of its rows.
 
-    The compiler only checks for multiples of 16, but rows of folded keys are 72 or 136 elements apart.
+    Strides are multiples of W, the number of elements in a 16-byte load. `// W * W` shows this to the compiler, which
+    only checks for multiples of 16, but rows of folded keys are 72 or 136 elements apart.
     """
-    return s_b // W * W, s_h // W * W, s_t // W * W
+    s_b, s_h, s_t = s_b // W * W, s_h // W * W, s_t // W * W
+    return p_x + i_b * s_b + i_h * s_h - past * s_t, s_t
 
 
 @jit
@@ -134,14 +136,6 @@ def decay(c_i, e_i, c_j, e_j):
 
 
 @jit
-def decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM: tl.constexpr):
-    """Return the decay from row i_row, where c is c_row + e_row, to each of rows i_row ... i_row + BM, [BM]."""
-    o_i = i_row + tl.arange(0, BM)
-    m_i = o_i < Tk
-    return decay(tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0), c_row, e_row)
-
-
-@jit
 def pack(b_x, b_y):
     """Pack two fp32 numbers into an int64. Triton 3.6 loads short vectors whole in each thread; pairs halve it."""
     b_x, b_y = b_x.to(tl.uint32, bitcast=True).to(tl.uint64), b_y.to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -178,39 +172,32 @@ def key_range(p_start, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: t
 
 @jit_any_length
 def running_sum_kernel(
-    p_f, p_query_end, p_dc, p_sums, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T, n_chunks,
-    BT: tl.constexpr, BC: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr, ONLY_SUMS: tl.constexpr,
+    p_f, p_query_end, p_dc, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T,
+    BT: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the cumulative sum c of log f in float64, or its gradient, the reverse sum of dc; BT keys of a row.
+    """Compute the cumulative sum c of log f in float64, or its gradient, the reverse sum of dc, of one row.
 
-    Keys that no query sees, such as padding, count as 0, and values below GATE_FLOOR as GATE_FLOOR.
-
-    ONLY_SUMS: write the sum of each chunk. A second launch then adds the sums of earlier chunks.
-    The order of additions depends only on T, which torch.cumsum on a GPU does not guarantee.
+    Keys that no query sees, such as padding, count as 0, and values below GATE_FLOOR as GATE_FLOOR. The order of
+    additions depends only on T, which torch.cumsum on a GPU does not guarantee.
     """
-    i_c = tl.program_id(0) % n_chunks
-    i_bh = tl.cast(tl.program_id(0) // n_chunks, tl.int64)
-    o_t = i_c * BT + tl.arange(0, BT)
-    if BACKWARD:
-        o_t = T - 1 - o_t
-    m_t = (o_t >= 0) & (o_t < T)
+    i_bh = tl.cast(tl.program_id(0), tl.int64)
     p_f += i_bh // H * s_fb + i_bh % H * s_fh
-    b_f = tl.load(p_f + tl.cast(o_t, tl.int64) * s_ft, mask=m_t, other=0.0)  # [BT]
-    if BOUNDED:
-        m_real = tl.load(p_query_end + i_bh // H * s_sb + i_bh % H * s_sh + o_t, mask=m_t, other=0) > o_t  # [BT]
-        b_f = tl.where(m_real, b_f, 0.0)
-    if BACKWARD:
-        b_x = tl.load(p_dc + i_bh * T + o_t, mask=m_t, other=0.0).to(tl.float64)  # [BT]
-    else:
-        b_x = tl.where(b_f < GATE_FLOOR, GATE_FLOOR, b_f).to(tl.float64)  # keeps NaN
-    if ONLY_SUMS:
-        tl.store(p_sums + i_bh * n_chunks + i_c, tl.sum(b_x, 0))
-    else:
-        b_before = tl.zeros([BC], tl.float64)
-        for i in range(0, i_c, BC):
-            o_c = i + tl.arange(0, BC)
-            b_before += tl.load(p_sums + i_bh * n_chunks + o_c, mask=o_c < i_c, other=0.0)
-        b_y = tl.cumsum(b_x, 0) + tl.sum(b_before, 0)
+    b_before = tl.zeros([1], tl.float64)
+    for i_t in range(0, T, BT):
+        o_t = i_t + tl.arange(0, BT)
+        if BACKWARD:
+            o_t = T - 1 - o_t
+        m_t = (o_t >= 0) & (o_t < T)
+        b_f = tl.load(p_f + tl.cast(o_t, tl.int64) * s_ft, mask=m_t, other=0.0)  # [BT]
+        if BOUNDED:
+            m_real = tl.load(p_query_end + i_bh // H * s_sb + i_bh % H * s_sh + o_t, mask=m_t, other=0) > o_t  # [BT]
+            b_f = tl.where(m_real, b_f, 0.0)
+        if BACKWARD:
+            b_x = tl.load(p_dc + i_bh * T + o_t, mask=m_t, other=0.0).to(tl.float64)  # [BT]
+        else:
+            b_x = tl.where(b_f < GATE_FLOOR, GATE_FLOOR, b_f).to(tl.float64)  # keeps NaN
+        b_y = tl.cumsum(b_x, 0) + b_before
+        b_before += tl.sum(b_x, 0)
         if BACKWARD:
             b_y = tl.where(b_f >= GATE_FLOOR, b_y, 0.0)
             if BOUNDED:
@@ -258,8 +245,8 @@ def forward_span(
     Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of its block
     (p_d), to the first row (a scalar), to row i. The last term is the same for a whole row and is added at the end.
 
-    FIXED: b_m is a bound on all logits instead of a running maximum, which saves work per logit. The PRODUCTS of
-    `Tile` then move more of that work to the tensor cores.
+    FIXED: b_m is a bound on all logits instead of a running maximum, which saves work per logit. PRODUCTS: the tensor
+    cores then also add the decay and sum the weights.
     """
     o_p = tl.arange(0, 16)[None, :]
     b_three = tl.where(o_p < 3, tl.full([BM, 16], 1.0, tl.float32), 0.0).to(tl.bfloat16)  # adds up three parts
@@ -267,13 +254,13 @@ def forward_span(
     for i_k in range(i_from, i_to, BN):
         b_k = load_rows(p_k, i_k, 0, 0, s_kt, D, BN, BD, False)  # [BN, BD]
         c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
-        if FIXED and PRODUCTS == 2:
+        if PRODUCTS:
             b_g = tl.load(p_g + (i_k + tl.arange(0, BN))[:, None] * 16 + o_p)  # [BN, 16]
             b_s = dot(b_q, tl.trans(b_k)) + dot(b_three, tl.trans(b_g))  # the compiler makes it one accumulator
             b_p = tl.exp2(b_s * scale2 + (decay(c_row, e_row, c_end, e_end) - b_m))  # [BM, BN]
         else:
             b_d = tl.load(p_d + i_k + tl.arange(0, BN)) + decay(c_row, e_row, c_end, e_end)  # [BN]
-        if FIXED and PRODUCTS < 2:
+        if FIXED and not PRODUCTS:
             b_p = tl.exp2(dot(b_q, tl.trans(b_k)) * scale2 + (b_d - b_m)[None, :])  # [BM, BN]
         if not FIXED:
             b_s = dot(b_q, tl.trans(b_k)) * scale2 + b_d[None, :]  # [BM, BN]
@@ -284,17 +271,17 @@ def forward_span(
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
         # A weight that dominates its row is 1 under a running maximum. Under a bound, its rounding cancels only if the
         # rounded weight is summed; by hand, because a bf16 number used twice is converted by the unit of exponentials.
-        if FIXED and PRODUCTS == 0 and b_v.dtype == tl.bfloat16:
+        if FIXED and not PRODUCTS and b_v.dtype == tl.bfloat16:
             b_bits = b_p.to(tl.uint32, bitcast=True) + 0x8000
             b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # the minimum: NaN, 0x7FFFFFFF, would wrap to -0
             b_p = b_bits.to(tl.float32, bitcast=True)
         b_w = narrow(b_p, b_v.dtype)
-        if FIXED and PRODUCTS > 0:
+        if PRODUCTS:
             b_sums += dot(b_w, tl.full([BN, 16], 1.0, tl.float32).to(b_v.dtype))
         else:
             b_l += tl.sum(b_p, 1)
         b_o += dot(b_w, b_v)
-    if FIXED and PRODUCTS > 0:
+    if PRODUCTS:
         b_l += tl.sum(b_sums, 1) / 16
     return b_o, b_l, b_m
 
@@ -351,18 +338,14 @@ def forward_kernel(
     i_b, i_h = tl.cast(i_bh // Hq, tl.int64), tl.cast(i_bh % Hq, tl.int64)
     i_row = Tk - Tq + (n_m - 1 - tl.program_id(0) % n_m) * BM  # the longest rows start first
     past = tl.cast(Tk - Tq, tl.int64)
-    s_qb, s_qh, s_qt = whole(s_qb, s_qh, s_qt, W)
-    s_kb, s_kh, s_kt = whole(s_kb, s_kh, s_kt, W)
-    s_vb, s_vh, s_vt = whole(s_vb, s_vh, s_vt, W)
-    s_ob, s_oh, s_ot = whole(s_ob, s_oh, s_ot, W)
-    p_q += i_b * s_qb + i_h * s_qh - past * s_qt
-    p_o += i_b * s_ob + i_h * s_oh - past * s_ot
-    p_k += i_b * s_kb + i_h // G * s_kh
-    p_v += i_b * s_vb + i_h // G * s_vh
+    p_q, s_qt = rows_of(p_q, i_b, i_h, past, s_qb, s_qh, s_qt, W)
+    p_o, s_ot = rows_of(p_o, i_b, i_h, past, s_ob, s_oh, s_ot, W)
+    p_k, s_kt = rows_of(p_k, i_b, i_h // G, 0, s_kb, s_kh, s_kt, W)
+    p_v, s_vt = rows_of(p_v, i_b, i_h // G, 0, s_vb, s_vh, s_vt, W)
     p_c += (i_b * Hq + i_h) * Tk
     p_e += (i_b * Hq + i_h) * Tk
     p_d += (i_b * Hq + i_h) * Tk
-    if KNOWN and PRODUCTS == 2:
+    if KNOWN and PRODUCTS:
         p_g += (i_b * Hq + i_h) * Tk * 16
     p_lse += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
@@ -391,8 +374,10 @@ def forward_kernel(
         b_m = tl.full([BM], float("-inf"), tl.float32)
         b_o, b_l, b_m = forward_span(
             b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
-            D, BM, BN, BD, FIXED=False, PRODUCTS=0)  # fmt: skip
-    b_m += decay_of_rows(p_c, p_e, c_row, e_row, i_row, Tk, BM)
+            D, BM, BN, BD, FIXED=False, PRODUCTS=False)  # fmt: skip
+    o_i = i_row + tl.arange(0, BM)
+    b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
+    b_m += decay(b_ci, b_ei, c_row, e_row)
     if BOUNDED:
         b_o, b_l, b_m = forward_masked_span(
             b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, begin // BS * BS, full, begin, end, Tk,
@@ -400,7 +385,6 @@ def forward_kernel(
     b_o, b_l, b_m = forward_masked_span(
         b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, diagonal, end, begin, end, Tk,
         s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
-    o_i = i_row + tl.arange(0, BM)
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
     store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
     tl.store(p_lse + o_i, (b_m + tl.log2(b_l)) / LOG2E, mask=o_i < Tk)
@@ -443,7 +427,7 @@ def dq_span(
 
 @jit_any_length
 def dq_kernel(
-    p_q, p_k, p_v, p_c, p_e, p_d, p_start, p_o, p_lse, p_do, p_dlse, p_dq, p_dc, p_rows,
+    p_q, p_k, p_v, p_c, p_e, p_d, p_start, p_o, p_lse, p_do, p_dq, p_dc, p_rows,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_ob, s_oh, s_ot, s_dob, s_doh, s_dot, s_dqb, s_dqh, s_dqt,
     s_fb, s_fh,
     Tq, Tk, Hq, G, scale,
@@ -451,35 +435,28 @@ def dq_kernel(
     BS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row, as
-    a pair: the decay since the start of its aligned block of BR queries minus lse, and delta = rowsum(do * o) - dlse.
+    a pair: the decay since the start of its aligned block of BR queries minus lse, and delta = rowsum(do * o).
 
-    dS = p * (do.v - delta), because d lse_i / dS_ij = p_ij. The queries' share of dc, the row sums of dS, is dlse in
-    exact arithmetic. It is summed nevertheless because delta contains the rounding of o: an error in row i then
-    affects only the gates that row i remembers, not all gates before i.
+    dS = p * (do.v - delta). The queries' share of dc, the row sums of dS, is 0 in exact arithmetic. It is summed
+    nevertheless because delta contains the rounding of o: an error in row i then affects only the gates that row i
+    remembers, not all gates before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
     i_b, i_h = tl.cast(i_bh // Hq, tl.int64), tl.cast(i_bh % Hq, tl.int64)
     i_row = Tk - Tq + (n_m - 1 - tl.program_id(0) % n_m) * BM
     past = tl.cast(Tk - Tq, tl.int64)
-    s_qb, s_qh, s_qt = whole(s_qb, s_qh, s_qt, W)
-    s_kb, s_kh, s_kt = whole(s_kb, s_kh, s_kt, W)
-    s_vb, s_vh, s_vt = whole(s_vb, s_vh, s_vt, W)
-    s_ob, s_oh, s_ot = whole(s_ob, s_oh, s_ot, W)
-    s_dob, s_doh, s_dot = whole(s_dob, s_doh, s_dot, W)
-    s_dqb, s_dqh, s_dqt = whole(s_dqb, s_dqh, s_dqt, W)
-    p_q += i_b * s_qb + i_h * s_qh - past * s_qt
-    p_o += i_b * s_ob + i_h * s_oh - past * s_ot
-    p_do += i_b * s_dob + i_h * s_doh - past * s_dot
-    p_dq += i_b * s_dqb + i_h * s_dqh - past * s_dqt
-    p_k += i_b * s_kb + i_h // G * s_kh
-    p_v += i_b * s_vb + i_h // G * s_vh
+    p_q, s_qt = rows_of(p_q, i_b, i_h, past, s_qb, s_qh, s_qt, W)
+    p_o, s_ot = rows_of(p_o, i_b, i_h, past, s_ob, s_oh, s_ot, W)
+    p_do, s_dot = rows_of(p_do, i_b, i_h, past, s_dob, s_doh, s_dot, W)
+    p_dq, s_dqt = rows_of(p_dq, i_b, i_h, past, s_dqb, s_dqh, s_dqt, W)
+    p_k, s_kt = rows_of(p_k, i_b, i_h // G, 0, s_kb, s_kh, s_kt, W)
+    p_v, s_vt = rows_of(p_v, i_b, i_h // G, 0, s_vb, s_vh, s_vt, W)
     p_c += (i_b * Hq + i_h) * Tk
     p_e += (i_b * Hq + i_h) * Tk
     p_d += (i_b * Hq + i_h) * Tk
     p_dc += (i_b * Hq + i_h) * Tk
     p_lse += (i_b * Hq + i_h) * Tq - past
-    p_dlse += (i_b * Hq + i_h) * Tq - past
     p_rows += (i_b * Hq + i_h) * Tq - past
     if BOUNDED:
         p_start += i_b * s_fb + i_h * s_fh - past
@@ -489,8 +466,7 @@ def dq_kernel(
     m_i = o_i < Tk
     b_do = load_rows(p_do, i_row, i_row, Tk, s_dot, D, BM, BD, True)  # [BM, BD]
     b_o = load_rows(p_o, i_row, i_row, Tk, s_ot, D, BM, BD, True)  # [BM, BD]
-    b_dlse = tl.load(p_dlse + o_i, mask=m_i, other=0.0)  # [BM]
-    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1) - b_dlse  # [BM]
+    b_delta = tl.sum(b_o.to(tl.float32) * b_do.to(tl.float32), 1)  # [BM]
     b_ci, b_ei = tl.load(p_c + o_i, mask=m_i, other=0.0), tl.load(p_e + o_i, mask=m_i, other=0.0)  # [BM]
     b_lse = tl.load(p_lse + o_i, mask=m_i, other=0.0) * LOG2E  # [BM]
     o_r = o_i // BR * BR
@@ -558,43 +534,39 @@ def dkdv_kernel(
     p_q, p_k, p_v, p_c, p_e, p_query_end, p_lse, p_do, p_rows, p_dk, p_dv, p_dc,
     s_qb, s_qh, s_qt, s_kb, s_kh, s_kt, s_vb, s_vh, s_vt, s_dob, s_doh, s_dot, s_dkb, s_dkh, s_dkt,
     s_dvb, s_dvh, s_dvt, s_sb, s_sh,
-    Tq, Tk, Hq, n_groups, n_parts, scale,
+    Tq, Tk, Hq, n_groups, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
     """Compute dk, dv of one key block, summed over a group's query heads, and the keys' share of each head's dc.
 
-    A key head has n_parts groups, each with a program and a part of its dk and dv. The G heads of a group are not an
-    argument: Inductor would compile a 1 into the kernel, which then loses its loop over them, and the assembler for
-    Hopper makes each of its products wait for the one before.
+    The G heads of a group are not an argument: Inductor would compile a 1 into the kernel, which then loses its loop
+    over them, and the assembler for Hopper makes each of its products wait for the one before.
 
     Masked blocks take BS queries at a time: the exact decay of every pair needs more registers per query.
     """
     n_n = tl.cdiv(Tk, BN)
     i_bh = tl.program_id(0) // n_n
-    i_b, i_hg = tl.cast(i_bh // n_groups, tl.int64), tl.cast(i_bh % n_groups, tl.int64)
+    i_b, i_hk = tl.cast(i_bh // n_groups, tl.int64), tl.cast(i_bh % n_groups, tl.int64)
     G = Hq // n_groups
-    i_hk = i_hg // n_parts
     i_col = tl.program_id(0) % n_n * BN  # the oldest keys, seen by most queries, start first
     i_last = tl.minimum(i_col + BN, Tk) - 1
     past = tl.cast(Tk - Tq, tl.int64)
-    s_qb, s_qh, s_qt = whole(s_qb, s_qh, s_qt, W)
-    s_kb, s_kh, s_kt = whole(s_kb, s_kh, s_kt, W)
-    s_vb, s_vh, s_vt = whole(s_vb, s_vh, s_vt, W)
-    s_dob, s_doh, s_dot = whole(s_dob, s_doh, s_dot, W)
-    s_dkb, s_dkh, s_dkt = whole(s_dkb, s_dkh, s_dkt, W)
-    s_dvb, s_dvh, s_dvt = whole(s_dvb, s_dvh, s_dvt, W)
+    p_k, s_kt = rows_of(p_k, i_b, i_hk, 0, s_kb, s_kh, s_kt, W)
+    p_v, s_vt = rows_of(p_v, i_b, i_hk, 0, s_vb, s_vh, s_vt, W)
+    p_dk, s_dkt = rows_of(p_dk, i_b, i_hk, 0, s_dkb, s_dkh, s_dkt, W)
+    p_dv, s_dvt = rows_of(p_dv, i_b, i_hk, 0, s_dvb, s_dvh, s_dvt, W)
     o_j = i_col + tl.arange(0, BN)
-    b_k = load_rows(p_k + i_b * s_kb + i_hk * s_kh, i_col, i_col, Tk, s_kt, D, BN, BD, True)  # [BN, BD]
-    b_v = load_rows(p_v + i_b * s_vb + i_hk * s_vh, i_col, i_col, Tk, s_vt, D, BN, BD, True)  # [BN, BD]
+    b_k = load_rows(p_k, i_col, i_col, Tk, s_kt, D, BN, BD, True)  # [BN, BD]
+    b_v = load_rows(p_v, i_col, i_col, Tk, s_vt, D, BN, BD, True)  # [BN, BD]
     scale = number(scale)
     scale2 = scale * LOG2E
     b_dk = tl.zeros([BN, BD], tl.float32)
     b_dv = tl.zeros([BN, BD], tl.float32)
     for i_g in range(G):
-        i_h = i_hg * G + i_g
-        p_qh = p_q + i_b * s_qb + i_h * s_qh - past * s_qt
-        p_doh = p_do + i_b * s_dob + i_h * s_doh - past * s_dot
+        i_h = i_hk * G + i_g
+        p_qh, s_qrow = rows_of(p_q, i_b, i_h, past, s_qb, s_qh, s_qt, W)
+        p_doh, s_dorow = rows_of(p_do, i_b, i_h, past, s_dob, s_doh, s_dot, W)
         i_key, i_query = (i_b * Hq + i_h) * Tk, (i_b * Hq + i_h) * Tq - past
         p_ch, p_eh = p_c + i_key, p_e + i_key
         p_lseh, p_rowsh = p_lse + i_query, p_rows + i_query
@@ -616,20 +588,22 @@ def dkdv_kernel(
         b_dc = tl.zeros([BN], tl.float32)
         b_dk, b_dv, b_dc = dkdv_span(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
-            b_query_end, i_col, begin // BS * BS, full, begin, end, s_qt, s_dot, scale2,
+            b_query_end, i_col, begin // BS * BS, full, begin, end, s_qrow, s_dorow, scale2,
             D, BS, BN, BD, MASKED=True)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
-            b_query_end, i_col, full, ragged, begin, end, s_qt, s_dot, scale2, D, BM, BN, BD, MASKED=False)  # fmt: skip
+            b_query_end, i_col, full, ragged, begin, end, s_qrow, s_dorow, scale2,
+            D, BM, BN, BD, MASKED=False)  # fmt: skip
         b_dk, b_dv, b_dc = dkdv_span(
             b_dk, b_dv, b_dc, b_k, b_v, p_qh, p_doh, p_ch, p_eh, p_lseh, p_rowsh, b_cj, b_ej, c_col, e_col,
-            b_query_end, i_col, ragged, end, begin, end, s_qt, s_dot, scale2, D, BS, BN, BD, MASKED=True)  # fmt: skip
+            b_query_end, i_col, ragged, end, begin, end, s_qrow, s_dorow, scale2,
+            D, BS, BN, BD, MASKED=True)  # fmt: skip
         p_dch = p_dc + i_key + o_j
         tl.store(
             p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk
         )  # dq_kernel has written the queries' share
-    store_rows(p_dk + i_b * s_dkb + i_hg * s_dkh, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
-    store_rows(p_dv + i_b * s_dvb + i_hg * s_dvh, b_dv, i_col, Tk, s_dvt, D, BN, BD)
+    store_rows(p_dk, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
+    store_rows(p_dv, b_dv, i_col, Tk, s_dvt, D, BN, BD)
 
 
 @jit
@@ -713,8 +687,8 @@ def decode_kernel(
     i_s = tl.program_id(0) // n_r % n_split
     i_bh = tl.program_id(0) // n_r // n_split
     i_b, i_hk = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)
-    s_kb, s_kh, s_kt = whole(s_kb, s_kh, s_kt, W)
-    s_vb, s_vh, s_vt = whole(s_vb, s_vh, s_vt, W)
+    p_k, s_kt = rows_of(p_k, i_b, i_hk, 0, s_kb, s_kh, s_kt, W)
+    p_v, s_vt = rows_of(p_v, i_b, i_hk, 0, s_vb, s_vh, s_vt, W)
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
     o_r = i_r * BM + tl.arange(0, BM)
@@ -722,8 +696,6 @@ def decode_kernel(
     o_i = Tk - Tq + o_r % Tq  # position of each row
     m_r = o_r < G * Tq
     o_d = tl.arange(0, BD)
-    p_k += i_b * s_kb + i_hk * s_kh
-    p_v += i_b * s_vb + i_hk * s_vh
     p_q_rows = p_q + i_b * s_qb + o_h * s_qh + (o_r % Tq) * s_qt
     b_q = tl.load(p_q_rows[:, None] + o_d[None, :], mask=m_r[:, None] & (o_d < D)[None, :], other=0.0)  # [BM, BD]
     p_x += i_b * s_xb + i_hk * s_xh

@@ -15,7 +15,7 @@ from .attention_fox import unfold_decay
 
 
 CHUNK_ELEMENTS = 2**22  # entries of A computed per chunk: 16 MB
-TEXT, QUIET, HIDDEN = "#1f2933", "#5f6b76", "#f1f3f5"  # colors
+HIDDEN = "#f1f3f5"  # color of keys that a query does not see
 MIN_WEIGHT = 1e-3  # lower end of the color scale of A
 COLUMNS = 6
 DEFAULT_HEADS = 4  # panels if no heads are given
@@ -165,7 +165,6 @@ def plot_forget_gates(
         ImportError: matplotlib is not installed.
     """
     try:
-        from matplotlib import colormaps
         from matplotlib.colors import LogNorm, Normalize
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -175,47 +174,40 @@ def plot_forget_gates(
     maps = spread(measured, DEFAULT_HEADS) if layers is None and heads is None else measured
     columns = min(len(maps), COLUMNS)
     rows = -(-len(maps) // columns)
-    figure = Figure(figsize=(2.55 * columns + 1.5, 5.6 * rows + 0.9), dpi=160, facecolor="white")
-    figure.set_layout_engine("constrained", w_pad=0.06, h_pad=0.06)
+    figure = Figure(figsize=(2.55 * columns + 1.5, 5.6 * rows + 0.9), dpi=160, layout="constrained")
     grid = figure.subplots(2 * rows, columns, squeeze=False)
     for axes in grid.flat:
         axes.set_visible(False)
-    colours = {
-        "forget": (colormaps["Blues"], Normalize(0, 1)),
-        "attention": (colormaps["OrRd"], LogNorm(MIN_WEIGHT, 1, clip=True)),
-    }
+    panels = (
+        ("forget", "F: remaining weight of a key", "Blues", Normalize(0, 1)),
+        ("attention", "A: attention weight", "OrRd", LogNorm(MIN_WEIGHT, 1, clip=True)),
+    )
     for i, head_map in enumerate(maps):
         row, column = divmod(i, columns)
-        for kind, axes in (("forget", grid[2 * row, column]), ("attention", grid[2 * row + 1, column])):
-            image = draw(axes, head_map, kind, *colours[kind])
+        for below, (kind, label, colors, norm) in enumerate(panels):
+            axes = grid[2 * row + below, column]
+            axes.set_visible(True)
+            axes.set_facecolor(HIDDEN)
+            extent = (0, head_map.tokens, head_map.tokens, 0)
+            image = axes.imshow(
+                getattr(head_map, kind), cmap=colors, norm=norm, interpolation="nearest", extent=extent
+            )
+            axes.locator_params(nbins=4, integer=True)
+            axes.tick_params(labelsize=8, labelbottom=bool(below), labelleft=column == 0)
+            if column == 0:
+                axes.set_ylabel("query (token)", fontsize=9)
             if column == columns - 1 or i == len(maps) - 1:
-                beside = list(grid[2 * row + (kind == "attention")])
-                bar = figure.colorbar(image, ax=beside, shrink=0.9, aspect=22, pad=0.015)
-                bar.outline.set_visible(False)
-                bar.ax.tick_params(colors=TEXT, labelsize=8, length=0)
-                if kind == "attention":
-                    bar.minorticks_off()
-                    bar.set_ticks([MIN_WEIGHT, 0.01, 0.1, 1], labels=[f"≤ {MIN_WEIGHT:g}", "0.01", "0.1", "1"])
-                bar.set_label(LABELS[kind, head_map.block > 1], color=TEXT, fontsize=9)
-            axes.set_ylabel("query (token)" if column == 0 else None, color=QUIET, fontsize=9)
-            axes.tick_params(labelleft=column == 0)
-        grid[2 * row, column].set_title(heading(head_map), color=TEXT, fontsize=10, pad=7)
-        grid[2 * row, column].tick_params(labelbottom=False)
-        grid[2 * row + 1, column].set_xlabel("key (token)", color=QUIET, fontsize=9)
-    figure.suptitle(title or "What each head keeps, and where it looks", color=TEXT, fontsize=13.5, fontweight="bold")
+                figure.colorbar(image, ax=list(grid[2 * row + below]), shrink=0.9, aspect=22, pad=0.015, label=label)
+        time = head_map.decay_time
+        memory = "forgets nothing" if time == float("inf") else f"decay time {time:,.{0 if time >= 10 else 1}f} tokens"
+        grid[2 * row, column].set_title(f"layer {head_map.layer}, head {head_map.head}\n{memory}", fontsize=10)
+        grid[2 * row + 1, column].set_xlabel("key (token)", fontsize=9)
+    figure.suptitle(title or "What each head remembers and attends to", fontsize=13.5, fontweight="bold")
     if (side := maps[0].block) > 1:
-        note = f"{maps[0].tokens:,} tokens; a point stands for {side} x {side}: the mean of F, the largest of A"
-        figure.supxlabel(note, x=0.99, ha="right", fontsize=8, color=QUIET)
+        note = f"{maps[0].tokens:,} tokens; a point is {side} x {side} entries: the mean of F, the largest of A"
+        figure.supxlabel(note, x=0.99, ha="right", fontsize=8)
     figure.savefig(path)
     return measured
-
-
-LABELS = {
-    ("forget", False): "F: what is left of a key",
-    ("forget", True): "F: what is left of a key (mean)",
-    ("attention", False): "A: attention weight",
-    ("attention", True): "A: attention weight (largest)",
-}
 
 
 def spread(maps, count):
@@ -223,28 +215,3 @@ def spread(maps, count):
     ordered = sorted(maps, key=lambda head_map: head_map.decay_time)
     last = min(count, len(ordered)) - 1
     return [ordered[round(i * (len(ordered) - 1) / max(last, 1))] for i in range(last + 1)]
-
-
-def heading(head_map):
-    """Return the title of a panel."""
-    time = head_map.decay_time
-    digits = 0 if time >= 10 else 1
-    kept = "forgets nothing" if time == float("inf") else f"decay time {time:,.{digits}f} tokens"
-    return f"layer {head_map.layer}, head {head_map.head}\n{kept}"
-
-
-def draw(axes, head_map, kind, colours, norm):
-    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
-
-    axes.set_visible(True)
-    axes.set_facecolor(HIDDEN)
-    side = head_map.tokens
-    options = dict(cmap=colours, norm=norm, interpolation="nearest", extent=(0, side, side, 0))
-    image = axes.imshow(getattr(head_map, kind).numpy(), **options)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(MaxNLocator(4, integer=True))
-        axis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    axes.tick_params(colors=QUIET, labelsize=8, length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    return image

@@ -8,15 +8,14 @@ import torch
 class Tile(NamedTuple):
     """Launch parameters of one kernel: query rows and keys per block, warps, and pipeline stages.
 
-    products: work that the forward pass moves to tensor cores if a bound on the logits is known. 1: sums of weights;
-        2: also the decay of the keys. Both save instructions; the faster one depends on the GPU.
+    products: whether tensor cores add the decay and sum the weights in the forward pass if the logits are bounded.
     """
 
     BM: int
     BN: int
     warps: int
     stages: int
-    products: int = 0
+    products: bool = False
 
 
 class Tiles(NamedTuple):
@@ -49,7 +48,7 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     },
     (90, 2): {
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
-        64: Tiles(Tile(128, 64, 4, 4, 2), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
+        64: Tiles(Tile(128, 64, 4, 4, True), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 3)),
     },

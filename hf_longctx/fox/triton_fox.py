@@ -40,7 +40,7 @@ from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, pru
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MASKED_KEYS = 32  # keys processed at a time in blocks that not all queries of a program see
-SUM_TILE = Tile(1024, 128, 4, 1)  # cumulative sum: size of a chunk, and earlier chunks added at a time
+SUM_TILE = Tile(1024, 1, 4, 1)  # cumulative sum: keys processed at a time
 
 
 # --- launchers: each allocates its outputs and calls its kernels -----------------------------------------------------
@@ -116,16 +116,12 @@ def launch_running_sum_backward(dc: Tensor, log_f: Tensor, query_end: Tensor | N
 
 def _running_sum(log_f, query_end, dc, result):
     B, H, T = log_f.shape
-    chunks = blocks_of(SUM_TILE.BM, T)
-    sums = log_f.new_empty(B, H, chunks, dtype=torch.float64)
     query_end, *s_end = _bound(query_end, B, H)
     with _on(log_f.device):
-        for only_sums in (True, False) if chunks > 1 else (False,):
-            launch(
-                running_sum_kernel, B * H * chunks, SUM_TILE,
-                log_f, query_end, dc, sums, result, *log_f.stride(), *s_end, H, T, chunks,
-                BT=SUM_TILE.BM, BC=SUM_TILE.BN, BOUNDED=query_end is not None, BACKWARD=dc is not None, ONLY_SUMS=only_sums,
-            )  # fmt: skip
+        launch(
+            running_sum_kernel, B * H, SUM_TILE, log_f, query_end, dc, result, *log_f.stride(), *s_end, H, T,
+            BT=SUM_TILE.BM, BOUNDED=query_end is not None, BACKWARD=dc is not None,
+        )  # fmt: skip
     return result
 
 
@@ -143,27 +139,31 @@ def split_sum(c: Tensor, block: int, scale: float | None = None):
     return [*sums, parts]
 
 
-def _launch_prune(gates, key_start, end, bound, Tq, blocks, gate_scale, bound_scale, tolerance):
-    """Return the first key that each row reads, (B, Hq, Tq) int32; `blocks`: numbers of rows and keys in a block."""
+def launch_prune(
+    gates: Tensor,
+    key_start: Tensor | None,
+    end: Tensor | None,
+    bound: Tensor,
+    Tq: int,
+    query_block: int,
+    key_block: int,
+    gate_scale: float,
+    bound_scale: float,
+    tolerance: float,
+) -> Tensor:
+    """Return the first key that each row reads, (B, Hq, Tq) int32."""
     B, Hkv, G, Tk, parts = gates.shape
     key_start, *s_start = _bound(key_start, B, Hkv * G)
     kept, rows = gates.new_empty(B, Hkv * G, Tq, dtype=torch.int32), B * Hkv * G * Tq
-    bound, (BM, BN) = bound.expand(B, Hkv * G), blocks
+    bound = bound.expand(B, Hkv * G)
     with _on(gates.device):
         launch(
             prune_kernel, blocks_of(128, rows), Tile(128, 1, 4, 1),
             gates, key_start, end, bound, kept, *gates.stride(), *s_start, *bound.stride(),
             Tq, Tk, Hkv * G, G, rows, gate_scale, bound_scale, tolerance,
-            BR=128, BM=BM, BN=BN, BOUNDED=key_start is not None, P=parts, ENDS=end is not None,
+            BR=128, BM=query_block, BN=key_block, BOUNDED=key_start is not None, P=parts, ENDS=end is not None,
         )  # fmt: skip
     return kept
-
-
-def launch_prune(
-    c: Tensor, key_start: Tensor | None, bound: Tensor, Tq: int, query_block: int, key_block: int, tolerance: float
-) -> Tensor:
-    blocks = query_block, key_block
-    return _launch_prune(c[:, :, None, :, None], key_start, None, bound, Tq, blocks, 1.0, 1.0, tolerance)
 
 
 def launch_forward(
@@ -179,7 +179,7 @@ def launch_forward(
     B, Hq, Tq, D = q.shape
     o, lse = _empty_output(q), q.new_empty(B, Hq, Tq, dtype=torch.float32)
     tile = tiles_for(q.device, D, q.dtype).forward
-    c, e, d, g = split_sum(c, tile.BN, scale if tile.products == 2 and logit_bound is not None else None)
+    c, e, d, g = split_sum(c, tile.BN, scale if tile.products and logit_bound is not None else None)
     key_start, *s_start = _bound(key_start, B, Hq)
     with _on(q.device):
         launch(
@@ -194,7 +194,6 @@ def launch_forward(
 
 def launch_backward(
     do: Tensor,
-    dlse: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -207,7 +206,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
-    do, dlse = _readable(do), dlse.contiguous()
+    do = _readable(do)
     dq, dk, dv = map(_empty_output, (q, k, v))
     tiles = tiles_for(q.device, D, q.dtype)
     c, e, d, _ = split_sum(c, tiles.dq.BN)
@@ -218,37 +217,20 @@ def launch_backward(
     with _on(q.device):
         launch(
             dq_kernel, blocks_of(tiles.dq.BM, Tq) * B * Hq, tiles.dq,
-            q, k, v, c, e, d, key_start, o, lse, do, dlse, dq, dc, rows,
+            q, k, v, c, e, d, key_start, o, lse, do, dq, dc, rows,
             *_strides(q, k, v, o, do, dq), *s_start,
             Tq, Tk, Hq, Hq // Hkv, scale,
             D=D, BM=tiles.dq.BM, BN=tiles.dq.BN, BD=padded(D), BOUNDED=bounded, BR=tiles.dkdv.BM,
             BS=min(tiles.dq.BN, MASKED_KEYS), W=_unit(q, k, v, o, do, dq),
         )  # fmt: skip
-        programs, G = blocks_of(tiles.dkdv.BN, Tk) * B * Hkv, Hq // Hkv
-        n_parts = parts_of_group(programs, G, processors(q.device))
-        parts = dk, dv
-        if n_parts > 1:
-            parts = [q.new_empty(B, Hkv * n_parts, Tk, D, dtype=torch.float32) for _ in range(2)]
         launch(
-            dkdv_kernel, programs * n_parts, tiles.dkdv,
-            q, k, v, c, e, query_end, lse, do, rows, *parts, dc, *_strides(q, k, v, do, *parts), *s_end,
-            Tq, Tk, Hq, Hkv * n_parts, n_parts, scale,
+            dkdv_kernel, blocks_of(tiles.dkdv.BN, Tk) * B * Hkv, tiles.dkdv,
+            q, k, v, c, e, query_end, lse, do, rows, dk, dv, dc, *_strides(q, k, v, do, dk, dv), *s_end,
+            Tq, Tk, Hq, Hkv, scale,
             D=D, BM=tiles.dkdv.BM, BN=tiles.dkdv.BN, BD=padded(D), BOUNDED=bounded, BS=min(tiles.dkdv.BM, 16),
-            W=_unit(q, k, v, do, *parts),
+            W=_unit(q, k, v, do, dk, dv),
         )  # fmt: skip
-    if n_parts > 1:
-        for whole, part in zip((dk, dv), parts):
-            whole.copy_(part.unflatten(1, (Hkv, n_parts)).sum(2))
     return dq, dk, dv, dc
-
-
-def parts_of_group(programs: int, group: int, processors: int) -> int:
-    """Return the number of parts of a group's query heads that occupies all multiprocessors in the dk/dv pass.
-
-    The oldest keys take twice as long as the average key, so 1.5 programs per multiprocessor suffice.
-    """
-    enough = -(-3 * processors // 2)
-    return next(n for n in range(1, group + 1) if group % n == 0 and (programs * n >= enough or n == group))
 
 
 def launch_decode(
@@ -276,7 +258,7 @@ def launch_decode(
     o = _empty_output(q)
     parts, ends = gates.shape[-1], end is not None
     if bound is not None:
-        key_start = _launch_prune(gates, key_start, end, bound, Tq, (1, tile.BN), gate_scale, bound_scale, tolerance)
+        key_start = launch_prune(gates, key_start, end, bound, Tq, 1, tile.BN, gate_scale, bound_scale, tolerance)
     key_start, *s_start = _bound(key_start, B, Hq)
     with _on(q.device):
         launch(
@@ -354,8 +336,8 @@ if triton is not None:
         *tensors, _, ctx.scale = inputs
         ctx.save_for_backward(*tensors, *output)
 
-    def _chain_rule(ctx, do, dlse):
-        dq, dk, dv, dc = fox_backward(do, dlse, *ctx.saved_tensors, ctx.scale)  # dlse is zero if lse is unused
+    def _chain_rule(ctx, do, _):
+        dq, dk, dv, dc = fox_backward(do, *ctx.saved_tensors, ctx.scale)
         return dq, dk, dv, dc.double(), None, None, None, None
 
     fox_running_sum_backward = _operator(launch_running_sum_backward)
@@ -420,14 +402,6 @@ def _refuse_tangents(*tensors: Tensor) -> None:
         )
 
 
-def sort_inputs(q, k, v, log_f, visible: VisibleKeys):
-    """Return q, k, v and the cumulative sum of log f in the order of `visible`, its key_start and query_end."""
-    q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
-    first = visible.key_start
-    query_end = None if first is None else find_query_end(first, k.shape[2])
-    return q, k, v, fox_running_sum(log_f, query_end), first, query_end
-
-
 def triton_attention(
     q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None, logit_bound=None
 ) -> Tensor:
@@ -448,7 +422,10 @@ def triton_attention(
     """
     _refuse_tangents(q, k, v, log_f)
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
-    q, k, v, c, key_start, query_end = sort_inputs(q, k, v, log_f, visible)
+    q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
+    key_start = visible.key_start
+    query_end = None if key_start is None else find_query_end(key_start, k.shape[2])
+    c = fox_running_sum(log_f, query_end)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if is_decoding(q, k, v, log_f):
         gates = c.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
@@ -456,7 +433,7 @@ def triton_attention(
         o = triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
     else:
         bounds = key_start, query_end, scale, log_pruning_tolerance, logit_bound
-        o, _ = attention_from_sums(q, k, v, c, *bounds)
+        o = attention_from_sums(q, k, v, c, *bounds)
     return visible.unsort_queries(o)
 
 
@@ -465,10 +442,6 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
 
     Args:
         key_start, query_end: `VisibleKeys.key_start` and its `find_query_end`, or both None.
-
-    Returns:
-        The output, and the log of each row's softmax denominator, (B, Hq, Tq) fp32; -inf for rows without visible
-        keys. Both have gradients.
     """
     _refuse_tangents(q, k, v, c)
     q, k, v = _readable(q), _readable(k), _readable(v)
@@ -478,12 +451,13 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
         elif log_pruning_tolerance is not None:
             logit_bound = bound_from_norms(q, k, scale, key_start, query_end)
         if log_pruning_tolerance is not None:
-            Tq, Tk, tiles = q.shape[2], k.shape[2], tiles_for(q.device, q.shape[-1], q.dtype)
-            pruned = fox_prune(c, key_start, logit_bound, Tq, *prune_blocks(tiles), log_pruning_tolerance)
-            key_start, query_end = pruned, find_query_end(pruned, Tk)
+            gates, blocks = c[:, :, None, :, None], prune_blocks(tiles_for(q.device, q.shape[-1], q.dtype))
+            options = q.shape[2], *blocks, 1.0, 1.0, log_pruning_tolerance
+            key_start = fox_prune(gates, key_start, None, logit_bound, *options)
+            query_end = find_query_end(key_start, k.shape[2])
         if q.dtype == torch.float16:  # cannot represent weights far below a bound: use the running maximum
             logit_bound = None
-    return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)
+    return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)[0]
 
 
 def triton_decode(

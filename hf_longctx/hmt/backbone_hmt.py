@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -122,17 +121,12 @@ class Backbone:
                 self._continues = False
         return self._continues is not False
 
-    def cuts(self, positions: int) -> bool:
-        """Return whether the last positions of a cache of `positions` can be cropped and replaced by others.
-
-        This works if the cache stores the keys and values of all positions. It does not work with recurrent states,
-        sliding windows or checkpointed layers, which skip the cache.
-        """
-        if torch.is_grad_enabled() and any(
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether layers are checkpointed in a call, which then skip the cache."""
+        return torch.is_grad_enabled() and any(
             module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
-        ):
-            return False
-        return self.keeps_all_keys(positions) and self.continues
+        )
 
     def keeps_all_keys(self, positions: int) -> bool:
         """Return whether, by the config, each of `positions` positions sees the keys of all positions before it."""
@@ -157,8 +151,8 @@ class Backbone:
 
     @property
     def has_data(self) -> bool:
-        """Whether the weights have data: False on the meta device and for PyTorch's fake tensors."""
-        return self.device.type != "meta" and not isinstance(self.model.get_input_embeddings().weight, FakeTensor)
+        """Whether the weights have data, unlike on the meta device."""
+        return self.device.type != "meta"
 
     @property
     def counts_from_0(self) -> bool:

@@ -57,8 +57,6 @@ class HMTConfig(PreTrainedConfig):
         recurrence: False makes memories without their recall, in the single-pass mode. A sequence of any length then
             takes two calls of the backbone (of `summary_batch` segments each), and gradients pass through one recall.
             A memory then depends on its own segment only, so a chain of recalls needs several readings.
-        recall_init: "similarity" initializes Wq and Wk as the same scaled identity, and the summary token as the first
-            prompt, so recall starts as a search for the most similar memory; "random" is the official initialization.
         loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
             evaluate with "last").
         bptt_segments: U. Backpropagation is truncated at every U-th segment boundary. None: not truncated.
@@ -106,7 +104,6 @@ class HMTConfig(PreTrainedConfig):
     recall_tokens: int | None = None
     neural_cache_weight: float | int | None = None
     recurrence: bool = True
-    recall_init: str = "similarity"
     loss_scope: str = "all"
     bptt_segments: int | None = None
     summary_batch: int = 16
@@ -181,7 +178,6 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be at least {smallest}, got {value}.")
         choices = {
             "recall_mode": ("single_pass", "paper"),
-            "recall_init": ("similarity", "random"),
             "loss_scope": ("all", "last"),
         }
         for name, allowed in choices.items():

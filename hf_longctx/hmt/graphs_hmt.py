@@ -64,12 +64,8 @@ class PassGraphs:
         self.graphs: OrderedDict[Hashable, PassGraph | bool | None] = OrderedDict()
         self.weights: Hashable = None
 
-    def __deepcopy__(self, memo: dict) -> "PassGraphs":
-        """Return an empty object, because a copy of the model has other weights."""
-        return PassGraphs()
-
     def __reduce__(self) -> tuple:
-        """Pickle as an empty object."""
+        """Pickle and copy as an empty object, because a copy of the model has other weights."""
         return PassGraphs, ()
 
     def of(self, model: torch.nn.Module) -> "PassGraphs":

@@ -5,8 +5,7 @@ width of the recall projections, m the embeddings per memory, k the sensory toke
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,15 +61,9 @@ class HMTMemory(nn.Module):
             if single_pass:
                 self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 does not support scalars
 
-    @contextmanager
-    def loaded(self) -> Iterator[None]:
-        """Load the weights that accelerate has offloaded; its hook only does so around a call of `forward`."""
-        hook: Any = self._hf_hook
-        hook.pre_forward(self)
-        try:
-            yield
-        finally:
-            hook.post_forward(self, None)
+    def forward(self, function: Callable[[], Any]) -> Any:
+        """Call a function that uses the parameters: accelerate loads offloaded weights around `forward`."""
+        return function()
 
     def get_extra_state(self) -> Tensor:
         """Return the settings of the model as JSON bytes, (n,), uint8."""

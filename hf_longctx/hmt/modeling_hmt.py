@@ -23,7 +23,7 @@ tokens, as the official code does.
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -236,25 +236,20 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if not isinstance(module, HMTMemory):
             return super()._init_weights(module)
         std = self.lm.embedding_std()  # prompts are read among token embeddings, so they start at the same scale
-        similarity = self.config.recall_init == "similarity"
         for name in ("initial", "summary_token"):
             if hasattr(module, name):
                 init.normal_(getattr(module, name), std=std)
-        if similarity and hasattr(module, "initial") and hasattr(module, "summary_token"):
+        if hasattr(module, "initial") and hasattr(module, "summary_token"):
             # so that the summary of j tokens equals the memory of a segment of these tokens
             init.copy_(module.summary_token, module.initial)
         if self.config.recall:
-            gain = SIMILARITY_GAIN
+            gain = 1 if module.single_pass else SIMILARITY_GAIN
+            for projection in (module.wq, module.wk):  # so that recall starts as a search for the most similar memory
+                init.copy_(projection, gain * torch.eye(*projection.shape))
             if module.single_pass:
-                gain = 1
                 init.constant_(module.log_temperature, math.log(TEMPERATURE))
-            bound = module.wq.shape[1] ** -0.5  # as in nn.Linear
-            for projection in (module.wq, module.wk):
-                init.uniform_(projection, -bound, bound)
-                if similarity:
-                    init.copy_(projection, gain * torch.eye(*projection.shape))
 
-    # ------------------------------------------------------------------------------------------------ one forward
+    # ------------------------------------------------------------------------------------------------ forward
 
     @can_return_tuple
     def forward(
@@ -325,18 +320,17 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if not self.config.cuda_graphs:
             self.lm.graphs.graphs.clear()
         packed = PackedSegments(self.config, state, input_ids, mask, labels, score_from, first)
-        with self.memory.loaded() if hasattr(self.memory, "_hf_hook") else nullcontext():
-            checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-            layout = (SinglePass if self.config.single_pass else Paper)(
-                self.config,
-                self.lm,
-                self.memory,
-                self.retriever,
-                self.loss_function,
-                self._gradient_checkpointing_func if checkpoints else None,
-                output_recall,
-            )
-            state = layout.read(state, packed, use_cache)
+        checkpoints = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        layout = (SinglePass if self.config.single_pass else Paper)(
+            self.config,
+            self.lm,
+            self.memory,
+            self.retriever,
+            self.loss_function,
+            self._gradient_checkpointing_func if checkpoints else None,
+            output_recall,
+        )
+        state = self.memory(partial(layout.read, state, packed, use_cache))  # a call, which loads offloaded weights
         like = next((x for row in layout.pieces.values() for x in row.values()), None)
         if like is None:  # the requested positions are all padding
             like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
@@ -371,7 +365,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the mean cross entropy of the scored labels; with `num_items_in_batch`, this call's share of it."""
+        """Return the mean cross entropy of the scored labels. `num_items_in_batch` counts those of the whole batch."""
         losses = layout.losses
         if layout.scored:
             hidden, targets = map(torch.cat, zip(*layout.scored))
@@ -393,7 +387,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def new_state(
         self, batch_size: int = 1, page_file: str | Path | None = None, device: torch.device | str | None = None
     ) -> HMTState:
-        """Make the state before the first token. Calls without a state make one.
+        """Create an empty state. A call without a `state` creates its own.
 
         Args:
             batch_size: B.
@@ -557,15 +551,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             model.settle_layout()
             return loaded
         # arguments that apply to this checkpoint; AutoModel passes the commit and adapter arguments too
-        hmt_names = {"revision", "subfolder", "code_revision", "trust_remote_code", *settings}
-        hmt_names |= {"adapter_kwargs", "_commit_hash"}
-        backbone_kwargs = {name: value for name, value in kwargs.items() if name not in hmt_names}
-        # AutoModel stores its argument attn_implementation in the config
-        backbone_kwargs.setdefault("attn_implementation", hmt_config._attn_implementation)
-        # load the backbone as it was when this was saved
-        if getattr(hmt_config, "quantization_config", None) is not None:
-            backbone_kwargs.setdefault("quantization_config", hmt_config.quantization_config)
-        backbone_kwargs |= {"revision": hmt_config.backbone_revision, "trust_remote_code": backbone_trust_remote_code}
+        hmt_names = {"subfolder", "code_revision", "adapter_kwargs", "_commit_hash", *settings}
+        backbone_kwargs = {
+            "attn_implementation": hmt_config._attn_implementation,  # where AutoModel stores its argument
+            "quantization_config": getattr(hmt_config, "quantization_config", None),
+            **{name: value for name, value in kwargs.items() if name not in hmt_names},
+            "revision": hmt_config.backbone_revision,
+            "trust_remote_code": backbone_trust_remote_code,
+        }
         loader = custom_model_class(hmt_config.backbone_config) or AutoModelForCausalLM
         try:
             backbone = loader.from_pretrained(str(hmt_config.backbone_name_or_path), **backbone_kwargs)
@@ -579,10 +572,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         hmt_config.name_or_path = str(path)  # as in transformers; PEFT reads the base model of an adapter from it
         model = cls.from_backbone(backbone, hmt_config)
-        weights = load_file(str(cached_file(path, "model.safetensors", **hub)))
-        settings = {"_extra_state": model.memory.get_extra_state()}
-        weights = {name.removeprefix("memory."): value for name, value in weights.items()}
-        model.memory.load_state_dict(weights | settings)
+        saved = load_file(str(cached_file(path, "model.safetensors", **hub)))
+        weights: dict[str, Any] = {name.removeprefix("memory."): value for name, value in saved.items()}
+        model.memory.load_state_dict(weights | {"_extra_state": model.memory.get_extra_state()})
         with suppress(OSError):  # without a saved generation config, use the backbone's
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
         if loading_info:  # with output_loading_info=True

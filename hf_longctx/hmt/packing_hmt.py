@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
 
 def join_chunks(chunks: list[Chunk]) -> Chunk:
-    """Join the tokens that all chunks have, as rows of one chunk."""
+    """Concatenate the rows of chunks, truncated to the tokens of the shortest one."""
     if len(chunks) == 1:
         return chunks[0]
     joined, (count, read) = chunks[0]._asdict(), map(min, zip(*((chunk.count, chunk.read) for chunk in chunks)))
@@ -162,7 +162,7 @@ class PackedSegments:
         return chunks
 
     def new_tokens(self) -> Chunk:
-        """Return the new tokens of all rows, of which each has equally many, as one chunk without sensory tokens."""
+        """Return a chunk of only the new tokens of all rows, whose number must be the same in each row."""
         count = self.lengths[0] - self.opened[0]
         places = long_tensor(self.opened, self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)
         ids = self.ids.gather(1, places + self.config.sensory_tokens)
@@ -171,7 +171,7 @@ class PackedSegments:
         return Chunk([*range(len(ids))], [*self.segments], returned, ids, targets, None, count, 0, False)
 
     def end(self, state: HMTState) -> HMTState:
-        """Return `state`, which has the memory after the call, with the fields that depend on tokens only."""
+        """Set the tokens and lengths of `state`, which already has the memory after the call."""
         k, length = self.config.sensory_tokens, self.config.segment_length
         lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
         opened = lengths % length

@@ -73,8 +73,7 @@ class Paper(Segments):
         if chunk.mask is not None:
             mask = F.pad(chunk.mask, (m + self.k * later, m * ends), value=True)
         embeds = torch.cat([prompt, tokens, prompt] if ends else [prompt, tokens], 1)
-        one = Pass(chunk, embeds, range(count), m + self.k * later, last=ends)
-        hidden, _ = self.run_pass(one, mask=mask)
+        hidden, _ = self.run_pass(Pass(chunk, embeds, range(count), m + self.k * later), mask=mask)
         if ends:
             memory = hidden[:, -m:].clone()  # a view would retain all hidden states
         if full:

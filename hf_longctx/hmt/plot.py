@@ -1,16 +1,13 @@
 """A figure of HMT's recalls. It needs matplotlib, but no display."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
-
-if TYPE_CHECKING:
-    from .modeling_hmt import HMTOutput
+from .modeling_hmt import HMTOutput
 
 
-def plot_recall(output: "HMTOutput", path: str | Path, *, row: int = 0, title: str | None = None) -> None:
+def plot_recall(output: HMTOutput, path: str | Path, *, row: int = 0, title: str | None = None) -> None:
     """Draw which tokens of the sequence each segment of a call recalled, and their weights.
 
     Args:

@@ -1,7 +1,4 @@
-"""Read a document once into the memory of an HMT, and save this memory to a file.
-
-The file is written by `HMTState.save`, with an additional entry about the document, which `describe` returns.
-"""
+"""Read a document once into the memory of an HMT, and save this memory to a file of `HMTState.save`."""
 
 import hashlib
 import json
@@ -12,7 +9,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm.auto import tqdm
 
 from .modeling_hmt import HMTWrapper
@@ -41,7 +38,7 @@ def read_text(
         text: the document.
         path: file to save the state to, every minute, at the end and after an error. If it contains the state of a
             part of this document, read by this model, reading resumes from there.
-        name: name of the document, for `describe`.
+        name: name of the document, which errors about the file show.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -60,13 +57,14 @@ def read_text(
     }
     begun, saved = None, time.monotonic()
     if path is not None and Path(path).exists():
-        found = describe(path)
+        begun = HMTState.load(path, model, model.device)
+        with safe_open(str(path), "pt") as file:
+            found = json.loads(file.metadata().get("about", "{}"))
         if any(found.get(key) != about[key] for key in ("sha256", "tokens")):
             raise ValueError(
                 f"{path} contains the memory of a different document, {found.get('text')}. Choose another file, or "
                 "remove it."
             )
-        begun = HMTState.load(path, model, model.device)
     elif path is not None and not Path(path).parent.is_dir():
         raise FileNotFoundError(f"The output folder {Path(path).parent} does not exist. Create it first.")
     state, done, length = begun, 0 if begun is None else begun.position, model.config.segment_length
@@ -97,21 +95,6 @@ def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] |
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def describe(path: str | Path) -> dict[str, Any]:
-    """Return the name, sha256 and number of tokens of the document in a file of `read_text`.
-
-    Raises:
-        ValueError: the file was not written by `read_text`.
-    """
-    try:
-        with safe_open(str(path), "pt") as file:
-            return dict(json.loads((file.metadata() or {})["about"]))
-    except (SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{path} is not the memory of a document. Write one with `hf-longctx read MODEL TEXT`."
-        ) from error
 
 
 def load_state(name: str | Path, model: HMTWrapper) -> HMTState:

@@ -70,7 +70,7 @@ class Retriever:
         columns: number of embeddings that `retrieve` returns. The first embedding of all retrievers is the prompt,
             which only tokens after the query see. The other `config.recall_tokens` follow it, and all tokens see them.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
-        takes_file: whether `empty` takes a file.
+        takes_file: whether `empty` accepts `file`, the path of a file in which to store the memory.
         rows: classes of the values that are tuples with one object per row. They need the methods `map`, `to`, `pack`
             and `unpack` of `MemoryPages`.
     """
@@ -159,7 +159,7 @@ class Retrievers(Retriever):
             )
 
     def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return the memory of rows that have read nothing; `file` goes to the retriever that takes one."""
+        """Return the memory of rows that have read nothing. A retriever with `takes_file` stores it in `file`."""
         files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
         if file is not None and not files:
             raise ValueError(

@@ -15,9 +15,9 @@ untrained HMT therefore predicts as its backbone does in a window of the same le
 recall, and is read in one pass.
 
 First parts do not depend on recalls, so several segments go through the backbone together; the second parts follow
-segment by segment. If the cache cannot be cropped (`Backbone.cuts`), the whole segment is read again as [prompt,
-sensory tokens, x, summary token], with a mask that hides the prompt from the sensory tokens and x[:j], which is the
-same function. With `reread=True`, this pass has no such mask, and x[:j] sees the prompt. That is a different function,
+segment by segment. Where checkpointed layers skip the cache, the whole segment is read again as [prompt, sensory
+tokens, x, summary token], with a mask that hides the prompt from the sensory tokens and x[:j], which is the same
+function. With `reread=True`, this pass has no such mask, and x[:j] sees the prompt. That is a different function,
 which every backbone supports.
 
 Retrievers may give r more embeddings, such as re-read tokens. They follow the prompt and shift the rest by r
@@ -70,7 +70,7 @@ class SinglePass(Segments):
         super().__init__(*arguments)
         self.n_prefix = self.retriever.columns  # a prompt, and the embeddings after it
         reread, positions = self.config.reread, self.config.positions_per_segment
-        self.cuts = not reread and self.n_prefix == 1 and self.lm.cuts(positions)
+        self.cuts = not reread and self.n_prefix == 1 and not self.lm.checkpoints_layers
         if not reread:
             self.lm.check_hides(positions)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
@@ -116,7 +116,7 @@ class SinglePass(Segments):
         return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
 
     def is_step(self, state: HMTState, packed: PackedSegments) -> bool:
-        """Return whether all rows extend a cache by equally many tokens of open segments, without a recall."""
+        """Return whether rows only extend their cache by one number of tokens: none recalls or ends a segment."""
         if state.kv_cache is None or torch.is_grad_enabled() or not self.lm.continues:
             return False
         rows = [*zip(packed.segments, packed.opened, packed.lengths)]

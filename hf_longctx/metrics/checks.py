@@ -49,7 +49,7 @@ def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, 
 
     >>> integers([3, 4.0], "positions", 0)
     Traceback (most recent call last):
-    ValueError: positions must hold integers from 0, got [3, 4.0].
+    ValueError: positions must be integers from 0, got [3, 4.0].
     """
     try:
         numbers = tuple(map(operator.index, values))
@@ -57,7 +57,7 @@ def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, 
         numbers = ()
     if not numbers or min(numbers) < low or max(numbers) > high:
         end = "" if high == math.inf else f" to {high}"
-        raise ValueError(f"{name} must hold integers from {low}{end}, got {values!r}.")
+        raise ValueError(f"{name} must be integers from {low}{end}, got {values!r}.")
     return numbers
 
 
@@ -73,7 +73,7 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
     """
     ids = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     if ids.size == 0:
-        raise ValueError(f"{name} is empty. Give the ids of a text.")
+        raise ValueError(f"{name} is empty. Give token ids.")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
             f"{name} must be a flat sequence of token ids, got {ids if ids.ndim == 0 else f'{ids.dtype} of shape {ids.shape}'}. "

@@ -78,22 +78,14 @@ def register() -> list[Path]:
 
 
 def measures(module: Any, model: Any, *scored: Any) -> bool:
-    """Return whether compute() measures a model; otherwise it scores predictions passed now or added before.
+    """Return whether `compute` measures a model; otherwise it scores predictions passed now or added before.
 
     Raises:
-        ImportError: compute() got a model in a Space, which does not contain the code to measure it.
-        ValueError: compute() got both a model and something to score, or neither.
+        ValueError: `compute` got both a model and something to score, or neither.
     """
     if (model is not None) == (len(module) > 0 or any(rows is not None for rows in scored)):
         got = "neither" if model is None else "both"
         raise ValueError(f"compute() takes either model=... or predictions and references, got {got}.")
-    if model is not None:
-        try:
-            from .run import reader  # noqa: F401
-        except ModuleNotFoundError as error:
-            raise ImportError(
-                f"measuring a model, unlike scoring, needs the package: pip install hf-longctx ({error})"
-            ) from error
     return model is not None
 
 

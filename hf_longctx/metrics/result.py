@@ -10,8 +10,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -226,9 +225,8 @@ class Result:
         path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
         document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        with writing(partial):
-            partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-            partial.replace(path)
+        partial.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        partial.replace(path)
 
 
 def plural(number: int, unit: str) -> str:
@@ -245,15 +243,18 @@ def rounded(value: int | float | str) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Add the file name to an OSError, such as a full disk, and remove the incomplete file."""
+def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
+    """Call `measure`; return the partial result if an exception ends it.
+
+    Returns:
+        the result (None if nothing was measured) and the exception (None if it succeeded). The caller re-raises the
+        exception once the result is written.
+    """
     try:
-        yield
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        error.filename = error.filename or str(path)
-        raise
+        return measure(), None
+    except BaseException as error:
+        result = getattr(error, "result", None)
+        return (result if result is not None and result.measured else None), error
 
 
 def commit(folder: Path) -> str | None:

@@ -244,7 +244,7 @@ class Subject:
     def text(self) -> np.ndarray:
         """The token ids of the corpus, (N,) int64; raises ValueError without a corpus."""
         if self.tokens is None:
-            raise ValueError("tokens must be the ids of a text, got None. Encode one without special tokens.")
+            raise ValueError("tokens must be token ids, got None. Encode a corpus without special tokens.")
         return self.tokens
 
     def encode(self, text: str) -> list[int]:

@@ -16,90 +16,70 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; with a large vocabulary, smaller chunks slow down the matmuls
 
 
-class ChunkedCrossEntropy:
-    """A context manager in which a model computes its loss in chunks, and returns hidden states instead of logits.
+def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
+    """Let a model compute its loss in chunks, and return hidden states instead of logits.
 
-    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied.
+    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. We compare the
+    loss on random decoder states with the model's own loss.
 
     Args:
-        model: a causal language model for which `can_chunk_loss` returns True.
+        model: a causal language model.
         logits_at_once: chunk size in logits; a chunk has at least one token.
+
+    Returns:
+        whether the losses are equal; otherwise the model is unchanged.
     """
-
-    def __init__(self, model: Any, logits_at_once: int = LOGITS_AT_ONCE):
-        self.model, self.head, self.logits_at_once = model, model.get_output_embeddings(), logits_at_once
-        self.project, self.functions = self.head.forward, (self.remember, self.loss)
-
-    def __enter__(self):
-        self.head.forward, self.model.loss_function = self.functions
-        return self
-
-    def __exit__(self, *error):
-        del self.head.forward, self.model._loss_function
-
-    def remember(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Store the input of the head, and return it."""
-        self.hidden_states = hidden_states
-        return hidden_states
-
-    def loss(
-        self, logits, labels, vocab_size=None, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
-    ) -> torch.Tensor:
-        """Compute transformers' `ForCausalLMLoss` from the stored hidden states; a scalar, fp32."""
-        hidden_states = self.hidden_states.flatten(0, -2)  # (tokens, hidden)
-        del self.hidden_states
-        if shift_labels is None:
-            shift_labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
-        shift_labels = shift_labels.flatten().to(hidden_states.device)
-        tokens = max(1, self.logits_at_once // self.model.config.get_text_config().vocab_size)
-        chunks = list(zip(hidden_states.split(tokens), shift_labels.split(tokens)))
-
-        def sum_of(chunk, targets):
-            scores = scale_logits(self.model, self.project(chunk)).float()
-            return F.cross_entropy(scores, targets, ignore_index=ignore_index, reduction="sum")
-
-        if len(chunks) == 1:
-            loss = sum_of(*chunks[0])
-        else:
-            loss = torch.stack([checkpoint(sum_of, *chunk, use_reentrant=False) for chunk in chunks]).sum()
-        if num_items_in_batch is None:
-            num_items_in_batch = (shift_labels != ignore_index).sum()
-        return loss / num_items_in_batch
-
-
-def scale_logits(model: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Apply the scale and the soft cap of the model's config to the logits."""
-    config = model.config.get_text_config()
-    for name in ("logit_scale", "lm_head_multiplier"):
-        if getattr(config, name, None) is not None:
-            logits = logits * getattr(config, name)
-    if getattr(config, "logits_scaling", None) is not None:
-        logits = logits / config.logits_scaling
-    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-@torch.no_grad()
-def can_chunk_loss(model: Any) -> bool:
-    """Return whether the chunked loss matches the model's own loss on random decoder states."""
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None or decoder is model or model.loss_function is not ForCausalLMLoss:
         return False
-    weight = head.weight
-    width = model.config.get_text_config().hidden_size
-    states = 10 * torch.randn(1, 5, width, generator=torch.Generator().manual_seed(0))
-    states = states.to(weight.device, weight.dtype)
-    ids = torch.arange(5, device=weight.device)[None]
-    decoder.forward = lambda *args, **kwargs: DecoderOutput(last_hidden_state=states)
+    config, project, inputs = model.config.get_text_config(), head.forward, []
+    scales = [getattr(config, name, None) for name in ("logit_scale", "lm_head_multiplier")]
+    divisor = getattr(config, "logits_scaling", None)
+    cap = getattr(config, "final_logit_softcapping", None) or getattr(config, "logits_soft_cap", None)
+
+    def remember(hidden_states: torch.Tensor) -> torch.Tensor:
+        inputs[:] = [hidden_states]
+        return hidden_states
+
+    def sum_of(chunk: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = project(chunk)
+        for scale in scales:
+            logits = logits if scale is None else logits * scale
+        logits = logits if divisor is None else logits / divisor
+        logits = logits if cap is None else torch.tanh(logits / cap) * cap
+        return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
+
+    def loss(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs) -> torch.Tensor:
+        """Compute transformers' `ForCausalLMLoss` from the input of the head; a scalar, fp32."""
+        hidden_states = inputs.pop().flatten(0, -2)  # (tokens, hidden)
+        if shift_labels is None:
+            shift_labels = F.pad(labels[..., 1:], (0, 1), value=-100)
+        shift_labels = shift_labels.flatten().to(hidden_states.device)
+        tokens = max(1, logits_at_once // config.vocab_size)
+        chunks = list(zip(hidden_states.split(tokens), shift_labels.split(tokens)))
+        if len(chunks) == 1:
+            total = sum_of(*chunks[0])
+        else:
+            total = torch.stack([checkpoint(sum_of, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+        return total / ((shift_labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+    states = 10 * torch.randn(1, 5, config.hidden_size, generator=torch.Generator().manual_seed(0))
+    output = DecoderOutput(last_hidden_state=states.to(head.weight.device, head.weight.dtype))
+    ids = torch.arange(5, device=head.weight.device)[None]
+    decoder.forward = lambda *args, **kwargs: output
     try:
-        own = model(input_ids=ids, labels=ids, use_cache=False)
-        with ChunkedCrossEntropy(model):
-            chunked = model(input_ids=ids, labels=ids, use_cache=False)
+        with torch.no_grad():
+            own = model(input_ids=ids, labels=ids, use_cache=False).loss
+            head.forward, model.loss_function = remember, loss
+            is_equal = torch.allclose(own, model(input_ids=ids, labels=ids, use_cache=False).loss, rtol=1e-5)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        return False  # the model computes its loss in another way
+        is_equal = False  # the model computes its loss in another way
     finally:
         del decoder.forward
-    return torch.allclose(own.loss, chunked.loss, rtol=1e-5)
+    if not is_equal:
+        vars(head).pop("forward", None)
+        vars(model).pop("_loss_function", None)
+    return is_equal
 
 
 class DecoderOutput(BaseModelOutputWithPast):
@@ -109,4 +89,4 @@ class DecoderOutput(BaseModelOutputWithPast):
         return None
 
 
-__all__ = ["ChunkedCrossEntropy", "can_chunk_loss"]
+__all__ = ["chunk_loss"]

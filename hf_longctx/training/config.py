@@ -3,7 +3,6 @@
 import argparse
 import difflib
 import inspect
-import json
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -81,7 +80,6 @@ class RunConfig(TrainingArguments):
     eval_steps: float | None = option(500, "Steps between evaluations on `eval_data`")
     logging_steps: float = option(1, "Steps between entries of the log")
     disable_tqdm: bool | None = option(True, "Print log lines instead of a progress bar")
-    remove_unused_columns: bool | None = option(False, "Drop columns that the model does not take")
     prediction_loss_only: bool = option(True, "Return only the loss from evaluations")
     logging_nan_inf_filter: bool = option(False, "Omit non-finite losses from the log")
     ddp_find_unused_parameters: bool | None = option(False, "Detect parameters without a gradient in DDP")
@@ -290,10 +288,4 @@ def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
     return settings[0]
 
 
-def write_yaml(settings: RunConfig) -> str:
-    """Return the explicitly set settings as YAML, without secrets such as `hub_token`."""
-    given = {name: value for name, value in settings.given.items() if not name.endswith("_token")}
-    return yaml.safe_dump(json.loads(json.dumps(given)))  # without enum members
-
-
-__all__ = ["PRESETS", "FinetuneConfig", "PretrainConfig", "RunConfig", "make_parser", "parse", "write_yaml"]
+__all__ = ["PRESETS", "FinetuneConfig", "PretrainConfig", "RunConfig", "make_parser", "parse"]

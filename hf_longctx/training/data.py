@@ -7,7 +7,7 @@ integers). Labels do not cross a boundary, and positions restart at each one.
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -71,25 +71,24 @@ class TokenDataset(Dataset):
         self.begins = np.arange(0, len(ids) - length + 1, length)
         self.ends = self.begins + length
         if not packing:
-            bounds = np.append(np.flatnonzero(self.marked(slice(None))["first"]), len(ids))
+            if tokens.dtype != TOKEN:
+                self.records = mark_documents(ids, eos_token_id)
+            bounds = np.append(np.flatnonzero(self.records["first"]), len(ids))
             self.begins = np.concatenate([np.arange(*span, length) for span in pairwise(bounds)])
             self.ends = np.append(self.begins[1:], len(ids))
-        if tokens.dtype == TOKEN or not packing:
-            scored = self.marked(slice(self.ends[-1]))["scored"].copy()
+        if self.records.dtype == TOKEN:
+            scored = self.records["scored"][: self.ends[-1]].copy()
             scored[self.begins] = False  # the first token of a sequence is not predicted
             has_labels = np.logical_or.reduceat(scored, self.begins)
             self.begins, self.ends = self.begins[has_labels], self.ends[has_labels]
-
-    def marked(self, place: slice) -> np.ndarray:
-        """Return a slice of the file as `TOKEN` records."""
-        tokens = self.records[place]
-        return tokens if tokens.dtype == TOKEN else mark_documents(tokens, self.eos_token_id)
 
     def __len__(self):
         return len(self.begins)
 
     def __getitem__(self, row):
-        tokens = self.marked(slice(self.begins[row], self.ends[row]))
+        tokens = self.records[self.begins[row] : self.ends[row]]
+        if tokens.dtype != TOKEN:
+            tokens = mark_documents(tokens, self.eos_token_id)
         sequence = make_sequence(tokens, is_one_document=self.eos_token_id is None)
         if self.packing:
             return sequence
@@ -192,31 +191,28 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
         ValueError: there are too few sequences for an optimizer step.
     """
     eos = None if is_one_document and args.packing else tokenizer.eos_token_id
-
-    def load(source: str, part: str) -> TokenDataset:
-        path = Path(source)
-        if path.suffix != ".npy":
-            # a file of the source's tokens, named by everything that they depend on
-            key = [tokenizer.get_vocab(), tokenizer.chat_template, args.text_column, part, digest_of_source(path)]
-            path = Path(str(args.output_dir), "data", f"{digest_of(key)[:16]}.npy")
-            if not path.exists():
-                pack(source, tokenizer, path, part, args.text_column)
-        return TokenDataset(path, args.max_length, eos, len(tokenizer), args.packing)
-
-    evaluation = None
-    if args.eval_data is not None:
-        sources, shares = zip(*split_mixture(args.eval_data))
-        evaluation = mix([load(source, "held_out") for source in sources], shares)
-    sources, shares = zip(*split_mixture(str(args.data)))
-    parts = [load(source, "train") for source in sources]
-    train = mix(parts, shares)
+    loaded, hashes, shares = {}, [], ()
+    for part, data in (("held_out", args.eval_data), ("train", args.data)):
+        if data is None:
+            continue
+        parts, (sources, shares) = [], zip(*split_mixture(str(data)))
+        for source in sources:
+            path = Path(source)
+            if path.suffix != ".npy":
+                # a file of the source's tokens, named by everything that they depend on
+                key = [tokenizer.get_vocab(), tokenizer.chat_template, args.text_column, part, digest_of_source(path)]
+                path = Path(str(args.output_dir), "data", f"{digest_of(key)[:16]}.npy")
+                if not path.exists():
+                    pack(source, tokenizer, path, part, args.text_column)
+            parts.append(TokenDataset(path, args.max_length, eos, len(tokenizer), args.packing))
+        loaded[part], hashes = mix(parts, shares), [digest_of_source(dataset.path) for dataset in parts]
+    train = loaded["train"]
     if len(train) < args.sequences_per_step:
         raise ValueError(
             f"{args.data} has {len(train)} sequences of {args.max_length} tokens, fewer than the "
             f"{args.sequences_per_step} of an optimizer step. Give more data, or lower --gradient_accumulation_steps."
         )
-    hashes = [digest_of_source(part.path) for part in parts]
-    return train, evaluation, digest_of([hashes, shares if len(shares) > 1 else None])
+    return train, loaded.get("held_out"), digest_of([hashes, shares if len(shares) > 1 else None])
 
 
 def digest_of_source(path: Path) -> str:
@@ -247,19 +243,15 @@ def mix(parts: list[TokenDataset], shares: tuple[float | None, ...]) -> Any:
 
 
 def collate(
-    rows: list[dict[str, torch.Tensor]],
-    without: Collection[str] = (),
-    options: Mapping[str, Any] | None = None,
-    flat: bool = False,
+    rows: list[dict[str, torch.Tensor]], options: Mapping[str, Any] | None = None, flat: bool = False
 ) -> dict[str, Any]:
     """Collate sequences into model inputs, (B, T).
 
     Args:
-        without: entries that the model does not accept.
         options: other arguments of the model.
         flat: concatenate the sequences to (1, B * T); FlashAttention then separates documents by position ids.
     """
-    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0] if name not in without}
+    batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     return {name: x.view(1, -1) if flat else x for name, x in batch.items()} | dict(options or {})
 
 

@@ -241,11 +241,6 @@ def read_config(name: str) -> Any:
     return config
 
 
-def takes_positions(model) -> bool:
-    """Return whether a model has the argument `position_ids`; `collate` omits it for other models."""
-    return "position_ids" in inspect.signature(model.forward).parameters
-
-
 @torch.no_grad()
 def check_sequences(model, packing: bool) -> None:
     """Raise ValueError if a model sees what it should not see in a sequence.
@@ -259,7 +254,8 @@ def check_sequences(model, packing: bool) -> None:
     if not packing:
         return
     position_ids = torch.cat([torch.arange(6), torch.arange(9)])[None].to(model.device)
-    positions = {"position_ids": position_ids} if takes_positions(model) else {}
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters  # Trainer drops them otherwise
+    positions = {"position_ids": position_ids} if takes_positions else {}
     packed = model(ids, use_cache=False, **positions).logits[0, 6:].float()
     alone = model(ids[:, 6:], use_cache=False).logits[0].float()
     if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
@@ -296,7 +292,8 @@ def check_flash_attention(model: Any) -> None:
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    positions = {"position_ids": ids} if takes_positions(model) else {}
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters  # Trainer drops them otherwise
+    positions = {"position_ids": ids} if takes_positions else {}
     ALL_ATTENTION_FUNCTIONS[name] = look
     try:
         model(input_ids=ids, use_cache=False, **positions)
@@ -309,4 +306,4 @@ def check_flash_attention(model: Any) -> None:
         )
 
 
-__all__ = ["check_flash_attention", "extend_rope", "make_config", "make_model", "new_config", "takes_positions"]
+__all__ = ["check_flash_attention", "extend_rope", "make_config", "make_model"]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from accelerate import PartialState
 from accelerate.utils import set_seed
 from transformers import AutoConfig, AutoTokenizer, PrinterCallback
@@ -15,10 +16,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.generic import is_flash_attention_requested
 
 from .adapters import BASE, add_lora, load_adapter, model_fingerprint
-from .chunked_loss import ChunkedCrossEntropy, can_chunk_loss
-from .config import FinetuneConfig, RunConfig, write_yaml
+from .chunked_loss import chunk_loss
+from .config import FinetuneConfig, RunConfig
 from .data import collate, load_datasets
-from .models import check_flash_attention, make_config, make_model, takes_positions
+from .models import check_flash_attention, make_config, make_model
 from .run_folder import RUN, MarkComplete, check_fingerprint, claim, fingerprint
 from .sequence_parallel import SequenceParallelTrainer, SequenceShard, check_model
 from .trainer import LongContextTrainer, Progress, StopAtNaN, StopAtSignal
@@ -59,8 +60,7 @@ def train(args: RunConfig) -> int:
     base = model_fingerprint(model) if isinstance(args, FinetuneConfig) else None
     if isinstance(args, FinetuneConfig) and args.use_peft:
         model = add_lora(model, args)
-    stop = StopAtSignal()
-    trainer = make_trainer(args, model, training, evaluation, stop)
+    trainer = make_trainer(args, model, training, evaluation)
     sharded_by = "FSDP" if trainer.is_fsdp_enabled else "DeepSpeed" if trainer.is_deepspeed_enabled else ""
     found = fingerprint(args, tokenizer, data, model.config, base, sharded_by)
     if checkpoint is not None:
@@ -68,7 +68,9 @@ def train(args: RunConfig) -> int:
     elif args.should_save:
         (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
     if args.should_save:
-        (folder / "config.yaml").write_text(write_yaml(args))
+        given = {name: value for name, value in args.given.items() if not name.endswith("_token")}  # no secrets
+        # JSON has no enum members
+        (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(given))))
     trained, total = (model.num_parameters(only_trainable=flag) for flag in (True, False))
     PartialState().print(
         f"{model.config.model_type} with {total:,} parameters, of which {trained:,} are trained; "
@@ -79,6 +81,8 @@ def train(args: RunConfig) -> int:
         file=sys.stderr,
     )
     set_seed(args.seed, device_specific=True)  # different dropout in each process
+    stop = StopAtSignal()
+    trainer.add_callback(stop)
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     finally:
@@ -98,20 +102,17 @@ def train(args: RunConfig) -> int:
     return 0
 
 
-def make_trainer(
-    args: RunConfig, model: Any, training: Any, evaluation: Any, stop: StopAtSignal
-) -> LongContextTrainer:
+def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) -> LongContextTrainer:
     """Return a run's Trainer, with a collator for the arguments that the model accepts."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     options: dict[str, Any] = {}
     if args.label_smoothing_factor == 0 and getattr(base, "reads_in_segments", False):
         options["logits_to_keep"] = 1  # label smoothing needs the logits
-    without = () if takes_positions(base) else ("position_ids",)
     flat = args.packing and base.config.model_type not in ("fox", "hmt") and is_flash_attention_requested(base.config)
     if flat:
         check_flash_attention(base)
         args.per_device_eval_batch_size = 1  # Trainer would weight a flat batch as one sequence
-    collator: Any = partial(collate, without=without, options=options, flat=flat)
+    collator: Any = partial(collate, options=options, flat=flat)
     kind: Any = LongContextTrainer
     if args.sequence_parallel > 1:
         check_model(model, args.sequence_parallel)
@@ -124,7 +125,7 @@ def make_trainer(
         train_dataset=training,
         eval_dataset=evaluation,
         data_collator=collator,
-        callbacks=[stop, StopAtNaN(), MarkComplete(), Progress()],
+        callbacks=[StopAtNaN(), MarkComplete(), Progress()],
     )
     trainer.remove_callback(PrinterCallback)
     for name in ("cp_size", "sp_size"):
@@ -136,10 +137,8 @@ def make_trainer(
     makes_logits = not options and args.label_smoothing_factor == 0
     if args.compile_layers:
         compile_layers(model)
-    if makes_logits and not trainer.is_deepspeed_enabled and can_chunk_loss(base):
-        ChunkedCrossEntropy(
-            base
-        ).__enter__()  # for the whole run; not with ZeRO-3, which gathers the head's weights only in its own forward
+    if makes_logits and not trainer.is_deepspeed_enabled:  # ZeRO-3 gathers the head's weights only in its own forward
+        chunk_loss(base)
     return trainer
 
 

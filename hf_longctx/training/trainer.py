@@ -69,9 +69,8 @@ class StopAtSignal(TrainerCallback):
     """
 
     def __init__(self):
-        self.signal, self.before = 0, {}  # original handlers by signal number
-
-    def on_train_begin(self, args, state, control, **kwargs):
+        self.signal = 0
+        # original handlers
         self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def receive(self, number: int, frame: Any) -> None:

@@ -12,7 +12,6 @@ out of memory.
 """
 
 import gc
-from contextlib import nullcontext
 from itertools import product
 
 import torch
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
+from hf_longctx.training.chunked_loss import chunk_loss
 from hf_longctx.training.config import PRESETS
 from hf_longctx.training.data import make_sequence, mark_documents
 from hf_longctx.training.sequence_parallel import SequenceShard
@@ -61,7 +60,8 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
     """Return the peak memory of the second step in MB."""
     before = common.resident_mb("VmRSS")
     model = make_model(architecture, name, length, vocab, device)
-    in_pieces = ChunkedCrossEntropy(model) if pieces else nullcontext()
+    if pieces:
+        chunk_loss(model)
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -74,7 +74,7 @@ def peak_mb(architecture, name, length, vocab, device, pieces, checkpointing, si
         batch = {name: x if x is shard else x.to(device) for name, x in shard.collate([row]).items()}
 
     def step():
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"), in_pieces:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             loss = model(**batch, num_items_in_batch=length).loss
         loss.backward()
         optimizer.step()

@@ -118,13 +118,6 @@ def test_help_reads_well_and_its_examples_are_understood(capsys, command):
             assert parser.parse_args([name, *words]).command == command
 
 
-def test_help_of_all_commands(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--help"])
-    text = capsys.readouterr().out
-    assert stop.value.code == 0 and all(name in text for name in cli.COMMANDS)
-
-
 def test_an_interruption_is_no_traceback(folder, monkeypatch, capsys):
     def interrupt(*_, **__):
         raise KeyboardInterrupt

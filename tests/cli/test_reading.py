@@ -42,7 +42,7 @@ def test_mistakes_are_answered_in_a_sentence(novel, capsys, folder):
         (["read", str(folder), "novel.txt"], "does not have a memory"),
         (["read", str(folder), "x.safetensors", "x"], "does not have a memory"),
         (["read", HMT, "x.safetensors", "Ada"], "x.safetensors does not exist"),
-        (["read", HMT, "novel.txt", "--output", "novel.txt"], "novel.txt is not the memory of a document"),
+        (["read", HMT, "novel.txt", "--output", "novel.txt"], "novel.txt is not a complete file of HMTState.save"),
         (["read", HMT, "novel.txt", "--output", "no/x"], "The output folder no does not exist"),
         (["read", HMT, "novel.txt", "Ada", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
     ):

@@ -33,12 +33,6 @@ def test_options_reach_the_report(folder, tmp_path, monkeypatch, capsys):
         assert not any(str(path).encode() in file.read_bytes() for path in (folder, text)), file
 
 
-def test_nothing_to_measure(tmp_path, capsys):
-    assert cli.main(["report", str(tmp_path / "nowhere"), "--output", str(tmp_path / "report")]) == 2
-    error = capsys.readouterr().err
-    assert error.count("error: ") == 1 and "nowhere" in error
-
-
 def test_processes_write_one_report(folder, tmp_path):
     """Two processes have the environment that torchrun gives them."""
     llama, text, output = tmp_path / "llama", tmp_path / "text.txt", tmp_path / "report"

@@ -1,14 +1,10 @@
 """What users of FoX get wrong: each row is refused with one clear error, or changes no number."""
 
-import json
-import shutil
-
 import pytest
 import torch
 from mistakes import harmless, refused
 from tiny_fox import ROPE, TINY, filled, logits, make, tokens
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
     EncoderDecoderCache,
     LlamaConfig,
@@ -46,7 +42,6 @@ CONFIG = [
         "partial_rotary_factor must be 1, got 0.5.*whole",
         rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
     ),
-    config("half a rope by name", "'partial_rotary_factor' is not a field", partial_rotary_factor=0.5),
     config("layer types", "Leave layer_types out", layer_types=["full_attention", "sliding_attention"]),
     config("both directions", "is_causal must be True.*causal decoder", is_causal=False),
     config("letters swapped", "'k_shfit' is not a field.*mean 'k_shift'", k_shfit=True),
@@ -222,13 +217,9 @@ def prune(name, says, **options):
 
 PRUNED = [
     prune("tolerance of everything", "tolerance must be .*got 1.0", tolerance=1.0),
-    prune("negative tolerance", "tolerance must be .*got -1", tolerance=-1),
-    prune("tolerance as text", "tolerance must be .*got 'a'", tolerance="a"),
     prune("tolerance of NaN", "tolerance must be .*got nan", tolerance=float("nan")),
-    prune("bound of a number", "logit_bound must be .*got 7.0", logit_bound=7.0),
     prune("unknown bound", "logit_bound must be .*got 'seen'", logit_bound="seen"),
     prune("no interval", "prune_every must be .*got 0", prune_every=0),
-    prune("half an interval", "prune_every must be .*got 2.5", prune_every=2.5),
     prune("fewer slots than an interval", "max_cache_len must be .*got 256", max_cache_len=256),
     prune("a configuration", "FoxConfig is not a FoX", model=FoxConfig(**TINY)),
     prune("a Llama", "LlamaForCausalLM is not a FoX", model=llama()),
@@ -247,58 +238,13 @@ def test_caches_of_pro(mistake, models, record_property):
     record_property("mistake", mistake.check(models[1]))
 
 
-# --- generation ------------------------------------------------------------------------------------------------------
+def quantized(model):
+    model.generate(IDS, max_new_tokens=2, cache_implementation="quantized")
 
 
-def generate(name, says, **changes):
-    options = dict(inputs=IDS, max_new_tokens=2, do_sample=False)
-    return refused(name, lambda model: model.generate(**{**options, **made(model, changes)}), says)
-
-
-GENERATE = [
-    generate("quantized cache", "quantized cache", cache_implementation="quantized"),
-]
-
-
-@pytest.mark.parametrize("mistake", [*CALLS, *CACHES, *GENERATE], ids=str)
+@pytest.mark.parametrize(
+    "mistake", [*CALLS, *CACHES, refused("quantized cache", quantized, "quantized cache")], ids=str
+)
 def test_calls(mistake, models, record_property):
     outcomes = {mistake.check(model) for model in models}
     record_property("mistake", outcomes.pop())
-
-
-# --- saved folders ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fox")
-    make("llama").save_pretrained(folder)
-    return folder
-
-
-def folder(name, says, change, load=AutoModelForCausalLM.from_pretrained, **options):
-    def call(path):
-        change(path)
-        load(path, **options)
-
-    return refused(name, call, says)
-
-
-def edit(**changes):
-    def change(path):
-        text = json.loads((path / "config.json").read_text())
-        (path / "config.json").write_text(json.dumps({**text, **changes}))
-
-    return change
-
-
-FOLDERS = [
-    folder("layer types in a folder", "Leave layer_types out", edit(layer_types=["full_attention", "mamba"])),
-    folder("folder without weights", r"model\.safetensors", lambda path: (path / "model.safetensors").unlink()),
-]
-
-
-@pytest.mark.parametrize("mistake", FOLDERS, ids=str)
-def test_folders(mistake, saved, tmp_path, record_property):
-    shutil.copytree(saved, tmp_path / "fox")
-    record_property("mistake", mistake.check(tmp_path / "fox"))

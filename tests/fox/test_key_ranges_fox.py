@@ -28,6 +28,10 @@ from hf_longctx.fox.triton_fox import launch_prune, triton_attention
 from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
+def test_the_first_key_of_each_sequence():
+    assert sequence_starts(torch.tensor([0, 2, 2, 5]), 5).tolist() == [[0, 0, 2, 2, 2]]
+
+
 def seen(visible, Tq, Tk):
     """(B, Tq, Tk) bool, as the kernels read `VisibleKeys`, in the order of time."""
     end = int(visible.end)
@@ -108,7 +112,8 @@ def pruning_threshold(bound, Tk, tolerance):
 def first_key_of_blocks(c, threshold, Tq, query_block, key_block):
     """The first key that `prune_kernel` leaves to each block of queries, of thresholds (B, H)."""
     bound = (-math.log(c.shape[-1]) - threshold) / 2
-    kept = launch_prune(c.to(DEVICE), None, bound.float().to(DEVICE), Tq, query_block, key_block, 0.0)
+    gates, blocks = c[:, :, None, :, None].to(DEVICE), (query_block, key_block)
+    kept = launch_prune(gates, None, None, bound.float().to(DEVICE), Tq, *blocks, 1.0, 1.0, 0.0)
     return kept[..., ::query_block].long().cpu()
 
 
@@ -191,7 +196,8 @@ def test_the_kernel_prunes_what_the_rule_says(Tq, query_block, key_block):
     log_f, bound = draw(2, 3, 3, 1, 97, 16, openness=0.0)[3], torch.tensor([0.5, 3.0, torch.nan], device=DEVICE)
     c = log_f.double().cumsum(-1)
     first = find_visible_keys(Tq, 97, c.device, token_mask=padding(97, (0, 97), (13, 97)).bool()).key_start
-    kept = launch_prune(c, first, bound, Tq, query_block, key_block, -3.0)
+    gates = c[:, :, None, :, None]
+    kept = launch_prune(gates, first, None, bound, Tq, query_block, key_block, 1.0, 1.0, -3.0)
     threshold = pruning_threshold(bound, 97, -3.0).nan_to_num(nan=-torch.inf).expand(2, 3)
     start = first_kept_key(c, threshold, Tq, query_block, key_block).repeat_interleave(query_block, -1)[..., :Tq]
     assert torch.equal(kept, torch.maximum(start // key_block * key_block, first).int()) and (kept.diff() >= 0).all()

@@ -34,8 +34,7 @@ CASES = {  # shape (B, Hq, Hkv, Tq, Tk, D), options
     "ragged": ((1, 2, 2, 67, 67, 16), {}),
     "one token": ((2, 2, 1, 1, 1, 16), {}),
     "grouped heads": ((1, 4, 2, 37, 37, 32), {}),
-    "head of 20": ((1, 3, 1, 33, 33, 20), {"scale": 0.5}),
-    "head of 80": ((1, 1, 1, 35, 35, 80), {}),
+    "head of 80": ((1, 3, 1, 35, 35, 80), {"scale": 0.5}),
     "more keys than queries": ((1, 2, 1, 21, 75, 16), {}),
     "head of 256": ((1, 1, 1, 20, 33, 256), {}),
     "left padding": ((2, 1, 1, 40, 40, 16), {"attention_mask": padding(40, (7, 40), (39, 40))}),
@@ -44,11 +43,10 @@ CASES = {  # shape (B, Hq, Hkv, Tq, Tk, D), options
     "scattered prefix": ((3, 1, 1, 25, 45, 16), {"attention_mask": HOLES}),
     "packed, window": ((1, 1, 1, 61, 61, 16), {"cu_seqlens": PACKED, "window": 5}),
     "window": ((1, 2, 1, 45, 60, 16), {"window": 9}),
-    "window and padding": ((2, 1, 1, 50, 50, 16), {"window": 20, "attention_mask": padding(50, (9, 50), (3, 35))}),
     "window, padding between tokens": ((3, 1, 1, 45, 45, 16), {"window": 7, "attention_mask": HOLES}),
 }
 IN_16_BITS = {"ragged": BF16, "one token": BF16, "grouped heads": BF16, "both sides, one row empty": BF16}
-IN_16_BITS |= {"packed, window": BF16, "head of 80": FP16, "window and padding": FP16}
+IN_16_BITS |= {"packed, window": BF16, "head of 80": FP16}
 TRITON = pytest.param("triton", marks=runs_triton)
 
 
@@ -171,17 +169,6 @@ def test_the_default_never_interprets_kernels():
     folded = forgetting_attention(*inputs, backend="folded")
     assert torch.equal(forgetting_attention(*inputs), folded)
     assert torch.equal(forgetting_attention(*inputs, log_pruning_tolerance=-10.0), folded)  # it need not prune
-
-
-@pytest.mark.parametrize(
-    "dtype, head_dim, words",
-    [(torch.float64, 16, "float64"), (FP32, 320, "head size 320")],
-    ids=["dtype", "head size"],
-)
-@on_triton
-def test_triton_refuses_what_its_kernels_do_not_hold(dtype, head_dim, words):
-    with pytest.raises(NotImplementedError, match=words):
-        forgetting_attention(*draw(1, 1, 1, 4, 4, head_dim, dtype=dtype)[:4], backend="triton")
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="asks what a CPU does")

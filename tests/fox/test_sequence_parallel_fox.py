@@ -1,6 +1,5 @@
 """Two processes that share rows learn what one process learns from whole rows."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +12,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
+from hf_longctx.training.chunked_loss import chunk_loss
 from hf_longctx.training.sequence_parallel import SequenceShard, check_model
 
 
@@ -49,8 +48,9 @@ def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, chun
             getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
         rows = [{name: x[row] for name, x in batch.items()} for row in range(BATCH)]
         batch = shard.collate(rows)
-    with ChunkedCrossEntropy(model, logits_at_once=500) if chunked else nullcontext():
-        loss = model(**batch, num_items_in_batch=1).loss
+    if chunked:
+        assert chunk_loss(model, logits_at_once=500)
+    loss = model(**batch, num_items_in_batch=1).loss
     loss.backward()
     sums = {name: p.grad for name, p in model.named_parameters() if p.grad is not None} | {"loss": loss.detach()}
     if shard is not None:

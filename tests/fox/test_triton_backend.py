@@ -152,27 +152,6 @@ def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cach
     check(torch.cat(pieces, dim=1)[real], want[real])
 
 
-@pytest.mark.parametrize(
-    "variant, options",
-    [
-        ("pro with a window", dict(max_new_tokens=8)),
-        ("llama", dict(max_new_tokens=4, cache_implementation="static", disable_compile=True)),
-    ],
-    ids=["dynamic", "static"],
-)
-def test_generation(variant, options):
-    """Left padding, a prompt longer than what the decoding kernel takes, and more than one window of new tokens."""
-    ids, mask = draw(2, 20), holes(2, 20, (0, 0), (0, 6))
-    settings = dict(do_sample=False, eos_token_id=None, attention_mask=mask)
-    settings |= dict(return_dict_in_generate=True, output_logits=True)
-    got = make(variant).generate(ids, **settings, **options)
-    new_tokens = options["max_new_tokens"]
-    want = make(variant, "eager").generate(ids, **settings, max_new_tokens=new_tokens, use_cache=False)
-    assert torch.equal(got.sequences, want.sequences)
-    for x, y in zip(got.logits, want.logits):
-        check(x, y)
-
-
 def test_flash_attention_4_gets_a_width_whose_gradients_are_right(monkeypatch):
     """A multiple of 32 where a backward pass may follow; the fold alone is wide enough for everything else."""
     widths = []

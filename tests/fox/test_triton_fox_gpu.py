@@ -52,20 +52,6 @@ def run_default(*inputs, **options):
     return run(forgetting_attention, *inputs, **options)
 
 
-@pytest.mark.parametrize("D", [64, 128])
-def test_padding(D):
-    inputs = draw(2, 4, 2, 517, 517, D, dtype=BF16)
-    options = {"attention_mask": padding(517, (0, 517), (30, 500))}
-    fast, plain, exact = (f(*inputs, **options) for f in (run_default, run_plain, run_exact))
-    check_budget(fast, plain, exact, inputs)
-
-
-def test_the_default_is_triton():
-    inputs = draw(1, 2, 1, 50, 50, 64, dtype=BF16)
-    for x, y in zip(run_default(*inputs), run_default(*inputs, backend="triton")):
-        assert torch.equal(x, y)
-
-
 @pytest.mark.parametrize("Tq", [1, 7, 16])
 @pytest.mark.parametrize("D", [64, 80, 128, 256])
 def test_decoding_long_contexts(D, Tq):

@@ -108,7 +108,6 @@ CONFIG = [
         ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction` must select .*got 1.5"),
         ("a token behind the recall is missing", {"sum_fraction": 1.0}, "got 1.0.*one token must follow"),
         ("a misspelt recall_mode", {"recall_mode": "causal"}, "recall_mode` must be .*got 'causal'"),
-        ("an unknown recall_init", {"recall_init": "zero"}, "recall_init` must be .*got 'zero'"),
         ("an unknown loss_scope", {"loss_scope": "first"}, "loss_scope` must be .*got 'first'"),
         *((f"{name} of 0", {name: 0}, f"{name}` must be at least 1, got 0") for name in COUNTS),
         ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "beyond memory_size"),

@@ -237,15 +237,6 @@ def test_stage_two_of_the_single_mode_retains_its_summary_token(make_wrapper, tm
     assert second.memory.log_temperature.exp().item() == pytest.approx(TEMPERATURE)
 
 
-def test_the_random_start_is_that_of_a_linear_layer(make_wrapper):
-    model = make_wrapper(recall_init="random", recall_dim=200, recall_mode="paper")
-    assert not torch.equal(model.memory.summary_token, model.memory.initial)
-    for projection in (model.memory.wq, model.memory.wk):
-        assert 0.24 < projection.abs().max() <= 0.25
-        assert abs(projection.mean()) < 0.01
-    assert not torch.equal(model.memory.wq, model.memory.wk)
-
-
 LOAD_REMOTE = """
 import json, torch
 from transformers import AutoModelForCausalLM

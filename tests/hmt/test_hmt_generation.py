@@ -36,13 +36,6 @@ def test_greedy_is_the_argmax_of_forward(make_wrapper, tokens, settings, use_cac
     assert torch.equal(ids[:, 13:], teacher_forced(model, ids, 13, mask))
 
 
-@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9])
-def test_any_prompt_length(make_wrapper, tokens, prompt_length):
-    model = make_wrapper()
-    ids = model.generate(tokens[:, :prompt_length], max_new_tokens=12, do_sample=False, eos_token_id=None)
-    assert torch.equal(ids[:, prompt_length:], teacher_forced(model, ids, prompt_length))
-
-
 @pytest.mark.parametrize("settings", [{}, {"recall_tokens": 4}], ids=str)
 def test_beam_search_reorders_the_state(make_wrapper, tokens, settings):
     model = make_wrapper(**settings)

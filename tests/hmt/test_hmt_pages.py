@@ -50,12 +50,6 @@ def test_equals_flat_memory_while_all_pages_are_recalled(make_wrapper, long_toke
     assert_same_gradients(gradients(paged), flat_gradients)
 
 
-def test_equals_a_bounded_memory_while_nothing_was_dropped(make_wrapper, long_tokens):
-    ids = long_tokens[:, :40]
-    expected = make_wrapper(memory_size=5)(ids).logits
-    assert torch.equal(make_wrapper(memory_size=5, recalled_pages=1)(ids).logits, expected)
-
-
 def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, long_tokens):
     settings = {"recurrence": False}  # memories and queries do not depend on recalls
     out = make_wrapper(memory_size=2, page_size=2, recalled_pages=2, **settings)(long_tokens, output_recall=True)
@@ -104,24 +98,6 @@ def test_two_states_with_one_page_file_stay_apart(make_wrapper, long_tokens, tmp
         first, second = (model.new_state(2, tmp_path / "pages") for _ in range(2))
         assert torch.equal(model(long_tokens.flip(1), state=second).logits, expected[1])
         assert torch.equal(model(long_tokens, state=first).logits, expected[0])
-
-
-def test_beams_take_their_pages_along(make_wrapper, long_tokens):
-    model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
-    with torch.no_grad():
-        state = model(long_tokens[:, :61], use_cache=True).state
-        state.reorder_cache(torch.tensor([1, 0]))
-        logits = model(long_tokens[:, 61:].flip(0), state=state).logits
-    torch.testing.assert_close(logits.flip(0), model(long_tokens).logits[:, 61:], atol=ROUNDING, rtol=0)
-
-
-def test_training_that_cuts_every_segment_pages_to_a_file(make_wrapper, tokens, tmp_path):
-    model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1, bptt_segments=1)
-    in_ram = model(tokens, labels=tokens, state=model.new_state(2))
-    in_file = model(tokens, labels=tokens, state=model.new_state(2, tmp_path / "pages"))
-    in_file.loss.backward()
-    assert torch.equal(in_file.logits, in_ram.logits)
-    assert len(pages_of(in_file.state)[0]) == 4 and model.memory.wq.grad.any()
 
 
 @pytest.mark.parametrize("in_file", [False, True], ids=["RAM", "file"])

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
+from hf_longctx.hmt.backbone_hmt import Backbone
 
 
 FALCON = {
@@ -20,7 +21,7 @@ FALCON = {
     **{"mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8},
 }
 LLAMA, LLAMA4 = (BACKBONES[f"{name}ForCausalLM"] for name in ("Llama", "Llama4"))
-NEO = dict(vocab_size=61, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=6)
+NEO = dict(vocab_size=61, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=9)
 NEO |= {"attention_types": [[["global", "local"], 1]]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 10}
 LONGROPE |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
@@ -60,13 +61,15 @@ def make(kind):
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_its_definition_with_a_cache_and_without(kind, tokens):
+def test_equals_its_definition_with_a_cache_and_without(kind, tokens, monkeypatch):
     model, length = make(kind), 21
     assert model.config.reread == KINDS[kind][3]
     expected = torch.stack([plain_single(model, row[:length]) for row in tokens])
     allowed = 256 * torch.finfo(torch.float32).eps * expected.abs().max()  # 1e-2 of it moved between the two models
-    for continues in (model.lm.continues, False):
-        model.lm._continues = continues
+    for has_cache in (True, False):
+        if not has_cache:
+            monkeypatch.setattr(Backbone, "checkpoints_layers", True)
+            model.lm._continues = False
         torch.testing.assert_close(model(tokens[:, :length]).logits, expected, atol=allowed, rtol=0)
         mask = torch.ones(2, length, dtype=torch.long)
         mask[0, :5] = 0
@@ -87,10 +90,12 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_without_a_cache_it_is_the_same_function(make_wrapper, tokens, settings):
+def test_without_a_cache_it_is_the_same_function(make_wrapper, tokens, monkeypatch, settings):
     model, results = make_wrapper(**settings), []
-    for continues in (True, False):
-        model.lm._continues = continues
+    for has_cache in (True, False):
+        if not has_cache:
+            monkeypatch.setattr(Backbone, "checkpoints_layers", True)
+            model.lm._continues = False
         model.zero_grad()
         out = model(tokens, labels=tokens, output_recall=True)
         out.loss.backward()
@@ -131,12 +136,12 @@ def test_layers_that_are_checkpointed_use_no_cache(make_wrapper, tokens):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_a_mask_under_autocast(make_wrapper, tokens, attention):
+def test_a_mask_under_autocast(make_wrapper, tokens, monkeypatch, attention):
     model = make_wrapper().float()
     model.set_attn_implementation(attention)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(tokens).logits
-        model.lm._continues = False
+        monkeypatch.setattr(Backbone, "checkpoints_layers", True)
         torch.testing.assert_close(model(tokens).logits, expected, atol=0.05 * expected.abs().max().item(), rtol=0)
 
 
@@ -173,6 +178,14 @@ def test_a_failing_probe_decides_nothing(make_wrapper, llama, tokens, monkeypatc
         with pytest.raises(ValueError, match=r"or set HMTConfig\(reread=True\)"):
             make_wrapper(reread=reread)
     assert make_wrapper(reread=True)(tokens).logits.isfinite().all()
+
+
+def test_masks_and_windows_that_no_config_reports_are_found(make_wrapper, llama, monkeypatch):
+    monkeypatch.setattr(Backbone, "keeps_all_keys", lambda *args: True)
+    assert make("GPT-Neo, short windows").config.reread is True
+    forward = llama.model.forward
+    monkeypatch.setattr(llama.model, "forward", lambda attention_mask=None, **inputs: forward(**inputs))
+    assert make_wrapper().config.reread is True
 
 
 def test_it_is_saved_and_refused_where_it_cannot_be_computed(make_wrapper, tokens, tmp_path):

@@ -91,7 +91,7 @@ def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks, gradients, sett
 
 def test_each_token_is_read_once(make_wrapper, tokens):
     model, shapes = make_wrapper(summary_batch=7), []  # two rows of three segments fit
-    assert model.lm.cuts(13)  # probes, which are not counted
+    assert model.lm.continues  # probes, which are not counted
     model.backbone.model.register_forward_hook(lambda module, args, out: shapes.append(tuple(out[0].shape[:2])))
     with torch.no_grad():
         model(tokens[:, :40])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from demo_model import DEMO
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny_models import tiny_llama
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
@@ -29,9 +29,7 @@ FILE = re.search(r"^## Add a metric\n.*?^```python\n(.*?)^```", GUIDE, re.MULTIL
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
-    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=512, bos_token_id=1))
+    return tiny_llama(vocab_size=64)
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ def test_default_lengths_need_an_end_and_leave_room_for_the_repeats():
     with pytest.raises(ValueError, match="lengths="):
         core.default_lengths(None, None)
     assert core.default_lengths(None, 2300, repeats=20)[-1] == 100
-    with pytest.raises(ValueError, match="the text has 11 tokens, too few for 10 passages side by side"):
+    with pytest.raises(ValueError, match="the corpus has 11 tokens, too few for 10 separate passages"):
         core.default_lengths(64, 11)
 
 

@@ -94,9 +94,9 @@ def test_passages_that_overlap_are_named():
     points = [CurvePoint(30, [15] * 10, [0] * 10, range(0, 400, 40)), CurvePoint(163, [82] * 10, [0] * 10, [0, 1] * 5)]
     curve, words = (
         ForgettingCurve.of_points(points),
-        "the text is too short: its passages overlap from 163 tokens on, where 10",
+        "the corpus is too short: its passages overlap from 163 tokens on, where 10",
     )
-    assert curve.overlapping == [163] and f"; {words} of them count as 1 text" in curve.summary()
+    assert curve.overlapping == [163] and f"; {words} of them count as 1 passage" in curve.summary()
     assert not ForgettingCurve.of_points(points[:1]).shortage
     assert [len(point.texts) for point in curve.points] == [10, 1]
 
@@ -106,7 +106,7 @@ def test_one_text_is_one_text_however_often_it_is_read(protocol):
     point = CurvePoint(64, [32] * 10, [3] * 10, [0] * 10)
     curve = ForgettingCurve.of_points([point], {"protocol": protocol})
     assert all(curve.interval(method)[:2] == (0, None) for method in METHODS)
-    assert str(curve.interval("fine")) == "unknown; a longer text is needed"
+    assert str(curve.interval("fine")) == "unknown; a longer corpus is needed"
     apart = ForgettingCurve.of_points([CurvePoint(64, [32] * 10, [3] * 10, range(0, 320, 32))], {"protocol": protocol})
     assert all(apart.interval(method).low == 64 for method in METHODS)
 
@@ -132,7 +132,7 @@ def test_headlines_are_the_lower_ends_that_are_sure():
         numbers = ForgettingCurve.of_points(points).numbers()
         return {n.name.partition(" (")[0]: n.value for n in numbers if n.metric}
 
-    fine, coarse = "fine memory length of the typical text", "coarse memory length"
+    fine, coarse = "fine memory length of the typical passage", "coarse memory length"
     assert headlines(1, 0.5, 0) == {f"{fine}, at least": 400, f"{coarse}, at least": 800}
     assert headlines(0, 0, 0) == {}
     assert headlines(1, 1, 1) == {f"{fine}, at least": 1600, f"{coarse}, at least": 1600}

@@ -7,32 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 
 pytest.importorskip("evaluate", reason="needs evaluate: pip install 'hf-longctx[metrics]'")
 
 import evaluate
 
-from hf_longctx.metrics import (
-    ForgettingCurve,
-    forgetting_curve,
-    module_path,
-    register,
-    rope_base_bound,
-    rope_report,
-)
+from hf_longctx.metrics import ForgettingCurve, forgetting_curve, module_path, register, rope_base_bound, rope_report
 from hf_longctx.metrics.evaluate_modules import NAMES, check_bases, score_predictions
 from hf_longctx.metrics.rope import config as rope_config
 from hf_longctx.training.tokenizer import train_tokenizer
 
 
-ROOT = Path(__file__).resolve().parents[2]
 TEXT = "In line {i} the {j} foxes of a village met, and {k} of them forgot. "
 TEXT = "".join(TEXT.format(i=i, j=i * i % 97, k=i % 13) for i in range(60))
 
@@ -65,33 +53,23 @@ def tokenizer():
 # -- how they are found
 
 
-def test_bare_names():
-    register()
-    for name in NAMES:
-        assert evaluate.load(name).name == evaluate.load(name, module_type="metric").name == name
-
-
-def test_registering_again_changes_nothing_and_supersedes_older_lines():
+def test_bare_names_and_older_lines_of_the_cache():
     files = register()
     old = files[0].parent.with_name("0" * 64) / files[0].name
     old.parent.mkdir()
     old.write_text("raise ImportError('a module of the past')\n")
     assert register() == files
-    assert evaluate.load("forgetting_curve").name == "forgetting_curve"
-    assert [path.name for path in files] == [f"{name}.py" for name in NAMES]
+    for name in NAMES:
+        assert evaluate.load(name).name == evaluate.load(name, module_type="metric").name == name
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_space_has_its_card_and_its_program(name):
-    from huggingface_hub import ModelCard
-
     folder = Path(module_path(name))
     card = ModelCard.load(folder / "README.md", ignore_metadata_errors=False).data.to_dict()
     assert card["sdk"] == "gradio" and card["app_file"] == "app.py" and {"evaluate", "metric"} <= set(card["tags"])
-    assert card["title"].lower().replace(" ", "_") == name
     assert {"title", "emoji", "colorFrom", "colorTo", "sdk_version", "description"} <= card.keys()
     compile((folder / "app.py").read_text(), "app.py", "exec")
-    assert not (folder / "__init__.py").exists()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,19 +93,15 @@ def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, token
     result = curve_module.compute(corpus=tokens, **options)
     assert ForgettingCurve.from_json(json.dumps(result, allow_nan=False)) == expected
     assert result["fine_length"] == expected.fine_length and result["summary"] == expected.summary()
-    assert curve_module.compute(corpus=TEXT, tokenizer=tokenizer, **options)["points"] == result["points"]
-    pieces = TEXT.split("\n\n")
-    assert curve_module.compute(corpus=pieces, tokenizer=tokenizer, **options)["points"] == result["points"]
 
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     by_name = curve_module.compute(corpus=TEXT, **options | {"model": str(tmp_path)})
-    assert by_name["points"] == result["points"]
     assert by_name["settings"]["model"] == by_name["settings"]["tokenizer"] == tmp_path.name
-    named = curve_module.compute(corpus=TEXT, **options | {"tokenizer": str(tmp_path)})
     (tmp_path / "book.txt").write_text(TEXT)
-    for corpus in (tmp_path / "book.txt", str(tmp_path / "book.txt")):
-        assert curve_module.compute(corpus=corpus, tokenizer=tokenizer, **options)["points"] == named["points"]
+    for corpus in (TEXT, [TEXT], tmp_path / "book.txt", str(tmp_path / "book.txt")):
+        for given in (tokenizer, str(tmp_path)):
+            assert curve_module.compute(corpus=corpus, tokenizer=given, **options)["points"] == result["points"]
     with pytest.raises(ValueError, match=r"corpus must be a text or the path of one, got 'no/book\.txt'"):
         curve_module.compute(corpus="no/book.txt", tokenizer=tokenizer, **options)
     with pytest.raises(ValueError, match=r"a text needs tokenizer=.*, a tokenizer or its name, got 3"):
@@ -156,9 +130,7 @@ def test_what_does_not_fit_is_named(model, curve_module, rope_module):
         score_predictions([[[1], [1, 2]]], [[1, 2]])
     with pytest.raises(ValueError, match="a text needs tokenizer="):
         curve_module.compute(model=model, corpus=TEXT)
-    for module, rows in ((curve_module, {"predictions": PAIRS, "references": TARGETS}), (rope_module, {})):
-        with pytest.raises(ValueError, match=f"got {'both' if rows else 'neither'}"):
-            module.compute(model=model if rows else None, **rows)
+    for module in (curve_module, rope_module):
         with pytest.raises(TypeError, match="unexpected keyword argument 'model_id'"):
             module.compute(model=model, model_id="gpt2")
     with pytest.raises(TypeError, match="unexpected keyword argument 'lengths'"):
@@ -171,9 +143,7 @@ def test_what_does_not_fit_is_named(model, curve_module, rope_module):
 def test_a_model_or_its_configuration_or_its_folder_is_checked(rope_module, model, tmp_path):
     expected = rope_report(model.config, context_length=32).to_dict()
     assert rope_module.compute(model=model.config, context_length=32) == expected
-    (group,) = rope_module.compute(model=model, context_length=32)["groups"]
-    np.testing.assert_allclose(group["inv_freq"], expected["groups"][0]["inv_freq"], rtol=1e-6)  # float32 in a model
-    assert group | {"inv_freq": None} == expected["groups"][0] | {"inv_freq": None}
+    assert rope_module.compute(model=model, context_length=32) == expected
     model.config.save_pretrained(tmp_path)
     assert rope_module.compute(model=str(tmp_path), context_length=32)["groups"] == expected["groups"]
     json.dumps(expected, allow_nan=False)

@@ -9,7 +9,7 @@ from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
 from hf_longctx.metrics.report.comparison import compare, compare_counts
 
 
-NAMES = ["fox", "a model of " * 60, "W" * 300, "\u6a21" * 200, "some-organization/" + "long-name-" * 12, "$" * 90]
+NAMES = ["a model of " * 60, "\u6a21" * 200, "some-organization/" + "long-name-" * 12, "$" * 90]
 
 
 @pytest.fixture
@@ -38,9 +38,7 @@ def check_boxes(figure):
 def test_one_result(figures, name):
     """The name is that of the model, and the title; there may be a training context."""
     for result in one_of_each(model="someone/fox"):
-        named = (
-            result.with_settings(model=name) if hasattr(result, "with_settings") and result.kind != "rope" else result
-        )
+        named = result if result.kind == "rope" else result.with_settings(model=name)
         for options in ({}, {"title": name.replace("$", "S"), "train_length": 64}):
             named.plot("x.png", **options)
     assert len(figures) == 10
@@ -48,16 +46,8 @@ def test_one_result(figures, name):
         check_boxes(figure)
 
 
-def test_a_curve_that_is_not_significant(figures):
-    """As of Gemma 3 270M: 98.6 % of 1,000 tokens, and no text above 99 %."""
-    points = [CurvePoint(n, [round(n // 2 * 0.986)] * 6, [n // 20] * 6) for n in (64, 250, 500, 1000)]
-    ForgettingCurve.of_points(points, {"model": "google/gemma-3-270m", "data_type": "order"}).plot("x.png")
-    check_boxes(figures[0])
-    assert not any(patch.get_hatch() for axes in figures[0].axes for patch in axes.patches)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 7, 20])
+@pytest.mark.parametrize("count", [2, 20])
 def test_several_models(figures, count):
     names = [f"{i} {NAMES[i % len(NAMES)]}" for i in range(count)]
     points = [CurvePoint(n, [n // 2] * 6, [0] * 6) for n in (64, 128)]

@@ -89,7 +89,7 @@ def test_passages_that_overlap_count_as_one_text(model, tokenizer, tmp_path, cap
         name = re.sub(r"\W+", "_", number.name).strip("_")
         ends = [result[f"{name}{end},none"] for end in ("", "_low")]
         assert ends == [number.value, number.low]
-    assert sum("the text is too short: its passages overlap" in record.message for record in caplog.records) == 1
+    assert sum("the corpus is too short: its passages overlap" in record.message for record in caplog.records) == 1
 
 
 def test_losses_are_those_of_our_loss(lm, model, tokenizer):

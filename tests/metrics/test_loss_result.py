@@ -52,7 +52,7 @@ def test_sequences_that_overlap_are_one_text():
     close = of_sequences(losses, range(32))
     assert close.texts == 2 and close.sequences == 32  # from 0 and from 20
     assert close.error == pytest.approx(of_sequences(losses[[0, 20]]).error)
-    assert "its 32 sequences overlap, and count as 2 texts" in close.summary()
+    assert "its 32 sequences overlap, and count as 2 sequences" in close.summary()
     assert of_sequences(losses, [0] * 32).error is None
     assert PositionLoss.from_json(close.to_json()) == close
     assert not of_sequences(losses).shortage

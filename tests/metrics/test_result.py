@@ -35,9 +35,9 @@ NUMBERS = [
     [
         *(
             ("forgetting_curve", f"{name}, at least (tokens, 95 % CI)", 800, FAR, LENGTHS)
-            for name in ("fine memory length of the typical text", "coarse memory length")
+            for name in ("fine memory length of the typical passage", "coarse memory length")
         ),
-        ("", "share of texts copied above 99 %", 1.0, "6 of 6, the worst to 100.0%", "800 tokens"),
+        ("", "share of passages copied above 99 %", 1.0, "6 of 6, the worst to 100.0%", "800 tokens"),
     ],
     [
         ("perplexity", "perplexity of 2 tokens", 15.6426, "", "4 sequences"),
@@ -137,11 +137,3 @@ def test_the_commit_is_that_of_a_checkout(tmp_path):
     assert commit(tmp_path) == f"{head}-dirty"
     (tmp_path / "site-packages").mkdir()
     assert commit(tmp_path / "site-packages") is None
-
-
-def test_a_folder_in_place_of_a_file_leaves_nothing_behind(tmp_path):
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with pytest.raises(OSError, match="folder"):
-        EXAMPLES[0].save(folder)
-    assert [*tmp_path.iterdir()] == [folder]

@@ -9,8 +9,6 @@ from mistakes import harmless, refused
 from hf_longctx.metrics import (
     CurvePoint,
     ForgettingCurve,
-    LineRetrieval,
-    NeedleGrid,
     PositionLoss,
     comparison_table,
     read_result,
@@ -35,7 +33,7 @@ def curve_text(**change):
 
 MEASURED = [
     refused("length 0", counts([0], [0], length=0), "length must be at least 1, got 0"),
-    refused("more right than scored", counts([5, 4]), "copy_correct at length 8 must hold integers from 0 to 4"),
+    refused("more right than scored", counts([5, 4]), "copy_correct at length 8 must be integers from 0 to 4"),
     refused("negative count", counts([4, 4], [0, -1]), "lm_correct at length 8"),
     refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts and 1 LM counts"),
     refused("another number of begins", counts([4, 4], begins=[3]), r"begin_locs \(3,\); give one of each"),
@@ -115,8 +113,6 @@ def compared(results, name="x.png"):
 def pictures():
     return [
         refused("picture of no curve", plotted(ForgettingCurve.of_points([])), "nothing was measured"),
-        refused("picture of no needle", plotted(NeedleGrid.of_parts([])), "nothing was measured"),
-        refused("picture of no lines", plotted(LineRetrieval.of_parts([])), "nothing was measured"),
         refused("unknown ending of a curve", plotted(CURVE, "x.xyz"), "Format 'xyz' is not supported"),
         refused("folder that does not exist", plotted(CURVE, "no/x.png"), "No such file or directory"),
         refused("comparison of nothing", compared({}), "these results are none"),

@@ -5,7 +5,7 @@ import math
 import pytest
 import scipy.stats
 
-from hf_longctx.metrics.retrieval.answers import Answer, Answers, holds_number, holds_text, wilson
+from hf_longctx.metrics.retrieval.answers import Answer, Answers, contains_number, contains_text, wilson
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from hf_longctx.metrics.retrieval.answers import Answer, Answers, holds_number, 
     ],
 )
 def test_text_in_a_reply(reply, expected, held):
-    assert holds_text(reply, expected) is held
+    assert contains_text(reply, expected) is held
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_text_in_a_reply(reply, expected, held):
 )
 def test_number_in_a_reply(reply, number):
     """Thousands may be set off."""
-    assert [n for n in (4, 7, 42, 421, 1234567) if holds_number(reply, n)] == [number] * (number is not None)
+    assert [n for n in (4, 7, 42, 421, 1234567) if contains_number(reply, n)] == [number] * (number is not None)
 
 
 def test_rates():

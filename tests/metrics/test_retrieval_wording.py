@@ -1,16 +1,14 @@
 """Needles in one's own words, in other languages and in chats."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-import torch
 from demo_model import DEMO
+from tiny_models import Copier
 from transformers import AutoTokenizer
 
 from hf_longctx import cli
 from hf_longctx.metrics import LocalReader, line_retrieval, needle_in_a_haystack, read_result
-from hf_longctx.metrics.retrieval.answers import holds_text
+from hf_longctx.metrics.retrieval.answers import contains_text
 from hf_longctx.metrics.retrieval.haystack import hide_needle, needle_pieces
 from hf_longctx.metrics.retrieval.wording import chat_frame, wording
 
@@ -46,15 +44,15 @@ def test_languages_without_spaces():
     """Nothing is put between question and answer, and a reply holds the answer without spaces around it."""
     words = wording(needle="王先生住在北京。", question="王先生住在哪里?答案:", answer="北京")
     assert prompt(words)[0].endswith("\n王先生住在哪里?答案:北京")
-    assert holds_text("他住在北京市。", "北京") and not holds_text("他住在上海。", "北京")
-    assert not holds_text("Berlins", "Berlin"), "where words have spaces, they count as wholes"
+    assert contains_text("他住在北京市。", "北京") and not contains_text("他住在上海。", "北京")
+    assert not contains_text("Berlins", "Berlin"), "where words have spaces, they count as wholes"
 
 
 @pytest.mark.parametrize(
     "options, message",
     [
         ({**COW, "answer": " "}, "needs a question and an answer"),
-        ({**COW, "mode": "easy"}, "give one of the two"),
+        ({**COW, "mode": "easy"}, "without one in mode"),
         ({**COW, "answer": "Weide"}, "does not contain the answer 'Weide'"),
     ],
 )
@@ -89,25 +87,14 @@ def test_tokenizers_without_a_chat(template, message):
         chat_frame(tokenizer)
 
 
-class Reader(torch.nn.Module):
-    """A model that keeps what it reads."""
-
-    def __init__(self, vocabulary):
-        super().__init__()
-        self.weight, self.read = torch.nn.Parameter(torch.zeros(1)), []
-        self.config = SimpleNamespace(vocab_size=vocabulary, bos_token_id=1, eos_token_id=2)
-
-    def forward(self, input_ids, **options):
-        self.read.append(input_ids[0].tolist())
-        return SimpleNamespace(logits=torch.zeros(*input_ids.shape, self.config.vocab_size) + self.weight)
-
-
 def test_models_read_the_chat(tokenizer):
-    model, tokens = Reader(len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
+    model, tokens = Copier(9, vocab_size=len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
+    read = []
+    model.register_forward_pre_hook(lambda _, args: read.append(args[0][0]))
     options = dict(replies=False, chat_template=True)
     needle = needle_in_a_haystack(model, tokenizer, tokens, lengths=[300], depths=[0.5], **COW, **options)
     lines = line_retrieval(model, tokenizer, lines=[3], repeats=1, **options)
-    texts = [tokenizer.decode(ids) for ids in model.read]
+    texts = [tokenizer.decode(ids) for ids in read]
     begin = tokenizer.bos_token + "<user>"
     for inside in ("auf der</turn><assistant>", "</turn><assistant>line "):
         assert any(text.startswith(begin) and inside in text for text in texts), texts
@@ -132,7 +119,7 @@ THINKING = CHAT + "{% if enable_thinking is not defined or enable_thinking %}<th
 def test_an_answer_is_looked_for_behind_the_thoughts(tokenizer, monkeypatch, replied, kwargs, matched, thinking):
     monkeypatch.setattr(tokenizer, "chat_template", THINKING)
     monkeypatch.setattr(LocalReader, "reply", lambda *arguments: replied)
-    model, tokens = Reader(len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
+    model, tokens = Copier(99, vocab_size=len(tokenizer)), tokenizer("One day. " * 200)["input_ids"][1:]
     model.generate = None  # which the reader would call
     options = dict(chat_template=True, chat_template_kwargs=kwargs)
     needle = needle_in_a_haystack(model, tokenizer, tokens, lengths=[300], depths=[0.5], **COW, **options)

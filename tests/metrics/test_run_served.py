@@ -94,18 +94,6 @@ def test_a_journal_is_of_one_endpoint(model, tmp_path):
         forgetting_curve(connect(server), CORPUS, **OPTIONS, run=Run(tmp_path / "journal"))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"bos_token_id": None, "eos_token_id": None}, "neither a BOS nor an EOS token"),
-        ({"data_type": "random"}, "size of the vocabulary.*give.* vocab_size"),
-    ],
-)
-def test_what_a_server_does_not_tell(model, options, message):
-    with serving(model) as server, pytest.raises(ValueError, match=message):
-        forgetting_curve(connect(server), CORPUS, **OPTIONS | options)
-
-
 def test_the_vocabulary_can_be_told(model):
     with serving(model) as server:
         endpoint = connect(server, vocab_size=12)
@@ -155,15 +143,20 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
 # -- endpoints that cannot do it
 
 
-def test_a_chat_api_cannot_be_measured(model):
-    with serving(model, "chat") as server, pytest.raises(ValueError, match=r"404: .*Not Found.*A chat API cannot"):
-        connect(server)
-
-
-def test_other_metrics_need_log_probabilities(model):
-    message = "must give log-probabilities of the tokens of a prompt.*has no log-probabilities.*with vLLM"
-    with serving(model, "llama.cpp") as server, pytest.raises(ValueError, match=message):
-        position_loss(connect(server), CORPUS, context_length=20, sequences=1, bos_token_id=1)
+@pytest.mark.parametrize(
+    "form, options, message",
+    [
+        ("chat", OPTIONS, "404: .*Not Found.*A chat API cannot"),
+        ("vllm", OPTIONS | {"bos_token_id": None, "eos_token_id": None}, "neither a BOS nor an EOS token"),
+        ("vllm", OPTIONS | {"data_type": "random"}, "size of the vocabulary.*give.* vocab_size"),
+        ("llama.cpp", None, "must give log-probabilities of the tokens of a prompt.*has no log-prob.*with vLLM"),
+    ],
+)
+def test_what_cannot_be_measured(model, form, options, message):
+    with serving(model, form) as server, pytest.raises(ValueError, match=message):
+        if options is None:
+            position_loss(connect(server), CORPUS, context_length=20, sequences=1, bos_token_id=1)
+        forgetting_curve(connect(server), CORPUS, **options)
 
 
 def drop_entry(choice):

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
-from hf_longctx.training.chunked_loss import ChunkedCrossEntropy, can_chunk_loss
+from hf_longctx.training.chunked_loss import chunk_loss
 
 
 SIZES = dict(
@@ -59,26 +59,23 @@ def loss_and_gradients(model, **options):
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradients_are_the_models_own(name):
     model, options = make_model(name), {"num_items_in_batch": torch.tensor(77)}
-    assert can_chunk_loss(model)
     own, gradients = loss_and_gradients(model, **options)
-    with ChunkedCrossEntropy(model, logits_at_once=4 * 101):
-        chunked, others = loss_and_gradients(model, **options)
+    assert chunk_loss(model, logits_at_once=4 * 101)
+    chunked, others = loss_and_gradients(model, **options)
     torch.testing.assert_close(chunked.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
     assert gradients.keys() == others.keys()
     for key, gradient in gradients.items():
         scale = gradient.abs().max().item()
         torch.testing.assert_close(others[key], gradient, rtol=0, atol=1e-6 * scale, msg=key)
     assert chunked.logits.shape[-1] == 32
-    assert model(**make_batch()).logits.shape[-1] == 101  # the context leaves no trace
-    assert "_loss_function" not in vars(model)
 
 
 def test_an_adapter_of_the_head_is_trained_too():
     model = make_model("llama")
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).double()
     own, gradients = loss_and_gradients(adapted)
-    with ChunkedCrossEntropy(adapted.get_base_model(), logits_at_once=4 * 101):
-        chunked, others = loss_and_gradients(adapted)
+    assert chunk_loss(adapted.get_base_model(), logits_at_once=4 * 101)
+    chunked, others = loss_and_gradients(adapted)
     torch.testing.assert_close(chunked.loss, own.loss, rtol=1e-6, atol=0, check_dtype=False)
     assert any("lm_head" in name for name in gradients)
     for key, gradient in gradients.items():
@@ -88,14 +85,14 @@ def test_an_adapter_of_the_head_is_trained_too():
 def test_logits_that_are_changed_in_an_unknown_way_are_not_chunked():
     model = make_model("llama")
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits * 1.01)
-    assert not can_chunk_loss(model)
-    assert model(**make_batch()).logits.shape[-1] == 101
+    assert not chunk_loss(model)
+    assert model(**make_batch()).logits.shape[-1] == 101 and "_loss_function" not in vars(model)
 
 
 def test_models_of_other_losses_and_of_other_decoders():
     model = make_model("llama")
     model.loss_function = lambda logits, labels, **kwargs: logits.sum()
-    assert not can_chunk_loss(model)
+    assert not chunk_loss(model)
     mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1))
     # before transformers 5.23 or so, it reads more of the decoder's output
-    assert can_chunk_loss(mamba) == hasattr(TrainingArguments, "activation_checkpointing")
+    assert chunk_loss(mamba) == hasattr(TrainingArguments, "activation_checkpointing")

@@ -13,7 +13,6 @@ from hf_longctx.training.config import (
     PretrainConfig,
     make_parser,
     parse,
-    write_yaml,
 )
 from hf_longctx.training.models import make_config, make_model
 
@@ -41,15 +40,6 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_recipe(tm
     assert args.bf16 == torch.accelerator.is_available() and parse(FinetuneConfig, [*words, "--bf16"]).bf16 is True
 
 
-def test_settings_are_read_as_they_were_written(tmp_path):
-    words = "--model llama --recipe rope-extend --set head_dim=8 --no_packing --optim sgd"
-    args = parse(FinetuneConfig, [*WORDS, *words.split()])
-    (tmp_path / "config.yaml").write_text(write_yaml(args))
-    again = parse(FinetuneConfig, ["--config", str(tmp_path / "config.yaml")])
-    assert again.to_dict() == args.to_dict() and "adam_epsilon" not in args.given
-    assert "secret" not in write_yaml(PretrainConfig(**NEEDED, hub_token="secret"))
-
-
 def test_help_shows_our_options_and_the_usual_ones_and_says_where_the_rest_is(capsys):
     for command, kind in (("train", PretrainConfig), ("finetune", FinetuneConfig)):
         with pytest.raises(SystemExit, match="0"):
@@ -60,26 +50,6 @@ def test_help_shows_our_options_and_the_usual_ones_and_says_where_the_rest_is(ca
         assert all(f"--{name}" in said for name in shown) and "--adam_epsilon" not in said
         assert "transformers.TrainingArguments" in said and f"hf-longctx {command} --" in said
         assert make_parser(kind).parse_args([*WORDS, "--model", "a", "--adam_epsilon", "1"]).adam_epsilon == 1
-
-
-RECIPES = {
-    "fox-paper": dict(
-        max_length=16384, gradient_accumulation_steps=32, max_steps=2_700_000_000 // 2**19, weight_decay=0.1
-    )
-    | dict(warmup_steps=2**28 // 2**19, lr_scheduler_type="cosine", adam_beta2=0.95, max_grad_norm=1),
-    "hmt": dict(
-        lr_scheduler_type="constant", lr_decay_every=100, warmup_steps=0, learning_rate=1e-4, weight_decay=0.01
-    )
-    | dict(gradient_accumulation_steps=8, lora_r=8, lora_alpha=32, lora_dropout=0.1, adam_beta2=0.999),
-    "lora": dict(warmup_steps=0.05, adam_beta2=0.95, lora_dropout=0.0),
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_are_those_of_the_papers(recipe):
-    kind = PretrainConfig if recipe == "fox-paper" else FinetuneConfig
-    args = kind.from_recipe(recipe, **NEEDED | {"model": "fox-pro-125m"})
-    assert {name: getattr(args, name) for name in RECIPES[recipe]} == RECIPES[recipe]
 
 
 # Table 6 counts the head, but not the input embedding. The models of 5m are compared, with a vocabulary of 4096.

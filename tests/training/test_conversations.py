@@ -4,12 +4,11 @@ import json
 from itertools import groupby
 
 import pytest
-import torch
 from demo_model import DEMO
-from transformers import AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from hf_longctx.training.conversations import encode_conversation
-from hf_longctx.training.data import TokenDataset, collate, encode, make_sequence, pack
+from hf_longctx.training.data import encode, pack
 
 
 CHATML = """{% for message in messages %}<|{{ message.role }}|>
@@ -218,7 +217,7 @@ def test_a_tokenizer_without_offsets_scores_the_same_characters():
     assert runs({"prompt": "The fox", "completion": " forgets."}, tokenizer) == [" forgets.</s>"]
 
 
-def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer, tmp_path):
+def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer):
     chatml_tokenizer.chat_template = (
         "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{{ tool | length }}{% endfor %}"
         "{{ '<calm>' if calm }}" + CHATML
@@ -231,12 +230,6 @@ def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer, t
     texts = {"tools": json.dumps(row["tools"]), "chat_template_kwargs": json.dumps(row["chat_template_kwargs"])}
     for as_text in (texts, texts | {"tools": [json.dumps(tool) for tool in row["tools"]]}):
         assert encode_conversation(row | as_text, chatml_tokenizer)["id"].tolist() == ids.tolist()
-    source = tmp_path / "chats.jsonl"
-    for line in (row | {"tools": [tool]}, {"prompt": TURNS[:2], "completion": TURNS[2:3], **row, "messages": None}):
-        line = {name: value for name, value in line.items() if value is not None}
-        source.write_text(json.dumps(line) + "\n")
-        (tokens,) = encode(str(source), chatml_tokenizer)
-        assert chatml_tokenizer.decode(tokens["id"]).startswith("<tool>find_fox2<calm><|system|>")
 
 
 def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(tokenizer, tmp_path):
@@ -272,24 +265,6 @@ def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")
 
 
-def test_packed_conversations_have_the_losses_that_they_have_alone(tokenizer, tmp_path):
-    source, target = tmp_path / "chats.jsonl", tmp_path / "tokens.npy"
-    source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    pack(str(source), tokenizer, target)
-    alone = [encode_conversation(row, tokenizer) for row in ROWS[:3]]  # the last has no answer
-    length = sum(map(len, alone))
-    rows = TokenDataset(target, length, tokenizer.eos_token_id, len(tokenizer))
-    assert len(rows) == 1
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes)).double()
-    total = 0.0
-    for tokens in alone:
-        total += model(**collate([make_sequence(tokens)]), num_items_in_batch=1).loss.item()
-    packed = model(**collate([rows[0]]), use_cache=False, num_items_in_batch=1).loss
-    assert packed.item() == pytest.approx(total, rel=1e-6)
-
-
 def test_a_file_without_answers_is_refused(tokenizer, tmp_path):
     source = tmp_path / "chats.jsonl"
     source.write_text(json.dumps(ROWS[3]) + "\n")
@@ -309,13 +284,10 @@ def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):
     [
         {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
         {"messages": json.dumps(TURNS)},
-        {"messages": []},
         {"messages": None},
         {"prompt": "Hi", "completion": TURNS[2:3]},
-        {"prompt": TURNS[:2], "completion": "Yes"},
-        {"prompt": None, "completion": None},
     ],
-    ids=["ShareGPT", "text", "no turns", "null", "text and turns", "turns and text", "nothing"],
+    ids=["ShareGPT", "text", "null", "text and turns"],
 )
 def test_turns_of_another_form_are_refused(row, tokenizer, tmp_path):
     source = tmp_path / "chats.jsonl"

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from hf_longctx.hub.bundle import build_bundle
 from hf_longctx.metrics import rope_base_bound
 from hf_longctx.training import run as run_module
 from hf_longctx.training.adapters import load_adapter
-from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
+from hf_longctx.training.chunked_loss import chunk_loss
 from hf_longctx.training.models import extend_rope, make_config, make_model
 from hf_longctx.training.run import train
 from hf_longctx.training.trainer import LongContextTrainer
@@ -104,22 +105,13 @@ def test_the_saved_model_is_the_trained_one_and_an_adapter_equals_its_merge(reci
 
 
 def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, monkeypatch):
-    made = []
-
-    def make_small_chunks(model):
-        made.append(ChunkedCrossEntropy(model, logits_at_once=10 * VOCABULARY))
-        return made[-1]
-
-    monkeypatch.setattr(run_module, "ChunkedCrossEntropy", make_small_chunks)
     found = {}
-    for is_chunked in (True, False):
-        if not is_chunked:
-            monkeypatch.setattr(run_module, "can_chunk_loss", lambda model: False)
-        folder = tmp_path / str(is_chunked)
-        assert train(settings(llama, folder, eval_data=str(llama / "text.txt"), eval_steps=3)) == 0
-        found[is_chunked] = [line.get("loss", line.get("eval_loss")) for line in log(folder)]
-    assert len(made) == 1 and len(found[True]) == 4
-    assert found[True] == pytest.approx(found[False], rel=1e-5)
+    for name, chunk in {"chunked": partial(chunk_loss, logits_at_once=10 * VOCABULARY), "plain": bool}.items():
+        monkeypatch.setattr(run_module, "chunk_loss", chunk)
+        assert train(settings(llama, tmp_path / name, eval_data=str(llama / "text.txt"), eval_steps=3)) == 0
+        found[name] = [line.get("loss", line.get("eval_loss")) for line in log(tmp_path / name)]
+    assert len(found["chunked"]) == 4 and found["chunked"] != found["plain"]
+    assert found["chunked"] == pytest.approx(found["plain"], rel=1e-5)
 
 
 @pytest.mark.parametrize("packing", [True, False])

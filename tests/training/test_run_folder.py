@@ -20,7 +20,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.training_args import OptimizerNames
 
+from hf_longctx.training.config import PretrainConfig, parse
 from hf_longctx.training.models import check_sequences
 from hf_longctx.training.run import train
 from hf_longctx.training.run_folder import COMPLETE
@@ -69,6 +71,14 @@ def test_a_mistake_in_a_command_that_resumes_loses_nothing(changes, says, stoppe
     with pytest.raises((ValueError, OSError), match=says):
         train(settings(stopped, **changes))
     assert before == files(stopped / "run")
+
+
+def test_settings_are_read_as_they_were_written_without_secrets(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    args = settings(tmp_path, max_steps=1, hub_token="secret", optim=OptimizerNames.SGD)
+    train(args)
+    again = parse(PretrainConfig, ["--config", str(tmp_path / "run" / "config.yaml")])
+    assert again.given | args.given == again.given | {"hub_token": "secret"} and again.hub_token is None
 
 
 def test_what_the_losses_do_not_depend_on_may_change(stopped):

@@ -183,7 +183,7 @@ class LengthInterval(NamedTuple):
             return f"{self.low:,} to {self.high:,}" if self.low else f"below {self.high:,}"
         if self.low:
             return f"at least {self.low:,}"
-        return f"unknown; {'a longer text is' if self.text_too_short else 'more repeats are'} needed"
+        return f"unknown; {'a longer corpus is' if self.text_too_short else 'more repeats are'} needed"
 
     __str__ = in_words
 

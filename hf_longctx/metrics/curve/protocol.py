@@ -61,7 +61,7 @@ def default_lengths(
     Args:
         claimed_context: claimed context in tokens; None if the model does not claim one.
         corpus_tokens: number of tokens in the corpus; None for random data.
-        repeats: number of targets that must fit side by side into the corpus.
+        repeats: number of targets that must fit into the corpus without overlap.
 
     Raises:
         ValueError: both are None, or the corpus is too short.
@@ -74,7 +74,7 @@ def default_lengths(
         ends.append(corpus_tokens // (3 + repeats))
         if ends[-1] <= SHORTEST:
             raise ValueError(
-                f"the text has {corpus_tokens} tokens, too few for {repeats} passages side by side and unrelated text: "
+                f"the corpus has {corpus_tokens} tokens, too few for {repeats} separate passages and an unrelated one: "
                 f"give {(3 + repeats) * (SHORTEST + 1)} or more, fewer repeats, or the lengths themselves: lengths=[4, 6], "
                 "or --lengths 4,6."
             )

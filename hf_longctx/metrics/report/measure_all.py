@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import tasks  # noqa: F401 - registers them
-from ..output import run_measurement
-from ..result import Result, writing
+from ..result import Result, run_measurement
 from ..rope.report import RopeReport, rope_report
 from ..run.distributed import process_rank
 from ..run.journal import OtherRun
@@ -99,7 +98,9 @@ def measure_all(
             results[name] = result
             log(result.summary())
             if rank == 0:
-                save(result, folder / name, train_length)
+                folder.mkdir(parents=True, exist_ok=True)
+                result.save(folder / f"{name}.json")
+                result.plot(folder / f"{name}.png", train_length=train_length)
         if failure is not None:
             if isinstance(failure, OtherRun) or not isinstance(failure, EXPECTED):
                 raise failure
@@ -112,11 +113,3 @@ def measure_all(
         return None
     write_report([*results.values()], folder / "report.html", missing=missing)
     return Report(folder / "report.html", results, missing)
-
-
-def save(result: Result, path: Path, train_length: int | None) -> None:
-    """Write the JSON and the figure of a result."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result.save(path.with_suffix(".json"))
-    with writing(path.with_suffix(".png")):
-        result.plot(path.with_suffix(".png"), train_length=train_length)

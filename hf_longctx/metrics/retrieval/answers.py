@@ -163,14 +163,14 @@ def after_thought(response: str) -> str | None:
     return response[max(ends, default=0) :]
 
 
-def holds_text(reply: str, expected: str) -> bool:
+def contains_text(reply: str, expected: str) -> bool:
     """Return whether `reply` contains the words of `expected` consecutively, ignoring case and punctuation.
 
-    >>> holds_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
+    >>> contains_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
     True
-    >>> holds_text("eat two sandwiches", "eat a sandwich")
+    >>> contains_text("eat two sandwiches", "eat a sandwich")
     False
-    >>> holds_text("\u7b54\u6848\u662f\u5317\u4eac\u3002", "\u5317\u4eac")  # Chinese has no spaces
+    >>> contains_text("\u7b54\u6848\u662f\u5317\u4eac\u3002", "\u5317\u4eac")  # Chinese has no spaces
     True
     """
     reply, expected = (" ".join(re.findall(r"\w+", text.lower())) for text in (reply, expected))
@@ -179,10 +179,10 @@ def holds_text(reply: str, expected: str) -> bool:
     return f" {expected} " in f" {reply} "
 
 
-def holds_number(reply: str, expected: int) -> bool:
+def contains_number(reply: str, expected: int) -> bool:
     """Return whether the first integer in `reply` is the expected one; commas may separate thousands.
 
-    >>> holds_number("<4096> is the content of line 12", 4096)
+    >>> contains_number("<4096> is the content of line 12", 4096)
     True
     """
     number = re.search(r"\d{1,3}(?:,\d{3})+(?!\d)|\d+", reply)

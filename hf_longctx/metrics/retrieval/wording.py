@@ -10,7 +10,7 @@ import numpy as np
 
 from ..checks import check_token_ids
 from ..task import Ask, Task, Trial, option
-from .answers import REPLY_MARGIN, holds_text, opened_thought
+from .answers import REPLY_MARGIN, contains_text, opened_thought
 
 
 QUESTION = "What is the best thing to do in San Francisco?"
@@ -73,14 +73,14 @@ def wording(
         raise ValueError("a custom needle needs a question and an answer. Give both, --question and --answer.")
     if (needle is None) != (mode == "easy"):
         raise ValueError(
-            'mode="easy" hides question and answer, and mode="standard" needs the needle to hide: give one of the two, '
-            "--mode easy or --needle."
+            'a custom question must come with a needle in mode="standard", and without one in mode="easy". Change needle '
+            "or mode."
         )
     answer = (" " if " " in question.strip() else "") + answer.strip()
     question = question.strip()
     if needle is None:
         needle = question + answer
-    if not holds_text(needle, answer):
+    if not contains_text(needle, answer):
         raise ValueError(
             f"the needle {needle!r} does not contain the answer {answer.strip()!r}, so it cannot be found."
         )

@@ -173,21 +173,20 @@ def read_source(model: Any, **options: Any) -> Source:
             with suppress(OSError, ValueError):
                 file, tokenizer = read_files(name, local_files_only=True)
     name = public_name(str(Path(name).parent) if Path(name).is_file() else name)
-    with readable(name):
-        return read_decoder(model, name, file, tokenizer)
+    return read_decoder(model, name, file, tokenizer)
 
 
 @contextmanager
-def readable(name: str) -> Iterator[None]:
-    """Turn any error from a value of the wrong type or size into a ValueError that names the config."""
+def readable() -> Iterator[None]:
+    """Turn any error from a value of the wrong type or size into a ValueError."""
     try:
         yield
     except (ValueError, NotImplementedError, ImportError, OSError):
         raise
     except Exception as error:  # the content of a file can break any line that reads it
         raise ValueError(
-            f"the config of {name} contains a value of the wrong type or size ({type(error).__name__}: {error}). "
-            "Compare its config.json with one that transformers has saved."
+            f"the config contains a value of the wrong type or size ({type(error).__name__}: {error}). Compare its "
+            "config.json with one that transformers has saved."
         ) from error
 
 
@@ -199,10 +198,9 @@ def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any
     options = {key: value for key, value in options.items() if key in ("revision", "token", "local_files_only")}
     quiet = {f"_raise_exceptions_for_{what}": False for what in ("gated_repo", "missing_entries", "connection_errors")}
     folder = str(Path(name).parent) if Path(name).is_file() else name
-    with readable(name):
-        config, _ = PreTrainedConfig.get_config_dict(name, **options)
-        path = cached_file(folder, "tokenizer_config.json", **options, **quiet)
-        return config, {} if path is None else {**json.loads(Path(path).read_text(encoding="utf-8"))}
+    config, _ = PreTrainedConfig.get_config_dict(name, **options)
+    path = cached_file(folder, "tokenizer_config.json", **options, **quiet)
+    return config, {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[str, Any]) -> Source:
@@ -220,6 +218,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
             aliases = {key: getattr(decoder, key, None) for key in (*SPELLINGS, *LENGTHS)}
             aliases = {key: value for key, value in aliases.items() if value is not None}
             model = decoder.to_dict() | aliases | {"model_type": decoder.model_type}
+    whole = model
     while (part := text_part(model)) is not None:
         model = {"model_type": model.get("model_type"), **part}
     fields, kind = copy.deepcopy(model), model.get("model_type")
@@ -229,7 +228,11 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
         return Source(plain_config(fields, notes), name, file, tokenizer, notes, known=False)
     config = CONFIG_MAPPING[kind].from_dict(fields)
     decoder = config.get_text_config(decoder=True)
-    return Source(config if decoder is config else type(decoder).from_dict(fields), name, file, tokenizer)
+    layers = {"num_hidden_layers", *SPELLINGS["num_hidden_layers"]}
+    if decoder is not config and (model is not whole or not layers.isdisjoint(fields)):
+        # the fields are those of the text decoder, in a class for several parts
+        decoder = type(decoder).from_dict({key: value for key, value in fields.items() if key != "model_type"})
+    return Source(decoder, name, file, tokenizer)
 
 
 def text_part(file: dict[str, Any]) -> dict[str, Any] | None:

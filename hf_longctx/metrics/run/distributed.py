@@ -10,7 +10,7 @@ from .reader import Reader
 
 
 def rank_and_world_size(reader: Reader | None = None) -> tuple[int, int]:
-    """Return rank and number of the processes that share the work; (0, 1) if they hold one model together."""
+    """Return rank and number of the processes that share the work; (0, 1) if they share one sharded model."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or (reader and reader.is_distributed):
         return 0, 1

@@ -135,6 +135,6 @@ def check_decoder(config: Any) -> None:
     """Raise ValueError if the config belongs to an encoder-decoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder, and a causal language model is needed: "
-            "encoder-decoder models have no such curve, nor a loss at each position of one text."
+            f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder. Load a causal language model, which reads "
+            "and predicts one sequence."
         )

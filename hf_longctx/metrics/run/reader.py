@@ -242,8 +242,8 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
     eos = reader.configured_id("eos_token_id") if eos is None else eos
     if bos is None and eos is None:
         raise ValueError(
-            "the model's configuration has neither a BOS nor an EOS token, and the protocol puts one before each "
-            "text. Name one, any id that separates documents in the training data: bos_token_id=..., or --bos-token-id."
+            "the model's configuration has neither a BOS nor an EOS token, and each sequence must begin with one. Give "
+            "bos_token_id, or --bos-token-id: any id that separates documents in the training data."
         )
     bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
     for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):

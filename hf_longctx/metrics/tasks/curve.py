@@ -158,7 +158,7 @@ class ForgettingCurve(TaskResult):
             return "the adaptive protocol stops where the lengths of one model are significant; measure both with the reference protocol"
         random = [s.get("data_type") == "random" for s in settings]
         if not any(random) and any("corpus_sha256" not in s for s in settings):
-            return "a text without a hash may be another"
+            return "a corpus without a hash may be another one"
         return super().unlike(other, *RANDOM_TEXTS * all(random))
 
     def extent(self):
@@ -204,16 +204,16 @@ class ForgettingCurve(TaskResult):
             return ""
         p = next(p for p in self.points if p.length == self.overlapping[0])
         return (
-            f"; the text is too short: its passages overlap from {p.length:,} tokens on, where {p.repeats} of them count as "
-            f"{plural(len(p.texts), 'text')}"
+            f"; the corpus is too short: its passages overlap from {p.length:,} tokens on, where {p.repeats} of them count as "
+            f"{plural(len(p.texts), 'passage')}"
         )
 
     def explanation(self) -> str:
         return (
-            "The model copies a text that it has read (copy accuracy), and is compared with itself after an unrelated "
-            "text (LM accuracy). The fine length is the longest at which the typical text, that is more than half of all "
-            "texts, is copied with an accuracy above 99 %; the coarse length the longest copied at least 1 % better than "
-            "guessed, on average, in tokens. Their 95 % CIs come from tests over the repeats, and assume that memory only fades. "
+            "The model copies a passage that it has read (copy accuracy), and is compared with itself after an unrelated "
+            "passage (LM accuracy). The fine length, in tokens, is the longest at which the typical passage, i.e. more than "
+            "half of all passages, is copied with an accuracy above 99 %. The coarse length is the longest copied at least "
+            "1 % better than guessed, on average. Their 95 % CIs come from tests over the repeats, and assume that memory only fades. "
             "The paper's definition takes the longest tested length whose mean accuracy passes, even by chance."
         )
 
@@ -224,7 +224,7 @@ class ForgettingCurve(TaskResult):
         """
         if not self.points:
             return []
-        names = {"fine": "fine memory length of the typical text", "coarse": "coarse memory length"}
+        names = {"fine": "fine memory length of the typical passage", "coarse": "coarse memory length"}
         sample = f"{plural(len(self.points), 'length')}, {self.repeats_in_words}"
         numbers = []
         for method, name in names.items():
@@ -238,7 +238,7 @@ class ForgettingCurve(TaskResult):
             numbers.append(Number(metric, name, interval.low, interval.low, interval.high, paper, words))
         p = next((p for p in self.points if p.length >= self.interval("fine").low), self.points[-1])
         copied = f"{p.copied} of {p.repeats}, the worst to {p.copy_worst:.1%}"
-        name = "share of texts copied above 99 %"
+        name = "share of passages copied above 99 %"
         return [
             *numbers,
             Number("", name, round(p.copied / p.repeats, 4), sample=f"{p.length:,} tokens", words=copied),
@@ -304,12 +304,14 @@ class Curve(Task):
         choices=("paper",),
     )
     repeats: int = option(10, "passages per length", least=1)
-    data_type: str = option("order", "order: running text; random: random tokens", choices=("order", "random"))
+    data_type: str = option(
+        "order", "order: passages of the corpus; random: random tokens", choices=("order", "random")
+    )
     id_range: list[int] | None = option(
         None, "lowest and highest id of random tokens (default: 10 to the last id)", least=0
     )
     irrelevant_text: np.ndarray | None = option(
-        None, "token ids of the unrelated passages (default: the end of the text)"
+        None, "token ids of the unrelated passages (default: the end of the corpus)"
     )
     protocol: str = option(
         "reference",

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import RATES, Answer, Answers, Retrieval, holds_number, wilson
+from ..retrieval.answers import RATES, Answer, Answers, Retrieval, contains_number, wilson
 from ..retrieval.haystack import split_encoding
 from ..retrieval.wording import Frame, RetrievalTask
 from ..task import option
@@ -195,7 +195,7 @@ class Lines(RetrievalTask):
     def score(self, n, responses):
         records, prompts, right = zip(*self.questions[n])
         answers = [
-            Answer.of(response, len(answer), partial(holds_number, expected=record.number), self.opened)
+            Answer.of(response, len(answer), partial(contains_number, expected=record.number), self.opened)
             for record, answer, response in zip(records, right, responses)
         ]
         tokens = [len(prompt) + len(answer) for prompt, answer in zip(prompts, right)]

@@ -81,8 +81,8 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     """
     if corpus_tokens < context_length:
         raise ValueError(
-            f"context_length must be at most {corpus_tokens}, the tokens of the text, got {context_length}. Or give more "
-            "text."
+            f"context_length must be at most {corpus_tokens}, the number of tokens in the corpus, got {context_length}. Give a "
+            "longer corpus or a smaller length."
         )
     if sequences is None:
         sequences = min(corpus_tokens // context_length, MAX_SEQUENCES)
@@ -181,7 +181,7 @@ class PositionLoss(TaskResult):
 
     def explanation(self) -> str:
         return (
-            "The mean negative log-probability of the i-th token of a text, in nats, given those before it. Where it "
+            "The mean negative log-probability of the i-th token of a sequence, in nats, given those before it. Where it "
             "stays level, the model gains nothing from more context; what lies within its standard error over sequences is "
             "level. P(l) is the perplexity of the first l tokens."
         )
@@ -199,7 +199,7 @@ class PositionLoss(TaskResult):
         """Return the part of the summary about sequences that overlap because the corpus is too short."""
         if self.texts == self.sequences:
             return ""
-        return f"; the text is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'text')}"
+        return f"; the corpus is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'sequence')}"
 
     def numbers(self):
         if not self.scores:
@@ -246,7 +246,7 @@ class Loss(Task):
     sequences: int | None = option(
         None, "number of sequences (default: as many as fit side by side, but at most 32)", least=1, selects=True
     )
-    starts: list[int] | None = option(None, "start of each sequence in the text, in tokens", least=0, selects=True)
+    starts: list[int] | None = option(None, "start of each sequence in the corpus, in tokens", least=0, selects=True)
 
     def prepare(self):
         text, length, starts = len(self.subject.text), self.context_length, self.starts
@@ -257,7 +257,7 @@ class Loss(Task):
             raise ValueError("starts says how many sequences there are; give sequences or starts, and not both.")
         elif starts[-1] + length > text:
             raise ValueError(
-                f"starts must lie between 0 and {text - length}, so that {length} tokens follow each in a text of {text}; "
+                f"starts must lie between 0 and {text - length}, so that {length} tokens follow each in a corpus of {text}; "
                 f"got {starts}."
             )
         self.fill(context_length=length, starts=starts)

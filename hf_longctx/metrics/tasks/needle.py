@@ -15,7 +15,7 @@ import numpy as np
 
 from ..function import function
 from ..result import Table, plural
-from ..retrieval.answers import RATES, REPLY_MARGIN, Answer, Answers, Retrieval, holds_text
+from ..retrieval.answers import RATES, REPLY_MARGIN, Answer, Answers, Retrieval, contains_text
 from ..retrieval.haystack import (
     DEPTHS,
     draw_begins,
@@ -56,8 +56,8 @@ class NeedleGrid(Retrieval):
     kind = "needle"
     title = "Needle in a haystack"
     part = NeedleCell
-    question = "One sentence is hidden in a long text, at several depths, and asked for at the end."
-    hidden, verb = "a sentence hidden in a text", "finds"
+    question = "One sentence is hidden in a long document, at several depths, and asked for at the end."
+    hidden, verb = "a sentence hidden in a document", "finds"
     same_texts = ("mode", "seed", "repeats", "corpus_sha256", "pieces_sha256")
 
     @property
@@ -149,11 +149,11 @@ class Needle(RetrievalTask):
     )
     mode: str | None = option(
         None,
-        "easy: the needle holds the question too, for models without instruction tuning (default: easy, but standard with "
+        "easy: the needle also contains the question, for models without instruction tuning (default: easy, but standard with "
         "--needle)",
         choices=MODES,
     )
-    needle: str | None = option(None, "sentence to hide, in the language of the text")
+    needle: str | None = option(None, "sentence to hide, in the language of the corpus")
     question: str | None = option(None, "question at the end of the prompt; needs an answer")
     answer: str | None = option(None, "expected answer after the question")
     repeats: int = option(1, "haystacks per length and depth", least=1)
@@ -203,7 +203,7 @@ class Needle(RetrievalTask):
         return [self.ask(self.prompt(*key, begin)[0], self.pieces.answer) for begin in self.begins[key]]
 
     def score(self, key, responses):
-        matches, tokens = partial(holds_text, expected=self.words.answer), len(self.pieces.answer)
+        matches, tokens = partial(contains_text, expected=self.words.answer), len(self.pieces.answer)
         answers = [Answer.of(response, tokens, matches, self.opened) for response in responses]
         positions = [self.prompt(*key, begin)[1] for begin in self.begins[key]]
         return NeedleCell(answers, *key, positions, self.begins[key]).score()[1]

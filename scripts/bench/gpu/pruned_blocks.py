@@ -21,10 +21,9 @@ class PrunedBlocks:
     total: int | torch.Tensor = 0
     pruned: int | torch.Tensor = 0
 
-    def add(self, c, key_start, kept, tile):
-        """Add a call: `kept` is what `fox_prune` returns of c and key_start."""
-        Tk = c.shape[-1]
-        stops = torch.arange(Tk - kept.shape[-1], Tk, tile.BM, device=c.device).add(tile.BM).clamp(max=Tk)
+    def add(self, Tk, key_start, kept, tile):
+        """Add a call over Tk keys: `kept` is what `fox_prune` returns for key_start."""
+        stops = torch.arange(Tk - kept.shape[-1], Tk, tile.BM, device=kept.device).add(tile.BM).clamp(max=Tk)
         begin = kept[..., :: tile.BM]
         before = torch.zeros_like(begin) if key_start is None else key_start[..., :: tile.BM].expand_as(begin)
         blocks, left = (((stops - first).clamp(min=0) + tile.BN - 1) // tile.BN for first in (before, begin))
@@ -42,9 +41,9 @@ def count_pruned_blocks():
         tiles[:] = [tiles_for(*args)]
         return tiles[0]
 
-    def count(c, key_start, *args):
-        kept = prune(c, key_start, *args)
-        blocks.add(c, key_start, kept, tiles[0].forward)
+    def count(gates, key_start, *args):
+        kept = prune(gates, key_start, *args)
+        blocks.add(gates.shape[3], key_start, kept, tiles[0].forward)
         return kept
 
     with mock.patch.multiple(triton_fox, fox_prune=count, tiles_for=remember):

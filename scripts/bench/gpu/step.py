@@ -16,14 +16,13 @@ run with tiny models.
 import gc
 import statistics
 import time
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx.training.chunked_loss import ChunkedCrossEntropy
+from hf_longctx.training.chunked_loss import chunk_loss
 from hf_longctx.training.config import PRESETS
 from scripts.bench import common
 from scripts.bench.generate import make_configs
@@ -80,17 +79,16 @@ def make_model(kind, size, tokens, device, attention):
 def make_step(model, ids, size, mode):
     """Return a function that runs one step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    on_gpu, in_pieces = ids.is_cuda, nullcontext()
+    on_gpu = ids.is_cuda
     if mode == "compiled":
         for layer in model.model.layers:  # they share a graph
             layer.compile(backend="inductor" if on_gpu else "eager")
     if size == "7B":
-        in_pieces = ChunkedCrossEntropy(model)
+        chunk_loss(model)
 
     def compute_loss():
         if size == "7B":
-            with in_pieces:
-                return model(ids, labels=ids).loss
+            return model(ids, labels=ids).loss
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=on_gpu):
             logits = model.lm_head(model.model(ids, use_cache=False)[0])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())

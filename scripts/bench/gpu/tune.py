@@ -67,7 +67,7 @@ def neighbours(kernel, tile):
         [tile.BN // 2, tile.BN, tile.BN * 2],
         [2, 4, 8] if kernel == "decode" else [4, 8],
         [tile.stages - 1, tile.stages, tile.stages + 1],
-        [0, 1, 2] if kernel == "forward" else [0],
+        [False, True] if kernel == "forward" else [False],
     )
     others = [x for x in itertools.starmap(tiles_fox.Tile, around) if fits(x) and x != tile]
     return [tile, *sorted(others, key=distance)]
