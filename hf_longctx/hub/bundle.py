@@ -33,11 +33,11 @@ TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, 
 KNOWN = ("README.md", NOTES, "LICENSE", "LICENSE.md", "LICENSE.txt", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
 # Patterns of file names that are never pushed, and the reason.
 FORBIDDEN = {
-    ("training_args.bin",): "a pickle of the training arguments, which can hold a token: remove it",
+    ("training_args.bin",): "a pickle of the training arguments, which can contain a token: remove it",
     ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*"): "the state of a training run: push the model's folder",
     ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt"): "a pickle, which can run code when it is loaded: "
     "load the model, and save it with save_pretrained, which writes safetensors",
-    (".*",): "a hidden file, which can hold a secret: remove it",
+    (".*",): "a hidden file, which can contain a secret: remove it",
 }
 LEFT_BY_TOOLS = (".git", ".gitattributes", ".cache", ".eval_results")  # files of git, `hf download` and the Hub
 MEASUREMENT = re.compile(r"[\w.-]+\.json")  # names that a card can link to
@@ -155,7 +155,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     files |= {name: folder / name for name in (*documents, *samples)}
     if {"config.json", "adapter_config.json"} <= set(names):
         raise ValueError(
-            f"{folder} holds an adapter and its base model, and a repository holds one of the two. Train "
+            f"{folder} contains an adapter and its base model, and a repository can contain only one of them. Train "
             "with `--merge true`, or merge them by merge_and_unload of PEFT, and push the merged model."
         )
     if "config.json" in names:

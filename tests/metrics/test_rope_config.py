@@ -37,7 +37,9 @@ def quick(monkeypatch):
 
 def row(config, *notes, **found):
     """A config, patterns of notes of its report, and where the report differs from that of PLAIN."""
-    return pytest.param(config, notes, found, id=f"{config.get('model_type')} {'-'.join(sorted({**config} - PLAIN.keys()))}")
+    return pytest.param(
+        config, notes, found, id=f"{config.get('model_type')} {'-'.join(sorted({**config} - PLAIN.keys()))}"
+    )
 
 
 def scaled(rope_type, factor=8.0, **parameters):
