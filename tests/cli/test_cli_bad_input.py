@@ -33,7 +33,7 @@ OPTIONS = [
     ("read {hmt} memory.safetensors", "is a saved memory. Give a QUESTION"),
     ("read {hmt} {facts} Ada --temperature -1", "temperature"),
     ("gates {fox} --revision v1", "--revision v1 is for a model on the Hub"),
-    ("read {no_template} {text} x --chat", "no chat template"),
+    ("read {no_template} {text} x --chat", "chat_template is not set"),
     ("read {nan_weights} {facts} Ada --temperature 0", "logits of .* tokens are NaN"),
     ("read {hmt} {text} Foxes", "cannot encode the text .*Missing .UNK. token"),
 ]

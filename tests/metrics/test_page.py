@@ -163,8 +163,8 @@ def test_a_curve_says_how_far_it_copies(shares, copies, exact):
 @pytest.mark.parametrize(
     "result, words",
     [
-        (needle(10, 9, 1), "Finds a sentence hidden in a text of up to 600 tokens (9 of 10 questions)."),
-        (needle(1, 0), "Does not find a sentence hidden in a text, not even of 300 tokens (1 of 10 questions)."),
+        (needle(10, 9, 1), "Finds a sentence hidden in a document of up to 600 tokens (9 of 10 questions)."),
+        (needle(1, 0), "Does not find a sentence hidden in a document, not even of 300 tokens (1 of 10 questions)."),
         (lines([True] * 4), "Finds one of many lines of up to 90 tokens (4 of 4 questions)."),
     ],
 )

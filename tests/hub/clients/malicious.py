@@ -1,18 +1,24 @@
-"""Repositories that want to run code by way of this package: it does not run."""
+"""Repositories that want to run code, or to fill the machine: none of it happens."""
 
 import contextlib
+import itertools
+import json
+import os
 import sys
 from pathlib import Path
 
 import checks
+import evaluate
 import torch
 from huggingface_hub import HfApi
-from transformers import AutoConfig, AutoModelForCausalLM
+from huggingface_hub.errors import RepositoryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, KernelConfig, pipeline
 
+from hf_longctx.corpus import open_source
 from hf_longctx.hmt.reading import load_state
 
 
-RAN = Path(sys.argv[1])  # the file that the code would create
+RAN, COMMITS = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())  # RAN: what the code would create
 load = AutoModelForCausalLM.from_pretrained
 
 
@@ -27,7 +33,7 @@ def refused(function, *arguments, says="", **options):
 
 
 def runs(function, *arguments, **options):
-    """Check that the repository's code runs if the call allows it."""
+    """The code runs: what the table in hub/README.md says of the call, and a control of the repository."""
     with contextlib.suppress(Exception):
         function(*arguments, **options)
     assert RAN.exists(), "no code was run"
@@ -35,16 +41,24 @@ def runs(function, *arguments, **options):
 
 
 def numbered(name):
-    """Yield the repositories mallory/NAME-0, mallory/NAME-1, ... that exist."""
-    number = 0
-    while HfApi().repo_exists(id := f"mallory/{name}-{number}"):
-        yield id
-        number += 1
-    assert number, f"mallory/{name}-0 does not exist"
+    """The repositories mallory/NAME-0, mallory/NAME-1, ... as far as there are any."""
+    for i in itertools.count():
+        try:
+            HfApi().repo_info(f"mallory/{name}-{i}")
+        except RepositoryNotFoundError:
+            assert i, f"there is no mallory/{name}-0"
+            return
+        yield f"mallory/{name}-{i}"
+
+
+def check_a_pickle_runs_no_code():
+    for id in ("mallory/pickle", "mallory/zipped-pickle"):
+        refused(load, id, trust_remote_code=True)
+        refused(load, id, says="does not appear to have a file named model.safetensors", use_safetensors=True)
 
 
 def check_code_of_another_repository_needs_trust():
-    """Check that transformers asks for trust, and that a FoX always has the code of the installed package."""
+    """With trust, transformers runs it; but a FoX is the package's own, where the package is installed."""
     config = AutoConfig.from_pretrained("mallory/chain", trust_remote_code=True)
     assert type(config).__module__.startswith("hf_longctx.") and not RAN.exists()
     refused(AutoConfig.from_pretrained, "mallory/unknown-chain", says="mallory/evil", trust_remote_code=False)
@@ -66,8 +80,29 @@ def check_a_memory_runs_no_code():
         refused(load_state, id, model, says="state.safetensors ")
 
 
+def check_an_adapter_names_whose_code_is_trusted():
+    """Also beside a FoX: its files are then not read."""
+    refused(load, "mallory/adapter", trust_remote_code=False)
+    runs(load, "mallory/adapter", trust_remote_code=True)
+
+
+def check_a_pipeline_with_code_needs_trust():
+    options = {"task": "text-generation", "model": "mallory/pipeline"}
+    refused(pipeline, **options, trust_remote_code=False)
+    runs(pipeline, **options, trust_remote_code=True)
+
+
+def check_a_processor_with_code_needs_trust():
+    refused(AutoProcessor.from_pretrained, "mallory/processor", trust_remote_code=False)
+    runs(AutoProcessor.from_pretrained, "mallory/processor", trust_remote_code=True)
+
+
+def check_a_dataset_runs_no_code():
+    refused(lambda: next(open_source("mallory/script")[1]))
+
+
 def check_fields_that_name_code():
-    """Check that a field is an error, or has no effect."""
+    """They are refused, or mean nothing: the model is loaded without them, and nothing else is."""
     for id in numbered("field"):
         try:
             load(id)
@@ -77,10 +112,25 @@ def check_fields_that_name_code():
 
 
 def check_a_kernel_needs_trust_by_its_own_name():
-    """Check a kernel that the repository's config names, and one that the call names."""
+    """Whoever names it: a file of the repository, or the call."""
     refused(load, "mallory/field-8", trust_remote_code=True, says="publisher trust")
     refused(load, "mallory/generate-fox", attn_implementation="mallory/kernel", says="publisher trust")
     runs(load, "mallory/generate-fox", attn_implementation="mallory/kernel", allow_all_kernels=True)
+
+
+def check_a_kernel_of_a_layer_is_named_and_trusted_by_the_call():
+    """And not by a file of the repository."""
+
+    def load_with(kernel, **options):
+        config = KernelConfig({"RMSNorm": kernel})
+        return load("mallory/generate-fox", use_kernels=True, kernel_config=config, **options)
+
+    for id in ("mallory/field-7", "mallory/field-10"):
+        load(id, use_kernels=True, trust_remote_code=True)
+        assert not RAN.exists(), id
+    refused(load_with, "mallory/kernel:RMSNorm", says="publisher trust", trust_remote_code=True)
+    runs(load_with, "mallory/kernel:RMSNorm", allow_all_kernels=True)
+    runs(load_with, ("mallory/kernel:RMSNorm", {"version": 1, "trust_remote_code": True}))
 
 
 def check_a_backbone_needs_trust_by_its_own_name():
@@ -88,5 +138,35 @@ def check_a_backbone_needs_trust_by_its_own_name():
     runs(load, "mallory/hmt", trust_remote_code=True, backbone_trust_remote_code=True)
 
 
+def check_a_tokenizer_with_code_needs_trust():
+    refused(AutoTokenizer.from_pretrained, "mallory/tokenizer", trust_remote_code=False)
+    runs(AutoTokenizer.from_pretrained, "mallory/tokenizer", trust_remote_code=True)
+
+
+def check_chat_templates():
+    for id in numbered("template"):
+        tokenizer = AutoTokenizer.from_pretrained(id)
+        refused(tokenizer.apply_chat_template, [{"role": "user", "content": "x"}], tokenize=False)
+
+
+def check_a_small_file_of_much_text():
+    """A dataset is streamed: what is not read fills neither memory nor disk."""
+    documents = open_source("mallory/bomb")[1]
+    assert len(next(documents)) == 1000
+    sizes = [path.stat().st_size for path in Path(os.environ["HF_HOME"]).rglob("*") if path.is_file()]
+    assert sum(sizes) < 50_000_000, f"{sum(sizes)} bytes were written"
+
+
+def check_what_upstream_runs_is_pinned_by_its_commit():
+    """Code that its owner changes later is not run."""
+    options = {"revision": COMMITS["changed"], "trust_remote_code": True}
+    assert AutoConfig.from_pretrained("mallory/changed", **options).model_type == "elsewhere"
+    options = {"revision": COMMITS["changed-chain"], "code_revision": COMMITS["changed"], "trust_remote_code": True}
+    assert AutoConfig.from_pretrained("mallory/changed-chain", **options).model_type == "elsewhere"
+    assert evaluate.load("mallory/metric", revision=COMMITS["metric"]).compute(predictions=[1, 2]) == {"sum": 3}
+    assert not RAN.exists(), "other code was run"
+
+
 if __name__ == "__main__":
+    os.makedirs("here", exist_ok=True)
     checks.run(dict(globals()))
