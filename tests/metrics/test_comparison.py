@@ -161,7 +161,7 @@ def test_retrieval_is_compared_too(tmp_path, words):
     assert "| model | 4 lines | 64 lines |" in text and "| b | - | 100.0% |" in text
     assert "b answers more than a at 1 of 1 lengths, 64 lines, significant." in text
     assert "length of the prompt (lines)" in words(compare, results)
-    with pytest.raises(ValueError, match="results must hold measurements, got nothing from b"):
+    with pytest.raises(ValueError, match="must contain measurements, got none from b"):
         compare(results | {"b": LineRetrieval.of_parts([])}, tmp_path / "x.md")
 
 

@@ -62,7 +62,7 @@ ARGUMENTS = [
     refused(
         "table of an empty curve",
         lambda: comparison_table({"fox": ForgettingCurve.of_points([])}),
-        "got nothing from fox",
+        "got none from fox",
     ),
 ]
 

@@ -142,7 +142,7 @@ def test_table_and_scan_agree_with_single_lengths():
         assert scan[length] == bound.two_digit_base
 
 
-# 64 rows of distances are tried before all, and more than 32 are looked at in batches: 16,384 and 8,192 tokens
+# more than 32 rows of distances, which is 8,192 tokens, are looked at in batches
 
 
 @pytest.mark.parametrize("head_dim, lengths", [(64, 33_000), (256, 5_000)])

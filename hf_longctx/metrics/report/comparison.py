@@ -148,7 +148,7 @@ def check_measured(results: Mapping[str, TaskResult]) -> None:
     """Raise ValueError if `results` is empty, or a result does not contain measurements."""
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
-        raise ValueError(f"results must hold measurements, got nothing from {', '.join(empty) or 'an empty list'}.")
+        raise ValueError(f"`results` must contain measurements, got none from {', '.join(empty) or 'an empty list'}.")
 
 
 def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:

@@ -37,7 +37,6 @@ from ..checks import as_int
 
 EPS = float(np.finfo(np.float64).eps)
 WIDTH = 256  # consecutive distances in a row of a matrix product
-POOL = 64  # rows to try before all rows; more rows cost more per try, fewer are exhausted sooner
 BATCH = 32  # rows that are re-evaluated together
 MAX_CONTEXT = 10**8  # in tokens; longer contexts take minutes
 TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
@@ -345,29 +344,18 @@ class _DecayFamily:
         """Return a bound on the rounding error of B at u."""
         return rounding_error(m, np.exp(-u * self.x))
 
-    def negative_among(self, starts: np.ndarray, u: float, length: int) -> np.ndarray:
-        """Return distances m <= length in the given rows with B_m < 0 at u; a sample if there are many."""
-        theta = np.exp(-u * self.x)
-        coarse = complex_exponential(np.multiply.outer(theta, starts))
-        return self._negative(real_product(coarse, rotations(theta, 0, 1, WIDTH)) + self.constant, starts, u, length)
-
-    def first_negative(self, u: float, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return such distances among all m <= length, from ranges that double until one contains some.
-
-        Returns:
-            distances, (k,), and the starts of the POOL rows with the lowest B, where the next violations are likely.
-        """
+    def first_negative(self, u: float, length: int) -> np.ndarray:
+        """Return distances m <= length with B_m < 0 at u, (k,), from ranges that double until one contains some."""
         theta = np.exp(-u * self.x)
         fine = rotations(theta, 0, 1, WIDTH)
-        lowest, row, rows = [], 0, 8
+        row, rows = 0, 8
         while True:
             rows = min(rows, length // WIDTH + 1 - row)
             value = real_product(rotations(theta, row * WIDTH, WIDTH, rows), fine) + self.constant
-            lowest.append(value.min(1))
             negative = self._negative(value, np.arange(row, row + rows) * WIDTH, u, length)
             row, rows = row + rows, row + rows
             if len(negative) or row * WIDTH > length:
-                return negative, np.argsort(np.concatenate(lowest))[:POOL] * WIDTH
+                return negative
 
     def _negative(self, value: np.ndarray, starts: np.ndarray, u: float, length: int) -> np.ndarray:
         """Return the distances m <= length at which B_m, re-evaluated by cosines, is negative beyond rounding."""
@@ -403,20 +391,14 @@ def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int,
     """Find the infimum for each length, ascending.
 
     u sweeps upwards from 0. If some B_m < 0 with m <= L, no base is admissible while Taylor's bound keeps this B_m
-    negative, so the sweep follows m to its root. Otherwise, u is the infimum. Any violation justifies a step, so we
-    first try the rows that were lowest at the last full evaluation.
+    negative, so the sweep follows m to its root. Otherwise, u is the infimum.
 
     Yields:
         (L, u, m): exp(u) is base_L, where B_m rises through 0; m is None if u is 0.
     """
-    u, critical, lowest = 0.0, None, np.zeros(1, dtype=int)
+    u, critical = 0.0, None
     for length in lengths:
-        while True:
-            negative = family.negative_among(lowest, u, length)
-            if not len(negative):
-                negative, lowest = family.first_negative(u, length)
-            if not len(negative):
-                break
+        while len(negative := family.first_negative(u, length)):
             u, critical = _step_past_violation(family, negative, u)
         yield length, u, critical
 
