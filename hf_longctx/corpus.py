@@ -222,7 +222,9 @@ def _rows(name, table, part, column, conversations):
 
     def text(row):
         if not isinstance(row[column], str | None):
-            raise ValueError(f'The column "{column}" of {name} must hold text, got {type(row[column]).__name__}.')
+            raise ValueError(
+                f'The column "{column}" of {name} must contain strings, got {type(row[column]).__name__}.'
+            )
         return row[column]
 
     return map(text, rows)

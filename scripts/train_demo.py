@@ -25,7 +25,7 @@ from hf_longctx.corpus import load_text
 from hf_longctx.fox.plot import plot_forget_gates
 from hf_longctx.metrics import Run, comparison_table, forgetting_curve, plot_comparison, position_loss, read_result
 from hf_longctx.training.data import TokenDataset, pack
-from hf_longctx.training.tokenizer import train_tokenizer
+from scripts.demo_tokenizer import train_tokenizer
 
 from . import copy_data, demo_corpus, sample
 

@@ -94,7 +94,7 @@ BAD_FILES = {
     "latin.txt": ("F\u00fcchse".encode("latin-1"), "latin.txt must be UTF-8 text"),
     "damaged.parquet": (b"PAR", "damaged.parquet cannot be read as parquet"),
     "columns.jsonl": (b'{"content": "x", "n": 1}\n', r"\['content', 'n'\]\. Rename"),
-    "numbers.jsonl": (b'{"text": 3}\n', 'The column "text" of .*numbers.jsonl must hold text, got int'),
+    "numbers.jsonl": (b'{"text": 3}\n', 'The column "text" of .*numbers.jsonl must contain strings, got int'),
     "half.jsonl": (b'{"text": "x"}\n{"text":\n', "cannot be read as json: "),
     "binary.txt": (b"ab\0cd", "binary.txt is a binary file"),
     "plain.txt.gz": (b"plain", "plain.txt.gz must be UTF-8 text or a complete gzip file"),

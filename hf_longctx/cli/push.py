@@ -51,7 +51,7 @@ def run(args: Namespace) -> None:
             raise ValueError("--write-card writes the card of a model. Omit it for a metric.")
         if not args.repo.endswith(f"/{args.folder}"):
             raise ValueError(
-                f"evaluate.load finds {args.folder} in a repository of that name only; push to "
+                f"evaluate.load finds {args.folder} only in a repository of that name. Push to "
                 f"{args.repo.partition('/')[0]}/{args.folder}."
             )
         commit = send(build_space(args.folder), args, "space")
@@ -74,7 +74,9 @@ def write_card(folder: str, given: Any, bundle: Any) -> None:
 
     path = Path(folder, "README.md")
     if bundle is given:
-        print(f"{path} is hand-written and stays; for a generated card, move its text to card_notes.md and remove it")
+        print(
+            f"{path} is hand-written and is not changed. To generate a card, move its text to card_notes.md and remove it"
+        )
     else:
         path.write_text(bundle.text("README.md"), encoding="utf-8")
         print(f"wrote {path}")

@@ -171,10 +171,8 @@ def fold_keys(k, c, scale):
     """
     batch, kv_heads, length, _ = k.shape
     group = c.shape[1] // kv_heads
-    x = c / (-GATE_QUERY * scale)
-    x = x.unsqueeze(-1) if group == 1 else x.view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
-    parts = gate_parts(x)
-    parts = torch.cat(parts, dim=-1) if group == 1 else torch.stack(parts, dim=-1).flatten(-2)
+    x = (c / (-GATE_QUERY * scale)).view(batch, kv_heads, group, length).transpose(2, 3)  # (B, Hkv, T, G)
+    parts = torch.stack(gate_parts(x), dim=-1).flatten(-2)
     columns = columns_for(k, c.shape[1], group)[1].expand(batch, kv_heads, length, -1)
     return torch.cat([k, parts.to(k.dtype), columns], dim=-1)
 
@@ -182,8 +180,6 @@ def fold_keys(k, c, scale):
 def unfold_decay(folded_keys, head_dim, group, scale):
     """Read c back from folded keys: (B, Hkv, T, D') -> (B, Hq, T) fp32."""
     parts = folded_keys[..., head_dim : head_dim + GATE_PARTS * group].float()
-    if group == 1:
-        return parts.sum(-1) * (-GATE_QUERY * scale)
     x = parts.unflatten(-1, (group, GATE_PARTS)).sum(-1)  # (B, Hkv, T, G)
     return (x * (-GATE_QUERY * scale)).transpose(2, 3).flatten(1, 2)
 

@@ -160,19 +160,6 @@ def gates_in(module, key, heads):
     return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
 
 
-def check_support(module, query, mask, dropout):
-    """Raise an error if the kernels do not support a call; see `forgetting_triton_attention`."""
-    if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
-        raise reason
-    if dropout > 0:
-        raise ValueError(f"attention_dropout must be 0 for {NAME}, got {dropout}. Set it to 0, or use 'sdpa'.")
-    if mask is not None and not isinstance(mask, tuple):
-        raise NotImplementedError(
-            f"attention_mask must be (B, Tk) with 1 for real tokens for {NAME}, got a {type(mask).__name__} of shape "
-            f"{tuple(mask.shape)}. Use 'sdpa' for a custom mask."
-        )
-
-
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
     """Run the kernels as an attention function of transformers: (B, H, T, D) -> (B, T, H, D), without weights.
 
@@ -184,9 +171,17 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
 
     Raises:
         ImportError, NotImplementedError, ValueError: the kernels do not support this device, dtype or head size,
-            dropout, attention weights, or a mask that is not from `find_triton_mask`.
+            dropout, or a mask that is not from `find_triton_mask`.
     """
-    check_support(module, query, attention_mask, dropout)
+    if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
+        raise reason
+    if dropout > 0:
+        raise ValueError(f"attention_dropout must be 0 for {NAME}, got {dropout}. Set it to 0, or use 'sdpa'.")
+    if attention_mask is not None and not isinstance(attention_mask, tuple):
+        raise NotImplementedError(
+            f"attention_mask must be (B, Tk) with 1 for real tokens for {NAME}, got {tuple(attention_mask.shape)}. Use "
+            "'sdpa' for a custom mask."
+        )
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
     decoding, end = is_decoding(query, key, value), visible.end
     if isinstance(end, torch.Tensor) and not decoding:

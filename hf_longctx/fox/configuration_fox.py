@@ -13,7 +13,6 @@ from transformers.utils.versions import require_version
 
 TESTED = (5, 15), (5, 24)  # oldest and newest minor version tested with this code
 OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
-IS_TESTED = tuple(map(int, transformers.__version__.split(".")[:2])) <= TESTED[1]
 REPAIR = (
     f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}: "
     "`pip install -U hf-longctx` and load without trust_remote_code, or pin "
@@ -23,16 +22,12 @@ REPAIR = (
 
 # This file of a saved folder is loaded first, so the warning about an untested version precedes any failure.
 require_version(f"transformers>={OLDEST}", "FoX is tested from there on: pip install -U transformers")
-if not IS_TESTED:
+if tuple(map(int, transformers.__version__.split(".")[:2])) > TESTED[1]:
     # all copies of this file share this logger and message, so the warning appears once
     logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
-FORGET_GATES = ("full", "bias_only", "fixed", "none")
-OUTPUT_GATES = ("sigmoid", "silu")
-# Fields of other transformers models that must have these values in a FoX.
-FIXED = {"is_causal": True, "add_cross_attention": False, "is_encoder_decoder": False}
 # Names that the base class accepts in addition to its fields and properties.
-BASE_NAMES = {"attn_implementation", "rope_theta", "auto_map", "quantization_config", *FIXED}
+BASE_NAMES = {"attn_implementation", "rope_theta", "auto_map", "quantization_config", "is_causal"}
 
 
 @strict
@@ -188,8 +183,6 @@ class FoxConfig(PreTrainedConfig):
         """Raise ValueError for RoPE parameters that transformers accepts and FoX does not; called by `@strict`."""
         super().validate_rope()
         parameters = self.rope_parameters or {}
-        if not (theta := parameters.get("rope_theta", 1.0)) > 0:
-            raise ValueError(f"rope_theta must be a positive number such as 500000.0, got {theta}.")
         if (share := parameters.get("partial_rotary_factor", 1.0)) != 1:
             raise ValueError(
                 f"partial_rotary_factor must be 1, got {share}: FoX rotates whole heads, like Llama in transformers, but "
@@ -202,9 +195,8 @@ class FoxConfig(PreTrainedConfig):
             closest = difflib.get_close_matches(unknown[0], type(self).__annotations__)
             hint = f"; did you mean {closest[0]!r}?" if closest else "."
             raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint} help(FoxConfig) lists all fields.")
-        for name, value in FIXED.items():
-            if (got := kwargs.get(name, getattr(self, name, value))) != value:
-                raise ValueError(f"{name} must be {value}, got {got}. A FoX is a causal decoder.")
+        if not kwargs.get("is_causal", True):
+            raise ValueError("is_causal must be True, got False, because forget gates act on the past. Leave it out.")
 
     def _check_heads(self):
         if self.num_key_value_heads is None:
@@ -225,10 +217,10 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(f"sliding_window must be None or at least 2 tokens, got {self.sliding_window}.")
 
     def _check_gates(self):
-        if self.forget_gate not in FORGET_GATES:
-            raise ValueError(f"forget_gate must be one of {FORGET_GATES}, got {self.forget_gate!r}.")
-        if self.output_gate is not None and self.output_gate not in OUTPUT_GATES:
-            raise ValueError(f"output_gate must be None or one of {OUTPUT_GATES}, got {self.output_gate!r}.")
+        if self.forget_gate not in ("full", "bias_only", "fixed", "none"):
+            raise ValueError(f"forget_gate must be full, bias_only, fixed or none, got {self.forget_gate!r}.")
+        if self.output_gate not in (None, "sigmoid", "silu"):
+            raise ValueError(f"output_gate must be None, sigmoid or silu, got {self.output_gate!r}.")
         if self.log_pruning_tolerance is not None and not self.log_pruning_tolerance <= 0:
             raise ValueError(
                 f"log_pruning_tolerance must be at most 0, the log of a weight, got {self.log_pruning_tolerance}. None "

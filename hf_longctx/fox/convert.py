@@ -147,24 +147,6 @@ FLA = Layout(
 LAYOUTS = {"official": (OFFICIAL, OFFICIAL_TRANSFORMER), "fla": (FLA,)}  # models are written in the first layout
 
 LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-LLAMA_FIELDS = (  # shared by LlamaConfig and FoxConfig
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "initializer_range",
-    "rms_norm_eps",
-    "use_cache",
-    "tie_word_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "rope_parameters",
-)
 # Default decay time of `from_llama`, in multiples of the context length.
 OPEN_GATE_CONTEXTS = 1e5
 
@@ -443,12 +425,10 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
         decay_time = OPEN_GATE_CONTEXTS * config.max_position_embeddings
     elif not 0 < decay_time < float("inf"):
         raise ValueError(f"decay_time must be a positive number of tokens, got {decay_time}.")
-    fields = {name: getattr(config, name) for name in LLAMA_FIELDS}
+    fields = {name: getattr(config, name) for name in FoxConfig.__annotations__ if hasattr(config, name)}
     if fields["pad_token_id"] == -1:  # the first Llama configs use -1 for None
         fields["pad_token_id"] = None
-    return FoxConfig(
-        **fields,
-        head_dim=getattr(config, "head_dim", None),
+    fields |= dict(
         attention_dropout=config.attention_dropout or 0.0,
         decay_time_min=decay_time,
         decay_time_max=decay_time,
@@ -458,3 +438,4 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
         qk_norm_eps=config.rms_norm_eps,
         sliding_window=window,
     )
+    return FoxConfig(**fields)

@@ -47,7 +47,7 @@ from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, fold_keys, folded_wid
 from .backend_fox import ROUNDING, eager_attention_forward, logit_bound_of_norms, sdpa_without_cudnn
 from .key_ranges_fox import VisibleKeys
 from .modeling_fox import FoxDecoderLayer
-from .state_fox import DynamicShiftLayer, ShiftLayer
+from .state_fox import DynamicShiftLayer
 
 
 logger = logging.get_logger(__name__)
@@ -461,10 +461,8 @@ class StaticPrunedLayer(PrunedLayer):
         return same if fits and after > 0.75 * before else list(plan.items())
 
 
-class StaticPrunedHybridLayer(StaticPrunedLayer, ShiftLayer, LinearAttentionAndFullAttentionLayer):
-    """A static pruned layer with the state of a token shift."""
-
-    attention = DynamicLayer
+class StaticPrunedHybridLayer(StaticPrunedLayer, LinearAttentionAndFullAttentionLayer):
+    """A static pruned layer with the state of a token shift, which transformers updates in place."""
 
 
 def mark_static(*tensors):

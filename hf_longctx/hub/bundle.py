@@ -33,11 +33,11 @@ TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, 
 KNOWN = ("README.md", NOTES, "LICENSE", "LICENSE.md", "LICENSE.txt", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
 # Patterns of file names that are never pushed, and the reason.
 FORBIDDEN = {
-    ("training_args.bin",): "a pickle of the training arguments, which can hold a token: remove it",
+    ("training_args.bin",): "a pickle of the training arguments, which can contain a token: remove it",
     ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*"): "the state of a training run: push the model's folder",
     ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt"): "a pickle, which can run code when it is loaded: "
     "load the model, and save it with save_pretrained, which writes safetensors",
-    (".*",): "a hidden file, which can hold a secret: remove it",
+    (".*",): "a hidden file, which can contain a secret: remove it",
 }
 LEFT_BY_TOOLS = (".git", ".gitattributes", ".cache", ".eval_results")  # files of git, `hf download` and the Hub
 MEASUREMENT = re.compile(r"[\w.-]+\.json")  # names that a card can link to
@@ -155,7 +155,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     files |= {name: folder / name for name in (*documents, *samples)}
     if {"config.json", "adapter_config.json"} <= set(names):
         raise ValueError(
-            f"{folder} holds an adapter and its base model, and a repository holds one of the two. Train "
+            f"{folder} contains an adapter and its base model, and a repository can contain only one of them. Train "
             "with `--merge true`, or merge them by merge_and_unload of PEFT, and push the merged model."
         )
     if "config.json" in names:
@@ -171,7 +171,9 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         files |= code_files(folder, {})
         base_has_code = BASE in names and read_json(folder / BASE).get("model_type") in AUTO_MAPS
     else:
-        raise ValueError(f"{folder} has no config.json or adapter_config.json; give the folder of a saved model.")
+        raise ValueError(
+            f"{folder} does not contain config.json or adapter_config.json. Give the folder of a saved model."
+        )
     left_out = tuple(name for name in names if name not in (*files, CONTENTS))
     bundle = Bundle(files, left_out, config, tensors, results, documents, samples, base_has_code)
     if bundle.base is not None:
@@ -202,8 +204,8 @@ def check_base(folder: Path, bundle: Bundle) -> None:
     except ValueError as error:
         key = "base_model_name_or_path" if bundle.is_adapter else "backbone_name_or_path"
         raise ValueError(
-            f"{folder} needs {base}, which is not a name on the Hub. Push that model first, and put its name into "
-            f"{key} of the config."
+            f"{folder} needs {base}, which is not a name on the Hub. Push that model first, and set {key} of the "
+            "config to its name."
         ) from error
 
 
@@ -212,7 +214,7 @@ def check_names(folder, names):
     errors = []
     for path in (folder / name for name in names):
         if path.is_symlink() and leads_outside(path, folder):
-            errors.append(f"{path.name} is a link to {path.resolve()}, outside of the folder: remove it")
+            errors.append(f"{path.name} is a link to {path.resolve()}, outside the folder: remove it")
         for patterns, reason in FORBIDDEN.items():
             if any(fnmatch.fnmatch(path.name.lower(), pattern) for pattern in patterns):
                 errors.append(f"{path.name} is {reason}")
@@ -222,7 +224,11 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add the content of a JSON file by a metric, a benchmark or scripts.sample; skip other and damaged files."""
+    """Add the content of a JSON file that a metric, a benchmark or scripts.sample wrote, and skip other files.
+
+    Raises:
+        ValueError: the card cannot show the values of a result.
+    """
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):
@@ -232,15 +238,19 @@ def read_measurement(path, results, documents, samples):
             return
         types = {"command": str, "machine": dict, "versions": dict, "rows": list}
         if not all(isinstance(document.get(name), kind) for name, kind in types.items()):
-            result = read_result(path)
-            for part in (result.summary, result.numbers, result.table, result.remarks):
-                part()
-            results[path.name] = result
+            results[path.name] = read_result(path)
         elif not all(isinstance(row, dict) for row in document["rows"]):
             return
         documents[path.name] = document
-    except Exception:  # not a measurement, or one with a value that the card cannot show
+    except ValueError:  # not a measurement
         return
+    if path.name in results:
+        result = results[path.name]
+        try:
+            for part in (result.summary, result.numbers, result.table):
+                part()
+        except Exception as error:  # a wrong value can raise anything
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Measure it again.") from error
 
 
 def auto_map_and_code(folder, config):
@@ -271,7 +281,7 @@ def code_files(folder, auto_map):
         # get_relative_imports also finds what is not Python, such as `from ./home/x import y` in a docstring
         if not (module.isidentifier() and path.is_file()):
             raise ValueError(
-                f"{folder} lacks {name}, which its auto_map needs; save the model again with save_pretrained."
+                f"{folder} does not contain {name}, which its auto_map names. Save the model again with save_pretrained."
             )
         files[name] = path
         modules |= set(get_relative_imports(path))
@@ -279,7 +289,7 @@ def code_files(folder, auto_map):
 
 
 def module_names(file, auto_map):
-    """Return the modules in an auto_map; raise ValueError for modules of another repository."""
+    """Return the modules that an auto_map names; raise ValueError for modules of another repository."""
     classes = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     modules = set()
     for name in [name for value in classes for name in (value if isinstance(value, list) else [value])]:
@@ -288,8 +298,8 @@ def module_names(file, auto_map):
         module, _, class_name = str(name).partition(".")
         if not (module.isidentifier() and class_name.isidentifier()):
             raise ValueError(
-                f"auto_map of {file} has {name!r}; it must name a class of a file in the same folder, such as "
-                "'modeling_fox.FoxForCausalLM', because code in another repository changes without this one."
+                f"auto_map of {file} must name classes of files in the same folder, such as "
+                f"'modeling_fox.FoxForCausalLM', got {name!r}. Code in another repository changes without this one."
             )
         modules.add(module)
     return modules

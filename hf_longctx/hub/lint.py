@@ -70,15 +70,15 @@ def check(bundle: Bundle) -> None:
         else:
             text = bundle.text(path, errors="replace")
         if SECRET.search(text) or (secret and secret in text):
-            errors.append(f"{path} holds a token or key; remove it, and revoke it if it was ever published")
+            errors.append(f"{path} contains a token or key: remove it, and revoke it if it was ever published")
         if path == "tokenizer_config.json":  # its chat template may contain any path too
             text = json.dumps({**json.loads(text), "chat_template": None})
         if not ANY_PATH.fullmatch(path) and (where := MACHINE.search(text)):
-            errors.append(f"{path} names {where[0]}, a path of one machine; write a name that others can use")
+            errors.append(f"{path} names {where[0]}, a path of one machine: write a name that others can use")
     if CARD in bundle.files:
         errors += [f"{CARD}: {error}" for error in card_errors(bundle, bundle.text(CARD))]
     if errors:
-        raise ValueError(f"this cannot be pushed. {'. '.join(errors)}.")
+        raise ValueError(f"The files cannot be pushed. {'. '.join(errors)}.")
 
 
 def missing_fields(bundle: Bundle) -> list[str]:
@@ -102,11 +102,11 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
     names = data.get("license") or []
     for name in names if isinstance(names, list) else [names]:
         if name not in LICENSES:
-            yield f"the Hub does not know license {name!r}; it knows apache-2.0, and other, with license_name"
+            yield f"`license` must be one of the Hub's, such as apache-2.0, or other with `license_name`, got {name!r}"
         if name == "other" and not data.get("license_name"):
-            yield "license is other, and license_name does not say which"
+            yield "`license` is other, and `license_name` is missing"
     if bundle.config and data.get("pipeline_tag") not in (None, *TASKS):
-        yield f"pipeline_tag {data['pipeline_tag']!r} is not a text task, such as text-generation"
+        yield f"`pipeline_tag` must be a text task, such as text-generation, got {data['pipeline_tag']!r}"
     for field in ("base_model", "datasets"):
         for name in [data.get(field)] if isinstance(data.get(field), str) else data.get(field) or ():
             try:
@@ -114,7 +114,7 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
             except ValueError:
                 yield f"`{field}` names {name!r}, which is not a name on the Hub"
     if bundle.base is not None and data.get("base_model") not in (None, bundle.base[0], [bundle.base[0]]):
-        yield f"base_model is {data['base_model']}, and the configuration names {bundle.base[0]}"
+        yield f"`base_model` is {data['base_model']}, and the config names {bundle.base[0]}"
     figures = {(entry.dataset_name, entry.metric_name): entry.metric_value for entry in model_index(bundle)}
     for entry in data.get("eval_results") or ():
         figure = figures.get((entry.dataset_name, entry.metric_name), entry.metric_value)
@@ -123,7 +123,7 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
     for match in LINK.finditer(COMMENT.sub("", CODE.sub("", text))):
         target = (match[1] or match[2]).partition("#")[0].partition("?")[0]
         if target and not re.match(r"[a-z]+:", target) and posixpath.normpath(target) not in bundle.files:
-            yield f"it links to {target}, which is not among the files that are pushed"
+            yield f"it links to {target}, which is not pushed"
 
 
 def schema_errors(data: Any) -> Iterator[str]:
@@ -140,4 +140,4 @@ def schema_errors(data: Any) -> Iterator[str]:
     languages = [data.language] if isinstance(data.language, str) else data.language or ()
     for language in languages:
         if isinstance(language, str) and not LANGUAGE.fullmatch(language):
-            yield f"language {language!r} must be an ISO 639 code such as en, or multilingual or code"
+            yield f"`language` must be an ISO 639 code such as en, or multilingual or code, got {language!r}"

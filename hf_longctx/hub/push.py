@@ -54,7 +54,7 @@ def named_errors(left: str = "") -> Iterator[None]:
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise PermissionError(
-                f"The token is unknown or may not do this; see `hf auth whoami`. {error}{left}"
+                f"The token is unknown or lacks permission; see `hf auth whoami`. {error}{left}"
             ) from error
         error.append_to_message(left)
         raise
@@ -68,19 +68,19 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
         validate_repo_id(repo if repo.count("/") == 1 else "")
     except ValueError as error:
         raise ValueError(
-            f"{repo!r} is not the name of a repository; give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ "
+            f"{repo!r} is not the name of a repository. Give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ "
             "and ., at most 96 of them."
         ) from error
     for name in (revision, tag):
         if name is not None and not REFERENCE.fullmatch(name):
             raise ValueError(
-                f"{name!r} is not a name of a branch or tag; use letters and digits with . - _ / between them, but "
+                f"{name!r} is not a name of a branch or tag. Use letters and digits with . - _ / between them, but "
                 "not a commit hash."
             )
     if tag is not None and tag in (revision, "main"):
-        raise ValueError(f"the tag {tag} would have the name of a branch, which moves; give another name, such as v1.")
+        raise ValueError(f"the tag {tag} would have the name of a branch, which moves. Give another name, such as v1.")
     if tag is not None and create_pr:
-        raise ValueError(f"a pull request cannot be tagged; omit the tag {tag}, and set it after the merge.")
+        raise ValueError(f"A pull request cannot be tagged. Omit the tag {tag}, and set it after the merge.")
 
 
 @named_errors()
@@ -108,7 +108,7 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
     for kind, file in kinds.items():
         if file in present and file not in bundle.files:
             raise ValueError(
-                f"{repo} holds {kind}, and in one repository an adapter hides a model; push to another name."
+                f"{repo} contains {kind}, and an adapter hides a model in the same repository. Push to another name."
             )
     return sorted(path for path in present - bundle.files.keys() if REPLACED.fullmatch(path))
 
@@ -155,14 +155,14 @@ def push(
             api.create_repo(repo, repo_type=repo_type, space_sdk=sdk, private=private or None)
     with named_errors(f"{repo} was created, and stays without these files." if is_new else ""):
         if private and not api.repo_info(repo, repo_type=repo_type).private:
-            raise ValueError(f"{repo} is public; make it private in its settings, or push to another name.")
+            raise ValueError(f"{repo} is public. Make it private in its settings, or push to another name.")
         if revision is not None or tag is not None:
             refs = api.list_repo_refs(repo, repo_type=repo_type)
             tags, branches = ({ref.name for ref in names} for names in (refs.tags, refs.branches))
             if tag in tags | branches:
-                raise ValueError(f"{repo} already has a tag or branch {tag}; give another name.")
+                raise ValueError(f"{repo} already has a tag or branch {tag}. Give another name.")
             if revision in tags:
-                raise ValueError(f"{repo} has a tag {revision}, which a branch would hide; give another name.")
+                raise ValueError(f"{repo} has a tag {revision}, which a branch would hide. Give another name.")
         if revision is not None:
             api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
         head = api.repo_info(repo, repo_type=repo_type, revision=revision)
@@ -198,9 +198,11 @@ def pin_base(bundle: Bundle) -> Bundle:
     try:
         base = HfApi().model_info(name, revision=revision)
     except GatedRepoError as error:
-        raise PermissionError(f"the base {name} is gated; ask for access on its page, with this token.") from error
+        raise PermissionError(
+            f"the base {name} is gated. Ask for access on its page, with the account of this token."
+        ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise ValueError(f"the base {name} (revision {revision}) is not on the Hub; push it first.") from error
+        raise ValueError(f"the base {name} (revision {revision}) is not on the Hub. Push it first.") from error
     path, field = ("adapter_config.json", "revision") if bundle.is_adapter else ("config.json", "backbone_revision")
     config = json.loads(bundle.text(path)) | {field: base.sha}
     has_code = bundle.is_adapter and any(file.rfilename.endswith(".py") for file in base.siblings or ())

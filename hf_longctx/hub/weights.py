@@ -39,10 +39,10 @@ def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class
         raise ValueError(f"transformers cannot load the model of {folder} ({reason}).") from error
     if info["missing_keys"]:
         name = min(info["missing_keys"])
-        raise ValueError(f"no file of {folder} has {name}, which the model needs; save the model again.")
+        raise ValueError(f"no file of {folder} has {name}, which the model needs. Save the model again.")
     for name, found, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{name} of {folder} has the shape {tuple(found)}, and config.json needs {tuple(expected)}; save the "
+            f"{name} of {folder} has the shape {tuple(found)}, and config.json needs {tuple(expected)}. Save the "
             "model again."
         )
 
@@ -54,14 +54,16 @@ def check_safetensors(path: Path) -> dict[str, int]:
         ValueError: the file does not exist, is damaged, or contains NaN.
     """
     if not path.is_file():
-        raise ValueError(f"{path.parent} lacks {path.name}; save the model or adapter with save_pretrained.")
+        raise ValueError(
+            f"{path.parent} does not contain {path.name}. Save the model or adapter with save_pretrained."
+        )
     sizes = {}
     with open_safetensors(path) as tensors:
         for name in tensors.keys():  # noqa: SIM118 (a file, not a dictionary)
             tensor = tensors.get_tensor(name)
             if tensor.is_floating_point() and tensor.float().isnan().any():
                 raise ValueError(
-                    f"{path} has NaN in {name}: training diverged, or the file is damaged. Push sound weights."
+                    f"{path} has NaN in {name}: training diverged, or the file is damaged. Push other weights."
                 )
             sizes[name] = tensor.numel()
     return sizes

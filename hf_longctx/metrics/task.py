@@ -144,33 +144,28 @@ class Option(NamedTuple):
         """Return the value in plain types; raise ValueError if it is invalid."""
         if (value is None and self.default is None) or self.kind is np.ndarray:
             return value
-        if not self.listed:
-            return self.check_one(value)
-        if isinstance(value, str) or not isinstance(value, Iterable):
+        if self.listed and (isinstance(value, str) or not isinstance(value, Iterable)):
             raise ValueError(f"{self.name} must be a list of numbers, got {value!r}.")
-        values = [*map(self.check_one, value)]
+        values, low, high = [*value] if self.listed else [value], self.least, self.most
+        for i, one in enumerate(values):
+            if self.choices and one not in self.choices:
+                raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {one!r}.")
+            if self.kind is int:
+                one = as_int(self.name, one)
+            elif self.kind is float and not isinstance(one, bool) and hasattr(one, "__float__"):
+                one = float(one)
+            if not isinstance(one, self.kind):
+                raise ValueError(f"{self.name} must be {KINDS[self.kind]}, got {one!r}.")
+            if (low is not None and not one >= low) or (high is not None and not one <= high):
+                bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise ValueError(f"{self.name} must be {bounds}, got {one}.")
+            values[i] = one
         if not values or any(a >= b for a, b in pairwise(values)):
             raise ValueError(
                 f"{self.name} must be one or more numbers in strictly ascending order, got {values}. Give each once, and "
                 "the smallest first."
             )
-        return values
-
-    def check_one(self, value: Any) -> Any:
-        """Check a value, or a value of a list."""
-        if self.choices and value not in self.choices:
-            raise ValueError(f"{self.name} must be one of {', '.join(self.choices)}, got {value!r}.")
-        if self.kind is int:
-            value = as_int(self.name, value)
-        elif self.kind is float and not isinstance(value, bool) and hasattr(value, "__float__"):
-            value = float(value)
-        if not isinstance(value, self.kind):
-            raise ValueError(f"{self.name} must be {KINDS[self.kind]}, got {value!r}.")
-        low, high = self.least, self.most
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            bounds = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise ValueError(f"{self.name} must be {bounds}, got {value}.")
-        return value
+        return values if self.listed else values[0]
 
 
 def options(task: type[Task]) -> list[Option]:
@@ -196,7 +191,8 @@ class Subject:
     Args:
         model: causal language model, which runs in its dtype, on its device, in eval mode; or a reader, such as
             `ServedModel`.
-        tokenizer: the model's tokenizer. Optional for tasks without questions in words, which also accept its name.
+        tokenizer: the model's tokenizer. Tasks that do not ask questions in words do not need it, and also accept its
+            name.
         tokens: the corpus, a flat sequence of ids, encoded without special tokens.
         context: longest input to measure with, in tokens. Default: the claimed context, else 4096.
         bos_token_id: default: the tokenizer's, then the model's, then EOS.

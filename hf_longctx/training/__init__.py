@@ -9,7 +9,6 @@ from .adapters import load_adapter
 from .config import FinetuneConfig, PretrainConfig
 from .data import TokenDataset
 from .run import train
-from .tokenizer import train_tokenizer
 from .trainer import LongContextTrainer
 
 
@@ -20,5 +19,4 @@ __all__ = [
     "TokenDataset",
     "load_adapter",
     "train",
-    "train_tokenizer",
 ]

@@ -8,7 +8,8 @@ from . import READ, TESTED, logger, release
 from .sums import TOKENS_PER_STATE
 
 
-EXACT = ("auto", "bfloat16", "float16", "float32")  # cache dtypes that hold the parts of the cumulative sum exactly
+# Cache dtypes that represent the parts of the cumulative sum exactly.
+EXACT = ("auto", "bfloat16", "float16", "float32")
 
 
 def check_cache_dtype(dtype: str) -> None:

@@ -2,7 +2,7 @@
 
 A step computes the next tokens of R requests, which are concatenated to a flat batch of N tokens. Each request
 continues from its last computed token, whose state is in a cache with the block table of the keys: a float32 row per
-`tokens_per_state` tokens, which holds the state of the one that was written last.
+`tokens_per_state` tokens, which contains the state of the token that was written last.
 
 That token can also be in the same batch: prefix caching assigns a block as soon as another request is scheduled to
 fill it. Such requests form chains, along which sums have to be added before any of them is stored.

@@ -137,7 +137,7 @@ FIRST_CALLS = {
 }
 
 
-@pytest.mark.parametrize("first_call, dtype", zip(FIRST_CALLS, itertools.cycle(DTYPES[:2])), ids=str)
+@pytest.mark.parametrize("first_call, dtype", [*zip(FIRST_CALLS, itertools.cycle(DTYPES[:2]))], ids=str)
 def test_columns_that_are_kept_serve_later_calls_of_every_kind(first_call, dtype):
     q, k, _, log_f, _ = draw(1, 4, 2, 9, 9, 4)
 

@@ -46,7 +46,6 @@ def test_a_static_cache_is_compiled_once_and_whole(variant, implementation, comp
         )
         assert_same(got, want)
         assert len(compiler.graphs) == (2 if "window" in variant else 1)
-        assert got.cache.get_max_length() > 0  # transformers' layers with a convolution answer -1
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "auto"])

@@ -233,12 +233,12 @@ MISTAKES = [
         for says, rows in {
             "transformers cannot load": [("hidden_size", "many"), ("rope_parameters", [1]), ("model_type", "hmt")],
             r"config.json needs \(99, 32\)": [("vocab_size", 99)],
-            "must name a class of a file in the same folder": [
+            "must name classes of files in the same folder": [
                 *(("auto_map", "x"), ("auto_map", 3)),
                 *(("auto_map", {"AutoConfig": name}) for name in ("../x.C", "mod", 3, "bob/code--mod.C")),
             ],
             "must be names": [("model_type", {}), ("architectures", [3]), ("architectures", 3)],
-            "which its auto_map needs": [("auto_map", {"AutoConfig": "os.system"})],
+            "which its auto_map names": [("auto_map", {"AutoConfig": "os.system"})],
         }.items()
         for name, value in rows
     ),
@@ -248,12 +248,14 @@ MISTAKES = [
         refused(f"index to {target}", with_index({"x": target}), f"got '{target}'")
         for target in ("../../x.safetensors", "/x.safetensors")
     ),
-    refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"lacks mod\.py"),
-    refused("code that imports a file outside", built(with_an_import_of_a_file_outside), r"lacks .*/private\.py"),
+    refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"does not contain mod\.py"),
+    refused(
+        "code that imports a file outside", built(with_an_import_of_a_file_outside), r"does not contain .*/private\.py"
+    ),
     refused(
         "tokenizer's code elsewhere", adding("tokenizer_config.json", TOKENIZER), "auto_map of tokenizer_config.json"
     ),
-    refused("no configuration", without("config.json"), "has no config.json or adapter_config.json"),
+    refused("no configuration", without("config.json"), "does not contain config.json or adapter_config.json"),
     refused("configuration of half a file", adding("config.json", b"{"), "is not JSON"),
     refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "needs /m"),
     *(
@@ -285,7 +287,7 @@ def response(status):
     "error, raised, words",
     [
         (HTTPError("[Errno 111] Connection refused"), ConnectionError, r"https?://.* cannot be reached .*Errno 111"),
-        (HfHubHTTPError("no", response=response(403)), PermissionError, "may not do this"),
+        (HfHubHTTPError("no", response=response(403)), PermissionError, "lacks permission"),
         (HfHubHTTPError("no", response=response(412)), HfHubHTTPError, "no"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
@@ -312,7 +314,7 @@ def test_names_that_confuse_are_refused():
         "not the name of a repository": [(name,) for name in repositories],
         "not a name of a branch or tag": [("alice/fox", *row) for name in names for row in ((name,), (None, name))],
         "would have the name of a branch": [("alice/fox", None, "main"), ("alice/fox", "v1", "v1")],
-        "a pull request cannot be tagged": [("alice/fox", None, "v1", True)],
+        "A pull request cannot be tagged": [("alice/fox", None, "v1", True)],
     }.items():
         for row in rows:
             with pytest.raises(ValueError, match=says):

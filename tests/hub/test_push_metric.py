@@ -51,7 +51,7 @@ def test_a_dry_run_needs_no_hub(capsys):
 def test_a_line_that_would_not_load_is_not_printed(capsys):
     """evaluate looks for the script NAME.py in a repository called NAME."""
     assert cli.main(["push", "forgetting_curve", "alice/my-curve", "--dry-run"]) == 2
-    assert "push to alice/forgetting_curve" in capsys.readouterr().err
+    assert "Push to alice/forgetting_curve" in capsys.readouterr().err
 
 
 def test_spaces(run_client, publish):

@@ -18,7 +18,7 @@ import evaluate
 from hf_longctx.metrics import ForgettingCurve, forgetting_curve, module_path, register, rope_base_bound, rope_report
 from hf_longctx.metrics.evaluate_modules import NAMES, check_bases, score_predictions
 from hf_longctx.metrics.rope import config as rope_config
-from hf_longctx.training.tokenizer import train_tokenizer
+from scripts.demo_tokenizer import train_tokenizer
 
 
 TEXT = "In line {i} the {j} foxes of a village met, and {k} of them forgot. "

@@ -97,7 +97,11 @@ CURVE = [
         lambda: curve(confidence=95, protocol="adaptive"),
         "confidence must be from 0.01 to 0.9999, got 95",
     ),
-    refused("BOS: beyond the vocabulary", lambda: curve(bos_token_id=32), "bos_token_id is 32"),
+    refused(
+        "BOS: beyond the vocabulary",
+        lambda: curve(bos_token_id=32),
+        "bos_token_id must be one of the model's 32 ids, got 32",
+    ),
     refused("tokens: none", lambda: curve([]), "tokens is empty"),
     refused("tokens: a text", lambda: curve("text"), "flat sequence of token ids, got text"),
     refused("tokens: None", lambda: curve(None), "tokens must be token ids, got None"),
@@ -133,7 +137,7 @@ LOSS = [
         "context_length must be at most 200, the number of tokens in the corpus, got 201",
     ),
     refused("loss: beyond the text", lambda: loss(starts=[193]), "must lie between 0 and 192"),
-    refused("loss: starts and sequences", lambda: loss(starts=[1], sequences=2), "sequences or starts, and not both"),
+    refused("loss: starts and sequences", lambda: loss(starts=[1], sequences=2), "cannot be combined with starts"),
 ]
 
 
@@ -148,8 +152,8 @@ def t5():
 
 
 MODELS = [
-    refused("model: a name", lambda: curve(model="gpt2"), "model is 'gpt2'; give a causal language model"),
-    refused("model: a configuration", lambda: curve(model=NeverRun.config), "model is of .*LlamaConfig"),
+    refused("model: a name", lambda: curve(model="gpt2"), "must be a causal language model or a reader, got gpt2"),
+    refused("model: a configuration", lambda: curve(model=NeverRun.config), "a reader, got .*LlamaConfig"),
     refused("model: no head", lambda: curve(model=tiny_llama().model), "no logits. Load it with its head"),
     refused("model: encoder-decoder", lambda: curve(model=t5()), "is an encoder-decoder. Load a causal"),
     refused(

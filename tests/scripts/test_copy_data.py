@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hf_longctx.training.data import TokenDataset
-from hf_longctx.training.tokenizer import train_tokenizer
 from scripts.copy_data import CopyDataset, write
+from scripts.demo_tokenizer import train_tokenizer
 
 
 class CountingTokenizer:

@@ -179,7 +179,7 @@ def test_a_quantized_base_is_kept_with_its_adapter_or_merged_into_the_whole_one(
         whole = {n: p for n, p in load_file(folder / "adapter_model.safetensors").items() if "lora_" not in n}
         assert whole and all(p.dtype in (torch.float32, torch.uint8) for p in whole.values())
         assert load_file(folder / "model.safetensors")
-        with pytest.raises(ValueError, match="holds an adapter and its base"):
+        with pytest.raises(ValueError, match="contains an adapter and its base"):
             build_bundle(folder)
     (tmp_path / "run" / "model").rename(tmp_path / "run" / "kept")
     assert train(settings(llama, tmp_path / "run", **{f"load_in_{bits}bit": True}, **options | dict(merge=True))) == 0

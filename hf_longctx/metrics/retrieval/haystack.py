@@ -103,7 +103,7 @@ def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> lis
     """
     if corpus_tokens < room:
         raise ValueError(
-            f"the corpus has {corpus_tokens} tokens, and a haystack needs {room}. Give more text or drop the longest "
+            f"the corpus has {corpus_tokens} tokens, and a haystack needs {room}. Give a longer corpus or drop the longest "
             "lengths."
         )
     rng = random.Random(f"{seed} {room}")

@@ -105,9 +105,11 @@ class Engine:
             return np.stack([argmax(torch.cat([*self.logits(row, positions)])) for row in inputs])
         best = np.empty((len(inputs), len(positions)), dtype=np.int64)
         batch, rows = max(1, self.tokens_per_pass // inputs.shape[1]), inputs[:, : positions.stop]
-        groups = equal_rows(rows[:, :prefix])
-        alone = [row for group in groups if len(group) == 1 for row in group]
-        shared = [group for group in groups if len(group) > 1]
+        groups: dict[bytes, list[int]] = {}  # rows by their prefix
+        for index, row in enumerate(rows):
+            groups.setdefault(row[:prefix].tobytes(), []).append(index)
+        alone = [group[0] for group in groups.values() if len(group) == 1]
+        shared = [group for group in groups.values() if len(group) > 1]
         for group in shared + [alone] * bool(alone):
             length = 0 if group is alone else prefix
             cache = DynamicCache(config=self.config)
@@ -156,7 +158,7 @@ class Engine:
             yield from self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return
-        branch = copy.deepcopy(cache)  # other layer types drop or overwrite their input
+        branch = copy.deepcopy(cache)  # layers of other types drop or overwrite tokens
         if len(ids) > 1 and cache.get_seq_length():
             first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
             branch.reorder_cache(first)
@@ -212,10 +214,9 @@ def check_causal(
     # tolerance relative to the spread: a mixture of experts groups, and thus rounds, the positions differently
     if (after - before).norm() > max(8 * eps, 1e-4) * (before - before.mean()).norm():
         raise ValueError(
-            f"{type(model).__name__} is not causal: its logits change with tokens that come later, so it reads what it is "
-            "to predict. Load a language model that sees the past only (BERT and its relatives: config.is_decoder=True, "
-            'if they were trained so; XLNet: attn_type="uni"). Or its activations are quantized with one scale for all tokens, '
-            "as torch's dynamic int8 does: measure it in the dtype of its weights, or quantize the weights only."
+            f"{type(model).__name__} is not causal: its logits depend on later tokens. Load a causal language model, with "
+            'config.is_decoder=True for BERT and attn_type="uni" for XLNet if it was trained so. If its activations are '
+            "quantized with one scale for all tokens, as by torch's dynamic int8, load it without quantized activations."
         )
 
 
@@ -224,11 +225,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
-
-
-def equal_rows(rows: np.ndarray) -> list[list[int]]:
-    """Return the row indices, grouped by equal rows."""
-    groups = {}
-    for index, row in enumerate(rows):
-        groups.setdefault(row.tobytes(), []).append(index)
-    return list(groups.values())

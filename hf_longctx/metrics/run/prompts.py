@@ -54,8 +54,8 @@ def check_entries(entries: list[Entry], ids: list[int]) -> list[Entry]:
     for i, (entry, token) in enumerate(zip(entries, ids)):
         if i and token not in entry:
             raise ValueError(
-                f"the tokens of the response are not those of the prompt: at position {i} of {list(entry)}, not of {token}. "
-                "Does the endpoint rewrite prompts?"
+                f"the log-probabilities at position {i} must be those of token {token} of the prompt, got tokens {list(entry)}. "
+                "Configure the endpoint not to rewrite prompts."
             )
     return entries
 

@@ -120,8 +120,8 @@ def reader_for(model: nn.Module | Reader) -> Reader:
         return LocalReader(model)
     if not hasattr(model, "reading") or isinstance(model, type):
         raise TypeError(
-            f"model is {repr(model) if isinstance(model, str) else 'of ' + str(type(model))}; give a causal language model of transformers, such as "
-            "AutoModelForCausalLM.from_pretrained(name), or a reader, such as ServedModel(url) or OfflineModel(llm)."
+            f"model must be a causal language model or a reader, got {model if isinstance(model, str) else type(model)}. Load "
+            "AutoModelForCausalLM.from_pretrained(name), or use ServedModel(url) or OfflineModel(llm)."
         )
     return model
 
@@ -157,7 +157,7 @@ class LocalReader(Reader):
         return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {})
 
     def cost(self, tokens: int) -> float:
-        """Return the cost. Attending to n tokens costs n * width / matrices times the matrix products of a token."""
+        """Return the cost: that of matrix products grows linearly with the tokens, that of attention quadratically."""
         embedding = sum(p.numel() for m in self.model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
         matrices = max(sum(p.numel() for p in self.model.parameters()) - embedding, 1)
         attends = getattr(self.config, "num_attention_heads", None) is not None
@@ -248,6 +248,6 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
     bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
     for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):
         if not isinstance(value, Integral) or not 0 <= value < reader.vocab_size:
-            raise ValueError(f"{name} is {value!r}, but the model's vocabulary has {reader.vocab_size} ids.")
+            raise ValueError(f"{name} must be one of the model's {reader.vocab_size} ids, got {value!r}.")
     assert bos is not None and eos is not None
     return int(bos), int(eos)

@@ -83,7 +83,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
     outcome = result_of(task, scores_of(journal.done), depends_on | labels | facts(reader, run), failure)
-    if failure is None and not outcome.scores:  # a mistake, if only the positions do not reach
+    if failure is None and not outcome.scores:  # a usage error if every input is too long for the model
         reasons = [*dict.fromkeys(outcome.missing.values())]
         kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
         failure = kind(f"nothing could be measured: {'; '.join(reasons)}.")
@@ -218,7 +218,7 @@ def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> t
 
 
 def first_ids(request: Request) -> np.ndarray:
-    """Return the first input of a request, as a typical one."""
+    """Return the first input of a request, to probe the model with."""
     if isinstance(request, Predict):
         return request.rows[0]
     return request.ids[:-1] if isinstance(request, Score) else request.prompt

@@ -154,7 +154,7 @@ class ServedModel(PromptReader):
         names = [entry.get("id") for entry in entries]
         if model is None and len(names) != 1:
             raise ValueError(
-                f"{self.base_url} serves {names or 'models it does not list'}; name one: --served-as, or model=..."
+                f"{self.base_url} serves {names or 'models it does not list'}. Name one: --served-as, or model=..."
             )
         if model is not None and names and model not in names:
             raise ValueError(f"{self.base_url} does not serve {model!r}, but {names}.")

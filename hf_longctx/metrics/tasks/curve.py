@@ -337,7 +337,7 @@ class Curve(Task):
                 if getattr(self, other) is not None and getattr(self, other) is not False:
                     raise ValueError(f"{name} and {other} exclude each other; drop one.")
         if self.preset and (self.protocol, self.repeats) != ("reference", 10):
-            raise ValueError("preset=paper must be measured with protocol=reference and repeats=10; drop one.")
+            raise ValueError("preset=paper requires protocol=reference and repeats=10. Drop the other value.")
         if self.id_range is not None and len(self.id_range) != 2:
             raise ValueError(f"id_range must be two ids, the lowest and the highest, got {self.id_range}.")
         if self.protocol == "adaptive" and self.confidence is None:

@@ -254,7 +254,7 @@ class Loss(Task):
         if starts is None:
             starts = window_starts(text, length, self.sequences)
         elif self.sequences is not None:
-            raise ValueError("starts says how many sequences there are; give sequences or starts, and not both.")
+            raise ValueError("sequences cannot be combined with starts, which determines their number. Drop one.")
         elif starts[-1] + length > text:
             raise ValueError(
                 f"starts must lie between 0 and {text - length}, so that {length} tokens follow each in a corpus of {text}; "

@@ -1,4 +1,4 @@
-"""Training of a tokenizer for a small model."""
+"""Train the tokenizer of the demo models."""
 
 from collections.abc import Iterable
 
