@@ -131,6 +131,9 @@ class PrunedLayer(DynamicLayer):
     cached token then bounds c of every later query.
     """
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(self, attention, logit_bound, tolerance, prune_every):
         super().__init__()
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
