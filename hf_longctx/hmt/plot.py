@@ -1,4 +1,4 @@
-"""A figure of HMT's recalls. It needs matplotlib, but no display."""
+"""Plot HMT's recalls with matplotlib; a display is not needed."""
 
 from pathlib import Path
 
