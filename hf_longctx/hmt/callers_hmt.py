@@ -41,7 +41,7 @@ def check_prompt_learning() -> None:
                 kind = config.peft_type.value.lower().replace("_", " ")
                 raise ValueError(
                     f"HMT does not support {kind} of PEFT ({type(config).__name__}), because it adds positions "
-                    "outside the segments. Use LoRA instead: LoraConfig(target_modules='all-linear', "
+                    "outside the segments. Use LoRA: LoraConfig(target_modules='all-linear', "
                     "modules_to_save=['memory'])."
                 )
 
