@@ -17,8 +17,8 @@ low, and the model cannot generate them. `score_from=config.summary_length` excl
 `recall_mode="single_pass"` (default) reads every position once, with the recall in the middle (`single_pass_hmt.py`).
 
 In the single-pass mode, each row has its own segment boundaries, and padding does not change the results
-(`packing_hmt.py`). The paper mode reads padding as tokens, as the official code does: padding can become part of
-memories and of sensory tokens.
+(`packing_hmt.py`). The paper mode reads padding in place, as the official code does: sensory tokens can be
+padding, and it stores memories of padding.
 """
 
 import math
