@@ -1,9 +1,9 @@
 """The base class of the layouts in `single_pass_hmt.py` and `paper_hmt.py`, which read the segments of a call.
 
 The method `read` of a layout takes a state and the tokens of a call (`packing_hmt.py`). It arranges embeddings as
-passes and runs these passes (`run_pass`). It gets prompts from the retriever, and passes full segments to the retriever
-(`close_segment`). It returns the state with the new memory. Logits, losses and recalls are collected in `pieces`,
-`losses`, `scored` and `reports`, from which `HMTWrapper.forward` builds its output.
+passes and runs these passes (`run_pass`). It gets prompts from the retriever, and lets the retriever observe full
+segments (`close_segment`). It returns the state with the new memory. Logits, losses and recalls are collected in
+`pieces`, `losses`, `scored` and `reports`, from which `HMTWrapper.forward` builds its output.
 """
 
 from collections import defaultdict
