@@ -88,8 +88,8 @@ def check_call(
     places = range(config.segment_length)
     if score_from is not None and (labels is None or score_from not in places):
         raise ValueError(
-            f"`score_from` must be a position within a segment, 0 to {places[-1]}, and needs labels, got "
-            f"{score_from!r}."
+            f"`score_from` must be a position within a segment, 0 to {places[-1]}, got {score_from!r}. It also needs "
+            "labels."
         )
     if state is not None:
         check_state(config, lm, state)

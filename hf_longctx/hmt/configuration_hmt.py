@@ -325,7 +325,7 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
 
 
 def custom_classes(config: object) -> dict[str, Any]:
-    """Return the two classes of a custom backbone by their names in `custom_backbone_hmt.py`, otherwise {}."""
+    """Return the config and model classes of a custom backbone, named as in `custom_backbone_hmt.py`, or {}."""
     config_class: Any = type(config)
     model_class: Any = None
     if config_class is CONFIG_CLASS:

@@ -30,7 +30,7 @@ class PassGraph:
         self.graph, self.outputs = record(function, self.inputs)
 
     def replay(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return the function of new inputs, which must have the captured shapes."""
+        """Return the outputs for new inputs, which must have the shapes of the captured inputs."""
         torch._foreach_copy_(self.inputs, inputs)
         self.graph.replay()
         return [x.clone() for x in self.outputs]
@@ -69,7 +69,7 @@ class PassGraphs:
         return PassGraphs, ()
 
     def of(self, model: torch.nn.Module) -> "PassGraphs":
-        """Return self, without graphs if tensors, modules, adapters or modes of the model have changed."""
+        """Drop all graphs if tensors, modules, adapters or modes of the model have changed, and return self."""
         tensors = tuple((x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers()))
         modules = tuple(
             (id(module), module.training, *(str(getattr(module, name, None)) for name in _ADAPTER_SWITCHES))
@@ -136,7 +136,7 @@ class PassGraphs:
             return False
         pairs = zip(outputs, expected)
         if not all(torch.allclose(x, y, atol=0.01 * y.abs().max().item(), rtol=0) for x, y in pairs):
-            warnings.warn("HMT runs a pass eagerly, because its CUDA graph gave other numbers.", stacklevel=2)
+            warnings.warn("HMT runs a pass eagerly, because its CUDA graph returned different numbers.", stacklevel=2)
             return False
         return graph
 

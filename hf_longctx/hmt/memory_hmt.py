@@ -19,7 +19,7 @@ SIMILARITY_GAIN = 1.5
 
 # With c memories, scale-free scores are initially log(1 + c) * cosine / TEMPERATURE, or cosine / 0.1 for ten memories.
 TEMPERATURE = 0.25
-# `normalize` does not scale a difference up to length one if its square is below this fraction of the squared norm.
+# Fraction of |x|^2 in `normalize`. If the squared difference is smaller, it is not scaled up to length one.
 FLOOR = 1e-4
 
 
@@ -59,7 +59,7 @@ class HMTMemory(nn.Module):
             self.wq = nn.Parameter(torch.empty(recall_dim, width))
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
             if single_pass:
-                self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 does not support scalars
+                self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 does not support scalar parameters
 
     def forward(self, function: Callable[[], Any]) -> Any:
         """Call a function that uses the parameters. accelerate loads offloaded weights only while `forward` runs."""
@@ -153,7 +153,7 @@ def mean_memory(
 
 
 def normalize(x: Tensor, origin: Tensor) -> Tensor:
-    """Normalize `x - origin` to length one, or less where the difference is tiny compared with x."""
+    """Normalize `x - origin` to length one, or to less than one if the difference is tiny compared with x."""
     rest = x - origin
     return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
 

@@ -18,7 +18,7 @@ low, and the model cannot generate them. `score_from=config.summary_length` excl
 
 In the single-pass mode, each row has its own segment boundaries, and padding does not change the results
 (`packing_hmt.py`). The paper mode reads padding in place, as the official code does: sensory tokens can be
-padding, and it stores memories of padding.
+padding, and memories of padding are stored.
 """
 
 import math
@@ -406,7 +406,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: `page_file` is given for a model without pages, or `batch_size` is below 1.
         """
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         device = self.device if device is None else device
         like = self.lm.embed(torch.zeros(1, 1, dtype=torch.long, device=device))
         tail = torch.zeros(batch_size, self.config.sensory_tokens, dtype=torch.long, device=device)
@@ -473,7 +473,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         config = HMTConfig() if config is None else deepcopy(config)
         if not isinstance(backbone, str | Path):
             if kwargs or revision is not None:
-                raise ValueError(f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path.")
+                raise ValueError(
+                    f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path. Omit them."
+                )
         else:
             config.backbone_name_or_path = str(backbone)
             backbone = AutoModelForCausalLM.from_pretrained(backbone, revision=revision, **kwargs)
@@ -550,8 +552,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             hmt_config = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
-                f"{sorted(settings)} cannot be combined with a config object. Set them in the config, or leave the "
-                "config out to change the saved one."
+                f"{sorted(settings)} cannot be combined with a config object. Set them in the config, or omit "
+                "`config` to change the saved one."
             )
         if hmt_config.backbone_in_checkpoint:
             loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)

@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first token of the segment whose logits are computed, because a row returns or scores them."""
+        """Index of the first token of the segment whose logits are computed."""
         return min(self.returned) if self.targets is None else self.read
 
 

@@ -34,7 +34,7 @@ from .memory_hmt import mean_memory
 from .retriever_hmt import Retrieved, Segment, register_retriever
 
 
-_STORING = Lock()  # branches of one state share a file, also across threads
+_STORING = Lock()  # branches of a state may write to one file from several threads
 
 
 class PageFile:

@@ -8,7 +8,7 @@ from .modeling_hmt import HMTOutput
 
 
 def plot_recall(output: HMTOutput, path: str | Path, *, row: int = 0, title: str | None = None) -> None:
-    """Draw which tokens of the sequence each segment of a call recalled, and their weights.
+    """Plot which tokens of the sequence each segment of a call recalled, with the recall weights.
 
     Args:
         output: output of a call with `output_recall=True`.

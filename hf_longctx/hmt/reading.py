@@ -1,4 +1,4 @@
-"""Read a document once with an HMT, and save its memory of the document to a file."""
+"""Read a document once with an HMT, and save the model's memory of the document to a file."""
 
 import hashlib
 import json
@@ -34,12 +34,12 @@ def read_text(
 
     Args:
         model: an HMT in eval mode.
-        tokenizer: a tokenizer of transformers; it adds its special tokens.
+        tokenizer: a tokenizer of transformers, which adds its special tokens.
         text: the document.
         path: file in which the state is saved every minute, at the end and after an error. If it contains the state of
             this model after a part of this document, reading resumes from that state.
         name: name of the document, shown in errors and in the progress bar.
-        progress: show a progress bar on stderr.
+        progress: whether to show a progress bar on stderr.
 
     Raises:
         ValueError: the model is not an HMT, the document is empty, or the file contains the memory of a different

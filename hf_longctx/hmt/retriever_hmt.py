@@ -1,12 +1,12 @@
 """The protocol and the registry of retrievers, which select what a segment reads from the previous segments.
 
 HMT uses retrievers only through this protocol. A retriever remembers full segments (`observe`), gives the next segment
-embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict, which methods
-must not change, so that states of a stream can branch.
+embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict. Methods must
+not change this dict, so that states of a stream can branch.
 
-The values of this dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads their
-rows. If rows of a batch remember different numbers of segments, shorter ones are padded with zeros in front, so an
-entry exists where `ends` is not 0. `Retriever.rows` lists the values that are not tensors.
+The values of the dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads the rows of
+these tensors. If rows remember different numbers of segments, the shorter rows are padded with zeros on the left, where
+`ends` is 0. Values that are not tensors are listed in `Retriever.rows`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ RETRIEVERS: dict[
 
 
 class Segment(NamedTuple):
-    """A full segment of each row, which is passed to `Retriever.observe`.
+    """A full segment of each row. `Retriever.observe` adds it to a memory.
 
     ids: token ids, (B, L'), long.
     memory: memory embeddings, (B, m, d).
@@ -92,10 +92,10 @@ class Retriever:
         return False
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
-        """Return the memory of rows that have read nothing.
+        """Return the memory before the first segment.
 
         Args:
-            rows: B.
+            rows: number of rows, B.
             like: an embedding (..., d) with the dtype and device of memory embeddings.
         """
         return {}
@@ -163,7 +163,7 @@ class Retrievers(Retriever):
             )
 
     def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return the memory of rows that have read nothing. A retriever with `takes_file` stores it in `file`."""
+        """Return the memory before the first segment. A retriever with `takes_file` stores its memory in `file`."""
         files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
         if file is not None and not files:
             raise ValueError(
@@ -183,7 +183,7 @@ class Retrievers(Retriever):
         return {name: part.observe(state[name], segment) for name, part in self.parts.items()}
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits after mixing in the predictions of all retrievers, in order."""
+        """Return the logits, mixed with the predictions of all retrievers in order."""
         for name, part in self.parts.items():
             logits = part.mix(state[name], logits, hidden)
         return logits

@@ -1,8 +1,8 @@
 """Search for tokens to re-read: `recall_tokens` of `HMTConfig`.
 
 The remembered segments are split into passages of r tokens. A query retrieves the passage with the highest BM25 score
-over token ids (Robertson and Zaragoza 2009, with Lucene's idf). All passages are equally long, so BM25's
-length normalization b does not matter. The next token depends most on the latest tokens of the query, so a token n
+over token ids (Robertson and Zaragoza 2009, with Lucene's idf). All passages are equally long, so the length
+normalization of BM25 does not matter. The next token depends most on the latest tokens of the query, so a token n
 positions before the end of the query has weight exp(-n / 8).
 """
 
@@ -58,14 +58,16 @@ def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tenso
         ids: token ids of the remembered segments, oldest first, (B, c, L'), long; L' is a multiple of `length`.
         valid: False where a row does not have that segment, (B, c), bool.
     """
-    passages = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length), s passages
+    passages = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length) with s passages per row
     valid = valid.repeat_interleave(passages.shape[1] // valid.shape[1], dim=1)  # (B, s)
     # The stable sort puts the last of equal query tokens first, and searchsorted finds that token.
     query, order = query.flip(1).sort(dim=1, stable=True)
     weights = (-order / FADE).exp()[:, None]
     place = torch.searchsorted(query, passages.flatten(1)).clamp(max=query.shape[1] - 1)  # indices in the query
     found = query.gather(1, place) == passages.flatten(1)
-    counts = torch.zeros(*valid.shape, query.shape[1], device=query.device)  # occurrences of each query token
+    counts = torch.zeros(
+        *valid.shape, query.shape[1], device=query.device
+    )  # number of occurrences of each query token in each passage
     counts.scatter_add_(2, place.view_as(passages), found.view_as(passages).to(counts))
     counts *= valid[..., None]
     containing, of_all = (counts > 0).sum(1, keepdim=True), valid.sum(1)[:, None, None]

@@ -78,7 +78,7 @@ class SinglePass(Segments):
         if not reread:
             self.lm.check_hides(positions)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
-        self.hidden_from = None if reread else before_recall  # as in `Pass`
+        self.hidden_from = None if reread else before_recall  # see `Pass.hidden_from`
         self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, with the caches to extend
 
     def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:

@@ -22,14 +22,14 @@ class HMTState:
     """The state of a stream. The next call, another training step or another process can continue from it.
 
     A call does not change its state, so several calls can branch from one state. Only `load` compares weights.
-    Within a process, a call accepts the state of another model with the same settings, although that model's memories
-    are noise.
+    Within a process, a call accepts the state of another model with the same settings, although the
+    memories of one model are noise to another.
 
     Attributes:
         memory: memory of each retriever, by its name (`retriever_hmt.py`).
         tail: the last k tokens of the previous segment and the l tokens of the open segment, (B, k + l).
         lengths: number of tokens that each row has read. Every L'-th token ends a segment.
-        signature: architecture and settings of the model. Each call compares them with its own model.
+        signature: architecture and settings of the model. Each call compares them with those of its model.
         open_mask: False on padding of the open segment in the paper mode, (B, l), bool; None without padding.
         kv_cache: keys and values of the open segments, which speed up the next call. They are never saved. Without
             them, the open segments are read again.

@@ -184,7 +184,7 @@ BUILD = [
     refused(
         "a setting and a config",
         lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", config=it.model.config, memory_size=9),
-        "'memory_size'.*leave the config out",
+        "'memory_size'.*omit `config`",
     ),
     refused("a pointer to nowhere", pointer_to_nowhere, "backbone_name_or_path` must be set"),
     refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown .'typo'"),
@@ -221,7 +221,7 @@ READ = [
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "not support the argument lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep` must be .* got -1"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep` must be .* got 1.5"),
-        ("score_from without labels", lambda it: {"score_from": 4}, "needs labels, got 4"),
+        ("score_from without labels", lambda it: {"score_from": 4}, "got 4. It also needs labels"),
         ("two states", lambda it: {"state": it.state, "cache": it.state}, "Pass only one of them"),
         (
             "score_from of a text",
@@ -258,7 +258,7 @@ READ += [
         "built with another value",
     ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "got the dtype torch.bfloat16"),
-    refused("no rows", lambda it: it.model.new_state(0), "batch_size must be at least 1, got 0"),
+    refused("no rows", lambda it: it.model.new_state(0), "`batch_size` must be at least 1, got 0"),
     refused(
         "a state in the wrong dtype",
         lambda it: copy.deepcopy(it.model).float()(it.tokens, state=it.state),
