@@ -61,7 +61,7 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
 
     def join(values: list[Tensor]) -> Tensor:
         longest = max(x.shape[2] for x in values)
-        # FoX recognizes its keys by numbers in the first one, so padding repeats it
+        # Padding repeats the first key, because FoX recognizes its keys by numbers in the first cached key.
         padded = [x[:, :, (torch.arange(longest) - longest + x.shape[2]).clamp(min=0)] for x in values]
         return torch.cat(padded)[order.to(values[0].device)]
 

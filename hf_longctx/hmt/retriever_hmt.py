@@ -4,9 +4,9 @@ HMT uses retrievers only through this protocol. A retriever remembers full segme
 embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict. Methods must
 not change this dict, so that states of a stream can branch.
 
-The values of the dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads the rows of
-these tensors. If rows remember different numbers of segments, the shorter rows are padded with zeros on the left, where
-`ends` is 0. Values that are not tensors are listed in `Retriever.rows`.
+The values of the dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads the rows
+of these tensors. If rows remember different numbers of segments, the shorter rows are padded with zeros on the left,
+where `ends` is 0. Values that are not tensors are listed in `Retriever.rows`.
 """
 
 from collections.abc import Callable, Sequence
