@@ -315,7 +315,7 @@ class Backbone:
         Args:
             embeds: (B, T, d).
             mask: (B, cached + T), bool, False on padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
-            keep: positions whose logits are returned, (n,) long. None: no logits are computed.
+            keep: positions that get logits, (n,) long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
             positions: position ids, (B, T) long; ignored unless `counts_from_0`. None: the backbone's own.
 
