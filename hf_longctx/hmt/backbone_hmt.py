@@ -10,8 +10,8 @@ only on request.
 import inspect
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
@@ -203,8 +205,12 @@ class Backbone:
             seeing = self._read(rest, mask=mask, positions=places, kv_cache=kv_cache)
         return equal_up_to_rounding(hidden, whole[:, 1:half]) and equal_up_to_rounding(seeing, expected)
 
-    def check_hides(self, positions: int) -> None:
-        """Raise ValueError if a mask cannot hide a prompt in a segment of `positions` positions."""
+    def check_hides(self, positions: int, extends: bool = True) -> None:
+        """Raise ValueError if a prompt cannot be hidden in a segment of `positions` positions.
+
+        Args:
+            extends: whether the prompt extends a cache of all tokens that must not see it. FlashAttention needs this.
+        """
         if not self.has_data:
             return
         name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
@@ -214,10 +220,11 @@ class Backbone:
                 "tokens. For a new model, set reread=True; for a trained one, use a version of transformers in which "
                 "it does."
             )
-        if not self.takes_mask:
+        if not self.takes_mask and not (extends and is_flash_attention_requested(self.model.config)):
             raise ValueError(
                 f"config.reread=False is not supported with attention {attention!r}, which does not take a 4D mask. "
-                "Set attn_implementation='sdpa'."
+                "FlashAttention needs recall_tokens=None and no gradient checkpointing of the layers. Otherwise, set "
+                "attn_implementation='sdpa'."
             )
 
     def _read(self, embeds: Tensor, **inputs) -> Tensor:
@@ -315,6 +322,7 @@ class Backbone:
         Args:
             embeds: (B, T, d).
             mask: (B, cached + T), bool, False on padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
+                FlashAttention does not take the second form, so `PromptAlone` computes that of `hidden_from=0`.
             keep: positions that get logits, (n,) long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
             positions: position ids, (B, T) long; ignored unless `counts_from_0`. None: the backbone's own.
@@ -326,10 +334,9 @@ class Backbone:
             ValueError: the hidden states do not have the width of the embeddings.
         """
         inputs = {"inputs_embeds": embeds, "use_cache": kv_cache is not None}
-        if mask is not None and mask.dim() == 4:
-            inputs["attention_mask"] = mask.expand(len(embeds), -1, -1, -1)
-        elif mask is not None:
-            inputs["attention_mask"] = mask.long()
+        alone = mask is not None and mask.dim() == 4 and not self.takes_mask
+        if mask is not None and not alone:
+            inputs["attention_mask"] = mask.expand(len(embeds), -1, -1, -1) if mask.dim() == 4 else mask.long()
         if kv_cache is not None:
             inputs[cache_name(type(self.base if keep is None else self.model)) or "cache"] = kv_cache
         if positions is not None and self.counts_from_0:
@@ -345,12 +352,13 @@ class Backbone:
 
         hook = self.base.register_forward_hook(keep_output)
         try:
-            if keep is None:
-                self.base(**inputs)
-            elif "logits_to_keep" in self.forward_arguments:
-                logits = self.model(**inputs, logits_to_keep=keep).logits
-            else:
-                logits = self.model(**inputs).logits[:, keep]
+            with PromptAlone.in_column_0(self.model.config._attn_implementation) if alone else nullcontext():
+                if keep is None:
+                    self.base(**inputs)
+                elif "logits_to_keep" in self.forward_arguments:
+                    logits = self.model(**inputs, logits_to_keep=keep).logits
+                else:
+                    logits = self.model(**inputs).logits[:, keep]
         finally:
             hook.remove()
         hidden = base_outputs[-1][0]
@@ -393,6 +401,49 @@ def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype,
     visible[1 : 1 + hidden_from, cached] = False
     mask = torch.zeros(visible.shape, dtype=dtype, device=device)
     return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
+
+
+class PromptAlone:
+    """A registered attention function of transformers, which can let a prompt see only itself without a mask.
+
+    Softmax over one key is 1, so the prompt's own value replaces its attention output. Position ids are not passed to
+    the function, because it would take the jump after the prompt for the start of another sequence.
+    """
+
+    local = threading.local()  # `layers`: number of calls in this thread's pass with a prompt; None: no such pass
+
+    def __init__(self, function: Callable[..., tuple]):
+        self.function = function
+
+    @classmethod
+    @contextmanager
+    def in_column_0(cls, attention: str) -> Iterator[None]:
+        """Let a prompt in column 0 of a pass see only itself; raise RuntimeError if `attention` was not called."""
+        function = ALL_ATTENTION_FUNCTIONS.get(attention)
+        if function is not None and not isinstance(function, PromptAlone):
+            ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
+        cls.local.layers = 0
+        try:
+            yield
+            if not cls.local.layers:
+                raise RuntimeError(
+                    f"This backbone does not call {attention!r} through transformers' AttentionInterface, so its "
+                    "prompt would see other tokens. Set attn_implementation='sdpa'."
+                )
+        finally:
+            cls.local.layers = None
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options) -> tuple:
+        """Compute attention, (B, T, H, D); outside of `in_column_0`, exactly as the function does."""
+        if getattr(self.local, "layers", None) is None:
+            return self.function(module, query, key, value, mask, **options)
+        if options.pop("s_aux", None) is not None:
+            raise ValueError("Attention sinks take part of a prompt's softmax. Set attn_implementation='sdpa'.")
+        options.pop("position_ids", None)
+        self.local.layers += 1
+        output, weights = self.function(module, query, key, value, mask, **options)
+        own = value[:, :, -query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
+        return torch.cat([own[:, None].to(output), output[:, 1:]], 1), weights
 
 
 def rotates_by_length(config: Any, positions: int) -> bool:

@@ -76,7 +76,7 @@ class SinglePass(Segments):
         reread, positions = self.config.reread, self.config.positions_per_segment
         self.cuts = not reread and self.n_prefix == 1 and not self.lm.checkpoints_layers
         if not reread:
-            self.lm.check_hides(positions)
+            self.lm.check_hides(positions, extends=self.cuts)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
         self.hidden_from = None if reread else before_recall  # see `Pass.hidden_from`
         self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, with the caches to extend
