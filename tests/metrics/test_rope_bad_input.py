@@ -87,7 +87,9 @@ CONFIGS = [
     ),
     refused("context of a distance", report(llama(), context_length=1), "to check .given. must be at least 2"),
     refused("a context that takes days", report(llama(), context_length=10**12), "must be at most 100000000 tokens"),
-    refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "does not set num_hidden_layers.*Add it"),
+    refused(
+        "no layers", report(Remote(rope_theta=300.0), context_length=9), "must set num_hidden_layers, which the bound"
+    ),
     *[
         refused(f"{name} = {value!r}", report(json_of(**{name: value})), message)
         for name, value, message in (

@@ -167,8 +167,8 @@ def read_source(model: Any, **options: Any) -> Source:
         model = getattr(model, "config", model)
         if not isinstance(model, PreTrainedConfig):
             raise ValueError(
-                f"the model must be a PreTrainedModel, a PreTrainedConfig, the content of a config.json, or the name of "
-                f"a model, got a {type(model).__name__}."
+                f"the model must be a PreTrainedModel, a PreTrainedConfig, the content of a config.json, or the name "
+                f"of a model, got a {type(model).__name__}."
             )
         name = model.name_or_path or type(model).__name__
         if model.name_or_path:
@@ -578,8 +578,7 @@ def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) ->
 def required_int(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if value is None:
-        raise ValueError(f"{type(config).__name__} does not set {name}, which the bound depends on. Add it to the
-        config.")
+        raise ValueError(f"{type(config).__name__} must set {name}, which the bound depends on.")
     return as_int(name, value, 1)
 
 
