@@ -63,7 +63,7 @@ FILES = [
     ("convert {fox} {new} --to official --decay-time 5", "decay"),
     ("push {fox} fox --dry-run", "Give NAMESPACE/NAME"),
     ("push forgetting_curve https://huggingface.co/alice/curve --dry-run", "Give NAMESPACE/NAME"),
-    ("push {fox} alice/fox --revision= --dry-run", "'' is not a name of a branch or tag"),
+    ("push {fox} alice/fox --revision= --dry-run", "'' is not a valid name of a branch or tag"),
     ("compare", "give either result files or --counts FILE.csv"),
     ("compare {empty}", "empty"),
     ("compare {curve} {loss}", "ForgettingCurve, PositionLoss; give results of one metric"),
