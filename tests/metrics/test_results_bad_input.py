@@ -35,8 +35,8 @@ MEASURED = [
     refused("length 0", counts([0], [0], length=0), "length must be at least 1, got 0"),
     refused("more right than scored", counts([5, 4]), "copy_correct at length 8 must be integers from 0 to 4"),
     refused("negative count", counts([4, 4], [0, -1]), "lm_correct at length 8"),
-    refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts and 1 LM counts"),
-    refused("another number of begins", counts([4, 4], begins=[3]), r"begin_locs \(3,\); give one of each"),
+    refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts, 1 LM counts"),
+    refused("another number of begins", counts([4, 4], begins=[3]), r"one entry per repeat.*begin_locs=\(3,\)"),
     refused(
         "a length twice",
         lambda: ForgettingCurve.of_points([POINTS[0], POINTS[0]]),
