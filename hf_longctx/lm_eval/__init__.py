@@ -12,7 +12,7 @@ def tasks_folder() -> Path:
     """Write a YAML file for each task into a folder of the user's cache, and return the folder."""
     from huggingface_hub.constants import HF_HOME
 
-    from ..metrics import tasks  # noqa: F401 - registers them
+    from ..metrics import tasks  # noqa: F401 - importing `tasks` registers every Task
     from ..metrics.task import Task
 
     folder = Path(HF_HOME) / "hf_longctx" / "lm_eval"

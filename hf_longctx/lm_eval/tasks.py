@@ -124,7 +124,7 @@ class TaskInLmEval(ConfigurableTask):
         scores, _ = task.summarize({key: score for key, score in scores.items() if key not in missing}, missing)
         named: dict[str, float] = {}
         result = self.task.result(scores)
-        if len(documents) > 1:  # `process_results` passes one document, and only uses the names
+        if len(documents) > 1:  # for one document, `process_results` only uses the names
             warn_once(getattr(result, "shortage", ""))
         for number in result.numbers():
             name = re.sub(r"\W+", "_", number.name).strip("_")
@@ -221,7 +221,8 @@ class SpanReader(Reader):
 
     def log_probs(self, ids: list[int], spans: list[tuple[int, int]]) -> list[tuple[float, bool]]:
         """For each span (a, b), return the log-probability of ids[a:b] given ids[:a], and whether it is greedy."""
-        requests = [(None, ids[:a], ids[a:b]) for a, b in spans]  # lm-eval does not cache a None
+        # lm-eval does not cache a request whose first element is None
+        requests = [(None, ids[:a], ids[a:b]) for a, b in spans]
         return self.lm._loglikelihood_tokens(requests, disable_tqdm=True)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:

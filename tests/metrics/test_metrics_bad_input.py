@@ -109,7 +109,7 @@ CURVE = [
         "irrelevant: of another tokenizer", lambda: curve(irrelevant_text=[40] * 9), r"irrelevant_text\[0\] is 40"
     ),
     refused(
-        "id_range: for a text", lambda: curve(id_range=(10, 20)), "data_type=order and id_range exclude each other"
+        "id_range: for a text", lambda: curve(id_range=(10, 20)), "data_type=order cannot be combined with id_range"
     ),
     refused(
         "id_range: beyond the vocabulary",
@@ -119,7 +119,7 @@ CURVE = [
     refused(
         "irrelevant: of random data",
         lambda: random_curve(irrelevant_text=CORPUS),
-        "data_type=random and irrelevant_text exclude",
+        "data_type=random cannot be combined with irrelevant_text",
     ),
     harmless("tokens: a list", lambda: (counts(), counts(tokens=CORPUS.tolist()))),
     harmless(

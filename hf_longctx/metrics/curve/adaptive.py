@@ -44,7 +44,8 @@ def locate(
     length = lengths[-1]
     while search.evaluate(length) and length > lengths[0]:
         length = lengths[max(bisect_right(lengths, length // 2) - 1, 0)]
-    while True in [search.step(method) for method in METHODS]:  # in turn, because both share the budget
+    # the two methods take turns, because they share the budget
+    while True in [search.step(method) for method in METHODS]:
         pass
     return [search.points[length] for length in sorted(search.points)]
 
@@ -98,7 +99,8 @@ class _Search:
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
-        outside = [i for i in indices if (i - end) * direction >= 0]  # nearest to `end` first
+        # measured lengths outside the interval, beginning with the length that is nearest to `end`
+        outside = [i for i in indices if (i - end) * direction >= 0]
         for position, i in enumerate(outside):
             point = self.points[self.lengths[i]]
             if test_result(point.margins(method)[point.texts], point.scored_tokens, level, method) == -direction:

@@ -228,9 +228,8 @@ def length_interval(
     if not count:
         return LengthInterval(0, None)
     level, places = (1 - confidence) / 2, places or [None] * count
-    alone = [
-        without_overlap([m], [row])[0] for m, row in zip(margins, places)
-    ]  # margins of repeats that do not overlap
+    # for each length, the margins of the repeats that do not overlap
+    alone = [without_overlap([m], [row])[0] for m, row in zip(margins, places)]
     if protocol == "adaptive":
         level /= adaptive_tests(count, max(m.shape[-1] for m in margins), method, level)
         outcomes = [test_result(m, n, level, method) for m, n in zip(alone, scored)]

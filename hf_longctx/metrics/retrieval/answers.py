@@ -22,7 +22,8 @@ from ..task import Answered, Counts, TaskResult
 
 REPLY_MARGIN = 16  # a response may be longer than the answer by this number of tokens
 FEWEST = 5  # minimum number of haystacks or records for a confidence interval
-SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # scripts without spaces
+# Characters of scripts that do not separate words with spaces
+SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 RATES = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
 # Markers that begin and end a model's thinking
 THOUGHTS = {

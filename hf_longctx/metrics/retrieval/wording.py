@@ -119,9 +119,9 @@ class RetrievalTask(Task):
 
     asks = True
 
-    chat_template: bool = option(False, "send prompts as user messages, with the tokenizer's chat template")
+    chat_template: bool = option(False, "format prompts as user messages with the tokenizer's chat template")
     chat_template_kwargs: dict | None = option(
-        None, "variables of the chat template in JSON, such as '{\"enable_thinking\": false}'"
+        None, "variables of the chat template as JSON, such as '{\"enable_thinking\": false}'"
     )
     seed: int = option(0, "random seed of the prompts")
     replies: bool = option(True, "generate a response if greedy decoding does not give the answer")

@@ -142,7 +142,8 @@ class GreedyCompletions:
                         self.answers.append((name, at), answer)
             right, then = self.answers.done[name, at]
             verdicts += ["right"] * right + [then] * bool(then)
-            chunk = 2 * right + 1 if then else 2 * chunk  # fewer tokens after an error, double otherwise
+            # request fewer tokens after an error, and twice as many otherwise
+            chunk = 2 * right + 1 if then else 2 * chunk
         return verdicts[: stop - start]
 
     def ask(self, ids: list[int], start: int, stop: int, **options: Any) -> tuple[int, str]:

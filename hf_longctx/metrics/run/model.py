@@ -68,7 +68,7 @@ def weights_hash(model: nn.Module) -> str:
             with suppress(NotImplementedError):
                 values: Any = parameter.detach().flatten()
                 values = values[:: max(1, len(values) // 64)]
-                values = values.full_tensor() if hasattr(values, "full_tensor") else values  # for a sharded parameter
+                values = values.full_tensor() if hasattr(values, "full_tensor") else values  # gathers sharded values
                 digest.update(values.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 

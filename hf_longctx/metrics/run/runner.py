@@ -22,7 +22,7 @@ from .model import size_and_hardware
 from .reader import Reader
 
 
-BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # the unit is the cost of a trial
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # advances by the cost of a trial
 OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
@@ -83,7 +83,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
     outcome = result_of(task, scores_of(journal.done), depends_on | labels | facts(reader, run), failure)
-    if failure is None and not outcome.scores:  # ValueError if all inputs are too long
+    if failure is None and not outcome.scores:  # ValueError: all inputs are too long
         reasons = [*dict.fromkeys(outcome.missing.values())]
         kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
         failure = kind(f"nothing could be measured: {'; '.join(reasons)}.")
@@ -107,7 +107,8 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
             journal.done, _ = distributed.exchange(journal.done, None)
         with reader.reading(typical[: reader.position_limit], run.tokens_per_pass):
             while trials := [trial for trial in task.trials(scores_of(journal.done)) if trial.key not in journal.done]:
-                place = (rank + len(journal.done) // processes) % processes  # another process begins in each round
+                # in each round, another process gets the most expensive trial
+                place = (rank + len(journal.done) // processes) % processes
                 costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
                 mine = share(costs, place, processes) if processes > 1 else costs.keys()
                 bar.total = (bar.total or 0) + sum(costs[key] for key in mine)
