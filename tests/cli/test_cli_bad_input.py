@@ -76,9 +76,9 @@ FILES = [
 
 MEASURING = [
     ("needle {fox} --depths 1.5", "depths must be numbers from 0 to 1, or a single integer of at least 2"),
-    ("curve {fox} --lengths 8,16 --points 5", "lengths and points exclude each other"),
+    ("curve {fox} --lengths 8,16 --points 5", "lengths cannot be combined with points"),
     ("curve {fox} --data-type random --text {text}", "--text is not used with these options"),
-    ("curve {fox} --confidence 0.9", "protocol=reference and confidence exclude"),
+    ("curve {fox} --confidence 0.9", "protocol=reference cannot be combined with confidence"),
     ("curve {fox} --output /proc/x", "--output /proc/x cannot be written: /proc is not a writable folder"),
     ("curve {fox} --output a.gif", "--output must end with one of .png, .svg, .pdf, got a.gif"),
     ("report {fox} --output {empty_file}", "empty_file is not a writable folder"),
