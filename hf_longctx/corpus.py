@@ -24,7 +24,7 @@ SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Columns of conversations and of their options, named as in TRL
 CONVERSATIONS, CHAT_OPTIONS = (("messages",), ("prompt", "completion")), ("tools", "chat_template_kwargs")
-SUFFIXES = (*PLAIN, *TABLES)  # by priority: of a folder, we read only the files of one suffix, the first that occurs
+SUFFIXES = (*PLAIN, *TABLES)  # by priority: from a folder, we read only the files with the first suffix found
 HUB_TIMEOUT_S = 3.0
 
 
@@ -42,7 +42,7 @@ def split_mixture(data: str) -> list[tuple[str, float | None]]:
     [('books', 0.75), ('web.jsonl', 0.25)]
 
     Raises:
-        ValueError: a share is not a positive number, or only some sources have one.
+        ValueError: a share is not a positive number, or only some sources have a share.
     """
     if Path(data).exists() or not re.search("[,=]", data):
         return [(data, None)]
@@ -59,11 +59,11 @@ def split_mixture(data: str) -> list[tuple[str, float | None]]:
 
 
 def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | None = None) -> Corpus:
-    """Read a corpus as token ids; documents are tokenized separately, without special tokens.
+    """Read a corpus as token ids. Each document is tokenized separately, without special tokens.
 
     Args:
         tokenizer: a transformers tokenizer.
-        source: as for `load_text`; None: PG-19 if the Hub responds within seconds, else `stdlib_text`.
+        source: as for `load_text`. Default: PG-19 if the Hub responds within seconds, else `stdlib_text`.
         at_least: stop after the document that reaches this number of tokens. Default: read all documents.
 
     Raises:
@@ -120,7 +120,7 @@ def open_source(
     """Return the name of a source and its nonempty documents; see `load_tokens` and `load_text`.
 
     Args:
-        part: part of a dataset, "pg19" or "stdlib" to return, "held_out" or "train".
+        part: "held_out" or "train": the part to read of a dataset, "pg19" or "stdlib".
         column: table column to read. Default: "text".
         conversations: without `column`, return a table's conversations as dicts: {"messages"} or
             {"prompt", "completion"}, with "tools" and "chat_template_kwargs", which may be None.
@@ -161,7 +161,7 @@ def _nonempty(source, documents):
 
 
 def _files(folder):
-    """Return a folder's files of the first kind in `SUFFIXES`, except hidden ones."""
+    """Return a folder's files with the first suffix of `SUFFIXES` that occurs, except hidden files."""
     files = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
@@ -190,7 +190,7 @@ def _read(path, column, conversations):
         text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path} must be UTF-8 text or a complete gzip file of it, got {error}. Convert other encodings, for example "
+            f"{path} must be UTF-8 text, or a complete gzip file of UTF-8 text, got {error}. Convert other encodings, for example "
             "with iconv."
         ) from error
     if "\0" in text:
@@ -240,7 +240,7 @@ def _rows(name, table, part, column, conversations):
 def stdlib_text(part: str) -> str:
     """Return English from the Python language reference, which CPython ships in `pydoc_data.topics` (PSF licence).
 
-    "held_out" is a fifth of the topics, selected by a hash of their names. "train" contains the other topics,
+    "held_out" contains a fifth of the topics, selected by a hash of their names. "train" contains the other topics,
     without duplicate paragraphs and without paragraphs that also occur in a held-out topic. The text differs slightly
     between Python versions.
 

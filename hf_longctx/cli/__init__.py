@@ -5,8 +5,8 @@ with `add_arguments(parser)` and `run(args)`. The commands in `TRAINING` use `Tr
 imports happen inside `run`.
 
 Exit codes: 0 for success; 2 for a usage error (an unknown option, a missing file, incompatible settings); 1 if a valid
-call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped it: 130 for Ctrl-C,
-143 for SIGTERM, 141 for a closed output pipe. An error is one line on stderr.
+call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped the command: 130 for
+Ctrl-C, 143 for SIGTERM, 141 for a closed output pipe. An error is one line on stderr.
 """
 
 import argparse

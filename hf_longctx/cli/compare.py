@@ -1,9 +1,9 @@
 """Plot saved results of several models in one figure, and print a table that compares them.
 
-All files must come from one command: `curve`, `loss`, `needle` or `lines`. Each model is compared with the
-first model by a paired test at every length, on the documents that both have read. Effective lengths are reported with
-intervals, under three rules (ours, RULER and NoLiMa). With --counts, effective lengths are computed for any benchmark,
-from a CSV with columns length,correct,total or model,length,correct,total.
+All files must come from one command: `curve`, `loss`, `needle` or `lines`. Each model is compared with the first model
+by a paired test at every length, on the documents that both have read. Effective lengths are reported with intervals,
+under our rule and the rules of RULER and NoLiMa. With --counts, effective lengths are computed for any benchmark, from
+a CSV with columns length,correct,total or model,length,correct,total.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg

@@ -34,16 +34,23 @@ def add_served(parser: argparse._ActionsContainer) -> None:
         "Forgetting curves work with any server of greedy completions; other metrics work with vLLM",
     )
     parser.add_argument(
-        "--served-as", metavar="NAME", help="endpoint: name of the model, if the server has several models"
+        "--served-as",
+        metavar="NAME",
+        help="name of the model on the --endpoint server, if the server has several models",
     )
     parser.add_argument(
-        "--api-key-env", metavar="NAME", help="endpoint: environment variable that contains the API key"
+        "--api-key-env", metavar="NAME", help="environment variable that contains the API key of --endpoint"
     )
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="endpoint: request timeout in seconds (default: 600)"
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="timeout of a request to --endpoint, in seconds (default: 600)",
     )
-    parser.add_argument("--retries", type=int, metavar="N", help="endpoint: retries per failed request (default: 4)")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="endpoint: concurrent requests (default: 8)")
+    parser.add_argument(
+        "--retries", type=int, metavar="N", help="retries per failed request to --endpoint (default: 4)"
+    )
+    parser.add_argument("--concurrency", type=int, metavar="N", help="concurrent requests to --endpoint (default: 8)")
 
 
 def add_text(parser: argparse._ActionsContainer) -> None:
@@ -51,8 +58,8 @@ def add_text(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--text",
         metavar="SOURCE",
-        help='text file (also .gz), .jsonl, .json, .parquet or .csv file with a column "text", folder of such files, '
-        "dataset name, pg19, or stdlib for English from CPython (default: pg19 if the Hub responds, else stdlib)",
+        help='text file or .jsonl, .json, .parquet or .csv file with a column "text" (all also as .gz), folder of such '
+        "files, dataset name, pg19, or stdlib for English from CPython (default: pg19 if the Hub responds, else stdlib)",
     )
 
 
@@ -74,7 +81,7 @@ def check(args: argparse.Namespace, folder: bool = False) -> None:
 
 
 def check_writable(option: str, name: str, folder: bool = False) -> None:
-    """Raise ValueError if the file `name` cannot be written or, if `folder`, files in the folder `name`."""
+    """Raise ValueError if the file `name` cannot be written. If `folder`, check the folder `name` instead."""
     path = Path(name).absolute()
     if not folder and path.suffix.lower() in OTHER_FORMATS:
         raise ValueError(f"{option} must end with one of {', '.join(FIGURES)}, got {name}.")
@@ -85,7 +92,7 @@ def check_writable(option: str, name: str, folder: bool = False) -> None:
     parent = next(parent for parent in (*[path] * folder, *path.parents) if parent.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:  # permissions alone do not reveal /proc or a full disk
+    except OSError as error:  # os.access does not notice /proc or a full disk
         why = f"{parent} is not a writable folder ({error.strerror})"
         raise ValueError(f"{option} {name} cannot be written: {why}.") from error
 
@@ -133,7 +140,7 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Read
     shared.choose_device(args.device)
     try:
         config = AutoConfig.from_pretrained(args.model, **shared.source(args)).get_text_config()
-    except Exception:  # an adapter, or an error that loading the weights explains better
+    except Exception:  # the model is an adapter, or loading its weights raises a clearer error
         local = LocalReader(shared.load_weights(args))
         return shared.load_tokenizer(args), local, lambda: local
     check_decoder(config)
@@ -142,7 +149,7 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Read
 
 
 def served_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `ServedModel`.
+    """Return the arguments for `ServedModel`.
 
     Raises:
         ValueError: an endpoint option is given without --endpoint, or the key's environment variable is not set.
@@ -172,7 +179,7 @@ def join_processes() -> None:
 
 
 def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longest: int | None = None) -> "Corpus":
-    """Load a corpus by its name (see `add_text`), and log it.
+    """Load a corpus by its name (see `add_text`), and print its name and size.
 
     Reading stops after a million tokens, or after ten times the `longest` input if that is more.
     """
@@ -211,7 +218,7 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
     output.parent.mkdir(parents=True, exist_ok=True)
     result, failure = run_measurement(measure)
     if result is not None and process_rank() == 0:
-        print(result.summary(), flush=True)  # printed first, because the disk may be full
+        print(result.summary(), flush=True)  # printed before saving, which fails if the disk is full
         result.save(document)
         print(f"wrote {document}")
         result.plot(figure, **options)

@@ -2,7 +2,7 @@
 
 Pushes DIR's config, safetensors weights, tokenizer, card, figures and results, with the package's modeling code, so
 that the model loads without hf-longctx. Pickles, training state, hidden files, links out of DIR, tokens and local
-paths are rejected. A hand-written README.md is pushed unchanged. Otherwise the card is generated from the files, and
+paths raise an error. A hand-written README.md is pushed unchanged. Otherwise the card is generated from the files, and
 each section of card_notes.md is added to the card's section of the same name. --write-card writes the card into DIR.
 The Hub token comes from `hf auth login` or HF_TOKEN.
 

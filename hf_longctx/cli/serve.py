@@ -3,7 +3,7 @@
 Give options of `transformers serve` after MODEL; `hf-longctx serve MODEL --help` lists these options. Serving requires
 fastapi, uvicorn and openai: pip install 'hf-longctx[serve]'.
 
-Limits of transformers' server: Invalid values, such as a negative temperature, return status 500.
+transformers' server has limits. Invalid values, such as a negative temperature, return status 500.
 --continuous-batching ignores `stop` and a negative max_tokens. An HMT rereads each conversation from its beginning,
 and does not support continuous batching. vLLM serves a FoX without these limits, see hf_longctx/vllm/README.md.
 

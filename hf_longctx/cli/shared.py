@@ -72,7 +72,7 @@ def source(args: Namespace, file: bool = False) -> dict[str, Any]:
 
 
 def check_model_name(name: str) -> None:
-    """Raise ValueError if a model's name is a file or a missing folder, not a folder or a Hub name."""
+    """Raise ValueError unless a model's name is a folder or can be a Hub name."""
     path = Path(name)
     if path.is_file():
         raise ValueError(f"{name} is a file; give the folder with the model: {path.parent}.")
@@ -100,7 +100,7 @@ def choose_device(name: str | None) -> str:
 
 
 def load_model(args: Namespace) -> tuple[Any, Any]:
-    """Load the model on its device, in eval mode, and its tokenizer."""
+    """Load the model, on its device and in eval mode, and its tokenizer."""
     return load_weights(args), load_tokenizer(args)
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from .config import FinetuneConfig, nearest
 
 
-BASE = "base.json"  # file in an adapter's folder with the fingerprint of its base model
+BASE = "base.json"  # file with the fingerprint of the base model, in an adapter's folder
 # Hide a warning: PEFT 0.21 reads a property that transformers 5.23 renamed
 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
@@ -20,7 +20,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
     """Add a new LoRA adapter to a model. The adapter and the modules trained in full are float32.
 
     Raises:
-        ValueError: a named module does not exist in the model, or merging would corrupt tied embeddings.
+        ValueError: the settings name a module that the model does not have, or merging would corrupt tied embeddings.
     """
     config = getattr(model.config, "backbone_config", model.config)  # the model inside an HMT has its own config
     targets, in_full = args.lora_target_modules or ["all-linear"], args.lora_modules_to_save

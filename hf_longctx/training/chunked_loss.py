@@ -19,15 +19,15 @@ LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; with a large vocabulary, smaller ch
 def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
     """Replace a model's loss by a chunked loss. The model then returns hidden states instead of logits.
 
-    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. On random
-    decoder states, the chunked loss must equal the model's own loss.
+    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. First, we
+    compare the chunked loss with the model's own loss on random decoder states.
 
     Args:
         model: a causal language model.
         logits_at_once: maximum number of logits in a chunk. A chunk always has at least one token.
 
     Returns:
-        True if the losses are equal. Otherwise False, and the model is unchanged.
+        True if both losses are equal. Otherwise False, and the model is unchanged.
     """
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None or decoder is model or model.loss_function is not ForCausalLMLoss:

@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 
 TOKEN: Any = np.dtype([("id", np.uint32), ("first", bool), ("scored", bool)])  # `first` marks a document's first token
-PROBE = "hf-longctx-probe"  # placeholder content that locates a turn in the rendered template
+PROBE = "hf-longctx-probe"  # placeholder content that locates a turn in the rendered conversation
 QUESTION = {"role": "user", "content": "Who?"}
 
 
@@ -200,7 +200,7 @@ def find_answer(
 def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray]:
     """Encode conversations, and drop conversations without a scored token.
 
-    Warns once on stderr if an answer does not end with a special token.
+    Prints one warning to stderr if an answer does not end with a special token.
     """
     special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
     for number, row in enumerate(rows, 1):

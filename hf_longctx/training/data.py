@@ -38,8 +38,8 @@ class TokenDataset(Dataset):
         vocab_size: exclusive upper bound on the token ids.
         packing: if False, a sequence contains tokens of one document only, and is right-padded to `length`.
 
-    An item is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`. Without packing, it has
-    an "attention_mask" instead of "position_ids".
+    Each item is a dict, {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`. Without
+    packing, it has an "attention_mask" instead of "position_ids".
 
     Raises:
         ValueError: the file does not contain integers, is shorter than a sequence, or has out-of-vocabulary tokens.
@@ -130,12 +130,12 @@ def make_sequence(tokens: np.ndarray, is_one_document: bool = False) -> dict[str
 def encode(source: str, tokenizer, part: str = "train", column: str | None = None) -> Iterator[np.ndarray]:
     """Yield the documents of a source as `TOKEN` records, (T,).
 
-    A text document starts with the BOS, if the tokenizer has one that differs from its EOS, and ends with the EOS.
+    A document of text ends with the EOS. It starts with the BOS if the tokenizer has a BOS that differs from its EOS.
 
     Args:
         source: as for `hf_longctx.corpus.load_text`, or a table of conversations.
         tokenizer: a transformers tokenizer with an EOS.
-        part: the part to read of a source that has both, "train" or "held_out".
+        part: "train" or "held_out": the part to read, if the source has both parts.
         column: table column to read. Default: the conversations if the table has any, else "text".
 
     Raises:
@@ -215,8 +215,8 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
     train = loaded["train"]
     if len(train) < args.sequences_per_step:
         raise ValueError(
-            f"{args.data} has {len(train)} sequences of {args.max_length} tokens, fewer than the "
-            f"{args.sequences_per_step} of an optimizer step. Give more data, or lower --gradient_accumulation_steps."
+            f"{args.data} has {len(train)} sequences of {args.max_length} tokens, but an optimizer step "
+            f"needs {args.sequences_per_step}. Give more data, or lower --gradient_accumulation_steps."
         )
     return train, loaded.get("held_out"), digest_of([hashes, shares if len(shares) > 1 else None])
 

@@ -86,8 +86,8 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
     for name, value in fields.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"{args.model} was trained with {name}={getattr(config, name)!r}; both stages need the same, got {value!r}. "
-                f"Remove {name} from --set."
+                f"`{name}` must be {getattr(config, name)!r}, as in the first stage of {args.model}, got {value!r}. Remove "
+                f"{name} from --set."
             )
     config.recall = True
     return config
@@ -258,7 +258,9 @@ def check_sequences(model, packing: bool) -> None:
     if not packing:
         return
     position_ids = torch.cat([torch.arange(6), torch.arange(9)])[None].to(model.device)
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters  # Trainer drops other arguments
+    takes_positions = (
+        "position_ids" in inspect.signature(model.forward).parameters
+    )  # Trainer drops arguments that `forward` does not accept
     positions = {"position_ids": position_ids} if takes_positions else {}
     packed = model(ids, use_cache=False, **positions).logits[0, 6:].float()
     alone = model(ids[:, 6:], use_cache=False).logits[0].float()
@@ -296,7 +298,9 @@ def check_flash_attention(model: Any) -> None:
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters  # Trainer drops other arguments
+    takes_positions = (
+        "position_ids" in inspect.signature(model.forward).parameters
+    )  # Trainer drops arguments that `forward` does not accept
     positions = {"position_ids": ids} if takes_positions else {}
     ALL_ATTENTION_FUNCTIONS[name] = look
     try:

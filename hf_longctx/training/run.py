@@ -35,8 +35,8 @@ def train(args: RunConfig) -> int:
         0 if training finished, else the number of the signal that stopped the run.
 
     Raises:
-        ValueError: the folder contains unrelated files or a run with other settings, another process trains in it, or
-            the data are too short.
+        ValueError: the folder contains unrelated files or a run with other settings, another process is training
+            in it, or the data are too short.
         FloatingPointError: a loss or a gradient is not finite.
         OSError: the disk is full, or a file cannot be read.
     """
@@ -184,7 +184,7 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
             save_base(args, config, unfinished, adapter=folder / "adapter")
         elif args.recipe != "lora":
             save_base(args, config, unfinished)
-            file = unfinished / "adapter_config.json"  # tells PEFT which base to load
+            file = unfinished / "adapter_config.json"  # PEFT loads the base that this file names
             name = {"base_model_name_or_path": str((folder / "model").resolve())}
             file.write_text(json.dumps(json.loads(file.read_text()) | name, indent=2, sort_keys=True))
     tokenizer.model_max_length = max(

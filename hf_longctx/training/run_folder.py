@@ -27,7 +27,7 @@ from .data import digest_of
 
 RUN, IN_USE = "run.json", ".in_use"
 COMPLETE = "complete"  # empty file that marks a checkpoint as complete
-# Settings that do not affect the losses, or are covered by another entry of the fingerprint
+# Settings that do not affect the losses, or that another entry of the fingerprint covers
 MAY_CHANGE = {
     "output_dir", "run_name", "data", "model", "tokenizer", "text_column", "set", "recipe", "merge",
     "resume_from_checkpoint", "sequence_parallel", "gradient_accumulation_steps", "attn_implementation", "use_cpu",
@@ -48,7 +48,7 @@ def claim(folder: Path) -> TextIO | None:
         an open file, locked until it is closed or the process ends; None in all processes but the main one.
 
     Raises:
-        ValueError: the folder contains unrelated files, or another process trains in it.
+        ValueError: the folder contains unrelated files, or another process is training in it.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"--output_dir must be a folder, got {folder}, which is a file or a broken link.")

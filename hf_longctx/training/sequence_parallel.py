@@ -109,7 +109,7 @@ class SequenceParallelTrainer(LongContextTrainer):
         """Gather per-sequence losses of all groups from the per-part losses of each process.
 
         Args:
-            losses: (B,), loss summed over the part, divided by the mean number of labels per process.
+            losses: (B,), each sequence's loss summed over this part, divided by the mean number of labels per process.
 
         Returns:
             (groups * B,), or fewer for the last batch.

@@ -62,7 +62,7 @@ class StopAtSignal(TrainerCallback):
     """Save a checkpoint and stop after the step in which SIGTERM or Ctrl-C arrives. A second Ctrl-C stops immediately.
 
     Further SIGTERMs are ignored: a scheduler may signal all processes, and torchrun also forwards the signal to its
-    workers. Always call `restore` after training, even if it fails.
+    workers. Always call `restore` after training, even if training fails.
 
     Attributes:
         signal: number of the received signal, or 0. If processes received different signals, it is the highest number.
