@@ -217,9 +217,7 @@ RUNS = [
         run({"far.npy": np.full(999, 70000)}, data="./far.npy"),
         f"has token ids from 70000 to 70000, but the tokenizer has {VOCABULARY}",
     ),
-    refused(
-        "another column", run({"a.jsonl": '{"conversations": []}'}, data="./a.jsonl"), "--text_column .*.messages"
-    ),
+    refused("another column", run({"a.jsonl": '{"conversations": []}'}, data="./a.jsonl"), "--text_column.*.messages"),
     refused("damaged tokens", damaged("data/*.npy"), "npy is not a complete"),
     refused("damaged run", damaged("run.json"), "run.json is damaged"),
     refused("two trainings in one folder", in_use, "Another process is training in .*run. Wait until it ends"),
