@@ -35,7 +35,7 @@ is the bound that (1) proves for all queries so far, and a warning is logged if 
 
 import math
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -130,6 +130,9 @@ class PrunedLayer(DynamicLayer):
     The layer is pruned before a call if `prune_every` tokens have been added since the last pruning. The c of the last
     cached token then bounds c of every later query.
     """
+
+    keys: Any
+    values: Any
 
     def __init__(self, attention, logit_bound, tolerance, prune_every):
         super().__init__()

@@ -13,7 +13,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
-LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; with a large vocabulary, smaller chunks slow down the matmuls
+LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast matmul
 
 
 def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
