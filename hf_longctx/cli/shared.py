@@ -121,7 +121,7 @@ def loading(name: str) -> Iterator[None]:
         yield
     except EXPECTED:
         raise
-    except Exception as error:  # such as SafetensorError
+    except Exception as error:  # for example, SafetensorError
         raise ValueError(
             f"{name} cannot be loaded ({type(error).__name__}: {error}); its files are damaged, or its config.json "
             "has a value that transformers does not support."

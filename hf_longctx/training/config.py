@@ -55,7 +55,7 @@ def required(text: str) -> Any:
 
 
 def option(default: Any, text: str, **parser_options: Any) -> Any:
-    """Return a dataclass field with a default, a help text and further arguments of `add_argument`."""
+    """Return a dataclass field with a default, a help text and further arguments for `add_argument`."""
     return field(default=default, metadata={"help": text, **parser_options})
 
 
@@ -113,7 +113,7 @@ class RunConfig(TrainingArguments):
 
     def __post_init__(self):
         names = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
-        # the settings that differ from the defaults
+        # settings whose values differ from the defaults
         self.given = {n: v for n, v in vars(self).items() if n in names and v is not None and v != names[n]}
         if self.recipe is not None and self.recipe not in RECIPES[self.command]:
             raise ValueError(f"`recipe` must be one of {', '.join(RECIPES[self.command])}, got {self.recipe!r}.")

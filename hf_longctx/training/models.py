@@ -24,7 +24,7 @@ from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest
 
 
 GATE = re.compile(r"\bf_proj\b")
-base_bound = functools.cache(rope_base_bound)  # a run needs the same bound several times
+base_bound = functools.cache(rope_base_bound)  # a run computes the same bound several times
 
 
 def make_config(args: RunConfig, tokenizer) -> Any:
