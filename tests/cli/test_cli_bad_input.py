@@ -67,7 +67,7 @@ FILES = [
     ("compare", "give either result files or --counts FILE.csv"),
     ("compare {empty}", "empty"),
     ("compare {curve} {loss}", "ForgettingCurve, PositionLoss; give results of one metric"),
-    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different one"),
+    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different name"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
     ("compare --counts {text} --names a", "is for result files"),
 ]
