@@ -393,7 +393,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
     if not config.qk_norm:
         free |= {"qk_norm_shared", "qk_norm_eps"}
     lost = [
-        f"{name}={getattr(config, name)!r} (it has {getattr(back, name)!r})"
+        f"{name}={getattr(config, name)!r} (would become {getattr(back, name)!r})"
         for name in FoxConfig.__annotations__
         if name not in free and getattr(config, name) != getattr(back, name)
     ]
