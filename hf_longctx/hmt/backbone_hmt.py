@@ -209,22 +209,23 @@ class Backbone:
         """Raise ValueError if a prompt cannot be hidden in a segment of `positions` positions.
 
         Args:
-            extends: whether the prompt extends a cache of all tokens that must not see it. FlashAttention needs this.
+            extends: whether the cache already contains all tokens that must not attend to the prompt. FlashAttention
+                needs this.
         """
         if not self.has_data:
             return
         name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
         if not self.can_hide(positions):
             raise ValueError(
-                f"config.reread=False is not supported by {name}, where a mask does not hide a prompt from its "
-                "tokens. For a new model, set reread=True; for a trained one, use a version of transformers in which "
-                "it does."
+                f"config.reread=False is not supported by {name}, because a mask does not hide a prompt from its "
+                "tokens. For a new model, set reread=True. For a trained model, use a version of transformers in "
+                "which the mask hides the prompt."
             )
         if not self.takes_mask and not (extends and is_flash_attention_requested(self.model.config)):
             raise ValueError(
                 f"config.reread=False is not supported with attention {attention!r}, which does not take a 4D mask. "
-                "FlashAttention needs recall_tokens=None and no gradient checkpointing of the layers. Otherwise, set "
-                "attn_implementation='sdpa'."
+                "FlashAttention is supported only with recall_tokens=None and without gradient checkpointing of the "
+                "layers. Otherwise, set attn_implementation='sdpa'."
             )
 
     def _read(self, embeds: Tensor, **inputs) -> Tensor:
@@ -322,7 +323,7 @@ class Backbone:
         Args:
             embeds: (B, T, d).
             mask: (B, cached + T), bool, False on padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
-                FlashAttention does not take the second form, so `PromptAlone` computes that of `hidden_from=0`.
+                FlashAttention does not accept the 4D mask. `PromptAlone` replaces this mask for `hidden_from=0`.
             keep: positions that get logits, (n,) long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
             positions: position ids, (B, T) long; ignored unless `counts_from_0`. None: the backbone's own.
@@ -404,13 +405,14 @@ def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype,
 
 
 class PromptAlone:
-    """A registered attention function of transformers, which can let a prompt see only itself without a mask.
+    """A wrapper of an attention function of transformers that lets a prompt attend only to itself without a mask.
 
-    Softmax over one key is 1, so the prompt's own value replaces its attention output. Position ids are not passed to
-    the function, because it would take the jump after the prompt for the start of another sequence.
+    Softmax over one key is 1, so the attention output of the prompt is replaced by the value of the prompt. Position
+    ids are not passed to the wrapped function, which would interpret the jump in the ids after the prompt as the start
+    of another sequence.
     """
 
-    local = threading.local()  # `layers`: number of calls in this thread's pass with a prompt; None: no such pass
+    local = threading.local()  # `layers`: number of calls in this thread's pass with a prompt, or None
 
     def __init__(self, function: Callable[..., tuple]):
         self.function = function
@@ -418,7 +420,7 @@ class PromptAlone:
     @classmethod
     @contextmanager
     def in_column_0(cls, attention: str) -> Iterator[None]:
-        """Let a prompt in column 0 of a pass see only itself; raise RuntimeError if `attention` was not called."""
+        """Let a prompt in column 0 attend only to itself; raise RuntimeError if the pass does not call `attention`."""
         function = ALL_ATTENTION_FUNCTIONS.get(attention)
         if function is not None and not isinstance(function, PromptAlone):
             ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
@@ -428,17 +430,19 @@ class PromptAlone:
             if not cls.local.layers:
                 raise RuntimeError(
                     f"This backbone does not call {attention!r} through transformers' AttentionInterface, so its "
-                    "prompt would see other tokens. Set attn_implementation='sdpa'."
+                    "prompt would attend to other tokens. Set attn_implementation='sdpa'."
                 )
         finally:
             cls.local.layers = None
 
     def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options) -> tuple:
-        """Compute attention, (B, T, H, D); outside of `in_column_0`, exactly as the function does."""
+        """Compute attention, (B, T, H, D). Outside of `in_column_0`, call the wrapped function unchanged."""
         if getattr(self.local, "layers", None) is None:
             return self.function(module, query, key, value, mask, **options)
         if options.pop("s_aux", None) is not None:
-            raise ValueError("Attention sinks take part of a prompt's softmax. Set attn_implementation='sdpa'.")
+            raise ValueError(
+                "FlashAttention with attention sinks cannot hide a prompt. Set attn_implementation='sdpa'."
+            )
         options.pop("position_ids", None)
         self.local.layers += 1
         output, weights = self.function(module, query, key, value, mask, **options)

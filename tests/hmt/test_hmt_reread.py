@@ -201,7 +201,7 @@ def test_attention_without_masks_is_refused_where_a_mask_is_needed(make_wrapper,
             make_wrapper(**settings)(tokens)
     llama.config._attn_implementation = flash
     monkeypatch.setattr(Backbone, "checkpoints_layers", True)
-    with pytest.raises(ValueError, match="no gradient checkpointing"):
+    with pytest.raises(ValueError, match="without gradient checkpointing"):
         make_wrapper()(tokens)
     assert make_wrapper(reread=True)(tokens).logits.isfinite().all()
 
@@ -211,7 +211,7 @@ def test_attention_that_is_not_of_the_interface_is_refused(make_wrapper, llama, 
     model = make_wrapper()
     monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *args: like_flash)
     llama.config._attn_implementation = flash
-    with pytest.raises(RuntimeError, match="prompt would see other tokens"):
+    with pytest.raises(RuntimeError, match="prompt would attend to other tokens"):
         model(tokens)
 
 
