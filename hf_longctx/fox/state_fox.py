@@ -267,6 +267,6 @@ class CachedLayer:
         )
 
 
-def drops_tokens(cache) -> TypeGuard[Any]:
+def drops_tokens(cache) -> TypeGuard[Cache]:
     """Return whether a cache's layers run the attention function themselves, as in a `PrunedCache`."""
     return cache is not None and any(hasattr(layer, "attend") for layer in cache.layers)

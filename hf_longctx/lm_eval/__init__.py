@@ -1,18 +1,18 @@
-"""lm-eval tasks for every task of `hf_longctx.metrics`, and a model type `hf-longctx` for FoX and HMT.
+"""lm-eval integration: a task for every metric that runs a model, and the model type `hf-longctx` for FoX and HMT.
 
 lm-eval finds the tasks in the folder that `tasks_folder` returns:
 `lm_eval run --include_path "$(hf-longctx lm-eval --tasks-folder)" --tasks forgetting_curve`.
-Importing `model` registers the model type, as `hf-longctx lm-eval` does.
+Importing the module `hf_longctx.lm_eval.model` registers the model type. `hf-longctx lm-eval` imports it.
 """
 
 from pathlib import Path
 
 
 def tasks_folder() -> Path:
-    """Write a YAML file for each task into the user's cache, and return the folder."""
+    """Write a YAML file for each task into a folder of the user's cache, and return the folder."""
     from huggingface_hub.constants import HF_HOME
 
-    from ..metrics import tasks  # noqa: F401 - registers them
+    from ..metrics import tasks  # noqa: F401 - importing `tasks` registers every Task
     from ..metrics.task import Task
 
     folder = Path(HF_HOME) / "hf_longctx" / "lm_eval"

@@ -1,4 +1,4 @@
-"""The lm-eval model type `hf-longctx`: `hf` that loads FoX and HMT without trust_remote_code."""
+"""The lm-eval model type `hf-longctx`, which extends `hf`: it loads FoX and HMT without trust_remote_code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ UNLIMITED = 2**31 - 1
 
 @register_model("hf-longctx")
 class LongContextLM(HFLM):
-    """A causal language model of transformers, including FoX and HMT, which importing this package registers.
+    """lm-eval's `HFLM` with support for FoX and HMT, because importing this package registers both architectures.
 
-    `max_length` defaults to the claimed context, as in HFLM; a model that reads in segments does not have a limit.
+    `max_length` defaults to the claimed context, as in HFLM. For a model that reads in segments, it is unlimited.
     """
 
     @property

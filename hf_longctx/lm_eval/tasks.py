@@ -1,13 +1,14 @@
-"""Run every `Task` in lm-eval: one task class, one request type, and a reader for lm-eval's models.
+"""Run every `Task` in lm-eval: a task class, a request type, and a reader for lm-eval's models.
 
-A YAML file names a task by what it measures: `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`.
-`--metadata '{"lengths": [64, 128], "repeats": 3}'` sets the task's options. A document is a share of the trials, so
-lm-eval's processes divide the trials among them. The metrics aggregate all documents and come with our own intervals
-instead of lm-eval's standard errors.
+Each task has a YAML file with its class, such as `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`.
+`--metadata '{"lengths": [64, 128], "repeats": 3}'` sets the task's options. The trials of a task are split into
+documents, which lm-eval distributes among its processes. Metrics are computed from the scores of all documents. Their
+confidence intervals are ours, not lm-eval's standard errors.
 
-A `LocalReader` reads a PyTorch model. Other models (vllm, completions endpoints) only report the log-probability of a
-continuation and whether it is greedy. We then count right tokens by bisection, in 1 + about 2 e log2(k/e) requests for
-e errors among k tokens, and report losses as block means.
+PyTorch models are read through a `LocalReader`. Other models (vllm, completions endpoints) only report the
+log-probability of a continuation and whether the continuation is greedy. For these models we count right tokens by
+bisection, which takes about 1 + 2 e log2(k/e) requests for e errors among k tokens, and report the mean loss of each
+block of tokens.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from torch import nn
 from tqdm import tqdm
 
 from ..corpus import load_tokens
-from ..metrics import tasks  # noqa: F401 - registers them
+from ..metrics import tasks  # noqa: F401 - importing `tasks` registers every Task
 from ..metrics.run.reader import LocalReader, Reader
 from ..metrics.run.runner import first_ids, measure_one, scores_of
 from ..metrics.task import Missing, Subject, Task, as_key, options
 
 
-DOCUMENTS = 8  # number of shares that the trials are split into
-BLOCKS = 8  # blocks per sequence whose mean losses are requested from models that only score continuations
-ANOTHER = -2  # stands for an id that a model does not report
+DOCUMENTS = 8  # default number of documents that the trials are split into
+BLOCKS = 8  # maximum number of blocks per sequence, for models that only score continuations
+ANOTHER = -2  # placeholder for a predicted id that the model does not report
 
 
 def __getattr__(name: str) -> type[TaskInLmEval]:
-    """Return the lm-eval task class that measures `name`."""
+    """Create the lm-eval task class for a metric: a module attribute such as `tasks.forgetting_curve`."""
     for task in Task.tasks.values():
         if task.result.kind == name:
             return type(name, (TaskInLmEval,), {"task": task})
@@ -51,10 +52,10 @@ def __getattr__(name: str) -> type[TaskInLmEval]:
 
 
 class TaskInLmEval(ConfigurableTask):
-    """An lm-eval task that wraps `task`.
+    """The lm-eval version of a `Task`, which subclasses set as `task`.
 
     Attributes:
-        settings: the default options, updated with `--metadata`.
+        settings: the options of the task: the defaults, updated with `--metadata`.
     """
 
     task: type[Task]
@@ -63,16 +64,18 @@ class TaskInLmEval(ConfigurableTask):
         config = config or {}
         given = config.get("metadata") or {}
         known = {entry.name: entry.default for entry in options(self.task)} | {"documents": DOCUMENTS, "text": None}
-        for name in given.keys() - known.keys():  # lm-eval adds the model arguments to the metadata
+        # lm-eval adds the model arguments to the metadata, so unknown names are only errors if they look like options
+        for name in given.keys() - known.keys():
             meant = get_close_matches(name, known, n=1, cutoff=0.8)
             if meant:
-                raise ValueError(f"--metadata has {name}; did you mean {meant[0]}? Known: {', '.join(known)}.")
+                raise ValueError(f"--metadata has {name}; did you mean {meant[0]}? Options: {', '.join(known)}.")
         self.settings = {name: given.get(name, default) for name, default in known.items()}
         self.settings["context"] = given.get("max_length")
-        task_of(self.task, self.settings)  # raises for invalid options
+        task_of(self.task, self.settings)  # raises ValueError if an option is invalid
         if self.settings.get("protocol") == "adaptive":
             raise ValueError(
-                "protocol must be reference in lm-eval, which sends all requests in one round, got adaptive."
+                "protocol must be reference in lm-eval, got adaptive. lm-eval sends all requests in one round, but "
+                "the adaptive protocol chooses requests by earlier responses."
             )
         names = {"task": config.get("task"), "num_fewshot": 0, "output_type": "loglikelihood"}
         super().__init__(config=names | {"metadata": {"version": 2, **self.settings}})
@@ -114,14 +117,14 @@ class TaskInLmEval(ConfigurableTask):
         return dict.fromkeys(self.numbers([scores]), scores)
 
     def numbers(self, documents: list[dict]) -> dict[str, float]:
-        """Return the numbers of some documents and the bounds of their intervals, under names for lm-eval's tables."""
+        """Return the result's numbers and their confidence bounds by name, computed from the scores of `documents`."""
         task = task_of(self.task, self.settings)
         scores = scores_of({key: score for document in documents for key, score in document.items()})
         missing = {key: str(score) for key, score in scores.items() if isinstance(score, Missing)}
         scores, _ = task.summarize({key: score for key, score in scores.items() if key not in missing}, missing)
         named: dict[str, float] = {}
         result = self.task.result(scores)
-        if len(documents) > 1:  # overlaps within a single share are not informative
+        if len(documents) > 1:  # for one document, `process_results` only uses the names
             warn_once(getattr(result, "shortage", ""))
         for number in result.numbers():
             name = re.sub(r"\W+", "_", number.name).strip("_")
@@ -137,7 +140,7 @@ class TaskInLmEval(ConfigurableTask):
 
 
 class Named(dict):
-    """A dictionary that computes the value of any missing name."""
+    """A dictionary that computes the value of a missing key with the function `value`."""
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__()
@@ -149,18 +152,21 @@ class Named(dict):
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning once, although lm-eval aggregates each number separately."""
+    """Log a warning only once, although lm-eval calls `numbers` for each metric."""
     if text:
         logging.getLogger(__name__).warning(text.removeprefix("; "))
 
 
 def task_of(task: type[Task], settings: dict[str, Any]) -> Task:
-    """Return the task with those settings that are options of it."""
+    """Create a task from settings, ignoring settings that are not options of the task."""
     return task(**{entry.name: settings[entry.name] for entry in options(task)})
 
 
 def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) -> list[list]:
-    """Answer requests like a method of an lm-eval model: return the scores of a share of a task's trials."""
+    """Return the scores of the trials in each requested document.
+
+    Attached to lm-eval's model class as the method for requests of type "trial_scores".
+    """
     known = {} if lm.cache_hook.dbdict is None else lm.cache_hook.dbdict
     prepared: dict[tuple[str, str], Task] = {}
     bar, replies = tqdm(total=len(requests), desc="trials", disable=disable_tqdm or lm.rank > 0), []
@@ -174,7 +180,7 @@ def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) 
             trials = task.trials({})
             with task.subject.reader.reading(first_ids(task.requests(trials[0].key)[0]), None):
                 mine = trials[share :: json.loads(settings)["documents"]]
-                # written only once complete, so a killed run resumes after it
+                # cached only when the document is complete, so a killed run resumes with the next document
                 known[key] = [(trial.key, measure_one(task, trial)) for trial in mine]
         replies.append(known[key])
         bar.update()
@@ -185,12 +191,16 @@ TemplateLM.trial_scores = trial_scores
 
 
 def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
-    """Return a task that is prepared for an lm-eval model."""
+    """Create the task `name` and prepare it for an lm-eval model.
+
+    Raises:
+        ValueError: the model does not have a tokenizer of transformers.
+    """
     tokenizer, model = lm.tokenizer, getattr(lm, "model", None)
     if not hasattr(tokenizer, "all_special_ids"):
         raise ValueError(
-            f"this task sends token ids, and the model's tokenizer is {tokenizer!r}; give one of transformers: "
-            "--model_args tokenizer_backend=huggingface,tokenizer=NAME"
+            f"the model's tokenizer must be a tokenizer of transformers, got {tokenizer!r}. "
+            "Add --model_args tokenizer_backend=huggingface,tokenizer=NAME."
         )
     local = isinstance(model, nn.Module) and getattr(lm, "mixed_precision_dtype", None) is None
     reader: Any = LocalReader(model) if local else SpanReader(lm)
@@ -200,25 +210,26 @@ def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
 
 
 class SpanReader(Reader):
-    """A reader for lm-eval models that only score spans of tokens."""
+    """A reader for lm-eval models that only report log-probabilities of continuations."""
 
     def __init__(self, lm: Any):
         self.lm, self.vocab_size = lm, len(lm.tokenizer)
-        self.position_limit = self.claimed_context = lm.max_length  # lm-eval silently truncates longer inputs
+        self.position_limit = self.claimed_context = lm.max_length  # lm-eval truncates longer inputs
 
     def settings(self) -> dict[str, Any]:
         return {"model": getattr(self.lm, "model_name", type(self.lm).__name__)}
 
     def log_probs(self, ids: list[int], spans: list[tuple[int, int]]) -> list[tuple[float, bool]]:
-        """Return for each span (a, b) the log-probability of ids[a:b] given ids[:a], and whether all are greedy."""
-        requests = [(None, ids[:a], ids[a:b]) for a, b in spans]  # None keeps the request out of lm-eval's cache
+        """For each span (a, b), return the log-probability of ids[a:b] given ids[:a], and whether it is greedy."""
+        # lm-eval does not cache a request whose first element is None
+        requests = [(None, ids[:a], ids[a:b]) for a, b in spans]
         return self.lm._loglikelihood_tokens(requests, disable_tqdm=True)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
         predictions, first = np.full((len(inputs), len(positions)), ANOTHER), positions.start + 1
         for row, ids in zip(predictions, inputs.tolist()):
             spans = [(first, positions.stop + 1)]
-            while spans:  # each round is one batch
+            while spans:  # one batch per bisection step
                 verdicts, halves = self.log_probs(ids, spans), []
                 for (a, b), (_, all_likeliest) in zip(spans, verdicts):
                     if all_likeliest:
@@ -229,7 +240,7 @@ class SpanReader(Reader):
         return predictions
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        """Score targets; in a long span, each target gets the mean of its block."""
+        """Score targets; if a whole sequence is scored, each target gets the mean log-probability of its block."""
         whole, first = [*ids.tolist(), int(targets[-1])], positions.start + 1
         edges = np.linspace(0, len(targets), min(len(targets), BLOCKS) + 1).astype(int).tolist()
         spans = [*pairwise(edges if positions.start == 0 else (0, len(targets)))]

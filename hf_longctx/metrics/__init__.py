@@ -1,7 +1,7 @@
 """Measure how far a language model really remembers.
 
-Names are imported on first use, so that you load only the metric that you use; `__init__.pyi` lists them. No module
-has the same name as a function: once imported, it would replace the function.
+The public names are listed in `__init__.pyi`, and imported on first use. No module has the same name as a public
+function, because importing the module would replace the function.
 """
 
 import ast

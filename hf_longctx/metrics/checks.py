@@ -10,10 +10,10 @@ import numpy as np
 
 
 def as_int(name: str, value, least: float = -math.inf) -> int:
-    """Return an integral value as an int.
+    """Return an integer of any type as an int.
 
     Raises:
-        ValueError: the value is not integral (True is not), or is below `least`.
+        ValueError: the value is not an integer (or is a bool), or is below `least`.
     """
     try:
         if isinstance(value, bool):
@@ -27,7 +27,7 @@ def as_int(name: str, value, least: float = -math.inf) -> int:
 
 
 def public_name(name: str) -> str:
-    """Return a name that means the same on every machine: a path is reduced to its last component.
+    """Return the last component of a local path, and any other name unchanged.
 
     >>> public_name("/home/ann/my-model"), public_name("../books/emma.txt"), public_name("gpt2")
     ('my-model', 'emma.txt', 'gpt2')
@@ -42,7 +42,7 @@ def public_name(name: str) -> str:
 
 
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
-    """Return values as plain integers.
+    """Return a sequence of integers as a tuple of ints.
 
     Raises:
         ValueError: `values` is empty, or a value is not an integer from `low` to `high`.
@@ -65,7 +65,8 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
     """Return token ids as an int64 array of shape (N,).
 
     Args:
-        ids: a flat sequence, an array, or a tensor on any device.
+        ids: token ids as a flat sequence, an array, or a tensor on any device.
+        name: name of the argument, for error messages.
         vocab_size: size of the vocabulary; `math.inf` if unknown.
 
     Raises:
@@ -73,16 +74,16 @@ def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
     """
     ids = np.asarray(ids.cpu() if hasattr(ids, "cpu") else ids)
     if ids.size == 0:
-        raise ValueError(f"{name} is empty. Give token ids.")
+        raise ValueError(f"{name} is empty. Pass token ids.")
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise ValueError(
             f"{name} must be a flat sequence of token ids, got {ids if ids.ndim == 0 else f'{ids.dtype} of shape {ids.shape}'}. "
-            'For a text: tokenizer(text, add_special_tokens=False)["input_ids"].'
+            'Encode a string with tokenizer(text, add_special_tokens=False)["input_ids"].'
         )
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if outside.size:
         raise ValueError(
             f"{name}[{outside[0]}] is {ids[outside[0]]}, but the model's vocabulary has {vocab_size} ids "
-            f"(0 .. {vocab_size - 1}). The text was probably encoded with the tokenizer of another model."
+            f"(0 .. {vocab_size - 1}). Pass ids that were encoded with the model's own tokenizer."
         )
     return ids.astype(np.int64)

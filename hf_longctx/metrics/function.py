@@ -1,4 +1,4 @@
-"""The Python function of a task, generated from its class."""
+"""Generate the Python function of a task, such as `forgetting_curve`, from the class of the task."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .task import Subject, Task, options
 
 
 def function(task: type[Task]) -> Callable[..., Any]:
-    """Build the Python function of a task: `measure(model, [tokenizer,] [tokens,] *, ..., run=None)`.
+    """Return the Python function of a task: `measure(model, [tokenizer,] [tokens,] *, ..., run=None)`.
 
-    Its keywords are the task's options, and the arguments of `Subject` except `context`.
+    The keyword arguments are the task's options, and the arguments of `Subject` except `context`.
     """
     data = ["model", *["tokenizer"] * task.asks, *["tokens"] * task.reads_text]
     kept = [p for p in inspect.signature(Subject).parameters.values() if p.name not in (*data, "context", "tokens")]
@@ -38,7 +38,8 @@ def function(task: type[Task]) -> Callable[..., Any]:
         f"{inspect.getdoc(task)}\n\nArgs:\n"
         + "\n".join(lines)
         + "\n    run: journal, memory budget and progress bar; see `Run`.\n\nReturns:\n"
-        f"    `{task.result.__name__}`. An exception that ends the run early carries the partial one as `result`.\n\n"
+        f"    `{task.result.__name__}`. If an exception ends the run early, its attribute `result` is the partial "
+        "result.\n\n"
         "Raises:\n    ValueError: an argument is invalid (raised before the model runs), nothing could be measured, "
         "or a\n        logit is NaN.\n"
     )

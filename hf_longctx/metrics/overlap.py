@@ -1,4 +1,4 @@
-"""Overlapping spans of a corpus."""
+"""Select non-overlapping spans of a corpus."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def separate(stretches: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of the largest set of spans that do not overlap, ordered by their ends.
+    """Return the indices of the largest set of spans that do not overlap, in the order of the spans' ends.
 
     Args:
         stretches: spans [first, stop), in tokens.

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from . import tasks  # noqa: F401 - registers the results of all tasks
+from . import tasks  # noqa: F401 - importing `tasks` registers the results of all tasks
 from .result import Result
-from .rope import report  # noqa: F401 - registers RopeReport
+from .rope import report  # noqa: F401 - importing `report` registers RopeReport
 
 
 def read_result(path) -> Result:
-    """Read a result from a JSON file of `save`, of `RopeReport.to_json`, or of `evaluate.save` with our modules.
+    """Read a result from a JSON file.
+
+    The file was written by `Result.save`, or by `evaluate.save` with one of our evaluate modules.
 
     Raises:
-        ValueError: the file is not JSON, or not a result of any metric; the message names the file.
+        ValueError: the file is not JSON, or is not a result of a metric of this package.
         FileNotFoundError: the file does not exist.
     """
     path = Path(path)
@@ -24,6 +26,6 @@ def read_result(path) -> Result:
         for cls in Result.kinds.values():
             if isinstance(document, dict) and cls.mismatch(document) is None:
                 return cls.from_json(text)
-        raise ValueError(f"expected a result of {', '.join(sorted(Result.kinds))}.")
+        raise ValueError(f'"metric" must be one of {", ".join(sorted(Result.kinds))}.')
     except ValueError as error:
         raise ValueError(f"{path} is not a result file of hf-longctx: {error}") from error

@@ -1,6 +1,6 @@
 """The base class of all results: JSON serialization, files, figures and report entries.
 
-The result of a task is a `task.TaskResult`. This file does not depend on any model or metric.
+The results of tasks subclass `task.TaskResult`. This file does not depend on any model or metric.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 
-WRITTEN = ("scripts/results", "model_cards")  # folders that measurements write to
+WRITTEN = ("scripts/results", "model_cards")  # folders with results, which do not make a checkout dirty
 
 
 class Number(NamedTuple):
-    """A headline number of a result: a row of a report, an entry of a model card, a metric in lm-eval.
+    """A headline number of a result, for reports, model cards and lm-eval.
 
     Attributes:
-        metric: name of the metric on the Hub, such as "perplexity"; empty to omit the number from model cards.
+        metric: name of the metric on the Hub, such as "perplexity". Model cards omit a number whose `metric` is empty.
         name: name in words, with the unit.
-        value: number, or a verdict.
-        low: lower end of the 95 % CI; None if it is not known.
-        high: upper end of the 95 % CI; None if it is not known.
+        value: the number, or a verdict in words.
+        low: lower end of the 95 % CI; None if unknown.
+        high: upper end of the 95 % CI; None if unknown.
         sample: sample size, such as "10 sequences".
-        words: value and interval in words, if numbers do not suffice.
+        words: value and interval in words, shown instead of `low` and `high`.
         more_is_better: whether a larger value is better.
     """
 
@@ -44,7 +44,7 @@ class Number(NamedTuple):
     more_is_better: bool = True
 
     def interval(self) -> str:
-        """Return the interval in words; empty if it is not known.
+        """Return the interval in words; an empty string if it is unknown.
 
         >>> Number("", "loss", 3.0, 2.5, 3.5).interval(), Number("", "loss", 3.0).interval()
         ('2.5 to 3.5', '')
@@ -55,7 +55,7 @@ class Number(NamedTuple):
 
 
 class Table(NamedTuple):
-    """The numbers of a result as a table to display."""
+    """A table of numbers, for display."""
 
     columns: tuple[str, ...]
     rows: list[tuple]
@@ -65,14 +65,14 @@ class Result:
     """A measurement and its settings.
 
     A subclass is a frozen dataclass with a field or property `settings` of plain JSON values. It sets `kind` and
-    `title`, and defines the methods of the first section.
+    `title`, and defines the methods up to `plot`.
 
     Attributes:
-        kind: name of the metric in JSON; registers the class for `read_result`.
+        kind: name of the metric in JSON. A class with a `kind` is registered for `read_result`.
         title: heading of the metric in a report.
         version: version of the JSON format, incremented when the format changes.
-        notes: assumptions about this model that a reader of the result should know.
-        caveat: limits of the metric.
+        notes: assumptions about the measured model, for readers of the result.
+        caveat: limitations of the metric.
     """
 
     kind: ClassVar[str]
@@ -88,24 +88,24 @@ class Result:
         if "kind" in vars(cls):
             Result.kinds[cls.kind] = cls
 
-    # What a subclass defines ----------------------------------------------------------------------------------------
+    # Methods of subclasses ------------------------------------------------------------------------------------------
 
     @property
     def measured(self) -> bool:
-        """Return whether anything was measured."""
+        """Whether the result contains at least one measurement."""
         return True
 
     def explanation(self) -> str:
-        """Explain the metric, for readers of a report."""
+        """Return an explanation of the metric, for readers of a report."""
         raise NotImplementedError
 
     def summary(self) -> str:
-        """Return the result in one line."""
+        """Return a one-line summary of the result."""
         raise NotImplementedError
 
     @property
     def passed(self) -> bool | None:
-        """Return whether the model passes; None if the metric is not pass/fail, or is inconclusive."""
+        """Whether the model passes; None if the metric is inconclusive, or is not a test that a model can pass."""
         return None
 
     def numbers(self) -> list[Number]:
@@ -113,26 +113,26 @@ class Result:
         return []
 
     def table(self) -> Table:
-        """Return the numbers behind the figure."""
+        """Return the numbers in the figure as a table."""
         raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
-        """Return the JSON object without its header: settings, counts, and the numbers derived from them."""
+        """Return the result as a JSON object without its header: settings, counts, and derived numbers."""
         raise NotImplementedError
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Result:
-        """Return the result with this `document`. It reads counts and settings only, and derives the other numbers."""
+        """Create a result from its `document`. Only counts and settings are read; the other numbers are recomputed."""
         raise NotImplementedError
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options) -> None:
-        """Draw the result as a PNG, SVG or PDF, depending on the extension of `path`.
+        """Save the figure of the result as a PNG, SVG or PDF, depending on the extension of `path`.
 
         Args:
             path: path of the figure.
-            train_length: training context in tokens, marked if an axis of the figure shows tokens.
+            train_length: training context in tokens, which is marked if an axis of the figure shows tokens.
             title: title of the figure (default: the metric and the model).
-            options: options of the metric's figure.
+            options: additional options, which depend on the metric.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -141,7 +141,7 @@ class Result:
         raise NotImplementedError
 
     def _repr_png_(self) -> bytes | None:
-        """Return the figure, for notebooks; None if matplotlib is missing or nothing was measured."""
+        """Return the figure as a PNG, for notebooks; None if matplotlib is missing or nothing was measured."""
         if not self.measured:
             return None
         with tempfile.TemporaryDirectory() as folder:
@@ -152,40 +152,40 @@ class Result:
                 return None
             return file.read_bytes()
 
-    # What all results have in common --------------------------------------------------------------------------------
+    # Methods of all results -----------------------------------------------------------------------------------------
 
     @property
     def interruption(self) -> str:
-        """Describe what interrupted the measurement, for a summary; empty if nothing did."""
+        """The end of the summary of an interrupted measurement, with the cause; otherwise an empty string."""
         cause = self.settings.get("interrupted")
         return f"; interrupted: {cause}" if cause else ""
 
     @property
     def model_name(self) -> str:
-        """Return the model's name on the Hub, the last component of its folder, or "a model"."""
+        """The model's name on the Hub or the name of its folder; "a model" if unknown."""
         name = str(self.settings.get("model") or "a model").rstrip("/")
         return name if name.count("/") <= 1 and not name.startswith("/") else name.rpartition("/")[2]
 
     def dataset(self) -> tuple[str, str]:
-        """Return name and identifier of the evaluation data."""
+        """Return the name and the identifier of the evaluation data."""
         if self.settings.get("data_type") == "random":
             return "random tokens", "random-tokens"
         name = str(self.settings.get("corpus", "text"))
         return name, re.sub(r"[^\w./-]+", "-", name.lower())
 
     def with_settings(self, **settings: Any) -> Self:
-        """Return a copy with additional settings."""
-        # every subclass is a dataclass
+        """Return a copy of the result with additional settings."""
+        # `replace` is possible, because every subclass is a dataclass
         return replace(self, settings={**self.settings, **settings})  # ty: ignore[invalid-argument-type]
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:
-        """Return why a JSON object is not a result of this class; None if it is one."""
+        """Return why a JSON object is not a result of this class; None if it is such a result."""
         metric = document.get("metric")
         return None if metric == cls.kind else f'this JSON is not a result of {cls.kind}: its "metric" is {metric!r}.'
 
     def to_json(self) -> str:
-        """Serialize header and `document` as JSON. The same measurement gives the same string.
+        """Serialize the header and the `document` as JSON. The same measurement always gives the same string.
 
         Raises:
             ValueError: a number is NaN or infinite, which JSON does not support.
@@ -198,7 +198,7 @@ class Result:
         """Load the result that `to_json` wrote; see `from_document`.
 
         Raises:
-            ValueError: the JSON is not a result of this class, misses a field, or has a newer format.
+            ValueError: the JSON is not a result of this class, lacks a field, or has a different format.
         """
         document = json.loads(text)
         mismatch = cls.mismatch(document if isinstance(document, dict) else {})
@@ -207,20 +207,19 @@ class Result:
         try:
             if document.get("format", 1) != cls.version:
                 raise ValueError(
-                    f"the format of a result of {cls.kind} must be {cls.version}, got {document.get('format', 1)}. Read it "
-                    "with the version of hf-longctx that wrote it, or measure again."
+                    f"the format of a {cls.kind} result must be {cls.version}, got {document.get('format', 1)}. Read "
+                    "it with the version of hf-longctx that wrote it, or measure again."
                 )
             return cls.from_document(document)
         except KeyError as error:
-            raise ValueError(f"this result of {cls.kind} lacks {error}.") from error
+            raise ValueError(f"this {cls.kind} result lacks the field {error}.") from error
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"a value in this result of {cls.kind} has the wrong type ({error}).") from error
+            raise ValueError(f"this {cls.kind} result contains a value of the wrong type ({error}).") from error
 
     def save(self, path) -> None:
-        """Write `to_json()` to a file atomically; `read_result` reads it.
+        """Write the result to a JSON file atomically. `read_result` reads the file.
 
-        The file also records the time (UTC) and the commit of this package. `to_json` does not, so that the same
-        measurement gives the same string.
+        In addition to `to_json`, the file contains the time (UTC) and the commit of this package.
         """
         path, now = Path(path), datetime.now(UTC).isoformat(timespec="seconds")
         document = {**json.loads(self.to_json()), "saved": {"time": now, "commit": commit(Path(__file__).parents[2])}}
@@ -230,7 +229,7 @@ class Result:
 
 
 def plural(number: int, unit: str) -> str:
-    """Format a count with its unit.
+    """Format a count with its unit, in the plural if needed.
 
     >>> plural(1, "length"), plural(3, "length")
     ('1 length', '3 lengths')
@@ -239,16 +238,17 @@ def plural(number: int, unit: str) -> str:
 
 
 def rounded(value: int | float | str) -> str:
-    """Format a number to four digits, or an integer in full."""
+    """Format a float with four significant digits, and any other value in full."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
-    """Call `measure`; return the partial result if an exception ends it.
+    """Call a function that measures a result, and catch an exception that ends the measurement.
+
+    The caller saves the result, and then raises the exception.
 
     Returns:
-        the result (None if nothing was measured) and the exception (None if it succeeded). The caller re-raises the
-        exception once the result is written.
+        the complete or partial result (None if nothing was measured), and the exception (None if there was none).
     """
     try:
         return measure(), None
@@ -260,9 +260,9 @@ def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseE
 def commit(folder: Path) -> str | None:
     """Return the commit of a git checkout, with "-dirty" if tracked files were changed; None outside a checkout.
 
-    Files that measurements write are ignored: otherwise the second of two measurements would be "-dirty".
+    Changed results are ignored. Otherwise, each measurement would make the next measurement "-dirty".
     """
-    if not (folder / ".git").exists():  # an installed package may lie within an unrelated repository
+    if not (folder / ".git").exists():  # git would search the parent folders, which may be another repository
         return None
     git = ["git", "-C", str(folder)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}

@@ -1,6 +1,6 @@
-"""The style of all figures. It needs matplotlib but not a display: figures are drawn without pyplot.
+"""The style of all figures, which are drawn without pyplot and thus without a display.
 
-Plotting modules import matplotlib from here, so that a single place reports if it is missing.
+All plotting modules import this file, which raises an ImportError with advice if matplotlib is missing.
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ except ImportError as error:
 
 INK, QUIET, GRID, WARNING = "#1f2933", "#5f6b76", "#e4e7ea", "#a3301f"
 COPY, LM, PROBABILITY = "#b8500a", "#1f5fa6", "#2c7a4b"
-# Green, blue and red as in figure 1 of Liu et al. 2024, behind a curve; white is not significant.
+# Background colours of a forgetting curve, as in figure 1 of Liu et al. 2024. White means not significant.
 AREAS = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
 AREA_LABELS = {"fine": "copied word for word", "coarse": "copied", "amnesia": "no memory"}
-# Colours that colour-blind readers can distinguish (Okabe and Ito), and markers where colours do not suffice.
+# A palette for colour-blind readers (Okabe and Ito), and markers for figures that need more than colours
 MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-# Each answer rate's legend label, and the colour, marker and dashes of its line
+# For each rate of right answers: the legend label, and the colour, marker and dashes of the line
 RATES = {
     "match_rate": ("answers found in the responses", COPY, "o", "-"),
-    "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),  # shows a line below it
+    "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),  # dashed: a line below stays visible
     "probability": ("probability of an answer's token", PROBABILITY, "^", "-"),
 }
-TOKENS = "{x:,.0f}"  # tick labels with commas between thousands
+TOKENS = "{x:,.0f}"  # format of tick labels in tokens, with commas between thousands
 FITS = (
     (2, 44, 52),
     (1, 88, 52),
     (1, 64, 44),
     (1, 40, 28),
     (1, 20, 16),
-)  # columns, characters of a label, of the title
-WIDTH = 6.6  # inches; on a phone 390 pixels wide, 10-point text is 8 pixels high
+)  # layouts of a legend: number of columns, maximum characters per line of a label, and of the title
+WIDTH = 6.6  # inches; 10-point text is 8 pixels high on a phone of 390 pixels
 
 
 def figure(width: float, height: float) -> Figure:
-    """Create an empty white figure; sizes are in inches."""
+    """Create an empty white figure with a size in inches."""
     return Figure(figsize=(width, height), dpi=220, layout="constrained", facecolor="white")
 
 
 def save(figure: Figure, path) -> None:
-    """Save a figure in the format of the file's extension."""
     figure.savefig(Path(path))
 
 
@@ -57,7 +56,7 @@ def strip_frame(axes, across: str = "", up: str = "", colour: str = INK, **ticks
     """Label the axes, and remove the frame and the tick marks.
 
     Args:
-        across, up: labels of the x and the y axis; empty labels are omitted.
+        across, up: labels of the x and the y axis (default: no label).
         ticks: options of matplotlib's `tick_params`.
     """
     if across:
@@ -70,12 +69,11 @@ def strip_frame(axes, across: str = "", up: str = "", colour: str = INK, **ticks
 
 
 def grid(axes, colour: str = GRID, width: float = 0.8) -> None:
-    """Draw horizontal lines."""
+    """Draw horizontal grid lines."""
     axes.grid(axis="y", color=colour, linewidth=width)
 
 
 def percent_axis(axes) -> None:
-    """Set the y axis to a range from 0 % to 100 %."""
     axes.set_ylim(-0.02, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
 
@@ -86,7 +84,7 @@ def mark_training(axes, x: float, width: float = 1.2):
 
 
 def literal(text: str) -> str:
-    """Escape a string for matplotlib, which parses dollar signs as math.
+    """Escape the dollar signs in a string, because matplotlib would parse them as math.
 
     >>> print(literal("a$x_{$b"))
     a\\$x_{\\$b
@@ -95,7 +93,7 @@ def literal(text: str) -> str:
 
 
 def name_differences(axes, differences) -> None:
-    """List above the axes the settings in which the results differ; see `report.comparison.differences`."""
+    """List the differing settings of the results above the axes; see `report.comparison.differences`."""
     if differences:
         axes.set_title(
             textwrap.fill(literal("different: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING
@@ -103,7 +101,7 @@ def name_differences(axes, differences) -> None:
 
 
 def heading(result, metric: str | None = None) -> str:
-    """Return a heading: metric (default: the result's title), model if known, and "(interrupted)" if so."""
+    """Return the heading of a result: the metric, the model if known, and "(interrupted)" for a partial result."""
     metric = metric or result.title
     model = f" of {literal(result.model_name)}" if result.settings.get("model") else ""
     return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
@@ -120,12 +118,12 @@ def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, colu
     legend = fitted_legend(figure, figure, handles, text, columns, title_fontproperties=font, **place)
     width, height = figure.get_size_inches()
     surplus = legend.get_window_extent().height / figure.dpi - 1.8
-    if surplus > 0:  # with many models
+    if surplus > 0:  # the legend of many models needs a taller figure
         figure.set_size_inches(width, height + surplus)
 
 
 def fitted_legend(figure: Figure, owner: Any, handles, title: str, columns: int = 2, **options: Any) -> Any:
-    """Draw a legend that fits the figure's width, with fewer columns and shorter lines if needed.
+    """Draw a legend in the first layout of `FITS` that is not wider than the figure.
 
     Args:
         owner: figure or axes that the legend belongs to.

@@ -1,9 +1,8 @@
-"""The two classes of a metric: a `Task` defines the inputs and their scores, a `TaskResult` interprets the scores.
+"""The two classes of a metric: a `Task` defines the inputs and their scores, and a `TaskResult` interprets the scores.
 
-CONTRIBUTING.md has a complete metric of 50 lines. `run.runner.run` runs the requests and builds the result. The Python
-function, the command, the lm-eval task, the report section and the model card entry are derived from these two
-classes. This file does not run a model, and imports neither PyTorch nor scipy.special, so that the command line can
-list options quickly.
+CONTRIBUTING.md has a complete metric in 50 lines. `run.runner.run` runs the requests of a task and creates the result.
+The Python function, the command, the lm-eval task, the report section and the model card entry are generated from the
+two classes. This file does not run a model. It imports neither PyTorch nor scipy.special, which keeps `--help` fast.
 """
 
 from __future__ import annotations
@@ -26,19 +25,23 @@ from .run.journal import content_hash
 if TYPE_CHECKING:
     from .run.reader import Reader
 
-NO_CLAIM = 4096  # context in tokens for models that do not claim one
+NO_CLAIM = 4096  # default context in tokens, for models that do not claim a context
 KINDS: dict[type, str] = {bool: "True or False", str: "a string", float: "a number", dict: "a dictionary"}
-Key = Any  # key of a trial: a number, a string, or a tuple of these
+Key = Any  # type of a trial's key: a number, a string, or a tuple of numbers and strings
 
 
-# What a model reads --------------------------------------------------------------------------------------------------
+# Requests and trials -------------------------------------------------------------------------------------------------
 
 
 class Predict(NamedTuple):
-    """Greedy predictions at `positions` of rows of one length, (R, T) int64.
+    """A request for greedy predictions.
 
-    The response is (R, len(positions)) bool: whether each prediction equals the next id of its row. If rows share
-    their first `prefix` ids, these are read once.
+    The response is (R, len(positions)) bool: whether the prediction at each position equals the next id of the row.
+
+    Attributes:
+        rows: input ids, (R, T) int64.
+        prefix: number of first ids that several rows may have in common. A common prefix is read once.
+        positions: consecutive positions in a row, ascending.
     """
 
     rows: np.ndarray
@@ -47,7 +50,7 @@ class Predict(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Log-probabilities of `ids[first:]`, each given all ids before it.
+    """A request for the log-probabilities of `ids[first:]`, each given all ids before it.
 
     The response is (T - first,) float64, in nats.
     """
@@ -57,9 +60,13 @@ class Score(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A question with a known answer. The response is an `Answered`.
+    """A request with a question whose answer is known. The response is an `Answered`.
 
-    `reply` is the maximum number of tokens to generate if greedy decoding does not give the answer.
+    Attributes:
+        prompt: ids of the prompt, (n,) int64.
+        answer: ids of the right answer, (n,) int64.
+        reply: maximum number of tokens in a generated response; 0 to skip it. If greedy decoding gives the answer, the
+            response is not generated, because it would begin with the answer.
     """
 
     prompt: np.ndarray
@@ -68,7 +75,13 @@ class Ask(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """The log-probability of an answer, whether it is greedy, and the generated response or None."""
+    """The response to an `Ask`.
+
+    Attributes:
+        log_prob: log-probability of the right answer, in nats.
+        exact: whether greedy decoding gives the right answer.
+        reply: generated response, or None.
+    """
 
     log_prob: float
     exact: bool
@@ -79,12 +92,12 @@ Request = Predict | Score | Ask
 
 
 class Trial(NamedTuple):
-    """The unit of reading, scoring, journals and processes.
+    """A part of a measurement that has a score. Journals record trials, and processes divide them among themselves.
 
     Attributes:
-        key: name in the journal and in the result.
-        tokens: number of positions in the longest input, including the generated response.
-        inputs: number of inputs, for the progress bar.
+        key: key of the score in the journal and in the result.
+        tokens: number of tokens in the longest input, including the generated response.
+        inputs: number of inputs, to estimate the cost.
     """
 
     key: Key
@@ -108,15 +121,16 @@ def option(
     choices: Sequence[str] = (),
     selects: bool = False,
 ) -> Any:
-    """Define a field of a task, which is also an option of its function and its command.
+    """Define a field of a task that is also an argument of the Python function and an option of the command.
 
     Args:
-        default: default value; None if `prepare` chooses it by model and corpus.
-        text: help text, a noun phrase. The command line adds the default.
-        least: lower bound of a number, or of each number in a list. Lists must be ascending.
-        most: upper bound.
+        default: default value; None if the default depends on the model or the corpus (see `Task.prepare`).
+        text: help text without the default, which the command adds.
+        least: minimum of a number, or of each number in a list. Lists must be in ascending order.
+        most: maximum of a number, or of each number in a list.
         choices: allowed values.
-        selects: whether the option only selects trials, so that a journal can be resumed with another value.
+        selects: whether the option selects trials without changing their scores. A journal can then be resumed
+            with another value.
     """
     metadata = {"help": text, "least": least, "most": most, "choices": tuple(choices), "selects": selects}
     if isinstance(default, list):
@@ -125,9 +139,10 @@ def option(
 
 
 class Option(NamedTuple):
-    """A field of a task, for the command line and for checks.
+    """The description of a field that `option` defined, for the command line and for checks.
 
-    `kind` is the type of the value, or of each value in a list; `np.ndarray` stands for token ids.
+    `kind` is the type of the value, or of each value if the option is a list (`listed`). It is `np.ndarray` for token
+    ids.
     """
 
     name: str
@@ -141,7 +156,7 @@ class Option(NamedTuple):
     selects: bool
 
     def check(self, value: Any) -> Any:
-        """Return the value in plain types; raise ValueError if it is invalid."""
+        """Check a value and convert it to plain Python types; raise ValueError if it is invalid."""
         if (value is None and self.default is None) or self.kind is np.ndarray:
             return value
         if self.listed and (isinstance(value, str) or not isinstance(value, Iterable)):
@@ -162,14 +177,14 @@ class Option(NamedTuple):
             values[i] = one
         if not values or any(a >= b for a, b in pairwise(values)):
             raise ValueError(
-                f"{self.name} must be one or more numbers in strictly ascending order, got {values}. Give each once, and "
-                "the smallest first."
+                f"{self.name} must be one or more numbers in strictly ascending order, got {values}. Sort the values "
+                "and drop duplicates."
             )
         return values if self.listed else values[0]
 
 
 def options(task: type[Task]) -> list[Option]:
-    """Return the options of a task, in field order."""
+    """Return the options of a task, in the order of the fields."""
     hints, found = get_type_hints(task), []
     for entry in dataclasses.fields(task):
         hint: Any = hints[entry.name]
@@ -182,26 +197,27 @@ def options(task: type[Task]) -> list[Option]:
     return found
 
 
-# Subject, task, result -----------------------------------------------------------------------------------------------
+# Subjects, tasks and results -----------------------------------------------------------------------------------------
 
 
 class Subject:
     """The subject of a measurement: a model, its tokenizer and a corpus.
 
     Args:
-        model: causal language model, which runs in its dtype, on its device, in eval mode; or a reader, such as
+        model: a causal language model, which runs in eval mode with its dtype and device, or a reader such as
             `ServedModel`.
-        tokenizer: the model's tokenizer. Tasks that do not ask questions in words do not need it, and also accept its
-            name.
-        tokens: the corpus, a flat sequence of ids, encoded without special tokens.
-        context: longest input to measure with, in tokens. Default: the claimed context, else 4096.
-        bos_token_id: default: the tokenizer's, then the model's, then EOS.
-        eos_token_id: default: the tokenizer's, then the model's, then BOS.
-        corpus_name: name of the corpus, for the settings.
-        train_length: training context in tokens, for the settings.
+        tokenizer: the model's tokenizer. Only tasks that ask questions need the tokenizer. For other tasks, it is
+            optional, and may be a name.
+        tokens: the corpus as a flat sequence of token ids, encoded without special tokens.
+        context: maximum input length in tokens, for the default options of tasks. Default: the claimed context, or
+            4096 if the model does not claim a context.
+        bos_token_id: id of BOS. Default: BOS of the tokenizer or the model, or else EOS.
+        eos_token_id: id of EOS. Default: EOS of the tokenizer or the model, or else BOS.
+        corpus_name: name of the corpus, stored in the settings of a result.
+        train_length: training context in tokens, stored in the settings of a result.
 
     Raises:
-        ValueError: an argument is invalid, or neither BOS nor EOS is known.
+        ValueError: an argument is invalid, or both BOS and EOS are unknown.
     """
 
     def __init__(
@@ -234,13 +250,13 @@ class Subject:
         bos = getattr(tokenizer, "bos_token_id", None) if bos_token_id is None else bos_token_id
         eos = getattr(tokenizer, "eos_token_id", None) if eos_token_id is None else eos_token_id
         self.bos, self.eos = special_ids(self.reader, bos, eos)
-        self.processes = 1  # the runner sets it
+        self.processes = 1  # the runner sets the number of processes
 
     @property
     def text(self) -> np.ndarray:
-        """The token ids of the corpus, (N,) int64; raises ValueError without a corpus."""
+        """The token ids of the corpus, (N,) int64. Raises ValueError if there is no corpus."""
         if self.tokens is None:
-            raise ValueError("tokens must be token ids, got None. Encode a corpus without special tokens.")
+            raise ValueError("tokens must be token ids, got None. Pass a corpus, encoded without special tokens.")
         return self.tokens
 
     def encode(self, text: str) -> list[int]:
@@ -250,7 +266,7 @@ class Subject:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def settings(self, reads_text: bool) -> dict[str, Any]:
-        """Return the settings that the numbers depend on: model, tokenizer, special ids and corpus."""
+        """Return the model, tokenizer, special ids and corpus, as settings of a result."""
         settings = self.reader.settings() | {"tokenizer": self.tokenizer_name}
         settings |= {"bos_token_id": self.bos, "eos_token_id": self.eos}
         if reads_text:
@@ -260,16 +276,18 @@ class Subject:
 
 @dataclass(frozen=True)
 class Task:
-    """The base class of tasks. A subclass is a frozen dataclass of `option` fields; its docstring is the help text.
+    """The base class of tasks. A subclass is a frozen dataclass whose fields are defined with `option`.
+
+    The docstring of a subclass is the help text of its command.
 
     Attributes:
         name: name of the command, and of the files in a report.
         result: class of the result.
         reads_text: whether the task needs a corpus.
-        asks: whether the task asks questions in words, and so needs a tokenizer.
+        asks: whether the task asks questions, for which it needs a tokenizer.
         examples: example command lines, without `hf-longctx`.
         tasks: all tasks by name.
-        subject: the model, tokenizer and corpus, set by `on`.
+        subject: model, tokenizer and corpus. `on` sets them.
     """
 
     name: ClassVar[str]
@@ -282,7 +300,7 @@ class Task:
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any: ...  # what `fill` sets
+        def __getattr__(self, name: str) -> Any: ...  # attributes that `fill` sets
 
     def __init_subclass__(cls, **keywords):
         super().__init_subclass__(**keywords)
@@ -294,29 +312,34 @@ class Task:
 
     @classmethod
     def in_report(cls, **arguments: Any) -> Self:
-        """Return the task with a report's options; `arguments` are the report's `seed` and `repeats`."""
+        """Create the task with the options of a report; `arguments` contains the report's `seed` and `repeats`."""
         return cls(**{entry.name: arguments["seed"] for entry in options(cls) if entry.name == "seed"})
 
     def fill(self, **values: Any) -> None:
-        """Set fields or attributes in `prepare`, although the task is frozen."""
+        """Set fields or attributes, although the dataclass is frozen. Only for `__post_init__` and `prepare`."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
     def on(self, subject: Subject) -> Self:
-        """Return a copy with its subject set and all options filled in; raise ValueError if they do not match."""
+        """Return a copy of the task for a subject, with all options set.
+
+        Raises:
+            ValueError: the task cannot measure the subject with these options.
+        """
         task = copy.copy(self)
         task.fill(subject=subject)
         task.prepare()
         return task
 
     def prepare(self) -> None:
-        """Fill in options that depend on the subject; raise ValueError if the task cannot measure it."""
+        """Set options that depend on the subject; raise ValueError if the task cannot measure the subject."""
 
     def trials(self, scores: dict[Key, Any]) -> list[Trial]:
-        """Return the trials that are needed given `scores`; the run ends when all of them have a score.
+        """Return the trials to measure, including the trials that are already in `scores`.
 
-        Most tasks ignore the scores. An adaptive task is called after each round, and returns all trials so far plus
-        the next ones. The score of a trial that could not be read is a `Missing`.
+        The run calls this method before each round, and ends when all returned trials have a score. Most tasks ignore
+        `scores`; an adaptive task uses them to add trials. If the model does not support the inputs of a trial, the
+        score of the trial is a `Missing`.
         """
         raise NotImplementedError
 
@@ -325,23 +348,26 @@ class Task:
         raise NotImplementedError
 
     def score(self, key: Key, responses: list[Any]) -> Any:
-        """Return the score of a trial as JSON values."""
+        """Compute the score of a trial from the responses to its requests, as JSON values."""
         raise NotImplementedError
 
     def summarize(self, scores: dict[Key, Any], missing: dict[Key, str]) -> tuple[dict, dict]:
-        """Return scores and reasons for the result: unchanged, unless a mean suffices."""
+        """Convert the scores of trials, and the reasons for missing scores, to those that the result stores.
+
+        By default, they are unchanged. A task may store a mean over trials instead.
+        """
         return scores, missing
 
     def uses_text(self) -> bool:
-        """Return whether these options need the corpus."""
+        """Return whether the task needs a corpus with its current options."""
         return self.reads_text
 
     def facts(self) -> dict[str, Any]:
-        """Return additional settings that the numbers depend on."""
+        """Return additional settings that the scores depend on, such as hashes."""
         return {}
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the settings that a trial's score depends on, and the others."""
+        """Return the settings that the scores depend on, and all other settings."""
         fields = {
             entry.name: getattr(self, entry.name) for entry in options(type(self)) if entry.kind is not np.ndarray
         }
@@ -353,15 +379,18 @@ class Task:
 
 
 class Counts(NamedTuple):
-    """The correct answers at one length, grouped by independently sampled unit: target, haystack or record.
+    """The number of right answers at one length.
+
+    A unit is an independently drawn sample: a target, a haystack or a record of lines.
 
     Attributes:
         length: length in the `size_unit` of the result.
-        shares: share of right answers for each unit, in drawing order, (R,) float64 from 0 to 1.
-        questions: maximum questions per unit: scored tokens of a target, questions about a haystack, 1 for a record.
+        shares: share of right answers for each unit, in the order in which units were drawn, (R,) float64.
+        questions: maximum number of questions per unit: the scored tokens of a target, the questions about a haystack,
+            or 1 for a record.
         tokens: length in tokens; for line retrieval, the mean over records.
-        asked: number of questions in all units.
-        right: number of right answers.
+        asked: total number of questions.
+        right: total number of right answers.
     """
 
     length: int
@@ -374,19 +403,19 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class TaskResult(Result):
-    """The scores of a task's trials, and the numbers derived from them.
+    """The base class of the results of tasks: scores, and numbers derived from the scores.
 
-    A subclass sets `kind` and `title` and defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
-    may raise ValueError for impossible scores. To compare models, it defines `by_length` and `places`.
+    A subclass sets `kind` and `title`, and defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
+    may raise ValueError for impossible scores. For comparisons of models, it also defines `by_length` and `places`.
 
     Attributes:
-        scores: scores by the keys of the trials, as JSON values.
+        scores: scores as JSON values, by key.
         settings: settings of the measurement.
-        missing: reasons for missing scores, by the keys of the trials.
+        missing: reasons for missing scores, by key.
         inches: width and height of the figure.
         size_unit: unit of the lengths in `by_length`.
         verb: verb for a right answer, such as "copies".
-        same_texts: settings that must match for two results to have read the same samples.
+        same_texts: settings that are equal in two results only if both have read the same samples.
     """
 
     version = 2
@@ -411,58 +440,64 @@ class TaskResult(Result):
         return ", ".join(f"{number.name}: {number.interval() or number.value}" for number in self.numbers())
 
     def with_gaps(self, text: str) -> str:
-        """Append the lengths that were not measured, and the cause of an interruption, to a summary."""
+        """Append the keys that were not measured, with the reasons, and the cause of an interruption to a summary."""
         for reason in dict.fromkeys(self.missing.values()):
             keys = [key for key, why in self.missing.items() if why == reason]
             text += f"; {self.span(keys)} not measured: {reason}"
         return text + self.interruption
 
     def span(self, keys: list[Key]) -> str:
-        """Describe trials, such as "3 lengths from 8 to 64"."""
+        """Describe the keys of several scores in words, such as "3 lengths from 8 to 64"."""
         return f"{keys[0]}" if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
 
     def by_length(self, replies: bool = True, overlapping: bool = False) -> list[Counts]:
-        """Return the right answers at each length, ascending.
+        """Return the number of right answers at each length, in ascending order of length.
 
         Args:
-            replies: whether to count answers found in generated responses, if any; else those given token for token.
-            overlapping: whether to keep samples that share scored tokens with others.
+            replies: whether an answer is right if the generated response contains it. Otherwise, or if there are no
+                responses, it is right if greedy decoding gives it token for token.
+            overlapping: whether to include samples that share scored tokens with other samples.
 
         Raises:
             ValueError: this metric does not count right answers.
         """
-        raise ValueError(f"a {type(self).__name__} has no scores by length; give curves, needle or line retrieval.")
+        raise ValueError(
+            f"results must have right answers by length, got {type(self).__name__}. Pass forgetting curves, needle or "
+            "line retrieval."
+        )
 
     def places(self) -> dict[int, list]:
-        """Return the identifiers of the samples of each length; an empty list for random ids."""
+        """Return identifiers of the samples of each length; an empty list for random ids."""
         raise NotImplementedError
 
     def distinct(self, length: int, texts: int) -> list[int]:
-        """Return which of the first `texts` samples of a length do not share scored tokens."""
+        """Return the indices of samples that do not share scored tokens, among the first `texts` of a length."""
         return [*range(texts)]
 
     def unlike(self, other: Any, *more: str) -> str | None:
-        """Return why this and another result of the metric did not read the same samples; None if they did.
+        """Return why two results of the metric are not for the same samples; None if they are.
 
-        `more` names further settings that must be equal.
+        Args:
+            other: the other result.
+            more: names of settings that must be equal, in addition to `same_texts`.
         """
         names = (*self.same_texts, *more)
         names = [name for name in names if self.settings.get(name) != other.settings.get(name)]
         return f"they differ in {', '.join(names)}" if names else None
 
     def extent(self) -> dict[str, str]:
-        """Return the number of samples in words, for comparisons with other models."""
+        """Return numbers of samples by name, which a comparison reports if they differ between models."""
         return {}
 
     def draw(self, figure: Any, title: str, train_length: int | None) -> None:
-        """Draw the result with its title into an empty figure of matplotlib; see `style`."""
+        """Draw the result and its title into an empty matplotlib figure; see `style`."""
         raise NotImplementedError
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options: Any) -> None:
         from . import style
 
         if not self.measured:
-            raise ValueError("nothing was measured, so there is nothing to draw.")
+            raise ValueError("the figure cannot be drawn, because nothing was measured.")
         figure = style.figure(*self.inches)
         self.draw(figure, title or style.heading(self), train_length, **options)
         style.save(figure, path)
@@ -482,5 +517,5 @@ class TaskResult(Result):
 
 
 def as_key(key: Any) -> Key:
-    """Convert a list from JSON back into a tuple key."""
+    """Convert a key from JSON, where a tuple is a list."""
     return tuple(key) if isinstance(key, list) else key

@@ -63,11 +63,11 @@ FILES = [
     ("convert {fox} {new} --to official --decay-time 5", "decay"),
     ("push {fox} fox --dry-run", "Give NAMESPACE/NAME"),
     ("push forgetting_curve https://huggingface.co/alice/curve --dry-run", "Give NAMESPACE/NAME"),
-    ("push {fox} alice/fox --revision= --dry-run", "'' is not a name of a branch or tag"),
+    ("push {fox} alice/fox --revision= --dry-run", "'' is not a valid name of a branch or tag"),
     ("compare", "give either result files or --counts FILE.csv"),
     ("compare {empty}", "empty"),
     ("compare {curve} {loss}", "ForgettingCurve, PositionLoss; give results of one metric"),
-    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different one"),
+    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different name"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
     ("compare --counts {text} --names a", "is for result files"),
 ]
@@ -76,9 +76,9 @@ FILES = [
 
 MEASURING = [
     ("needle {fox} --depths 1.5", "depths must be numbers from 0 to 1, or a single integer of at least 2"),
-    ("curve {fox} --lengths 8,16 --points 5", "lengths and points exclude each other"),
+    ("curve {fox} --lengths 8,16 --points 5", "lengths cannot be combined with points"),
     ("curve {fox} --data-type random --text {text}", "--text is not used with these options"),
-    ("curve {fox} --confidence 0.9", "protocol=reference and confidence exclude"),
+    ("curve {fox} --confidence 0.9", "protocol=reference cannot be combined with confidence"),
     ("curve {fox} --output /proc/x", "--output /proc/x cannot be written: /proc is not a writable folder"),
     ("curve {fox} --output a.gif", "--output must end with one of .png, .svg, .pdf, got a.gif"),
     ("report {fox} --output {empty_file}", "empty_file is not a writable folder"),

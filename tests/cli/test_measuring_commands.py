@@ -123,7 +123,7 @@ def test_a_served_model(folder, tmp_path, monkeypatch, capsys):
             isinstance(served, ForgettingCurve) and served.points == local.points and served.settings["model"] == "b"
         )
         assert cli.main(["curve", str(folder), *options.split(), "--endpoint", server.url]) == 2
-        assert "Name one: --served-as" in capsys.readouterr().err
+        assert "Name the model: --served-as" in capsys.readouterr().err
     monkeypatch.setenv("KEY", "secret")
     with serving(model, key="secret") as server:
         options += f" --endpoint {server.url} --api-key-env KEY --timeout 60 --retries 0 --concurrency 2"

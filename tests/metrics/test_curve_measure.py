@@ -173,7 +173,7 @@ def test_model_without_logits_to_keep():
 
 
 def test_model_with_other_logits():
-    with pytest.raises(ValueError, match="returned logits for 5 positions; 19 were requested, and the input has 19"):
+    with pytest.raises(ValueError, match="must return logits for the last 19 of 19 positions, got 5"):
         forgetting_curve(RemoteCode(tiny_llama(), slice(-5, None)), CORPUS, lengths=[8])
 
 
@@ -232,7 +232,7 @@ def test_random_data_are_tokens_of_text():
     drawn = {i for call in calls[2:] for i in call["ids"][1:41] + call["ids"][42:-1]}
     assert drawn == set(range(10, 28)) - {11, 12, 14, 17, 20} and curve.points[0].begin_locs is None
     assert curve.settings["id_range"] == [10, 31] and curve.settings["skipped_ids"] == 8
-    with pytest.raises(ValueError, match=r"id_range=\(28, 31\) leaves no choice of random ids: 4 of them"):
+    with pytest.raises(ValueError, match=r"two ordinary tokens, got \(28, 31\), where 4 ids"):
         forgetting_curve(model, None, tokenizer=Vocabulary(), id_range=(28, 31), **options)
 
 
@@ -288,7 +288,7 @@ def test_beyond_the_position_table():
 
 def test_beyond_the_claim_of_a_rotary_model():
     model = tiny_llama(max_position_embeddings=19)
-    with pytest.warns(UserWarning, match="longest input needs 43 positions, more than the 19") as caught:
+    with pytest.warns(UserWarning, match="longest input has 43 tokens, more than the 19") as caught:
         curve = forgetting_curve(model, CORPUS, lengths=[8, 9, 20], repeats=2)
     assert len(caught) == 1
     assert len(curve.points) == 3

@@ -123,7 +123,7 @@ def test_a_limit_takes_trials_and_the_cache_answers_again(model, tokenizer, tmp_
         ({"repeat": 3}, {}, "did you mean repeats"),
         ({"lengths": [17, 8]}, {}, "strictly ascending"),
         ({"data_type": "text"}, {}, "data_type must be one of"),
-        ({"protocol": "adaptive"}, {}, "protocol must be reference in lm-eval"),
+        ({"protocol": "adaptive"}, {}, "protocol must be reference in lm-eval, got adaptive"),
     ],
 )
 def test_a_setting_that_does_not_fit(model, tokenizer, settings, options, message):

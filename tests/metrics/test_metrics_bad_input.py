@@ -86,11 +86,9 @@ CURVE = [
     refused("lengths: fractions", lambda: curve(lengths=[8.5]), "lengths must be a whole number, got 8.5"),
     refused("lengths: none", lambda: curve(lengths=[]), "one or more numbers in strictly"),
     refused("lengths: falling", lambda: curve(lengths=[9, 8]), "strictly ascending order"),
-    refused("lengths: beyond the text", lambda: curve(lengths=[67]), "longest possible length is 66"),
-    refused(
-        "grid: one length", lambda: linear_lengths(100, 1), r"a grid of 1 lengths .*lengths=\[4, 6\], or --lengths"
-    ),
-    refused("grid: too short", lambda: log_lengths(8, 4), "max_length > 8"),
+    refused("lengths: beyond the text", lambda: curve(lengths=[67]), "Drop the lengths above 66"),
+    refused("grid: one length", lambda: linear_lengths(100, 1), r"got 1 points .*lengths=\[4, 6\], or --lengths"),
+    refused("grid: too short", lambda: log_lengths(8, 4), "max_length above 8"),
     refused("protocol: misspelt", lambda: curve(protocol="nestd"), "protocol must be one of .*'nestd'"),
     refused(
         "confidence: per cent",
@@ -111,7 +109,7 @@ CURVE = [
         "irrelevant: of another tokenizer", lambda: curve(irrelevant_text=[40] * 9), r"irrelevant_text\[0\] is 40"
     ),
     refused(
-        "id_range: for a text", lambda: curve(id_range=(10, 20)), "data_type=order and id_range exclude each other"
+        "id_range: for a text", lambda: curve(id_range=(10, 20)), "data_type=order cannot be combined with id_range"
     ),
     refused(
         "id_range: beyond the vocabulary",
@@ -121,7 +119,7 @@ CURVE = [
     refused(
         "irrelevant: of random data",
         lambda: random_curve(irrelevant_text=CORPUS),
-        "data_type=random and irrelevant_text exclude",
+        "data_type=random cannot be combined with irrelevant_text",
     ),
     harmless("tokens: a list", lambda: (counts(), counts(tokens=CORPUS.tolist()))),
     harmless(
@@ -154,7 +152,9 @@ def t5():
 MODELS = [
     refused("model: a name", lambda: curve(model="gpt2"), "must be a causal language model or a reader, got gpt2"),
     refused("model: a configuration", lambda: curve(model=NeverRun.config), "a reader, got .*LlamaConfig"),
-    refused("model: no head", lambda: curve(model=tiny_llama().model), "no logits. Load it with its head"),
+    refused(
+        "model: no head", lambda: curve(model=tiny_llama().model), "must return logits, got .*AutoModelForCausalLM"
+    ),
     refused("model: encoder-decoder", lambda: curve(model=t5()), "is an encoder-decoder. Load a causal"),
     refused(
         "model: an encoder", lambda: curve(model=bert(), bos_token_id=1), "BertLMHeadModel is not causal.*is_decoder"
@@ -174,7 +174,7 @@ def module(name, **options):
 
 CURVE_MODULE = partial(module, "forgetting_curve")
 EVALUATE = [
-    refused("evaluate: nothing", CURVE_MODULE(), "either model=.* got neither"),
+    refused("evaluate: nothing", CURVE_MODULE(), "either a model, .* got neither"),
     refused("evaluate: both", CURVE_MODULE(model="gpt2", predictions=[[[1], [1]]], references=[[1]]), "got both"),
     refused(
         "evaluate: an unknown module",

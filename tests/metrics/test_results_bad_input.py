@@ -35,8 +35,8 @@ MEASURED = [
     refused("length 0", counts([0], [0], length=0), "length must be at least 1, got 0"),
     refused("more right than scored", counts([5, 4]), "copy_correct at length 8 must be integers from 0 to 4"),
     refused("negative count", counts([4, 4], [0, -1]), "lm_correct at length 8"),
-    refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts and 1 LM counts"),
-    refused("another number of begins", counts([4, 4], begins=[3]), r"begin_locs \(3,\); give one of each"),
+    refused("another number of LM counts", counts([4, 4], [0]), "2 copy counts, 1 LM counts"),
+    refused("another number of begins", counts([4, 4], begins=[3]), r"one entry per repeat.*begin_locs=\(3,\)"),
     refused(
         "a length twice",
         lambda: ForgettingCurve.of_points([POINTS[0], POINTS[0]]),
@@ -45,9 +45,11 @@ MEASURED = [
     refused("loss of no position", lambda: PositionLoss.of_mean([], 1), "loss must be one finite number"),
     refused("no sequences", lambda: PositionLoss.of_mean([3.0], 0), "sequences must be at least 1, got 0"),
     refused(
-        "error of fewer positions", lambda: PositionLoss.of_mean([3.0, 2.0], 2, {}, [0.1]), "error must be 2 numbers"
+        "error of fewer positions",
+        lambda: PositionLoss.of_mean([3.0, 2.0], 2, {}, [0.1]),
+        "error must be 2 non-negative",
     ),
-    refused("negative error", lambda: PositionLoss.of_mean([3.0], 2, {}, [-0.1]), "none below 0"),
+    refused("negative error", lambda: PositionLoss.of_mean([3.0], 2, {}, [-0.1]), "non-negative numbers"),
     harmless("counts of NumPy", lambda: (CurvePoint(8, np.array([4]), np.array([1])).copy_correct, (4,))),
     harmless(
         "points out of order", lambda: ([p.length for p in ForgettingCurve.of_points(POINTS[::-1]).points], [100, 200])
@@ -77,7 +79,7 @@ def saved(name, text, says):
     return refused(name, read, f"result.json is not a result file of hf-longctx: .*({says})")
 
 
-KINDS = "expected a result of forgetting_curve, lines, needle"
+KINDS = '"metric" must be one of forgetting_curve, lines, needle'
 TEXT = '{"metric": "%s", "format": 2, "settings": {}, "missing": [], "scores": [%s]}'
 OLD = '{"metric": "forgetting_curve", "format": 1, "settings": {}, "points": []}'
 FILES = [
@@ -85,15 +87,17 @@ FILES = [
     saved("picture", b"\x89PNG\xff\xfe", "can't decode byte 0x89"),
     saved("result of lm-eval", '{"results": {"arc": {"acc": 1}}}', KINDS),
     saved("newer format", CURVE.to_json().replace('"format": 2', '"format": 9'), "must be 2, got 9"),
-    saved("older format", OLD, "format of a result of forgetting_curve must be 2, got 1. Read it with the version"),
+    saved("older format", OLD, "format of a forgetting_curve result must be 2, got 1. Read it with the version"),
     saved("count above the scored tokens", curve_text(copy=[999] * 3), "copy_correct at length 100"),
-    saved("loss without sequences", TEXT % ("position_loss", '["mean", {"loss": [1.0]}]'), "lacks 'sequences'"),
+    saved(
+        "loss without sequences", TEXT % ("position_loss", '["mean", {"loss": [1.0]}]'), "lacks the field 'sequences'"
+    ),
     saved(
         "loss with NaN",
         TEXT % ("position_loss", '["mean", {"loss": [NaN], "sequences": 1, "texts": 1, "error": null}]'),
         "finite number",
     ),
-    saved("cell without answers", TEXT % ("needle", '[[100, 0.5], {"positions": [3]}]'), "lacks 'answers'"),
+    saved("cell without answers", TEXT % ("needle", '[[100, 0.5], {"positions": [3]}]'), "lacks the field 'answers'"),
     refused("folder", read_result, "Is a directory|Permission denied"),
     refused("missing file", lambda folder: read_result(folder / "no.json"), "No such file"),
     refused("curve for a loss", lambda _: PositionLoss.from_json(CURVE.to_json()), "not a result of position_loss"),
@@ -115,7 +119,7 @@ def pictures():
         refused("picture of no curve", plotted(ForgettingCurve.of_points([])), "nothing was measured"),
         refused("unknown ending of a curve", plotted(CURVE, "x.xyz"), "Format 'xyz' is not supported"),
         refused("folder that does not exist", plotted(CURVE, "no/x.png"), "No such file or directory"),
-        refused("comparison of nothing", compared({}), "these results are none"),
+        refused("comparison of nothing", compared({}), "must be from one metric .*got none"),
     ]
 
 

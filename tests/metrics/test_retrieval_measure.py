@@ -203,11 +203,11 @@ class OneId:
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"lengths": [9000]}, "a haystack needs 8"),
+        ({"lengths": [9000]}, "at least 8.* for a haystack"),
         ({"depths": [50.5]}, r"numbers from 0 to 1, .* got \[50.5\]"),
         ({"tokens": [400, 5]}, r"tokens\[0\] is 400"),
         ({"tokenizer": OneId()}, "does not cover this language"),
-        ({"replies": True}, "Copier has no generate method; measure without responses: replies=False"),
+        ({"replies": True}, "Copier does not have a generate method. Measure without responses: replies=False"),
         ({"lines": [0, 3]}, "lines must be from 1 to 15872, got 0"),
         ({"lines": [2], "tokenizer": OneId()}, "does not cover this language"),
         (

@@ -52,8 +52,8 @@ def test_languages_without_spaces():
     "options, message",
     [
         ({**COW, "answer": " "}, "needs a question and an answer"),
-        ({**COW, "mode": "easy"}, "without one in mode"),
-        ({**COW, "answer": "Weide"}, "does not contain the answer 'Weide'"),
+        ({**COW, "mode": "easy"}, "unset in mode"),
+        ({**COW, "answer": "Weide"}, "must contain the answer 'Weide'"),
     ],
 )
 def test_what_nobody_could_find_is_refused(options, message):
@@ -78,7 +78,7 @@ def test_a_chat_surrounds_haystack_and_question(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "template, message", [(None, "has no chat template"), ("no words", "0 times"), (CHAT + CHAT, "2 times")]
+    "template, message", [(None, "does not have a chat template"), ("no words", "0 times"), (CHAT + CHAT, "2 times")]
 )
 def test_tokenizers_without_a_chat(template, message):
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -141,7 +141,7 @@ def test_command(tmp_path, capsys):
     assert read_result(tmp_path / "x.json").settings["mode"] == "standard"
     kwargs = ["--chat-template-kwargs", '{"enable_thinking": false}']
     assert cli.main(["needle", str(DEMO), *options, *own, *kwargs]) == 2
-    assert "chat_template_kwargs must come with chat_template" in capsys.readouterr().err
+    assert "chat_template_kwargs requires chat_template" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["needle", str(DEMO), *options, *own, "--chat-template", "--chat-template-kwargs", "{"])
     assert "--chat-template-kwargs: invalid json_object value: '{'" in capsys.readouterr().err

@@ -159,7 +159,7 @@ def test_an_added_token_is_noticed(model):
             return complete(body | {"prompt": [1, *body["prompt"]]})
 
         server.complete = with_bos
-        with pytest.raises(ValueError, match=r"has read 30 tokens of a prompt of 29\. It may add special tokens"):
+        with pytest.raises(ValueError, match=r"read 30 tokens for a prompt of 29\. Configure the server not to add"):
             right(endpoint, CORPUS[None, :30])
 
 
@@ -195,5 +195,5 @@ def test_text_without_its_space_is_not_taken_for_a_token(model):
 
 
 def test_a_server_of_text_needs_the_tokenizer(model):
-    with serving(model, "text") as server, pytest.raises(ValueError, match=r"give tokenizer=\.\.\. "):
+    with serving(model, "text") as server, pytest.raises(ValueError, match=r"pass tokenizer=\.\.\. "):
         connect(server)

@@ -46,5 +46,5 @@ def test_any_reader_is_measured():
     assert position_loss(RuleReader(), np.tile(text[:20], 4), context_length=60).loss[-1] == pytest.approx(
         -np.log(0.9)
     )
-    with pytest.raises(ValueError, match="rule has no generate"):
+    with pytest.raises(ValueError, match="rule does not have a generate"):
         line_retrieval(RuleReader(), None, lines=[2])

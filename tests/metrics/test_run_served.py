@@ -112,9 +112,9 @@ def test_the_only_model_is_found(model):
         assert (endpoint.model, endpoint.position_limit) == ("tiny", 99)
         assert repr(endpoint) == f"ServedModel('{server.url}', 'tiny')"
         assert server.requests[-1]["model"] == "tiny"
-        with pytest.raises(ValueError, match=r"does not serve 'c', but \['tiny'\]"):
+        with pytest.raises(ValueError, match=r"model must be one of \['tiny'\] .*got 'c'"):
             connect(server, model="c")
-    with serving(model, names=("a", "b")) as server, pytest.raises(ValueError, match=r"\['a', 'b'\]. Name one"):
+    with serving(model, names=("a", "b")) as server, pytest.raises(ValueError, match=r"\['a', 'b'\]. Name the model"):
         connect(server)
 
 
@@ -128,7 +128,7 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     with serving(model, key="secret") as server, serving(model) as other:
-        with pytest.raises(RuntimeError, match=r"401: invalid key. The key is named by --api-key-env"):
+        with pytest.raises(RuntimeError, match=r"401: invalid key. Pass the key with --api-key-env"):
             connect(server)
         assert set(server.keys) == {None}
         with pytest.raises(ValueError, match=r"401: invalid key"):
@@ -146,10 +146,10 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
 @pytest.mark.parametrize(
     "form, options, message",
     [
-        ("chat", OPTIONS, "404: .*Not Found.*A chat API cannot"),
-        ("vllm", OPTIONS | {"bos_token_id": None, "eos_token_id": None}, "neither a BOS nor an EOS token"),
-        ("vllm", OPTIONS | {"data_type": "random"}, "size of the vocabulary.*give.* vocab_size"),
-        ("llama.cpp", None, "must give log-probabilities of the tokens of a prompt.*has no log-prob.*with vLLM"),
+        ("chat", OPTIONS, "404: .*Not Found.*Chat APIs are not supported"),
+        ("vllm", OPTIONS | {"bos_token_id": None, "eos_token_id": None}, "must have a BOS or EOS token"),
+        ("vllm", OPTIONS | {"data_type": "random"}, "vocabulary size of .* is unknown. Pass vocab_size"),
+        ("llama.cpp", None, "must report log-probabilities of prompt tokens.*does not contain log-prob.*with vLLM"),
     ],
 )
 def test_what_cannot_be_measured(model, form, options, message):
@@ -173,8 +173,8 @@ def shift_entries(choice):
     "spoil, message",
     [
         (drop_entry, "returned log-probabilities of 28 tokens for a prompt of 30"),
-        (shift_entries, r"at position 1 must be those of token"),
-        (lambda choice: {}, "a prompt of 30 tokens has no log-probabilities"),
+        (shift_entries, r"at position 1 must include prompt token"),
+        (lambda choice: {}, "a prompt of 30 tokens does not contain log-probabilities"),
     ],
 )
 def test_replies_that_do_not_fit(model, spoil, message):
@@ -192,7 +192,7 @@ def test_a_reply_without_choices_is_named(model, reply, monkeypatch):
         endpoint = connect(server)
     monkeypatch.setattr(endpoint, "_send", lambda *arguments, **options: reply)
     for request in (lambda: endpoint.entries(PROMPT), lambda: endpoint.reply(CORPUS[:30], 4)):
-        with pytest.raises(RuntimeError, match="answered without choices"):
+        with pytest.raises(RuntimeError, match="must return choices"):
             request()
 
 

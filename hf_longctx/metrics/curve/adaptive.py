@@ -1,8 +1,9 @@
-"""Choose where, and how often, to measure a forgetting curve when only its two lengths and its shape matter.
+"""The adaptive protocol: measure only the lengths that decide the fine and the coarse length of a forgetting curve.
 
-The grid of lengths sets the resolution. A few lengths, each half as long as the previous one, show the shape.
-Bisection between a length that passes and one that fails leads to two neighbours on the grid. Both get more repeats
-until a test shows on which side of the threshold each lies. This file does not run a model.
+The search first measures the longest length of a grid, then half of it, and so on, which shows the shape of the curve.
+It then bisects between a length that passes and a length that fails, until the two are neighbours on the grid. Both
+neighbours get more repeats until a test shows on which side of the threshold each of them lies. This file does not run
+a model.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .lengths import METHODS, CurvePoint
 from .protocol import input_tokens
 
 
-BUDGET = 64  # maximum cost, in inputs of the longest length; 32 points of 10 repeats on a linear grid cost 330
+BUDGET = 64  # maximum cost, in inputs of the longest length; the reference protocol with 32 lengths costs 330
 
 
 def locate(
@@ -27,23 +28,24 @@ def locate(
 ) -> list[CurvePoint]:
     """Measure the lengths that decide the fine and the coarse length.
 
-    Assumes that memory only fades as targets grow: a dip between two measured lengths goes unnoticed.
+    The search assumes that memory only fades as targets grow. It misses a dip between two measured lengths.
 
     Args:
         lengths: the grid, ascending.
-        measure: `measure(length, first, stop)` measures the repeats from first to stop - 1 and returns the point with
-            the repeats 0 to stop - 1.
+        measure: function that is called as `measure(length, first, stop)`. It measures the repeats `first` to
+            `stop - 1`, and returns the `CurvePoint` with the repeats 0 to `stop - 1`.
         repeats: maximum number of repeats per point.
-        confidence: confidence level at which the two neighbours on the grid must differ from the threshold.
+        confidence: confidence level of the tests that end the search.
 
     Returns:
-        The measured points, ascending.
+        The measured points, in ascending order of length.
     """
     search = _Search(lengths, measure, repeats, confidence)
     length = lengths[-1]
     while search.evaluate(length) and length > lengths[0]:
         length = lengths[max(bisect_right(lengths, length // 2) - 1, 0)]
-    while True in [search.step(method) for method in METHODS]:  # alternate, because the methods share the budget
+    # the two methods take turns, because they share the budget
+    while True in [search.step(method) for method in METHODS]:
         pass
     return [search.points[length] for length in sorted(search.points)]
 
@@ -52,12 +54,12 @@ class _Search:
     def __init__(self, lengths, measure, repeats, confidence):
         self.lengths, self.measure = lengths, measure
         self.stages = [n for n in STAGES if n < repeats] + [repeats]
-        self.level = 0.5 * (1 - confidence)  # shared by all tests, as in length_interval
+        self.level = 0.5 * (1 - confidence)  # error rate of one end of the interval, as in `length_interval`
         self.budget = BUDGET * input_tokens(lengths[-1])
         self.points: dict[int, CurvePoint] = {}
 
     def evaluate(self, length):
-        """Measure more repeats of a length; return False if it already has all, or the budget does not allow more."""
+        """Measure the next repeats of a length; return False if it has all repeats, or the budget is used up."""
         done = self.points[length].repeats if length in self.points else 0
         following = [n for n in self.stages if n > done]
         cost = 2 * (following[0] - done) * input_tokens(length) if following else 0
@@ -68,15 +70,18 @@ class _Search:
         return True
 
     def step(self, method):
-        """Add repeats where a method needs them most; return False if nothing was added."""
+        """Measure one more length, or more repeats of a length, for a method; return False if nothing was measured."""
         low, high = self.interval(method)
         if high - low > 1:
             return self.evaluate(self.lengths[(low + high) // 2])
         return self.narrow(method, low, -1) or self.narrow(method, high, 1)
 
     def interval(self, method):
-        """Return grid indices of the last length that passes a non-increasing fit, and of the next measured one."""
-        from scipy.optimize import isotonic_regression  # slow to import (0.5 s), and only this protocol needs it
+        """Return the grid indices of the longest length that passes, and of the measured length after it.
+
+        Whether a length passes is read off a non-increasing fit to all measured lengths.
+        """
+        from scipy.optimize import isotonic_regression  # slow to import (0.5 s), so imported only when needed
 
         measured = sorted(self.points)
         values = [centre(self.points[n].margins(method), method) for n in measured]
@@ -87,13 +92,15 @@ class _Search:
         return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
 
     def narrow(self, method, end, direction):
-        """Add repeats that bring the nearest length with a significant result nearer to this end of the interval.
+        """Measure more repeats near one end of the interval, until the nearest length there has a significant result.
 
-        Below the interval (direction -1) lengths should pass; above it (1) they should fail.
+        With direction -1, `end` is the lower end, and lengths up to it should pass. With direction 1, it is the upper
+        end, and lengths from it on should fail. Returns False if nothing was measured.
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
-        outside = [i for i in indices if (i - end) * direction >= 0]  # measured lengths, from the end outwards
+        # measured lengths outside the interval, beginning with the length that is nearest to `end`
+        outside = [i for i in indices if (i - end) * direction >= 0]
         for position, i in enumerate(outside):
             point = self.points[self.lengths[i]]
             if test_result(point.margins(method)[point.texts], point.scored_tokens, level, method) == -direction:

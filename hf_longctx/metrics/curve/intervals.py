@@ -1,30 +1,30 @@
 """Confidence intervals for the memory lengths of a forgetting curve, from tests over targets.
 
-For each method ("fine" or "coarse"), the margin of a target is how far it exceeds the threshold. A length n passes as
-coarse if the mean margin over all possible targets is positive; we use a t test. It passes as fine if the median
-target passes, i.e. more than half of all targets are copied above 99 %; we use a sign test. The paper takes the mean
-here as well, which a few repeats cannot establish: if 97 of 100 targets are copied perfectly and the others not at
-all, the mean is below 99 %, and ten targets rarely show it. A distribution-free bound on the mean takes 368 perfect
-targets; for the median, six of six suffice.
+For each method ("fine" or "coarse"), the margin of a target is its accuracy minus the threshold. A length n passes as
+coarse if the mean margin over all possible targets is positive, which we test with a t test. It passes as fine if more
+than half of all targets are copied with an accuracy above 99 %, which we test with a sign test. The paper uses the
+mean for the fine length too, but a few repeats cannot establish it. If 97 of 100 targets are copied perfectly and the
+other three not at all, the mean is below 99 %, but ten targets rarely include one of the three. A distribution-free
+bound on the mean needs 368 perfect targets, whereas the sign test needs six.
 
-If memory only fades as targets grow, it reaches n if n passes, and ends before n if n fails. The claim "reaches n"
-thus implies the same claim for all shorter lengths, and "ends before n" implies it for all longer ones. Testing nested
-claims in this order, and stopping at the first test that does not reject, keeps the error rate of a single test for
-any number of lengths (closed testing, Marcus, Peritz and Gabriel 1976).
+We assume that memory only fades as targets grow. A model that reaches a length n then also reaches all shorter
+lengths, and memory that ends before n also ends before all longer lengths. Such nested claims are tested in order, up
+to the first test that does not reject. The error rate is then the error rate of a single test, regardless of the
+number of lengths (closed testing, Marcus, Peritz and Gabriel 1976).
 
-All targets from n upwards are evidence that memory reaches n; all targets up to n are evidence that it ends before n.
-Each test therefore pools windows of 1, 2, 4, 8 ... lengths starting at n, and takes the window with the smallest p
-value after a Bonferroni correction for their number. This detects a long tail in which copying is as good as guessing
-(1 % below the threshold), even if no single length shows it. The unit of a test is the target, not the token, because
-the tokens of a target are correlated. Targets that share scored tokens share errors too, so a test uses the largest
-subset of its window's targets without shared tokens.
+Targets longer than n are also evidence that memory reaches n, and shorter targets are also evidence that it ends
+before n. Each test therefore pools the targets of a window of 1, 2, 4, 8 ... lengths that starts (or ends) at n. Of
+all windows, we take the smallest p value after a Bonferroni correction. This can detect that a model copies no better
+than it guesses over many long lengths, even if no single length is significant. The unit of a test is the target, not
+the token, because the tokens of a target are correlated. Targets that share scored tokens are correlated too, so a
+test uses the largest subset of targets that do not share any.
 
-The adaptive protocol measures until single lengths are significant, so its windows would contain few lengths. The
-interval of an adaptive curve tests single lengths only, in any order, with a Bonferroni correction for their number
-and for repeated looks: a test after 3, 5, 7 and 10 repeats that stops when it rejects has four chances to err.
+For a curve of the adaptive protocol, we test single lengths only, because the protocol measures few lengths with
+significant results. The Bonferroni correction is for the number of lengths and for repeated looks: a protocol that
+tests after 3, 5, 7 and 10 repeats, and stops at the first rejection, can err four times.
 
 `scripts/evidence/curve_coverage.py` counts how often the intervals of simulated curves miss the true length. This file
-works on plain sequences of counts.
+does not run a model.
 """
 
 from __future__ import annotations
@@ -33,35 +33,40 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # imports scipy.special lazily, so `--help` does not wait for it
+import scipy  # loads scipy.special on first use, which keeps `--help` fast
 
 from ..overlap import separate
 
 
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
-SEPARATE = 0.75  # below this share of non-overlapping repeats, a longer corpus helps more than further repeats
-ENOUGH, ALONE = 6, 0.64  # targets for a sign test of one length, and its share of the risk of 2.5 %
+SEPARATE = 0.75  # the corpus is reported as too short if a smaller share of the repeats does not overlap
+ENOUGH = 6  # minimum number of targets for a significant sign test of one length
+ALONE = 0.64  # share of the error rate that a sign test of one length gets
 
 
-# For each length, the span [first, stop) of each repeat's scored tokens in the corpus.
+# For each length: the span [first, stop) of the scored tokens in the corpus, for each repeat
 Places = Sequence[Sequence[tuple[int, int]] | None]
 
 
 def centre(margins: np.ndarray, method: str) -> float:
-    """Return a number that is above 0 if a length passes: the mean margin, or the share of passing targets - 1/2."""
+    """Return a number that is positive if a length passes.
+
+    For "coarse", it is the mean margin. For "fine", it is the share of targets that pass, minus 1/2.
+    """
     return ((margins > 0) - 0.5 if method == "fine" else margins).mean()
 
 
 def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
-    """Return the one-sided p value of a window of lengths, (...): by a sign test for "fine", a t test for "coarse".
+    """Return the one-sided p value of a window of lengths, with shape (...).
 
-    The t test is of the mean margin per scored token. Its standard error is robust to heteroscedasticity, and at least
-    one token in total: three perfect repeats of four tokens do not show an accuracy above 99 %.
+    "fine" uses a sign test, "coarse" a t test of the mean margin per scored token. The standard error of the t test is
+    robust to heteroscedasticity, and is at least one token in total. Otherwise, identical margins in a few short
+    repeats would be significant.
 
     Args:
         margins: for each length of the window, margins of its repeats, (..., R); R may differ between lengths.
         scored: for each length, number of scored tokens per repeat.
-        direction: 1 to show that the window passes, -1 to show that it fails.
+        direction: 1 to test whether the window passes, -1 to test whether it fails.
     """
     samples = sum(m.shape[-1] for m in margins)
     if method == "fine":
@@ -79,18 +84,19 @@ def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int
 
 
 def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: str) -> int:
-    """Return 1 if a length passes significantly, -1 if it fails significantly, else 0: one-sided tests at this level.
+    """Test a single length: return 1 if it passes significantly, -1 if it fails significantly, and 0 otherwise.
 
     Args:
         margins: margins of the repeats, (R,).
         scored_tokens: number of scored tokens per repeat.
+        level: significance level of the one-sided test.
     """
     side = 1 if centre(margins, method) > 0 else -1
     return side if p_value([margins], [scored_tokens], side, method) < level else 0
 
 
 def windows(lengths: int) -> list[int]:
-    """Return the window sizes, i.e. how many neighbouring lengths are tested together: 1, 2, 4 ... up to all.
+    """Return the window sizes: the powers of two up to the number of lengths.
 
     >>> windows(5)
     [1, 2, 4]
@@ -99,7 +105,7 @@ def windows(lengths: int) -> list[int]:
 
 
 def risk_shares(windows: int, method: str) -> list[float]:
-    """Return each window's share of the error rate, smallest window first.
+    """Return the share of the error rate for each window, from the smallest window to the largest.
 
     >>> risk_shares(4, "coarse"), risk_shares(3, "fine")
     ([0.25, 0.25, 0.25, 0.25], [0.64, 0.18, 0.18])
@@ -110,7 +116,7 @@ def risk_shares(windows: int, method: str) -> list[float]:
 
 
 def without_overlap(margins: Sequence[np.ndarray], places: Places) -> list[np.ndarray]:
-    """Return the margins of the largest subset of a window's targets that does not share scored tokens."""
+    """Return the margins of the largest subset of targets in which no two targets share scored tokens."""
     targets = [(i, j, place) for i, row in enumerate(places) for j, place in enumerate(row or ())]
     kept = [[] if row else [*range(m.shape[-1])] for m, row in zip(margins, places)]
     for index in separate([place for *_, place in targets]):
@@ -122,18 +128,19 @@ def without_overlap(margins: Sequence[np.ndarray], places: Places) -> list[np.nd
 def p_values(
     margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str, places: Places | None = None
 ) -> np.ndarray:
-    """Return for each length the p value of the hypothesis that closed testing tries to reject.
+    """Return the p value of each length, corrected for the number of windows.
 
     Args:
         margins: for each length, margins of its repeats, (..., R).
         scored: for each length, number of scored tokens per repeat.
-        direction: 1 to show that memory reaches a length, from windows that start there; -1 to show that memory ends
-            before it, from windows that end there.
+        direction: 1 to test whether memory reaches a length, with windows that start at the length. -1 to test
+            whether memory ends before a length, with windows that end at the length.
         method: "fine" or "coarse".
-        places: for each length, the span of each repeat's scored tokens in the corpus; None if none overlap.
+        places: for each length, the span of the scored tokens in the corpus, for each repeat. None if no two repeats
+            overlap.
 
     Returns:
-        (..., lengths) float64, corrected for the number of windows.
+        (..., lengths) float64.
     """
     sizes, columns, places = windows(len(scored)), [], places or [None] * len(scored)
     shares = risk_shares(len(sizes), method)
@@ -148,7 +155,7 @@ def p_values(
 
 
 def rejected(p: np.ndarray, level: float) -> np.ndarray:
-    """Count the hypotheses that are rejected before the first one that is not; (..., lengths) to (...)."""
+    """Count the lengths, from the first one on, whose p values are below the level; (..., lengths) to (...)."""
     return np.logical_and.accumulate(p < level, axis=-1).sum(-1)
 
 
@@ -156,10 +163,10 @@ class LengthInterval(NamedTuple):
     """The confidence interval [low, high) of a fine or coarse length, in tokens.
 
     Attributes:
-        low: the largest tested length that memory significantly reaches; 0 if there is none.
-        high: the smallest tested length that memory significantly fails to reach; None if there is none.
+        low: the longest tested length that memory significantly reaches; 0 if no length is significant.
+        high: the shortest tested length that memory significantly does not reach; None if no length is significant.
         longest: whether `low` is the longest tested length.
-        text_too_short: whether repeats overlap so much that a tighter interval needs a longer corpus.
+        text_too_short: whether a tighter interval needs a longer corpus, because too many repeats overlap.
 
     >>> print(LengthInterval(1400, 2048), LengthInterval(0, 64), LengthInterval(64, None), sep=", ")
     1,400 to 2,048, below 64, at least 64
@@ -199,7 +206,7 @@ def length_interval(
 ) -> LengthInterval:
     """Compute a confidence interval of the fine or coarse length, assuming that memory only fades as targets grow.
 
-    Each end gets half of the error rate 1 - confidence.
+    Each end of the interval has an error rate of (1 - confidence) / 2.
 
     Args:
         lengths: tested lengths in tokens, ascending.
@@ -207,7 +214,7 @@ def length_interval(
         scored: for each length, number of scored tokens per repeat.
         method: "fine" or "coarse".
         confidence: confidence level, between 0 and 1.
-        protocol: protocol by which the lengths were measured; see `tasks.curve.Curve`.
+        protocol: protocol that chose the lengths: "reference" or "adaptive".
         places: see `p_values`.
 
     Raises:
@@ -221,7 +228,8 @@ def length_interval(
     if not count:
         return LengthInterval(0, None)
     level, places = (1 - confidence) / 2, places or [None] * count
-    alone = [without_overlap([m], [row])[0] for m, row in zip(margins, places)]  # windows of one length
+    # for each length, the margins of the repeats that do not overlap
+    alone = [without_overlap([m], [row])[0] for m, row in zip(margins, places)]
     if protocol == "adaptive":
         level /= adaptive_tests(count, max(m.shape[-1] for m in margins), method, level)
         outcomes = [test_result(m, n, level, method) for m, n in zip(alone, scored)]
@@ -230,16 +238,22 @@ def length_interval(
     else:
         reached = int(rejected(p_values(margins, scored, 1, method, places), level))
         ended = int(rejected(p_values(margins, scored, -1, method, places)[..., ::-1], level))
-        end = max(count - ended, reached)  # after a dip, both claims can be significant at one length
+        end = max(count - ended, reached)  # if the curve has a dip, a length can be significant in both directions
     low, high = lengths[reached - 1] if reached else 0, lengths[end] if end < count else None
     overlapping = alone[-1].shape[-1] < SEPARATE * margins[-1].shape[-1]
     return LengthInterval(low, high, reached == count, high is None and reached < count and overlapping)
 
 
 def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int:
-    """Return the number of tests in the adaptive protocol, given the number of lengths and the maximum repeats.
+    """Return the maximum number of tests in the adaptive protocol, for the Bonferroni correction.
 
-    Looks with too few targets for a sign test to reject cannot err, and are not counted.
+    A sign test of too few targets can never reject, so it is not counted.
+
+    Args:
+        lengths: number of lengths.
+        repeats: maximum number of repeats per length.
+        method: "fine" or "coarse".
+        level: significance level before the correction.
 
     >>> adaptive_tests(6, 10, "coarse", 0.025), adaptive_tests(6, 20, "coarse", 0.025)
     (24, 30)

@@ -1,8 +1,8 @@
 """The counts of a forgetting curve at one length, and the memory lengths that the paper derives from them.
 
-A length passes as fine if its copy accuracy is above 99 %, and as coarse if it is at least 1 % above its LM accuracy.
-These definitions mistake noise for memory: if copying is only as good as guessing, one of many lengths passes by
-chance. For significance tests, see intervals.py.
+A length passes as fine if its copy accuracy is above 99 %. It passes as coarse if its copy accuracy is at least 1 %
+above its LM accuracy. With many lengths, one may pass by chance even if the model does not remember anything. For
+significance tests, see intervals.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ def check_method(method: str) -> None:
 
 
 def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_tokens: int, method: str) -> np.ndarray:
-    """Return how far each repeat is above the threshold of a method, as a share of the scored tokens; (R,) float64.
+    """Return the accuracy of each repeat minus the threshold of a method, (R,) float64.
+
+    For "fine", it is the copy accuracy minus 0.99. For "coarse", it is the copy accuracy minus the LM accuracy minus
+    0.01.
 
     Raises:
         ValueError: the method is unknown.
@@ -44,9 +47,10 @@ class CurvePoint:
 
     Attributes:
         length: number of tokens in the target.
-        copy_correct: correctly predicted tokens of the copy input, one integer per repeat, out of `scored_tokens`.
-        lm_correct: the same for the LM input. Repeat i of both has the same target.
-        begin_locs: where each target starts in the corpus; None for random data.
+        copy_correct: number of correctly predicted tokens in the copy input, for each repeat.
+        lm_correct: number of correctly predicted tokens in the LM input, for each repeat. The target is the same as
+            in the copy input.
+        begin_locs: start of each target in the corpus; None for random data.
     """
 
     length: int
@@ -64,12 +68,13 @@ class CurvePoint:
                 object.__setattr__(self, name, integers(values, f"{name} at length {length}", 0, most))
         if not len(self.copy_correct) == len(self.lm_correct) == len(self.begin_locs or self.lm_correct):
             raise ValueError(
-                f"length {length} has {len(self.copy_correct)} copy counts and {len(self.lm_correct)} LM counts, begin_locs "
-                f"{self.begin_locs}; give one of each for every repeat."
+                "copy_correct, lm_correct and begin_locs must have one entry per repeat, got "
+                f"{len(self.copy_correct)} copy counts, {len(self.lm_correct)} LM counts and "
+                f"begin_locs={self.begin_locs} at length {length}."
             )
 
     def first(self, repeats: int) -> CurvePoint:
-        """Return the point with only its first `repeats` repeats, at least one."""
+        """Return a point with the first `repeats` (at least 1) repeats only."""
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 
@@ -94,14 +99,14 @@ class CurvePoint:
 
     @property
     def places(self) -> list[tuple[int, int]] | None:
-        """Span [first, stop) of each repeat's scored tokens in the corpus."""
+        """Span [first, stop) of the scored tokens in the corpus, for each repeat; None for random data."""
         if self.begin_locs is None:
             return None
         return [(begin + self.length - self.scored_tokens, begin + self.length) for begin in self.begin_locs]
 
     @property
     def texts(self) -> list[int]:
-        """Indices of the repeats that count as separate passages: the largest set that shares no scored token."""
+        """Indices of the repeats that count as separate passages, because they do not share scored tokens."""
         return [*range(self.repeats)] if self.places is None else sorted(separate(self.places))
 
     @property
@@ -126,8 +131,11 @@ class CurvePoint:
 
     @property
     def p_value(self) -> float:
-        """Two-sided paired t-test of copy against LM over repeats; 1 where it is undefined (one repeat, all equal)."""
-        # On counts, not accuracies: t does not change with the unit, and integers show an exactly constant difference.
+        """The p value of a two-sided paired t test of copy accuracy against LM accuracy over repeats.
+
+        It is 1 if there is only one repeat, or if the accuracies are equal in all repeats.
+        """
+        # Counts give the same t as accuracies, and integers make a constant difference exactly constant.
         difference = np.subtract(self.copy_correct, self.lm_correct)
         if self.repeats < 2 or not difference.any():
             return 1.0
@@ -135,21 +143,22 @@ class CurvePoint:
         return 0.0 if error == 0 else float(2 * scipy.special.stdtr(self.repeats - 1, -abs(difference.mean()) / error))
 
     def margins(self, method: str) -> np.ndarray:
-        """Return how far each repeat is above the threshold of "fine" or "coarse", (R,); see `margins`."""
+        """Return the margin of each repeat, (R,) float64; see the function `margins`."""
         return margins(self.copy_correct, self.lm_correct, self.scored_tokens, method)
 
     def passes(self, method: str) -> bool:
-        """Return whether the mean passes as "fine" or "coarse", ignoring noise, in exact integer arithmetic."""
+        """Return whether the mean accuracy passes as "fine" or "coarse", in exact integer arithmetic."""
         copy, lm, scored = sum(self.copy_correct), sum(self.lm_correct), self.repeats * self.scored_tokens
         return 100 * copy > 99 * scored if method == "fine" else 100 * (copy - lm) >= scored
 
 
 class MemoryLength(int):
-    """A memory length read off a curve, in tokens: the last tested length that passes, or 0.
+    """A memory length in tokens: a tested length that passes, or 0 if no length passes.
 
     Attributes:
-        open_ended: whether the longest tested length passes, so the true one may be larger; printed as ">1400".
-        next_tested: the next tested length; the true one lies in [self, next_tested). None if open-ended.
+        open_ended: whether it is the longest tested length, so that the true length may be larger. An open-ended
+            length is printed as ">1400".
+        next_tested: the next longer tested length; None if open-ended. The true length lies in [self, next_tested).
 
     >>> print(MemoryLength(1400, open_ended=True), MemoryLength(767, next_tested=893) + 1)
     >1400 768
@@ -169,13 +178,16 @@ class MemoryLength(int):
 
 
 def memory_lengths(points: Sequence[CurvePoint]) -> dict[str, MemoryLength]:
-    """Return five definitions of "memory length" from the points of a curve, in ascending order.
+    """Compute the memory length of a curve by five definitions.
+
+    Args:
+        points: points of the curve, in ascending order of length.
 
     Returns:
-        `fine_max`, `coarse_max`: the largest length that passes (Table 3 of the paper).
-        `fine_first_run`, `coarse_first_run`: the end of the first uninterrupted run of passing lengths. Failing
-        lengths before it are skipped: very short targets do not yet show that the task is to copy (footnote 7).
-        `coarse_max_significant`: the largest length that passes as coarse with p < 0.05.
+        `fine_max`, `coarse_max`: the longest length that passes (Table 3 of the paper).
+        `fine_first_run`, `coarse_first_run`: the last length of the first uninterrupted run of passing lengths.
+        Lengths before the run may fail, because very short targets do not show that the task is to copy (footnote 7).
+        `coarse_max_significant`: the longest length that passes as coarse with p < 0.05.
 
     >>> memory_lengths([CurvePoint(8, [4], [1]), CurvePoint(64, [31], [9]), CurvePoint(128, [5], [5])])["coarse_max"]
     64

@@ -9,16 +9,16 @@ from .. import style
 from .lengths import METHODS
 
 
-SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # format of each setting
+SMALL_PRINT = {"data_type": "{} data", "dtype": "{}", "seed": "seed {}"}  # settings in the footnote
 
 
 def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = None) -> None:
-    """Draw copy and LM accuracy over the length of the target, with the conclusion in a sentence.
+    """Draw copy and LM accuracy over the length of the target, with a one-sentence conclusion.
 
-    Lines show means over repeats, ribbons one population standard deviation on each side, triangles the worst repeat.
-    The background is green where the median target is significantly copied above 99 %, blue where targets are
-    significantly copied better than guessed, and red where memory significantly does not reach. The upper axis shows
-    the input length, 2n + 3 tokens at length n; a line marks an input of `train_length` tokens. See `Result.plot`.
+    Lines show means over repeats, ribbons show one population standard deviation on each side, and triangles show the
+    worst repeat. The background is green at lengths within the fine interval, blue at lengths within the coarse
+    interval, and red at lengths that memory significantly does not reach. The upper axis shows the input length, which
+    is 2n + 3 tokens at length n. A vertical line marks an input of `train_length` tokens. See `Result.plot`.
     """
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
@@ -59,7 +59,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
 
 
 def logarithmic(lengths) -> bool:
-    """Return whether to use a logarithmic axis: the median of a geometric grid is far below the middle of its range.
+    """Return whether the axis should be logarithmic, because the median length is far below the longest length.
 
     >>> logarithmic([8, 64, 512]), logarithmic([8, 48, 88, 128])
     (True, False)
@@ -68,7 +68,7 @@ def logarithmic(lengths) -> bool:
 
 
 def mark_input(axes, train_length: int, right: float) -> bool:
-    """Mark the length whose input fills the training context; return False if it is outside the figure."""
+    """Mark the length whose input is as long as the training context; return False if it is outside the figure."""
     length = (train_length - 3) / 2
     if length > right:
         return False
@@ -80,7 +80,7 @@ def mark_input(axes, train_length: int, right: float) -> bool:
 
 
 def area_of(point, intervals) -> str:
-    """Return the significant verdict at a length: "fine", "coarse" or "amnesia", else "unsure"."""
+    """Return the verdict at a length: "fine", "coarse" or "amnesia" if it is significant, otherwise "unsure"."""
     fine, coarse = (intervals[method] for method in METHODS)
     if 2 * point.copied > point.repeats and point.length <= fine.low:
         return "fine"
@@ -90,9 +90,9 @@ def area_of(point, intervals) -> str:
 
 
 def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, float, str]]:
-    """Split an axis from `left` to `right` into stretches around the measured lengths: start, end and verdict.
+    """Split the x axis from `left` to `right` into areas with the same verdict: (start, end, verdict) for each.
 
-    Boundaries are halfway between two lengths, or at their geometric mean on a logarithmic axis.
+    The boundary between two measured lengths is their mean, or their geometric mean on a logarithmic axis.
     """
     intervals = {method: curve.interval(method) for method in METHODS}
     lengths = [p.length for p in curve.points]
@@ -104,7 +104,7 @@ def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, floa
 
 
 def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
-    """Shade the significant `areas`, and return their legend handles."""
+    """Shade the areas with a significant verdict, and return their legend handles."""
     stretches = areas(curve, left, right, logarithmic([p.length for p in curve.points]))
     drawn = {area for _, _, area in stretches} - {"unsure"}
     for start, end, area in stretches:
@@ -116,7 +116,7 @@ def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
 
 
 def ribbon(moments) -> tuple[list[float], list[float]]:
-    """Return the means minus and plus one standard deviation, clipped to 0 and 1.
+    """Return the lower and the upper edge of a ribbon: mean ± one standard deviation, clipped to 0 and 1.
 
     >>> ribbon([(0.125, 0.25), (0.9, 0.2)])
     ([0, 0.7], [0.375, 1])

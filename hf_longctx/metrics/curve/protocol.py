@@ -1,10 +1,10 @@
 """Lengths, samples and inputs of the forgetting curve.
 
-A model reads a target S of n tokens twice, `[bos] S [bos] S [eos]`, or once after an unrelated passage of the same
-length, `[bos] I [bos] S [eos]`. With teacher forcing, the share of tokens it predicts right in the second half of the
-last S is its copy accuracy in the first case and its language-modelling (LM) accuracy in the second. As n grows,
-copying is first exact (fine-grained memory), then only better than guessing (coarse-grained memory), and finally no
-better than guessing (amnesia).
+The copy input `[bos] S [bos] S [eos]` contains a target S of n tokens twice. The LM input `[bos] I [bos] S [eos]`
+contains S after an unrelated passage I of n tokens. With teacher forcing, we count the correctly predicted tokens in
+the second half of the last S. Their share is the copy accuracy in the copy input, and the language-modelling (LM)
+accuracy in the LM input. As n grows, copying is first exact (fine-grained memory), then only better than guessing
+(coarse-grained memory), and finally no better than guessing (amnesia).
 
 Source: Liu et al. 2024, "Forgetting Curve: A Reliable Method for Evaluating Memorization Capability for Long-context
 Models", section 3. This file does not run a model.
@@ -19,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 
 
-SHORTEST = 8  # first length of the two standard grids
+SHORTEST = 8  # first length of a linear or logarithmic grid
 
 
 def linear_lengths(max_length: int, n: int) -> list[int]:
-    """Return about `n` evenly spaced lengths from 8 to `max_length` tokens, truncated to integers, without duplicates.
+    """Return at most `n` evenly spaced lengths from 8 to `max_length` tokens, truncated to integers.
 
     >>> linear_lengths(128, 4)
     [8, 48, 88, 128]
@@ -32,7 +32,7 @@ def linear_lengths(max_length: int, n: int) -> list[int]:
 
 
 def log_lengths(max_length: int, n: int) -> list[int]:
-    """Return at most `n` geometrically spaced lengths from 8 to `max_length` tokens, truncated, without duplicates.
+    """Return at most `n` geometrically spaced lengths from 8 to `max_length` tokens, truncated to integers.
 
     >>> log_lengths(700, 4)
     [8, 35, 157, 700]
@@ -43,8 +43,8 @@ def log_lengths(max_length: int, n: int) -> list[int]:
 def _grid(space, max_length, n):
     if n < 2 or max_length <= SHORTEST:
         raise ValueError(
-            f"a grid of {n} lengths up to {max_length} is too small: it starts at {SHORTEST} tokens and needs n >= 2 "
-            f"and max_length > {SHORTEST}. For other lengths, give the list itself: lengths=[4, 6], or --lengths 4,6."
+            f"a grid of lengths must have at least 2 points and max_length above {SHORTEST}, got {n} points and "
+            f"max_length={max_length}. For shorter lengths, list them: lengths=[4, 6], or --lengths 4,6."
         )
     return np.unique(space(SHORTEST, max_length, n).astype(int)).tolist()
 
@@ -56,15 +56,19 @@ def default_lengths(
     grid: Callable[[int, int], list[int]] = linear_lengths,
     repeats: int = 10,
 ) -> list[int]:
-    """Return a grid of `n` lengths up to the one whose input fills the claimed context, if the corpus is long enough.
+    """Return a grid of at most `n` lengths.
+
+    The longest input fills the claimed context, or is shorter if the corpus is too short for `repeats` targets.
 
     Args:
         claimed_context: claimed context in tokens; None if the model does not claim one.
         corpus_tokens: number of tokens in the corpus; None for random data.
+        n: maximum number of lengths.
+        grid: `linear_lengths` or `log_lengths`.
         repeats: number of targets that must fit into the corpus without overlap.
 
     Raises:
-        ValueError: both are None, or the corpus is too short.
+        ValueError: `claimed_context` and `corpus_tokens` are None, or the corpus is too short.
 
     >>> default_lengths(131, None, 3), default_lengths(None, 1300, 3)
     ([8, 36, 64], [8, 54, 100])
@@ -74,52 +78,52 @@ def default_lengths(
         ends.append(corpus_tokens // (3 + repeats))
         if ends[-1] <= SHORTEST:
             raise ValueError(
-                f"the corpus has {corpus_tokens} tokens, too few for {repeats} separate passages and an unrelated one: "
-                f"give {(3 + repeats) * (SHORTEST + 1)} or more, fewer repeats, or the lengths themselves: lengths=[4, 6], "
-                "or --lengths 4,6."
+                f"the corpus must have at least {(3 + repeats) * (SHORTEST + 1)} tokens for {repeats} repeats, got "
+                f"{corpus_tokens}. Pass a longer corpus, fewer repeats, or a list of lengths: lengths=[4, 6], or "
+                "--lengths 4,6."
             )
     if not ends:
         raise ValueError(
-            "the model claims no context and there is no corpus; give the lengths: lengths=[...], or --lengths "
-            "or --max-length."
+            "the lengths cannot be chosen, because the model does not claim a context and there is no corpus. Pass "
+            "lengths=[...], or --lengths or --max-length."
         )
     return grid(min(ends), n)
 
 
 class Sample(NamedTuple):
-    """One repeat at one length n; the copy and the LM input share the target."""
+    """The target S and the unrelated passage I of one repeat at length n."""
 
     target: np.ndarray  # S, (n,) int64
     irrelevant: np.ndarray  # I, (n,) int64
-    begin: int | None  # where S starts in the corpus; None for random data
+    begin: int | None  # start of S in the corpus; None for random data
 
 
 def order_samples(
     corpus: np.ndarray, lengths: Sequence[int], repeats: int, seed: int, irrelevant: np.ndarray | None = None
 ) -> dict[int, list[Sample]]:
-    """Draw `repeats` targets from `corpus` per length.
+    """Draw `repeats` targets per length from a corpus.
 
-    Irrelevant passages come from the end of `irrelevant`, or of `corpus` without it.
-    Lengths are drawn in the given order, so the samples of a grid do not change if its end is cut off.
+    Targets are drawn in the order of `lengths`, so the samples of a length do not depend on the lengths after it.
 
     Args:
         corpus: token ids, (N,) int64.
+        irrelevant: token ids whose end is the unrelated passage (default: `corpus`).
 
     Raises:
-        ValueError: the corpus is shorter than three times the longest length, or `irrelevant` than the longest length.
+        ValueError: the corpus is shorter than three times the longest length, or `irrelevant` is shorter than the
+            longest length.
     """
     longest = max(lengths)
     if len(corpus) < 3 * longest:
         raise ValueError(
-            f"the corpus has {len(corpus)} tokens; length {longest} needs {3 * longest}, three times as many, so that "
-            f"target and irrelevant text keep apart. The longest possible length is {len(corpus) // 3}: drop the "
-            "lengths above it or give more text."
+            f"the corpus must have at least three times as many tokens as the longest length, {3 * longest}, got "
+            f"{len(corpus)}. Drop the lengths above {len(corpus) // 3}, or pass a longer corpus."
         )
     irrelevant = corpus if irrelevant is None else irrelevant
     if len(irrelevant) < longest:
         raise ValueError(
-            f"irrelevant_text has {len(irrelevant)} ids, fewer than length {longest} needs. The longest possible "
-            f"length is {len(irrelevant)}: drop the lengths above it or give more text."
+            f"irrelevant_text must have at least as many ids as the longest length, {longest}, got {len(irrelevant)}. "
+            f"Drop the lengths above {len(irrelevant)}, or pass more ids."
         )
     rng, samples = random.Random(seed), {}
     for n in lengths:
@@ -131,21 +135,22 @@ def order_samples(
 def random_samples(
     id_range: tuple[int, int], lengths: Sequence[int], repeats: int, seed: int, skip: frozenset[int] = frozenset()
 ) -> dict[int, list[Sample]]:
-    """Draw `repeats` pairs of independent uniform id sequences per length.
+    """Draw `repeats` samples per length whose target and unrelated passage are independent, uniformly random ids.
 
     Args:
         id_range: lowest and highest id, both included.
         skip: special ids, which are never drawn.
 
     Raises:
-        ValueError: fewer than two ids of the range may be drawn; a sequence of a single id cannot be forgotten.
+        ValueError: fewer than two ids of the range can be drawn. A sequence of a single repeated id does not test
+            memory.
     """
     low, high = id_range
     skipped = sum(low <= i <= high for i in skip)
     if high - low <= skipped:
         raise ValueError(
-            f"id_range=({low}, {high}) leaves no choice of random ids: {skipped} of them are special ids or not tokens. "
-            "Give a wider range: id_range=(lowest, highest), both included."
+            f"id_range must contain at least two ordinary tokens, got ({low}, {high}), where {skipped} ids are "
+            "special or unused. Pass a wider range, id_range=(lowest, highest), with both ends included."
         )
     rng = random.Random(seed)
 
@@ -161,7 +166,7 @@ def random_samples(
 
 
 def model_inputs(kind: str, samples: Sequence[Sample], bos: int, eos: int) -> np.ndarray:
-    """Return the rows `[bos] S [bos] S [eos]` (kind "copy") or `[bos] I [bos] S [eos]` ("LM"), (R, 2n + 3) int64."""
+    """Build the inputs `[bos] S [bos] S [eos]` ("copy") or `[bos] I [bos] S [eos]` ("LM"), (R, 2n + 3) int64."""
     prefixes = [sample.target if kind == "copy" else sample.irrelevant for sample in samples]
     return np.stack([np.r_[bos, prefix, bos, sample.target, eos] for prefix, sample in zip(prefixes, samples)])
 
@@ -172,16 +177,16 @@ def input_tokens(length: int) -> int:
 
 
 def longest_length(max_tokens: int) -> int:
-    """Return the longest length whose input fits into `max_tokens`; 0 if none does."""
+    """Return the longest length whose input has at most `max_tokens` tokens; 0 if every input is longer."""
     return max((max_tokens - 3) // 2, 0)
 
 
 def scored_tokens(length: int) -> int:
-    """Count the scored tokens: the second half of the target, rounded up. The first half introduces the copy task."""
+    """Return the number of scored tokens: half of the target, rounded up. The first half introduces the copy task."""
     return (length + 1) // 2
 
 
 def scored_logits(length: int) -> range:
-    """Return the input positions whose logits predict the scored tokens, one before each; never the last two."""
-    end = 2 * length + 1  # the input has 2n + 3 tokens
+    """Return the positions of the logits that predict the scored tokens: one position before each scored token."""
+    end = 2 * length + 1  # the last scored token is at position 2n + 1, followed by [eos]
     return range(end - scored_tokens(length), end)

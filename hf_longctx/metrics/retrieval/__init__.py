@@ -1,1 +1,1 @@
-"""Retrieval questions that only the context can answer: a needle in a haystack, one line among many."""
+"""Prompts, wording and scoring of retrieval tasks: needle in a haystack and line retrieval."""

@@ -1,8 +1,8 @@
 """Score answers to retrieval questions without a judge model.
 
-Only the context contains the answer to a question, and the answer is known. One forward pass over question and answer
-gives two scores: the probability of the answer, and whether greedy decoding reproduces it token for token. The third
-score searches for the answer in the generated response.
+The answer to a question is known, and only the prompt contains it. One forward pass over prompt and answer gives two
+scores: the probability of the answer, and whether greedy decoding reproduces the answer token for token. The third
+score is whether the generated response contains the answer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from ..result import Number, plural
 from ..task import Answered, Counts, TaskResult
 
 
-REPLY_MARGIN = 16  # extra tokens that a response may have beyond the answer
-FEWEST = 5  # minimum number of haystacks or records for the interval of a rate
-SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")  # Thai to Chinese
+REPLY_MARGIN = 16  # a response may be longer than the answer by this number of tokens
+FEWEST = 5  # minimum number of haystacks or records for a confidence interval
+# Characters of scripts that do not separate words with spaces
+SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 RATES = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
-# Markers that open and close a model's thinking
+# Markers that begin and end a model's thinking
 THOUGHTS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -41,9 +42,9 @@ class Answer:
     Attributes:
         log_prob: log-probability of the right answer after the prompt, in nats, summed over its tokens.
         tokens: number of tokens in the right answer.
-        exact: whether each of these tokens is the most likely one.
-        reply: generated response; None if the model did not generate one.
-        matched: whether the response contains the answer; equal to `exact` without a response.
+        exact: whether greedy decoding gives the right answer, i.e. each of its tokens is the most likely token.
+        reply: generated response, or None.
+        matched: whether the response contains the answer; equal to `exact` if there is no response.
     """
 
     log_prob: float
@@ -57,9 +58,11 @@ class Answer:
         """Score a response.
 
         Args:
-            tokens: number of tokens in the answer.
-            matches: function that returns whether a string contains the answer. It does not get the model's thinking.
-            opened: marker of a thought that the prompt opens, see `opened_thought`.
+            response: response of the model.
+            tokens: number of tokens in the right answer.
+            matches: function that returns whether a string contains the right answer. It is called with the response
+                without the model's thinking.
+            opened: marker at the end of the prompt that begins the model's thinking; see `opened_thought`.
         """
         if response.reply is None:
             return cls(response.log_prob, tokens, response.exact, None, response.exact)
@@ -69,20 +72,21 @@ class Answer:
 
     @property
     def ends_in_thought(self) -> bool:
-        """Return whether the response ends while the model is still thinking."""
+        """Whether the response ends while the model is still thinking."""
         return self.reply is not None and after_thought(self.reply) is None
 
     @property
     def probability(self) -> float:
-        """Probability per token of the answer (geometric mean)."""
+        """Geometric mean of the probabilities of the answer's tokens."""
         return math.exp(self.log_prob / self.tokens)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to questions of one kind; each rate is from 0 to 1.
+    """The answers to several prompts of the same size (and depth), and their rates from 0 to 1.
 
-    A subclass adds fields: those in `key` identify it in a result, and the others are saved next to the answers.
+    A subclass adds fields. The fields named in `key` are the key of the answers in a result. The other fields are
+    saved alongside the answers.
     """
 
     key: ClassVar[tuple[str, ...]] = ()
@@ -91,13 +95,13 @@ class Answers:
 
     @classmethod
     def of_score(cls, key: Any, score: dict[str, Any]) -> Self:
-        """Rebuild the answers from their key and score in a result."""
+        """Load the answers from a key and a score of a result; see `score`."""
         names = dict(zip(cls.key, key if isinstance(key, tuple) else (key,)))
         others = {name: tuple(values) for name, values in score.items()}
         return cls(**{**names, **others, "answers": tuple(Answer(**answer) for answer in score["answers"])})
 
     def score(self) -> tuple[Any, dict[str, Any]]:
-        """Return the key and the score that a result stores."""
+        """Return the key of the answers in a result, and their score as JSON values."""
         key = tuple(getattr(self, name) for name in self.key)
         others = {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name not in self.key}
         score = {name: [*values] for name, values in others.items() if values is not None}
@@ -105,7 +109,7 @@ class Answers:
 
     @property
     def match_rate(self) -> float:
-        """Share of answers found in the responses; equal to `exact_rate` without responses."""
+        """Share of responses that contain the answer; equal to `exact_rate` if there are no responses."""
         return sum(a.matched for a in self.answers) / len(self.answers)
 
     @property
@@ -115,21 +119,21 @@ class Answers:
 
     @property
     def probability(self) -> float:
-        """Mean over answers of the per-token probability."""
+        """Mean of the answers' probabilities; see `Answer.probability`."""
         return sum(a.probability for a in self.answers) / len(self.answers)
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """Names of the rates; the match rate needs responses."""
+        """Names of the rates; "match_rate" is included only if there are responses."""
         return tuple(RATES)[all(a.reply is None for a in self.answers) :]
 
     def rates(self) -> dict[str, float]:
-        """Return the rates by their names."""
+        """Return the rates by name."""
         return {score: getattr(self, score) for score in self.scores}
 
 
 def wilson(rate: float, answers: int) -> tuple[float, float]:
-    """Return the 95 % Wilson score interval of a rate.
+    """Return the 95 % Wilson score interval of a rate over `answers` answers.
 
     >>> wilson(0, 11)[0], wilson(1, 11)[1]
     (0.0, 1.0)
@@ -137,12 +141,14 @@ def wilson(rate: float, answers: int) -> tuple[float, float]:
     z = 1.96
     centre = (rate + z**2 / (2 * answers)) / (1 + z**2 / answers)
     half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
-    # the bounds are exactly 0 and 1 at these rates; the terms would leave rounding errors
+    # at rates of 0 and 1, the formula would add a rounding error to the bounds 0 and 1
     return 0.0 if rate == 0 else centre - half, 1.0 if rate == 1 else centre + half
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the marker of a thought that the prompt opens and does not close, or an empty string.
+    """Return the marker that begins the model's thinking, if a prompt contains it without the marker that ends it.
+
+    Returns an empty string otherwise.
 
     >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
     ('<think>', '')
@@ -152,7 +158,7 @@ def opened_thought(prompt: str) -> str:
 
 
 def after_thought(response: str) -> str | None:
-    """Return the part of a response after the model's thinking; None if the model is still thinking.
+    """Return the part of a response after the model's thinking; None if the response ends before that part.
 
     >>> after_thought("<think>The cow ...</think> Alm"), after_thought("Alm"), after_thought("<think>The cow")
     (' Alm', 'Alm', None)
@@ -164,7 +170,7 @@ def after_thought(response: str) -> str | None:
 
 
 def contains_text(reply: str, expected: str) -> bool:
-    """Return whether `reply` contains the words of `expected` consecutively, ignoring case and punctuation.
+    """Return whether `reply` contains the words of `expected` in a row, ignoring case and punctuation.
 
     >>> contains_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
     True
@@ -180,7 +186,7 @@ def contains_text(reply: str, expected: str) -> bool:
 
 
 def contains_number(reply: str, expected: int) -> bool:
-    """Return whether the first integer in `reply` is the expected one; commas may separate thousands.
+    """Return whether the first integer in `reply` is `expected`. Commas may separate thousands.
 
     >>> contains_number("<4096> is the content of line 12", 4096)
     True
@@ -190,15 +196,15 @@ def contains_number(reply: str, expected: int) -> bool:
 
 
 class Retrieval(TaskResult):
-    """The base class of results with `Answers` for several kinds of prompts.
+    """The base class of retrieval results: `Answers` for each size of the prompt.
 
-    A subclass also sets the attributes, and defines `units`. Summaries show the first of the `rates_measured`.
+    A subclass sets the attributes and defines `units`. Summaries show the first of the `rates_measured`.
 
     Attributes:
-        part: class of the answers to prompts of one kind.
-        question: description of the question.
-        drawn: noun for the random part of a prompt, such as "record".
-        hidden: noun for what the model has to find.
+        part: subclass of `Answers` for the answers at one size.
+        question: description of the question, as a sentence.
+        drawn: noun for the randomly drawn part of a prompt, such as "record".
+        hidden: description of the information that the model has to find, such as "one of many lines".
     """
 
     part: ClassVar[type[Any]]
@@ -208,15 +214,15 @@ class Retrieval(TaskResult):
 
     @classmethod
     def of_parts(cls, parts: Sequence[Answers], settings: dict[str, Any] | None = None) -> Self:
-        """Return the result with these answers."""
+        """Create a result from answers."""
         return cls(dict(part.score() for part in parts), settings or {})
 
     def __post_init__(self):
-        assert self.parts is not None  # raises if a score is incomplete
+        assert self.parts is not None  # computed here, so that an incomplete score raises an error
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
-        """The answers, by kind of prompt."""
+        """The `Answers` at each size."""
         return tuple(self.part.of_score(key, score) for key, score in self.scores.items())
 
     @property
@@ -231,11 +237,11 @@ class Retrieval(TaskResult):
         )
 
     def units(self, size: int) -> list[list[Answer]]:
-        """Return the answers at this size, grouped by independently drawn prompt."""
+        """Return the answers at a size, grouped by haystack or record."""
         raise NotImplementedError
 
     def tokens(self, size: int) -> int:
-        """Convert a size to tokens."""
+        """Return the number of tokens in a prompt of a size."""
         return size
 
     def by_length(self, replies=True, overlapping=False):
@@ -248,13 +254,13 @@ class Retrieval(TaskResult):
         return counts
 
     def rates(self) -> dict[int, float]:
-        """Return the first of the `rates_measured` at each size, over all questions."""
+        """Return, for each size, the first of the `rates_measured`."""
         return {counts.length: counts.right / counts.asked for counts in self.by_length()}
 
     def numbers(self):
-        """Return the rate at each size with its interval; a mean over sizes is not meaningful.
+        """Return the rate at each size with its confidence interval.
 
-        Several questions about one haystack count as one for the interval, because their answers are correlated.
+        For the interval, all questions about the same haystack count as one, because their answers are correlated.
         """
         numbers = []
         for counts in self.by_length():
@@ -266,7 +272,7 @@ class Retrieval(TaskResult):
         return numbers
 
     def with_gaps(self, text: str) -> str:
-        """Append the number of responses that ended while the model was thinking, and thus contain no answer."""
+        """Append the number of responses that ended while the model was thinking, before it gave an answer."""
         answers = [answer for part in self.parts for answer in part.answers]
         thinking = sum(answer.ends_in_thought for answer in answers)
         if thinking:
@@ -277,5 +283,5 @@ class Retrieval(TaskResult):
         return super().with_gaps(text)
 
     def score_columns(self) -> tuple[str, ...]:
-        """Return the table headings for the `rates` of the parts."""
+        """Return the table headings of the `rates_measured`."""
         return tuple(RATES[score] for score in self.rates_measured)

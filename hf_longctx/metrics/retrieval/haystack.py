@@ -1,12 +1,13 @@
-"""Needle in a haystack: one sentence is hidden in a long document, and only this sentence answers the question.
+"""Prompts of the needle in a haystack: a sentence (the needle) is hidden in a document (the haystack).
 
-In standard mode, the needle is a plain sentence. In easy mode, the needle repeats the question before the answer, for
-models without instruction tuning. The answer is known, so scoring does not need a judge model; see `answers`.
+A question at the end of the prompt asks for the needle. In standard mode, the needle is a plain sentence. In easy
+mode, which is for models without instruction tuning, the needle contains the question before the answer. The answer is
+known, so scoring does not need a judge model; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
-and Qin et al. 2024. Unlike their programs, we make prompts exactly as long as requested, end sentences at any token
-that ends with a full stop, and leave the needle at its depth if no sentence ends before it. This file does not use a
-model.
+and Qin et al. 2024. Our prompts differ from theirs in three ways: they are exactly as long as requested, a sentence
+ends at any token that ends with a full stop, exclamation mark or question mark, and the needle is inserted at the
+requested depth if no sentence ends before that depth. This file does not use a model.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ DEPTHS = tuple(i / 10 for i in range(11))
 
 
 class Pieces(NamedTuple):
-    """The parts of a prompt around the haystack, as ids, each (n,) int64."""
+    """Token ids of everything in a prompt except the haystack, and of the answer; each array is (n,) int64."""
 
-    bos: np.ndarray  # in a chat, everything before the user message
+    bos: np.ndarray  # the BOS token, or in a chat all tokens before the user message
     needle: np.ndarray
     question: np.ndarray
     answer: np.ndarray
 
     @property
     def tokens(self) -> int:
-        """Total number of tokens in all pieces."""
+        """Total number of tokens, including the answer."""
         return sum(map(len, self))
 
 
@@ -45,9 +46,9 @@ def needle_pieces(
 
     Args:
         encode: function that encodes a string without special tokens.
-        bos: first token of a prompt without a chat template.
-        words: wording of the prompt, see `wording`.
-        frame: chat frame, see `chat_frame`.
+        bos: id of the BOS token, for a prompt without a chat template.
+        words: wording of the prompt; see `wording`.
+        frame: chat prompt around the user message; see `chat_frame`.
 
     Raises:
         ValueError: the tokenizer encodes the answer as a single repeated id.
@@ -60,7 +61,7 @@ def needle_pieces(
     question, answer_ids = split_encoding(encode, prompt, answer)
     if len(set(answer_ids)) < min(2, len(answer.split())):
         raise ValueError(
-            f"the tokenizer encodes {answer!r} as the ids {answer_ids}, so it does not cover this language. Pass the "
+            f"the tokenizer does not cover this language: it encodes {answer!r} as the ids {answer_ids}. Pass the "
             "model's own tokenizer."
         )
     pieces = (before, encode(words.needle), question, answer_ids)
@@ -68,10 +69,10 @@ def needle_pieces(
 
 
 def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Encode a prompt and its answer jointly, because tokens may begin with a space.
+    """Encode a prompt followed by its answer, and return the ids of each.
 
-    The answer begins where the encoding differs from the encoding of the prompt alone. A token that spans both belongs
-    to the answer.
+    Both are encoded as one string, because a token may begin with the space between them. The answer begins where the
+    ids differ from the ids of the prompt alone, so a token that spans the boundary belongs to the answer.
     """
     alone, together = encode(prompt), list(encode(prompt + answer))
     seam = next((i for i, (a, b) in enumerate(zip(alone, together)) if a != b), len(alone))
@@ -79,32 +80,38 @@ def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: 
 
 
 def haystack_length(length: int, pieces: Pieces) -> int:
-    """Return the number of haystack tokens if prompt and answer take `length` tokens.
+    """Return the number of tokens in the haystack, if prompt and answer have `length` tokens.
 
     Raises:
-        ValueError: `length` does not leave room for a haystack.
+        ValueError: `length` is too short for a haystack.
     """
     room = length - pieces.tokens
     if room < 1:
         raise ValueError(
-            f"length {length} is too short: needle, question and answer take {pieces.tokens} tokens with this tokenizer. "
-            f"Start at {pieces.tokens + 1} or, better, at several times that."
+            f"lengths must be above {pieces.tokens}, the number of tokens in needle, question and answer, got "
+            f"{length}. Start at several times that number."
         )
     return room
 
 
 def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> list[int]:
-    """Draw the starts of non-overlapping haystacks of one length in the corpus, one for each question.
+    """Draw a haystack for each question, and return the start of each haystack in the corpus.
 
-    If the corpus is too short for all, the questions share the haystacks that fit, in turn.
+    Haystacks do not overlap. If the corpus is too short for one haystack per question, questions share haystacks.
+
+    Args:
+        corpus_tokens: number of tokens in the corpus.
+        room: number of tokens in a haystack.
+        questions: number of questions.
+        seed: random seed.
 
     Raises:
         ValueError: the corpus is shorter than one haystack.
     """
     if corpus_tokens < room:
         raise ValueError(
-            f"the corpus has {corpus_tokens} tokens, and a haystack needs {room}. Give a longer corpus or drop the longest "
-            "lengths."
+            f"the corpus must have at least {room} tokens for a haystack, got {corpus_tokens}. Pass a longer corpus, "
+            "or drop the longest lengths."
         )
     rng = random.Random(f"{seed} {room}")
     haystacks = min(questions, corpus_tokens // room)
@@ -115,12 +122,14 @@ def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> lis
 
 
 def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
-    """Return how many tokens of the haystack precede the needle, which follows the last full sentence before `depth`.
+    """Return the number of haystack tokens before the needle.
 
-    If no sentence ends before that depth, the needle goes exactly there. Depths 0 and 1 are the beginning and the end.
+    The needle is inserted after the last sentence that ends before `depth`. If no sentence ends before that depth, the
+    needle is inserted exactly at it.
 
     Args:
-        sentence_ends: (n,) bool, True where a token of the haystack ends a sentence.
+        sentence_ends: (n,) bool, whether each token of the haystack ends a sentence.
+        depth: depth of the needle, from 0 (beginning of the haystack) to 1 (end).
 
     >>> insertion_point(np.array([False, True, False, False]), 0.75)
     2
@@ -133,7 +142,7 @@ def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
 
 
 def hide_needle(haystack: np.ndarray, at: int, pieces: Pieces) -> np.ndarray:
-    """Join BOS, the haystack with the needle after its first `at` tokens, and the question, (n,) int64."""
+    """Return the ids of a prompt, (n,) int64, with the needle after the first `at` tokens of the haystack."""
     return np.concatenate([pieces.bos, haystack[:at], pieces.needle, haystack[at:], pieces.question])
 
 
@@ -143,4 +152,4 @@ def ends_sentence(text: str) -> bool:
     >>> [ends_sentence(token) for token in ('."', ".\\n", " e.g", "!", "\u3002", ",")]
     [True, True, False, True, True, False]
     """
-    return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # the last three are full-width
+    return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # includes full-width marks

@@ -1,1 +1,1 @@
-"""Run a local or served model: predictions, scores and responses, in trials that a journal records."""
+"""Run the trials of a task with a local or served model, and record their scores in a journal."""

@@ -1,4 +1,4 @@
-"""Share a measurement among the processes of torch.distributed. This file does not depend on a metric."""
+"""Distribute a measurement over the processes of torch.distributed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from .reader import Reader
 
 
 def rank_and_world_size(reader: Reader | None = None) -> tuple[int, int]:
-    """Return rank and number of the processes that share the work; (0, 1) if they share one sharded model."""
+    """Return the rank of this process, and the number of processes among which the trials are divided.
+
+    Returns (0, 1) without torch.distributed, or if the model itself is sharded over the processes.
+    """
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or (reader and reader.is_distributed):
         return 0, 1
@@ -23,7 +26,12 @@ def process_rank() -> int:
 
 
 def exchange(scores: dict, failure: BaseException | None) -> tuple[dict, BaseException | None]:
-    """Gather the scores of all processes, and the first failure, if any."""
+    """Gather the scores of all processes.
+
+    Returns:
+        the scores, and the exception of this process, otherwise a RuntimeError with the exception of the first process
+        that failed, otherwise None.
+    """
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (scores, repr(failure) if failure else None))
     for rank, (_, message) in enumerate(everyone):

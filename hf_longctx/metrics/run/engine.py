@@ -1,11 +1,13 @@
-"""Compute logits at some positions of many inputs at the lowest cost that does not change them.
+"""Compute the logits at some positions of many inputs, with chunked inputs, batches and shared prefixes.
 
-`last_logits` is the reference: one forward pass per input. An `Engine` computes the same logits at a lower cost:
+The function `last_logits` is the reference: one forward pass per input. An `Engine` computes the same logits with less
+time and memory:
 
-- inputs with a common prefix read it once, and its cache is cropped after each input;
-- long inputs are read in chunks of a bounded number of tokens, and short inputs are batched.
+- The common prefix of several inputs is read once. The cache of the prefix is cropped after each input.
+- Long inputs are read in chunks of a bounded number of tokens, and short inputs are batched.
 
-It uses a cache only if the model supports one, and if reading a short input in chunks reproduces the plain logits.
+An engine uses a cache only if the model supports one, and if the chunked logits of a short input equal the logits of
+one forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from .logits import CACHES, accepted_options, argmax, input_device, last_logits
 from .model import first_parameter, text_config
 
 
-# Tokens and logits per pass: small on a CPU to save memory, large on accelerators to keep them busy
+# Maximum tokens and logits per forward pass: small on a CPU to save memory, large on an accelerator for speed
 TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
 LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
@@ -35,30 +37,30 @@ T = TypeVar("T")
 
 
 class UnsupportedInput(RuntimeError):
-    """The model cannot read an input of this kind or length; the message gives the reason. Other inputs may work."""
+    """The model cannot read an input, for the reason in the message. Other inputs may work."""
 
 
 class OutOfMemory(UnsupportedInput):
-    """Memory ran out even in the smallest passes."""
+    """Memory runs out even with the minimum number of tokens per forward pass."""
 
 
 class Engine:
-    """Predict with one model, in eval and inference mode (see `LocalReader.reading`).
+    """Compute the predictions and logits of a model, which must be in eval and inference mode.
 
     Args:
         model: a causal language model.
-        trial: a typical input, (T,) int64, T >= 3. Up to 32 of its ids are read to detect what the model supports.
-        tokens_per_pass: maximum number of tokens in a forward pass, and in the caches of inputs that share one.
-            If the model's cache cannot be continued, an input is read in one pass regardless of its length. Default:
-            512 on a CPU, 4096 elsewhere.
+        trial: a typical input, (T,) int64, T >= 3. The first 32 ids are used to detect what the model supports.
+        tokens_per_pass: maximum number of tokens in a forward pass, and in the cache of a batch. If the model does
+            not support chunked inputs, each input is read in one pass regardless of its length. Default: 512 on a
+            CPU, 4096 on other devices.
 
     Raises:
         ValueError: the model is not causal; see `check_causal`.
 
     Attributes:
-        tokens_per_pass: may be changed at any time.
-        logits_per_pass: maximum number of logits (positions times vocabulary) per pass.
-        reuses_prefixes: whether the model's cache can be continued and cropped.
+        tokens_per_pass: the argument or its default, reduced if memory runs out.
+        logits_per_pass: maximum number of logits (positions times vocabulary) per forward pass.
+        reuses_prefixes: whether the model's cache can be extended and cropped.
     """
 
     def __init__(self, model: nn.Module, trial: np.ndarray, tokens_per_pass: int | None = None):
@@ -68,26 +70,26 @@ class Engine:
         self.tokens_per_pass, self.logits_per_pass = tokens_per_pass or TOKENS_PER_PASS[kind], LOGITS_PER_PASS[kind]
         accepted = accepted_options(model)
         self._logits = partial(last_logits, model, accepted=accepted)
-        scalings = [getattr(module, "rope_type", None) for module in model.modules()]  # of rotary embeddings
+        scalings = [getattr(module, "rope_type", None) for module in model.modules()]
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
-        # dynamic RoPE scales for the longest input so far, until it reads one that does not need scaling
+        # dynamic RoPE keeps the scaling for the longest input so far, until an input does not need scaling
         self._rescales = any("dynamic" in name for name in rope_types)
         trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
         logits = self._logits(trial, trial.shape[1])
         self.vocab_size = logits.shape[-1]
         check_causal(model, trial, logits, lambda ids: self._logits(ids, ids.shape[1]))
-        # "dynamic" and "longrope" change all frequencies at some length, which invalidates cached keys
+        # "dynamic" and "longrope" change all frequencies when an input exceeds a length, which invalidates cached keys
         fixed = not self._rescales and "longrope" not in rope_types
         takes_cache = "use_cache" in accepted and not accepted.isdisjoint(CACHES)
         self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
 
     def with_less_memory(self, work: Callable[..., T], *args: Any) -> T:
-        """Return `work(*args)`; if memory runs out, retry with a quarter of the tokens per pass, down to 16.
+        """Return `work(*args)`. Whenever memory runs out, divide `tokens_per_pass` by 4 and retry.
 
         Raises:
-            OutOfMemory: memory runs out even with 16 tokens per pass.
+            OutOfMemory: memory runs out even with 16 tokens per pass, the minimum.
         """
         while True:
             try:
@@ -100,12 +102,12 @@ class Engine:
             self.tokens_per_pass = max(SMALLEST_PASS, self.tokens_per_pass // 4)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Return greedy next-token predictions, (R, len(positions)) int64, for inputs (R, T); see `reader.Reader`."""
+        """Return the greedy next-token predictions of inputs (R, T); see `reader.Reader.predict`."""
         if not self.reuses_prefixes:
             return np.stack([argmax(torch.cat([*self.logits(row, positions)])) for row in inputs])
         best = np.empty((len(inputs), len(positions)), dtype=np.int64)
         batch, rows = max(1, self.tokens_per_pass // inputs.shape[1]), inputs[:, : positions.stop]
-        groups: dict[bytes, list[int]] = {}  # rows by their prefix
+        groups: dict[bytes, list[int]] = {}  # indices of the rows with each prefix
         for index, row in enumerate(rows):
             groups.setdefault(row[:prefix].tobytes(), []).append(index)
         alone = [group[0] for group in groups.values() if len(group) == 1]
@@ -121,7 +123,10 @@ class Engine:
         return best
 
     def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
-        """Yield the logits at some positions (consecutive, ascending) of one input (T,), (n, V) at a time."""
+        """Yield the logits (n, V) of the next n positions, until all `positions` of an input (T,) are done.
+
+        The positions must be consecutive.
+        """
         if self.reuses_prefixes:
             cache = DynamicCache(config=self.config)
             yield from (part[0] for part in self.read(ids[None, : positions.stop], cache, len(positions)))
@@ -131,15 +136,17 @@ class Engine:
         yield from logits.split(max(1, self.logits_per_pass // self.vocab_size))
 
     def forget_lengths(self) -> None:
-        """Reset the scaling of dynamic RoPE after an earlier, longer input."""
+        """Reset the scaling of dynamic RoPE, which may still be the scaling for an earlier, longer input."""
         if self._rescales:
             self._logits(self._first_id, 1)
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int) -> Iterator[torch.Tensor]:
-        """Read ids (B, t) in passes of at most `tokens_per_pass` tokens, continuing and extending a cache.
+        """Read ids (B, t) after the tokens of a cache, in chunks of at most `tokens_per_pass` tokens.
+
+        The ids are added to the cache.
 
         Yields:
-            the logits at the last `scored` positions, (B, n, V) for the next n of them.
+            the logits (B, n, V) of the next n positions, for the last `scored` positions of the ids.
         """
         length, unscored, start = ids.shape[1], ids.shape[1] - scored, 0
         step = max(1, self.tokens_per_pass // len(ids))
@@ -153,23 +160,23 @@ class Engine:
             start = stop
 
     def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> Iterator[torch.Tensor]:
-        """Read ids (B, t) like `read`, each row continuing the single sequence of a cache, which is then restored."""
+        """Like `read`, but each row of ids (B, t) follows the single sequence in the cache, which is not changed."""
         if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
             yield from self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return
-        branch = copy.deepcopy(cache)  # layers of other types drop or overwrite tokens
+        branch = copy.deepcopy(cache)  # layers of other types cannot be cropped, as they drop or overwrite tokens
         if len(ids) > 1 and cache.get_seq_length():
             first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
             branch.reorder_cache(first)
         yield from self.read(ids, branch, scored)
 
     def _continues_exactly(self, ids, logits):
-        """Check that reading in chunks, with the end read twice, gives the logits of one pass up to rounding."""
+        """Return whether chunked logits, after cropping the cache, equal the logits of one pass up to rounding."""
         if not isinstance(self.config, PreTrainedConfig) or getattr(self.model, "_is_stateful", False):
             return False
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
-            return False  # PEFT passes its own cache
+            return False  # PEFT puts its virtual tokens into a cache of its own
         if not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
             return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
@@ -180,7 +187,8 @@ class Engine:
         [*self.read_after(cache, ids[:, a:], 1)]
         parts += [self._logits(ids[:, i:j], j - i, cache=cache) for i, j in ((a, b), (b, ids.shape[1]))]
         error = (torch.cat(parts, 1).float() - logits.float()).norm()
-        # rounding is 1e-6 in float32 and a few per cent in half precision; a wrong position or mask is far above
+        # Rounding errors are 1e-6 in float32 and a few per cent in half precision. A wrong position or mask gives a
+        # much larger error.
         exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
         return bool(error <= (1e-3 if exact else 0.1) * (logits.float() - logits.float().mean()).norm())
 
@@ -188,40 +196,40 @@ class Engine:
 def check_causal(
     model: nn.Module, ids: np.ndarray, logits: torch.Tensor, read: Callable[[np.ndarray], torch.Tensor]
 ) -> None:
-    """Check that changing the second half of a trial does not change the logits of its first half.
+    """Check that changing the second half of an input does not change the logits of its first half.
 
-    The boundary has an odd index, so that it lies within a block if a model looks ahead in blocks. NaN logits pass
-    here: the runner reports their positions.
+    The second half begins at an odd index, which lies within a block if a model looks ahead in blocks of even size.
+    The check does not detect NaN logits; the runner reports them.
 
     Args:
-        ids: the trial, (1, T) int64, T >= 3.
-        logits: output of `read`, which maps ids to logits (1, T, V), for the trial.
+        model: the model, for its name and dtypes.
+        ids: the input, (1, T) int64, T >= 3.
+        logits: logits of the input, (1, T, V).
+        read: function that returns the logits (1, T, V) of other ids.
 
     Raises:
         ValueError: the first half depends on the second.
     """
-    if logits.shape[1] < ids.shape[1]:  # the model only returns the last logits, or not the requested ones
+    if logits.shape[1] < ids.shape[1]:  # the model returns too few logits
         return
     boundary = ids.shape[1] // 2 | 1
     distinct = np.unique(ids) if (ids != ids[0, 0]).any() else np.unique([ids[0, 0], 0, 1])
     others = distinct[(np.searchsorted(distinct, ids) + 1) % len(distinct)]
     changed = read(np.concatenate([ids[:, :boundary], others[:, boundary:]], axis=1))
     before, after = (x[:, :boundary].float() for x in (logits, changed))
-    dtypes = {
-        p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1
-    }  # no quantized ones
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1}  # unquantized
     eps = max(torch.finfo(dtype).eps for dtype in dtypes or {torch.float32})
-    # tolerance relative to the spread: a mixture of experts groups, and thus rounds, the positions differently
+    # The tolerance allows for rounding: a mixture of experts groups the tokens differently if some of them change.
     if (after - before).norm() > max(8 * eps, 1e-4) * (before - before.mean()).norm():
         raise ValueError(
-            f"{type(model).__name__} is not causal: its logits depend on later tokens. Load a causal language model, with "
-            'config.is_decoder=True for BERT and attn_type="uni" for XLNet if it was trained so. If its activations are '
-            "quantized with one scale for all tokens, as by torch's dynamic int8, load it without quantized activations."
+            f"{type(model).__name__} is not causal: its logits depend on later tokens. Load a causal language model, "
+            'e.g. BERT with config.is_decoder=True or XLNet with attn_type="uni", if it was trained as such. '
+            "Activations must not be quantized with one scale for all tokens, as in torch's dynamic int8."
         )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out, on a device (torch.OutOfMemoryError) or on the CPU (torch's allocator)."""
+    """Return whether an error means that the memory of a device or of the CPU ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)

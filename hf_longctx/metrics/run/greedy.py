@@ -1,14 +1,16 @@
-"""Count a served model's right predictions from greedy completions, if it does not report prompt log-probabilities.
+"""Count the right predictions of a served model with greedy completions.
 
-A causal model's prediction at a position depends only on the tokens before it. The response to `ids[:p]` at
-temperature 0 is thus right at p, p + 1, ... as long as it repeats the true tokens. The next request continues after
-the first wrong token, replaced by the true one. Each part of a sequence takes errors + 1 requests. Parts are requested
-in parallel, because the whole sequence is known.
+This is for servers that do not report the log-probabilities of prompt tokens. We send the first p tokens of a sequence
+as a prompt, and compare the response at temperature 0 with the following tokens. The model predicts these tokens right
+up to the first difference. The next prompt contains all tokens up to and including the token that was predicted wrong.
+A sequence thus takes one request per wrong prediction, plus one. It is split into parts, which are requested in
+parallel.
 
-A server that returns text instead of ids gets one request per token, because several tokens may decode to one string.
+If a server returns text instead of token ids, each request covers a single token, because different tokens may decode
+to the same text.
 
-Chat APIs are not supported, because their response does not continue given tokens. Losses and log-probabilities are
-not available.
+Chat APIs are not supported, because their responses do not continue given tokens. Completions do not give losses or
+log-probabilities.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from .engine import UnsupportedInput
 from .journal import Journal, content_hash
 
 
-ANOTHER = -2  # stands for an id that is not the true one
+ANOTHER = -2  # placeholder for the id of a wrong prediction
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0}
 
 
 class Form(NamedTuple):
-    """The form of a request: whether to send ids, whether the server returns ids, and the options for it."""
+    """The format of requests: prompts as ids or text, responses as ids or text, and additional request options."""
 
     sends_ids: bool
     returns_ids: bool
@@ -42,8 +44,8 @@ class Form(NamedTuple):
 FORMS = [
     Form(
         True, True, {"return_token_ids": True, **NEUTRAL}
-    ),  # vLLM, by default with penalties of generation_config.json
-    Form(True, True, {"logprobs": 1, "repeat_penalty": 1.0}),  # llama.cpp, whose log-probabilities name ids
+    ),  # vLLM, which would otherwise use the penalties of generation_config.json
+    Form(True, True, {"logprobs": 1, "repeat_penalty": 1.0}),  # llama.cpp, which returns ids with log-probabilities
     Form(True, False),
     Form(False, False),
     Form(False, False, adds_bos=True),
@@ -51,26 +53,26 @@ FORMS = [
 
 
 class GreedyCompletions:
-    """Predictions of a served model; see `reader.Reader.predict`.
+    """Predict with a served model; see `reader.Reader.predict`.
 
     Args:
         server: a `served.ServedModel`, which sends the requests.
-        tokenizer: the model's tokenizer; optional if the server takes and returns ids.
-        journal: path of a file that records every response, so that a killed run can resume; or None.
+        tokenizer: the model's tokenizer; optional if the server accepts and returns ids.
+        journal: path of a file that records every response, so that a killed run can resume. Default: no file.
 
     Raises:
-        ValueError: the server does not complete prompts, or the journal is from another model.
+        ValueError: the server does not complete prompts, or the journal belongs to another server or model.
     """
 
     def __init__(self, server: Any, tokenizer: Any = None, journal: Any = None):
         self.server, self.tokenizer, self.form = server, tokenizer, FORMS[0]
         self.answers = Journal(journal, {"endpoint": server.base_url, "model": server.model})
         self.lock, self.halted = threading.Lock(), False
-        self.keeps_spaces = False  # some servers strip the space before a word
+        self.keeps_spaces = False  # some servers strip leading spaces
         self.choose_form()
 
     def choose_form(self) -> None:
-        """Choose the first form that the server supports."""
+        """Set `form` to the first of `FORMS` that the server supports."""
         failures = []
         for form in FORMS if self.tokenizer is not None else FORMS[:2]:
             self.form = form
@@ -80,14 +82,15 @@ class GreedyCompletions:
                 return
             except (RuntimeError, ValueError) as error:
                 failures.append(str(error))
-        advice = "" if self.tokenizer is not None else " Where ids cannot be sent, give tokenizer=... ."
+        advice = "" if self.tokenizer is not None else " If the server does not accept ids, pass tokenizer=... ."
         raise ValueError(
-            f"{'; '.join(dict.fromkeys(failures))}. {self.server.base_url} must complete a prompt at temperature 0.{advice} A "
-            "chat API cannot be measured, as its response does not begin after given tokens."
+            f"{self.server.base_url} must complete prompts at temperature 0, got: "
+            f"{'; '.join(dict.fromkeys(failures))}.{advice} Chat APIs are not supported, "
+            "because their responses do not continue given tokens."
         )
 
     def probe(self) -> list[int]:
-        """Return five ids for a test request."""
+        """Return the five token ids of a test prompt."""
         if self.tokenizer is None:
             return [0, 1, 2, 3, 4]
         bos = self.tokenizer.bos_token_id
@@ -95,10 +98,10 @@ class GreedyCompletions:
         return ([] if bos is None else [bos]) + ids[: 5 - (bos is not None)]
 
     def predict(self, inputs: np.ndarray, positions: range) -> np.ndarray:
-        """Return the input's next id where the model predicts it, and -2 where it predicts another id.
+        """Return the input's next id at positions that are predicted right, and -2 at positions predicted wrong.
 
         Raises:
-            UnsupportedInput: a position cannot be reached by text, or several tokens decode to the response.
+            UnsupportedInput: the server returns text, and at some positions the text does not determine the tokens.
         """
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         first, stop, workers = positions.start + 1, positions.stop + 1, self.server.concurrency
@@ -108,7 +111,7 @@ class GreedyCompletions:
         self.halted = False
         with ThreadPoolExecutor(workers) as pool:
             try:
-                if parts > 1:  # the server has then read each row, and may have cached the common prefix of the parts
+                if parts > 1:  # lets the server cache each row, before the parts of the row are requested
                     list(pool.map(lambda row: self.read(row, stop - 1, stop), rows))
                 read = list(pool.map(lambda job: self.read(*job), jobs))
             finally:  # on Ctrl-C, cancel the other parts
@@ -123,7 +126,7 @@ class GreedyCompletions:
         return np.where(verdicts == "right", rows[:, first:stop], ANOTHER)[inverse.reshape(-1)]
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> list[str]:
-        """Return for each of ids[start:stop] whether its prediction is "right", "wrong" or "unsure"."""
+        """Return whether each of ids[start:stop] is predicted "right", "wrong" or "unsure"."""
         verdicts: list[str] = []
         name, chunk = content_hash(ids)[:16], stop - start
         while len(verdicts) < stop - start and not self.halted:
@@ -139,25 +142,29 @@ class GreedyCompletions:
                         self.answers.append((name, at), answer)
             right, then = self.answers.done[name, at]
             verdicts += ["right"] * right + [then] * bool(then)
-            chunk = 2 * right + 1 if then else 2 * chunk  # tokens generated after an error are wasted
+            # request fewer tokens after an error, and twice as many otherwise
+            chunk = 2 * right + 1 if then else 2 * chunk
         return verdicts[: stop - start]
 
     def ask(self, ids: list[int], start: int, stop: int, **options: Any) -> tuple[int, str]:
-        """Return how many of ids[start:stop] a response repeats, and the verdict on the next token, if any."""
+        """Request ids[start:stop], and return how many of them are predicted right before the first other verdict.
+
+        Also returns that verdict: "wrong", "unsure", or "" if all requested tokens are right.
+        """
         if not self.form.returns_ids:
             return self.ask_for_text(ids[:start], ids[start], **options)
         said, stopped = self.complete(ids[:start], start, stop - start, **options)
         right = next((i for i, pair in enumerate(zip(said, ids[start:stop])) if pair[0] != pair[1]), len(said))
         if right < len(said):
             return right, "wrong"
-        if stopped and start + right < stop:  # stopped at an unreported end-of-text token
+        if stopped and start + right < stop:  # an end-of-text token, which the response does not contain
             return right, "unsure" if self.is_special(ids[start + right]) else "wrong"
         if not right:
-            raise ValueError(f"{self.server.base_url} returned no token ids.")
+            raise ValueError(f"{self.server.base_url} did not return token ids.")
         return right, ""
 
     def ask_for_text(self, before: list[int], token: int, **options: Any) -> tuple[int, str]:
-        """Return the same as `ask` for one token, comparing its text."""
+        """Like `ask` for a single token, but compare the text of the response with the text of the token."""
         prompt, text = self.decode(before), self.decode([*before, token])
         expected, reachable = text.removeprefix(prompt), self.form.sends_ids or self.encode(prompt) == before
         if not (reachable and text.startswith(prompt) and expected) or "\ufffd" in expected or self.is_special(token):
@@ -170,10 +177,15 @@ class GreedyCompletions:
         return 0, "unsure" if said == self.decode([token]) and not self.keeps_spaces else "wrong"
 
     def complete(self, prompt: Any, length: int, tokens: int, **options: Any) -> tuple[Any, bool]:
-        """Return the response to a prompt of `length` tokens, ids or text, and whether an end-of-text token ended it.
+        """Return the response as ids or text, and whether it ended with an end-of-text token.
+
+        Args:
+            prompt: prompt, as ids or text.
+            length: number of tokens in the prompt.
+            tokens: maximum number of tokens in the response.
 
         Raises:
-            ValueError: the server has read a different number of tokens.
+            ValueError: the server read a different number of prompt tokens.
         """
         body = {
             "model": self.server.model,
@@ -187,8 +199,8 @@ class GreedyCompletions:
         read = (response.get("usage") or {}).get("prompt_tokens", length if self.form.sends_ids else None)
         if read != length:
             raise ValueError(
-                f"{self.server.base_url} has read {read} tokens of a prompt of {length}. It may add special tokens or cut "
-                "long prompts: switch that off."
+                f"{self.server.base_url} read {read} tokens for a prompt of {length}. Configure the server not to add "
+                "special tokens or truncate prompts."
             )
         stopped = choice.get("finish_reason") == "stop"
         if not self.form.returns_ids:
@@ -198,7 +210,7 @@ class GreedyCompletions:
         return ids[:tokens], stopped
 
     def is_special(self, token: int) -> bool:
-        """Return whether an id may end a sequence."""
+        """Return whether an id may be a special token; always True without a tokenizer."""
         return self.tokenizer is None or token in self.tokenizer.all_special_ids
 
     def encode(self, text: str) -> list[int]:
@@ -209,7 +221,7 @@ class GreedyCompletions:
 
     @cached_property
     def ids_of_text(self) -> Counter[str]:
-        """Number of ids that decode to each string after another token."""
+        """For each string, the number of ids that decode to it within a sequence."""
         before = self.encode("a")
         texts = [self.decode([*before, token]) for token in range(len(self.tokenizer))]
         return Counter(text.removeprefix(self.decode(before)) for text in texts)

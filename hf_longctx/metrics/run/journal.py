@@ -5,9 +5,8 @@
             if length not in journal.done:
                 journal.append(length, measure(length))
 
-The first line contains the settings, each other line one part. Lines do not contain timestamps, so a run that is
-killed and resumed in the same order writes the same bytes as an uninterrupted one. This file does not depend on a
-model.
+The first line contains the settings, and every other line contains one part. There are no timestamps, so a run that is
+killed and resumed in the same order writes the same bytes as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ FORMAT = 1
 
 
 class OtherRun(ValueError):
-    """The journal belongs to a run with other settings."""
+    """The journal file belongs to a run with different settings."""
 
 
 class Journal(AbstractContextManager):
-    """Results by key in a JSONL file. Close it, or use it in a `with` statement.
+    """A JSONL file of results by key. Use the journal in a `with` statement, or close it.
 
     Args:
-        path: path of the file. It is created with its folder if missing, and resumed if its settings match. An
-            incomplete last line of a killed run is dropped. None keeps the results in memory only.
+        path: path of the file. A missing file is created with its folder, and an existing journal with the same
+            settings is resumed. An incomplete last line is dropped. Default: keep the results in memory only.
         settings: everything that the results depend on, as JSON values: model, seed, tokenizer, corpus hash, ...
 
     Attributes:
         settings: the settings in JSON types.
-        done: the finished parts, `{key: result}`. Lists within keys become tuples.
+        done: results of the finished parts by key. A list in a JSON key becomes a tuple.
 
     Raises:
-        OtherRun: the file belongs to a run with other settings; the message names the differences.
+        OtherRun: the file belongs to a run with different settings, which the message lists.
         ValueError: the file is not a journal, or is damaged before its last line. The file is not modified.
     """
 
@@ -60,24 +59,24 @@ class Journal(AbstractContextManager):
         if whole:
             self.done = self._read(whole.splitlines())
         elif not header.startswith(content):
-            raise ValueError(f"{self.path} is not a journal. Give another path, or move that file away.")
+            raise ValueError(f"{self.path} is not a journal. Pass another path, or move the file away.")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - `close` closes the file
         self._file.truncate(len(whole))
         if not whole:
             self._write(header)
 
     def append(self, key, result) -> None:
-        """Add a finished part, which is on disk when this returns.
+        """Add the result of a part, and flush it to disk.
 
         Args:
-            key: a string, a number, None, or a list or tuple of these, that is not in `done` yet.
+            key: a string, a number, None, or a list or tuple of these. It must not be in `done` yet.
             result: JSON values. Numbers must be finite.
 
         Raises:
             ValueError: a number is not finite.
-            TypeError: the key or the result has another type.
-            OSError: the part cannot be written, e.g. because the disk is full; `done` contains it nevertheless.
+            TypeError: the key or the result has a different type.
+            OSError: the result cannot be written, e.g. because the disk is full. `done` still contains it.
         """
         line = json.dumps({"key": key, "result": result}, allow_nan=False).encode() + b"\n"
         entry = json.loads(line)
@@ -88,7 +87,6 @@ class Journal(AbstractContextManager):
             self._write(line)
 
     def close(self, *_: Any) -> None:
-        """Close the file."""
         if self._file is not None:
             self._file.close()
 
@@ -96,24 +94,24 @@ class Journal(AbstractContextManager):
 
     def _write(self, line):
         try:
-            if self._file.write(line) < len(line):  # unbuffered, so a full disk shows up here and nowhere else
+            if self._file.write(line) < len(line):  # unbuffered, so a full disk is detected here
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as error:
             raise OSError(error.errno, f"the journal cannot be written: {error.strerror}", str(self.path)) from error
 
     def _read(self, lines):
-        """Parse the lines of a file into results; the first line must be our header."""
+        """Parse the lines of a journal into `{key: result}`; raise an error if the header is from another run."""
         try:
             header, *parts = map(json.loads, lines)
             written, version = header["settings"], header["format"]
             done = {tuple(p["key"]) if isinstance(p["key"], list) else p["key"]: p["result"] for p in parts}
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{self.path} is not a journal, or is damaged ({error!r}). Give another path, or move that file away."
+                f"{self.path} is not a journal, or is damaged ({error!r}). Pass another path, or move the file away."
             ) from None
         if version != FORMAT:
-            raise ValueError(f"{self.path} must have format {FORMAT}, got {version}. Give another path.")
+            raise ValueError(f"{self.path} must have format {FORMAT}, got {version}. Pass another path.")
         missing = "nothing"
         differing = [
             f"{name} is {written.get(name, missing)!r} there and {self.settings.get(name, missing)!r} here"
@@ -129,7 +127,7 @@ class Journal(AbstractContextManager):
 
 
 def content_hash(ids) -> str:
-    """Return the SHA-256 of token ids, independent of their integer type, for the settings of a journal.
+    """Return the SHA-256 of token ids, which does not depend on their integer type.
 
     >>> content_hash([1, 2, 3])[:8] == content_hash(np.array([1, 2, 3], dtype=np.uint16))[:8]
     True

@@ -1,4 +1,4 @@
-"""Return the logits of one forward pass, from any model."""
+"""Compute logits with one forward pass of any causal language model."""
 
 from __future__ import annotations
 
@@ -13,51 +13,54 @@ from .model import first_parameter
 
 
 OPTIONS = ("use_cache", "logits_to_keep")
-# Names of the cache argument, in transformers 5.24 and before; remote code still uses the old one
+# Names of the cache argument: the new name as of transformers 5.24, and the old name, which remote code still uses
 CACHES = ("cache", "past_key_values")
 
 
 def last_logits(model: nn.Module, ids: np.ndarray, keep: int, accepted: set[str], cache: Any = None) -> torch.Tensor:
     """Return the logits at the last `keep` positions of inputs (B, T) from one forward pass, (B, keep, V).
 
-    The other logits are not computed if the model's forward takes `logits_to_keep`, as causal models in transformers
-    do.
+    Causal models in transformers do not compute the other logits, because their forward accepts `logits_to_keep`.
 
     Args:
-        accepted: `accepted_options` of the model.
+        model: a causal language model.
+        ids: input ids, (B, T) int64.
+        keep: number of positions.
+        accepted: names returned by `accepted_options`.
         cache: cache of the preceding tokens, which is updated in place.
 
     Raises:
         ValueError: the model returns fewer than `keep` logits.
     """
     options: dict[str, Any] = {"use_cache": cache is not None, "logits_to_keep": keep}
-    if cache is not None:  # None would override the prefix of a PEFT model
+    if cache is not None:  # passing None would remove the virtual tokens of a PEFT model
         options |= dict.fromkeys(CACHES, cache)
     options = {name: value for name, value in options.items() if name in accepted}
     output = model(torch.from_numpy(ids).to(input_device(model)), **options)
     if not isinstance(output, tuple) and not hasattr(output, "logits"):
         raise TypeError(
-            f"the model returns {type(output).__name__}, which has no logits. Load it with its head: AutoModelForCausalLM."
+            f"the model must return logits, got {type(output).__name__}. Load it with AutoModelForCausalLM."
         )
     logits = output[0] if isinstance(output, tuple) else output.logits
     if logits.shape[1] < keep:
         raise ValueError(
-            f"{type(model).__name__} returned logits for {logits.shape[1]} positions; {keep} were requested, and the input "
-            f"has {ids.shape[1]}. Its forward should honour logits_to_keep or return all logits."
+            f"{type(model).__name__} must return logits for the last {keep} of {ids.shape[1]} positions, got "
+            f"{logits.shape[1]} positions. Its forward should support logits_to_keep, or return all logits."
         )
-    return logits[:, logits.shape[1] - keep :]  # PEFT's virtual tokens come first
+    return logits[:, logits.shape[1] - keep :]  # drops the logits of PEFT's virtual tokens
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:
-    """Return the argmax of logits (..., V), the lowest index on ties, or -1 if one is NaN; (...) int64."""
-    best = logits.max(-1)  # max propagates NaN, which saves a second pass over the logits
+    """Return the argmax of logits (..., V), (...) int64. Ties give the lowest index, and a NaN gives -1."""
+    best = logits.max(-1)  # also detects NaN, without a second pass over the logits
     return best.indices.masked_fill(best.values.isnan(), -1).cpu().numpy()
 
 
 def accepted_options(model: nn.Module) -> set[str]:
-    """Return which of `OPTIONS` the model's forward takes, by name or through **kwargs, and its name for a cache.
+    """Return the names of the arguments in `OPTIONS` and `CACHES` that the model's forward accepts.
 
-    If a wrapper takes **kwargs, the cache name comes from its first inner module that has one.
+    If the forward accepts **kwargs, all `OPTIONS` count as accepted, and the name of the cache argument is taken from
+    the first inner module with such an argument.
     """
     accepted: set[str] = set()
     for module in model.modules():
@@ -73,12 +76,12 @@ def accepted_options(model: nn.Module) -> set[str]:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of a model's cache argument and output, one of `CACHES`."""
+    """Return the name of a model's cache, as an argument and in the output: one of `CACHES`."""
     return next(name for name in CACHES if name in accepted_options(model))
 
 
 def input_device(model: nn.Module) -> torch.device:
     """Return the device for the model's input ids."""
     device = first_parameter(model).device
-    # weights on "meta" are offloaded, and accelerate moves the input to their execution device
+    # parameters on "meta" are offloaded, and accelerate moves the input to the execution device
     return torch.device("cpu") if device.type == "meta" else device

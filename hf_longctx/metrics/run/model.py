@@ -1,4 +1,4 @@
-"""Inspect a model before it runs: config, identity, vocabulary, positions."""
+"""Inspect and load models: config, weights hash, vocabulary size, maximum number of positions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 
-# Config entries about a model's origin and implementation, not about the function that it computes.
-# A result's settings record dtype and attention.
+# Config entries that do not change the function that a model computes, so `weights_hash` skips them. The dtype and the
+# attention implementation are separate settings of a result.
 VOLATILE = {"_name_or_path", "backbone_name_or_path", "transformers_version", "architectures", "auto_map"}
 VOLATILE |= {"dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "use_cache"}
 
@@ -24,18 +24,18 @@ NOT_OF_TEXT = re.compile(r"(^|[._])(rel|relative|rotary|vision|visual|image|audi
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the config of the language model, which a multimodal config contains."""
+    """Return the config of a language model; for a multimodal model, the config of its language model."""
     config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def first_parameter(model: nn.Module) -> torch.Tensor:
-    """Return a parameter with the model's dtype and input device."""
+    """Return the first parameter, which has the model's dtype and input device; empty without parameters."""
     return next(model.parameters(), torch.empty(0))
 
 
 def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
-    """Return the number of parameters and the hardware's name, as settings; empty for a remote model."""
+    """Return the number of parameters and the name of the hardware, as settings; empty for a remote model."""
     if not isinstance(model, nn.Module) or device is None:
         return {}
     kind = device.partition(":")[0]
@@ -44,17 +44,16 @@ def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the name of this machine's processor."""
     with suppress(OSError, StopIteration), open("/proc/cpuinfo") as file:
         return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     return platform.processor() or platform.machine() or "CPU"
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Return a SHA-256 over the config, and over name, shape and up to 64 values of every parameter.
+    """Return a SHA-256 of the config, and of the name, shape and about 64 values of every parameter.
 
-    Two models that only differ in the RoPE base, a window or a scale also get different hashes. Values on the meta
-    device, or of quantized types that do not support indexing, are skipped.
+    Because the config is included, a different RoPE base, window or scale also changes the hash. The values of
+    parameters on the meta device, and of quantized parameters that do not support indexing, are skipped.
     """
     config: Any = model.config
     config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
@@ -69,13 +68,13 @@ def weights_hash(model: nn.Module) -> str:
             with suppress(NotImplementedError):
                 values: Any = parameter.detach().flatten()
                 values = values[:: max(1, len(values) // 64)]
-                values = values.full_tensor() if hasattr(values, "full_tensor") else values  # sharded over processes
+                values = values.full_tensor() if hasattr(values, "full_tensor") else values  # gathers sharded values
                 digest.update(values.float().cpu().numpy().tobytes())
     return digest.hexdigest()
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the number of ids that the model can embed."""
+    """Return the number of input embeddings, i.e. of ids that the model accepts."""
     with suppress(AttributeError, NotImplementedError):
         embeddings: Any = model.get_input_embeddings
         return embeddings().num_embeddings
@@ -83,11 +82,11 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the number of positions in the model's absolute position table; None if it does not have one.
+    """Return the number of absolute position embeddings; None if the model does not have any.
 
-    We search for the table itself, learned or fixed, because `max_position_embeddings` is its size in some models
-    (GPT-2, OPT) and only a claim in others (rotary, ALiBi). A model that `reads_in_segments` uses the table for one
-    segment at a time, so the table does not limit the input.
+    We search the model for the table of position embeddings, learned or fixed. `max_position_embeddings` is the size
+    of this table in some models (GPT-2, OPT), but only a claim in others (RoPE, ALiBi). If a model
+    `reads_in_segments`, the table does not limit the input, because it is used for one segment at a time.
     """
     if getattr(model, "reads_in_segments", False):
         return None
@@ -97,7 +96,7 @@ def position_limit(model: nn.Module) -> int | None:
         if not POSITION.search(name.rpartition(".")[2]) or NOT_OF_TEXT.search(name):
             continue
         if isinstance(table, nn.Embedding):
-            # OPT and BART skip their first .offset rows; RoBERTa starts after its padding row
+            # OPT and BART skip the first `offset` embeddings. RoBERTa starts after the padding embedding.
             start = getattr(table, "offset", 0 if table.padding_idx is None else table.padding_idx + 1)
             limits.append(table.num_embeddings - start)
         elif isinstance(table, torch.Tensor) and table.is_floating_point() and table.ndim > 1:
@@ -106,9 +105,9 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def load_language_model(name: str, **options: Any) -> nn.Module:
-    """Load with `AutoModelForCausalLM`.
+    """Load a model with `AutoModelForCausalLM`.
 
-    A model on the Hub is loaded from a single commit, which `config._commit_hash` then names.
+    All files of a model on the Hub are loaded from the same commit, which is stored as `config._commit_hash`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -121,7 +120,7 @@ def load_language_model(name: str, **options: Any) -> nn.Module:
 
 
 def commit_of(name: str, options: dict[str, Any]) -> str | None:
-    """Return the Hub commit that the `from_pretrained` options resolve to; None for an adapter."""
+    """Return the commit that `from_pretrained(name, **options)` would load from the Hub; None for an adapter."""
     from transformers.utils.hub import cached_file, extract_commit_hash
 
     of_the_hub = ("cache_dir", "token", "revision", "local_files_only", "subfolder")
@@ -135,6 +134,6 @@ def check_decoder(config: Any) -> None:
     """Raise ValueError if the config belongs to an encoder-decoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder. Load a causal language model, which reads "
-            "and predicts one sequence."
+            f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder. Load a causal language model, which "
+            "reads and predicts the same sequence."
         )

@@ -1,7 +1,7 @@
-"""Read vLLM models that report the predictions at each token of a prompt (`prompt_logprobs`).
+"""Read vLLM models, which report log-probabilities for each token of a prompt (`prompt_logprobs`).
 
-vLLM reports a prediction at the token that it predicts, so a prompt is one token longer than the scored input.
-`served.ServedModel` reads a server in this way, and `OfflineModel` an engine in this process:
+vLLM reports a prediction at the position of the predicted token, so a prompt must be one token longer than the scored
+input. `served.ServedModel` reads a vLLM server, and `OfflineModel` reads a vLLM engine in this process:
 
     forgetting_curve(OfflineModel(LLM("my-fox", dtype="float32")), tokens, ...)
 """
@@ -17,19 +17,19 @@ from ..checks import public_name
 from .reader import Reader
 
 
-NO_PREDICTION = -1  # stands for an id if the logits are NaN
-Entry = dict[int, float]  # log-probabilities by id, in nats: the prompt token and the most likely token
+NO_PREDICTION = -1  # placeholder for the predicted id if the logits are NaN
+Entry = dict[int, float]  # log-probabilities (nats) by id, of the prompt token and of the most likely token
 
 
 class PromptReader(Reader):
-    """A `Reader` that predicts and scores from `prompt_entries`."""
+    """A `Reader` that computes predictions and scores from the log-probabilities of prompt tokens."""
 
     def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
-        """Return the entries of prompts of one length, (R, T) int64; the first entry of each prompt is empty."""
+        """Return an `Entry` for each token of prompts (R, T) int64. The first entry of a prompt is empty."""
         raise NotImplementedError
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Return predictions at positions up to T - 2, because an entry belongs to a prompt token."""
+        """See `Reader.predict`. The last token of an input does not have a prediction."""
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         reported = slice(positions.start + 1, positions.stop + 1)
         best = np.array([[likeliest(entry) for entry in row[reported]] for row in self.prompt_entries(rows)])
@@ -43,28 +43,28 @@ class PromptReader(Reader):
 
 
 def likeliest(entry: Entry) -> int:
-    """Return the most likely id, the lowest on ties like argmax; -1 if a log-probability is NaN."""
+    """Return the most likely id of an entry. Ties give the lowest id, and a NaN gives -1."""
     if any(map(math.isnan, entry.values())):
         return NO_PREDICTION
     return min(entry, key=lambda token: (-entry[token], token))
 
 
 def check_entries(entries: list[Entry], ids: list[int]) -> list[Entry]:
-    """Return the entries of a prompt; raise ValueError if they belong to other tokens."""
+    """Return the entries of a prompt, after checking that each contains the prompt token at its position."""
     for i, (entry, token) in enumerate(zip(entries, ids)):
         if i and token not in entry:
             raise ValueError(
-                f"the log-probabilities at position {i} must be those of token {token} of the prompt, got tokens {list(entry)}. "
+                f"the log-probabilities at position {i} must include prompt token {token}, got tokens {list(entry)}. "
                 "Configure the endpoint not to rewrite prompts."
             )
     return entries
 
 
 class OfflineModel(PromptReader):
-    """The `Reader` of a `vllm.LLM`, which may be made with `skip_tokenizer_init=True`.
+    """A `Reader` for a `vllm.LLM`, which does not need a tokenizer (`skip_tokenizer_init=True`).
 
     Attributes:
-        position_limit: longest prompt in tokens: `max_model_len` - 1, because vLLM must generate a token.
+        position_limit: maximum prompt length in tokens, `max_model_len` - 1, because vLLM must generate a token.
     """
 
     def __init__(self, llm: Any):
@@ -78,7 +78,7 @@ class OfflineModel(PromptReader):
         return {"model": public_name(self.config.model), "dtype": dtype, "attention": None, "served_with": "vllm.LLM"}
 
     def identity(self) -> dict[str, str]:
-        revision = getattr(self.config.hf_config, "_commit_hash", None)  # set for models from the Hub
+        revision = getattr(self.config.hf_config, "_commit_hash", None)  # only set for a model from the Hub
         return {"engine": "vllm"} | ({"revision": revision} if revision else {})
 
     def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:

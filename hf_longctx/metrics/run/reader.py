@@ -1,6 +1,7 @@
-"""Readers, through which metrics use a model: the base class `Reader`, and the reader for a model in this process.
+"""Readers: the interface between metrics and models.
 
-`served.ServedModel` and `prompts.OfflineModel` are the other readers. A metric never depends on the kind of reader.
+This file has the base class `Reader`, and `LocalReader` for a PyTorch model in this process. The other readers are
+`served.ServedModel` and `prompts.OfflineModel`.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from .model import check_decoder, first_parameter, position_limit, text_config, 
 
 
 class Reader:
-    """A causal language model that reads token ids. Any object with these members can be measured.
+    """The interface of a causal language model. Any object with these attributes and methods can be measured.
 
     Attributes:
         vocab_size: size of the vocabulary; `math.inf` if unknown.
         position_limit: maximum number of input tokens; None if unlimited.
-        claimed_context: claimed context in tokens, or None.
+        claimed_context: claimed context in tokens; None if unknown.
         device: device of the model, such as "cuda:0"; None if unknown.
         can_reply: whether the model supports `reply`.
-        is_distributed: whether the model is sharded over processes, which then cannot share work.
-        configs: configs of transformers that may name special ids, the most important first.
+        is_distributed: whether the model is sharded over processes, so that all processes must read the same inputs.
+        configs: configs of transformers that may set special ids. The first config that sets an id takes precedence.
     """
 
     vocab_size: int | float = math.inf
@@ -45,27 +46,27 @@ class Reader:
     configs: Sequence[Any] = ()
 
     def settings(self) -> dict[str, Any]:
-        """Return the model's entries in the settings of a result; "model" is its name."""
+        """Return the settings of a result that describe the model. The setting "model" is its name."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, str]:
-        """Return what identifies the model in addition to its name, for the settings of results and journals."""
+        """Return settings that identify the model in addition to its name, such as a hash of the weights."""
         return {}
 
     def configured_id(self, name: str) -> int | None:
-        """Return the model's "bos_token_id" or "eos_token_id"; None if no config sets it."""
+        """Return the model's "bos_token_id" or "eos_token_id"; None if the configs do not set it."""
         for config in self.configs:
             value = getattr(config, name, None)
             if value is not None:
-                return value[0] if isinstance(value, (list, tuple)) else value  # chat models list several EOS ids
+                return value[0] if isinstance(value, (list, tuple)) else value  # chat models may have several EOS ids
         return None
 
     def cost(self, tokens: int) -> float:
-        """Return the relative cost of an input of this length; one token of a short input costs 1."""
+        """Return the relative cost of reading an input of `tokens` tokens. A token of a short input costs 1."""
         return tokens
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
-        """Prepare the model; the methods below are only called inside `with reader.reading(...)`.
+        """Return a context manager that prepares the model. `predict`, `score` and `reply` are only called inside it.
 
         Args:
             trial: ids of a typical input, (T,).
@@ -74,11 +75,11 @@ class Reader:
         return nullcontext()
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """Return greedy next-token predictions at some positions of inputs of one length.
+        """Return the greedy next-token predictions at some positions of several inputs.
 
         Args:
-            inputs: (R, T) int64.
-            prefix: length of the prefix that inputs may share, at most `positions.start`.
+            inputs: input ids, (R, T) int64.
+            prefix: number of first tokens that several inputs may have in common, at most `positions.start`.
             positions: consecutive input positions, ascending.
 
         Returns:
@@ -90,15 +91,15 @@ class Reader:
         raise NotImplementedError
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        """Score targets after some positions of one input.
+        """Return the log-probabilities of the tokens that follow some positions of an input.
 
         Args:
-            ids: (T,) int64.
-            targets: (len(positions),) int64, the last of which follows `ids`.
+            ids: input ids, (T,) int64.
+            targets: the token after each position, (len(positions),) int64.
             positions: consecutive input positions, ascending, up to T - 1.
 
         Returns:
-            The log-probability of each target (nats, float64) and the most likely id (int64) at its position.
+            the log-probability of each target (nats, float64), and the most likely id at each position (int64).
 
         Raises:
             engine.OutOfMemory: memory runs out even in the smallest passes.
@@ -106,31 +107,34 @@ class Reader:
         raise NotImplementedError
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
-        """Return the greedy response to a prompt (T,), of at most `tokens` tokens."""
+        """Return the greedy response to a prompt (T,) int64, with at most `tokens` tokens."""
         raise NotImplementedError
 
 
 def reader_for(model: nn.Module | Reader) -> Reader:
-    """Return a reader unchanged, or wrap a torch model in a `LocalReader`.
+    """Return the reader of a model: a `LocalReader` for a PyTorch model, or `model` itself if it is a reader.
 
     Raises:
-        TypeError: `model` is neither.
+        TypeError: `model` is not a PyTorch model or a reader.
     """
     if isinstance(model, nn.Module):
         return LocalReader(model)
     if not hasattr(model, "reading") or isinstance(model, type):
         raise TypeError(
-            f"model must be a causal language model or a reader, got {model if isinstance(model, str) else type(model)}. Load "
-            "AutoModelForCausalLM.from_pretrained(name), or use ServedModel(url) or OfflineModel(llm)."
+            "model must be a causal language model or a reader, got "
+            f"{model if isinstance(model, str) else type(model)}. Pass AutoModelForCausalLM.from_pretrained(name), "
+            "ServedModel(url) or OfflineModel(llm)."
         )
     return model
 
 
 class LocalReader(Reader):
-    """A reader for a torch model whose `forward(input_ids)` returns logits or an output with `.logits`, (B, T, V).
+    """A reader for a PyTorch model in this process.
+
+    The model's `forward(input_ids)` returns logits (B, T, V), as `.logits` of its output or the first of a tuple.
 
     Raises:
-        ValueError: the model is an encoder-decoder, or turns out not to be causal (see `engine.check_causal`).
+        ValueError: the model is an encoder-decoder. A model that is not causal raises an error when it first reads.
     """
 
     def __init__(self, model: nn.Module):
@@ -143,7 +147,8 @@ class LocalReader(Reader):
         self.claimed_context = getattr(self.config, "max_position_embeddings", None)
         self.device = str(input_device(model))
         self.can_reply = hasattr(model, "generate")
-        self.is_distributed = any(hasattr(p, "full_tensor") for p in model.parameters())  # tensor parallel or FSDP
+        # tensor parallelism and FSDP store parameters as DTensors
+        self.is_distributed = any(hasattr(p, "full_tensor") for p in model.parameters())
 
     def settings(self) -> dict[str, Any]:
         return {
@@ -153,11 +158,11 @@ class LocalReader(Reader):
         }
 
     def identity(self) -> dict[str, str]:
-        revision = getattr(self.model.config, "_commit_hash", None)  # of a model from the Hub
+        revision = getattr(self.model.config, "_commit_hash", None)  # only set for a model from the Hub
         return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {})
 
     def cost(self, tokens: int) -> float:
-        """Return the cost: that of matrix products grows linearly with the tokens, that of attention quadratically."""
+        """Return the relative cost: linear in the tokens for matrix products, and quadratic for attention."""
         embedding = sum(p.numel() for m in self.model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
         matrices = max(sum(p.numel() for p in self.model.parameters()) - embedding, 1)
         attends = getattr(self.config, "num_attention_heads", None) is not None
@@ -180,7 +185,7 @@ class LocalReader(Reader):
 
     @cached_property
     def engine(self) -> Engine:
-        """Create the engine lazily, because it runs the model."""
+        """The engine, created on first use because its constructor runs the model."""
         return Engine(self.model, *self._engine_arguments)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
@@ -191,7 +196,7 @@ class LocalReader(Reader):
 
     def _score(self, ids, targets, positions):
         log_probs, best = [], []
-        for logits in self.engine.logits(ids, positions):  # (n, V), the next n positions
+        for logits in self.engine.logits(ids, positions):  # (n, V) for the next n positions
             labels = torch.from_numpy(targets[len(best) :][: len(logits)]).to(logits.device)
             log_probs += (-F.cross_entropy(logits.float(), labels, reduction="none")).tolist()
             best += logits.argmax(-1).tolist()
@@ -203,20 +208,20 @@ class LocalReader(Reader):
         pad = getattr(self.model.generation_config, "pad_token_id", None)
         generate: Any = self.model.generate
         output = generate(
-            input_ids=ids,  # PEFT takes it by name only
+            input_ids=ids,  # PEFT requires a keyword argument
             attention_mask=torch.ones_like(ids),
             max_new_tokens=tokens,
             do_sample=False,
             num_beams=1,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
-            pad_token_id=0 if pad is None else pad,  # one row has no padding
+            pad_token_id=0 if pad is None else pad,  # any id: a single sequence is not padded
         )
         return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
 
 
 class UnloadedModel(Reader):
-    """A model's configuration, used to check options before its weights are loaded. It cannot read sequences.
+    """A reader that only has a model's config, to check options before the weights are loaded.
 
     Args:
         config: config of the language model.
@@ -233,17 +238,19 @@ class UnloadedModel(Reader):
 
 
 def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:
-    """Return BOS and EOS: the caller's, else the model's, else the other one of the two.
+    """Return the ids of BOS and EOS.
+
+    An id that is None is taken from the model's configs. If only one of the two ids is known, it is used for both.
 
     Raises:
-        ValueError: neither is known, or one is not in the vocabulary.
+        ValueError: both ids are unknown, or an id is not in the vocabulary.
     """
     bos = reader.configured_id("bos_token_id") if bos is None else bos
     eos = reader.configured_id("eos_token_id") if eos is None else eos
     if bos is None and eos is None:
         raise ValueError(
-            "the model's configuration has neither a BOS nor an EOS token, and each sequence must begin with one. Give "
-            "bos_token_id, or --bos-token-id: any id that separates documents in the training data."
+            "the model's config must have a BOS or EOS token, because each input begins with it. Pass bos_token_id, "
+            "or --bos-token-id: the id that separates documents in the training data."
         )
     bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
     for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):

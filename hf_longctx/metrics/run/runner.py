@@ -1,4 +1,4 @@
-"""Run a task on a subject, with a journal, several processes, a progress bar and partial results when interrupted."""
+"""Run a task: measure its trials, record them in a journal, and return the result, or a partial one on errors."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from .model import size_and_hardware
 from .reader import Reader
 
 
-BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # progress by cost, not trials, because long inputs are slow
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # advances by the cost of a trial
 OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Options of a run, which change the numbers at most by rounding.
+    """Options of a run. They only change the result by rounding errors.
 
-    If torch.distributed is initialized (`torchrun`, `accelerate launch`), each process measures a share with its own
-    copy of the model, and all return the complete result. An exception that ends a run after measuring has begun,
-    including KeyboardInterrupt, gets an attribute `result` with the partial result, or None.
+    If torch.distributed is initialized (`torchrun`, `accelerate launch`), each process has a copy of the model and
+    measures some of the trials. All processes return the complete result. If an exception (including
+    KeyboardInterrupt) ends the run after measuring has begun, its attribute `result` is the partial result, or None.
 
     Attributes:
         journal: path of a file that records every finished trial. After a crash, a run with the same path resumes, and
-            produces the same file. With several processes, process k > 0 writes to `PATH.k`. None: no file.
-        tokens_per_pass: memory budget, the maximum number of tokens per forward pass; see `engine.Engine`.
-        progress: whether to show a progress bar, which advances by cost.
+            produces the same file. With several processes, process k > 0 writes to `PATH.k`. Default: no file.
+        tokens_per_pass: maximum number of tokens per forward pass, which limits the memory; see `engine.Engine`.
+        progress: whether to show a progress bar.
 
     Raises:
         ValueError: tokens_per_pass is below 1.
@@ -60,7 +60,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     Raises:
         ValueError: an option is invalid (raised before the model runs), nothing could be measured, the journal belongs
             to another run, or a logit is NaN.
-        BaseException: the error that ended the run early, with the partial result (or None) as attribute `result`.
+        BaseException: the error that ended the run early. Its attribute `result` is the partial result, or None.
     """
     run, reader = run or Run(), subject.reader
     rank, processes = distributed.rank_and_world_size(reader)
@@ -70,8 +70,8 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     longest = max(trial.tokens for trial in task.trials({}))
     if reader.position_limit is None and reader.claimed_context is not None and longest > reader.claimed_context:
         warnings.warn(
-            f"the longest input needs {longest} positions, more than the {reader.claimed_context} (max_position_embeddings) "
-            "that the model claims to support. It is measured all the same.",
+            f"the longest input has {longest} tokens, more than the {reader.claimed_context} that the model claims to "
+            "support (max_position_embeddings). The run continues.",
             stacklevel=3,
         )
     path, settings = run.journal, {"metric": task.result.kind, **depends_on}
@@ -83,7 +83,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
     outcome = result_of(task, scores_of(journal.done), depends_on | labels | facts(reader, run), failure)
-    if failure is None and not outcome.scores:  # a usage error if every input is too long for the model
+    if failure is None and not outcome.scores:  # ValueError: all inputs are too long
         reasons = [*dict.fromkeys(outcome.missing.values())]
         kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
         failure = kind(f"nothing could be measured: {'; '.join(reasons)}.")
@@ -96,9 +96,9 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
 
 
 def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> BaseException | None:
-    """Measure all trials that the task requests; return the exception that ended the run early, or None.
+    """Measure all trials of a task; return the exception that ended the run early, or None.
 
-    Each score is written to the journal immediately. Finally, `journal.done` contains the scores of all processes.
+    Each score is immediately written to the journal. At the end, `journal.done` contains the scores of all processes.
     """
     reader, processes, failure = task.subject.reader, task.subject.processes, None
     typical = first_ids(task.requests(min(task.trials({}), key=lambda trial: trial.tokens).key)[0])
@@ -107,7 +107,8 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
             journal.done, _ = distributed.exchange(journal.done, None)
         with reader.reading(typical[: reader.position_limit], run.tokens_per_pass):
             while trials := [trial for trial in task.trials(scores_of(journal.done)) if trial.key not in journal.done]:
-                place = (rank + len(journal.done) // processes) % processes  # in turn, round by round
+                # in each round, another process gets the most expensive trial
+                place = (rank + len(journal.done) // processes) % processes
                 costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
                 mine = share(costs, place, processes) if processes > 1 else costs.keys()
                 bar.total = (bar.total or 0) + sum(costs[key] for key in mine)
@@ -129,7 +130,10 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
 
 
 def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
-    """Return the trials of this process: the most expensive go first, each to the process with the least work."""
+    """Return the trials of one process, with the cost balanced over all processes.
+
+    The trials are assigned from the most expensive to the cheapest, each to the process with the lowest total so far.
+    """
     loads, owner = [0.0] * processes, {}
     for key in sorted(costs, key=lambda key: -costs[key]):
         owner[key] = loads.index(min(loads))
@@ -138,7 +142,7 @@ def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
 
 
 def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:
-    """Return by key each trial's score, or the reason why it is missing, from the values of `measure_one`."""
+    """Convert the values of `measure_one`, by key, to scores; a missing score becomes a `Missing`."""
     return {
         key: Missing(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
         for key, entry in entries.items()
@@ -146,7 +150,7 @@ def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:
 
 
 def facts(reader: Reader, run: Run) -> dict[str, Any]:
-    """Return the settings that change a number at most by rounding."""
+    """Return settings for the record that only change the result by rounding errors: device, versions, ..."""
     tokens_per_pass = run.tokens_per_pass
     if tokens_per_pass is None and reader.device is not None:
         tokens_per_pass = TOKENS_PER_PASS["cpu" if reader.device == "cpu" else "accelerator"]
@@ -157,7 +161,7 @@ def facts(reader: Reader, run: Run) -> dict[str, Any]:
 def result_of(
     task: Task, scores: dict[Key, Any], settings: dict[str, Any], failure: BaseException | None
 ) -> TaskResult:
-    """Build the result from the trials that the task requests; a journal may contain others."""
+    """Create the result from the scores of the task's trials; ignore other scores, which a journal may contain."""
     trials = [trial.key for trial in task.trials(scores)]
     measured = {key: scores[key] for key in trials if key in scores and not isinstance(scores[key], Missing)}
     missing = {key: str(scores[key]) for key in trials if isinstance(scores.get(key), Missing)}
@@ -170,7 +174,7 @@ def result_of(
 
 
 def measure_one(task: Task, trial: Trial) -> Any:
-    """Return the score of a trial, or the reason why it cannot be read."""
+    """Return the score of a trial, or `{"missing": reason}` if the model does not support its inputs."""
     subject, limit = task.subject, task.subject.reader.position_limit
     if limit is not None and trial.tokens > limit:
         return {"missing": f"beyond the model's {limit} positions"}
@@ -188,7 +192,7 @@ class NotFinite(ValueError):
 
 
 def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
-    """Answer one request with a model."""
+    """Return the model's response to a request; see `task.Predict`, `task.Score` and `task.Ask`."""
     if isinstance(request, Predict):
         predictions, positions = reader.predict(*request), request.positions
         bad = np.argwhere(predictions == -1)
@@ -202,11 +206,15 @@ def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
     exact, reply = bool((best == request.answer).all()), None
     if request.reply:
         reply = tokenizer.decode(request.answer) if exact else reader.reply(request.prompt, request.reply, tokenizer)
-    return Answered(float(max(log_probs.sum(), -1e9)), exact, reply)  # JSON has no infinity
+    return Answered(float(max(log_probs.sum(), -1e9)), exact, reply)  # JSON does not support infinity
 
 
 def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-probabilities of ids[first:], and the most likely ids at the same positions."""
+    """Return the log-probabilities of ids[first:], and the most likely id in place of each.
+
+    Raises:
+        NotFinite: a log-probability is NaN, or infinite if `finite`.
+    """
     log_probs, best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1))
     bad = np.flatnonzero(~np.isfinite(log_probs) if finite else np.isnan(log_probs))
     if len(bad):
@@ -218,7 +226,7 @@ def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> t
 
 
 def first_ids(request: Request) -> np.ndarray:
-    """Return the first input of a request, to probe the model with."""
+    """Return the first input of a request, as a typical input for `Reader.reading`."""
     if isinstance(request, Predict):
         return request.rows[0]
     return request.ids[:-1] if isinstance(request, Score) else request.prompt

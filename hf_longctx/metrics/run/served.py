@@ -1,10 +1,10 @@
-"""A model behind an OpenAI-compatible completions endpoint.
+"""Read models that are served with an OpenAI-compatible completions endpoint.
 
-For each prompt token, vLLM's `prompt_logprobs` report a dictionary of token ids with log-probability and rank,
-including the most likely token. Other servers only support a forgetting curve, by greedy completions.
+For each prompt token, vLLM reports the log-probabilities of the token and of the most likely token
+(`prompt_logprobs`). On other servers we only measure forgetting curves, by greedy completions.
 
-The prediction at a token does not depend on that token. Prompts that differ in one token show whether this holds for a
-server, or whether its lists are one position late.
+Before measuring, we send prompts that differ in the last token only. The log-probability of the most likely token at
+the last position must be the same for all of them, unless the server reports it one position late.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
@@ -30,31 +30,31 @@ from .greedy import GreedyCompletions
 from .prompts import Entry, PromptReader, check_entries
 
 
-PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # the same request may succeed later
+PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # status codes of temporary errors
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
 REQUEST = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-ROUNDING = 0.02  # tolerance for log-probabilities between requests, in nats
+ROUNDING = 0.02  # maximum difference (nats) between log-probabilities of the same token in several requests
 
 
 class ServedModel(PromptReader):
-    """The `Reader` of one served model. The constructor asks the server for the model's name and capabilities.
+    """A `Reader` for a served model. The constructor requests the model's name and capabilities from the server.
 
     Args:
-        base_url: URL up to and including the version, such as "http://localhost:8000/v1".
-        model: name of the served model; optional if the server only lists one.
-        tokenizer: the model's tokenizer, for greedy completions on servers that do not take or return ids.
-        journal: path of a file that records greedy completions, from which a killed run resumes.
-        vocab_size: size of the vocabulary, which servers do not report. Needed for random data without id_range.
-        api_key: bearer token, which is not forwarded on redirects. Default: none.
-        concurrency: number of concurrent requests, which the server batches.
-        timeout: timeout of a request in seconds. A response begins when the whole prompt has been read.
-        retries: maximum number of retries after a broken connection, a timeout or a temporary error (429, 5xx), each
-            with a RuntimeWarning.
-        backoff: seconds before the first retry, doubled for each further one.
+        base_url: URL of the API with its version, such as "http://localhost:8000/v1".
+        model: name of the served model; optional if the server lists a single model.
+        tokenizer: the model's tokenizer, for greedy completions on servers that do not accept or return ids.
+        journal: path of a file that records greedy completions, so that a killed run can resume.
+        vocab_size: size of the vocabulary, which servers do not report. Required for random data without id_range.
+        api_key: bearer token, which is not sent to redirected addresses. Default: none.
+        concurrency: maximum number of concurrent requests.
+        timeout: timeout of a request in seconds. The server only responds when it has read the whole prompt.
+        retries: maximum number of retries after a broken connection, a timeout or a temporary error (429, 5xx). Each
+            retry emits a RuntimeWarning.
+        backoff: delay before the first retry in seconds, doubled for each further retry.
 
     Attributes:
-        position_limit: longest prompt in tokens; None if the server does not report it.
-        greedy: reader by greedy completions; None if the server reports log-probabilities.
+        position_limit: maximum prompt length in tokens; None if the server does not report it.
+        greedy: `GreedyCompletions`; None if the server reports log-probabilities.
 
     Raises:
         ConnectionError: the server cannot be reached.
@@ -108,72 +108,76 @@ class ServedModel(PromptReader):
     def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
         if self.greedy is not None:
             raise ValueError(
-                f"{self.base_url} must give log-probabilities of the tokens of a prompt (prompt_logprobs): {self._no_log_probs}. "
-                "Serve the model with vLLM. A forgetting curve alone needs none."
+                f"{self.base_url} must report log-probabilities of prompt tokens (prompt_logprobs): "
+                f"{self._no_log_probs}. Serve the model with vLLM, or measure a forgetting curve only."
             )
         with ThreadPoolExecutor(self.concurrency) as pool:
             return list(pool.map(self.entries, prompts.tolist()))
 
     def entries(self, prompt: list[int], **options: Any) -> list[Entry]:
-        """Return the entries of one prompt.
+        """Return the `Entry` of each token of a prompt.
 
         Raises:
             ConnectionError, RuntimeError: see the class.
-            ValueError: the response does not have one entry for each token, or has other tokens.
+            ValueError: the response does not have one entry per token, or an entry does not contain its token.
             UnsupportedInput: the prompt is longer than the server allows.
         """
         response = self.complete({"model": self.model, "prompt": prompt, **REQUEST}, **options)
         check_count((response.get("usage") or {}).get("prompt_tokens", len(prompt)), len(prompt))
         entries = response["choices"][0].get("prompt_logprobs")
         if not entries:
-            raise ValueError(f"the response to a prompt of {len(prompt)} tokens has no log-probabilities.")
+            raise ValueError(f"the response to a prompt of {len(prompt)} tokens does not contain log-probabilities.")
         check_count(len(entries), len(prompt))
         by_id = [{int(token): as_float(x["logprob"]) for token, x in (entry or {}).items()} for entry in entries]
         return check_entries(by_id, prompt)
 
     def complete(self, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Return the response to a completions request, after checking that it has choices."""
+        """Send a completions request, and return the response.
+
+        Raises:
+            RuntimeError: the response does not have choices.
+        """
         response = self._send("/completions", body, **options)
         if not (isinstance(response, dict) and isinstance(response.get("choices"), list) and response["choices"]):
-            raise RuntimeError(f"{self.base_url}/completions answered without choices: {str(response)[:200]}")
+            raise RuntimeError(f"{self.base_url}/completions must return choices, got {str(response)[:200]}")
         return response
 
     def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any = None) -> str:
-        """Return the greedy response, decoded by the server's tokenizer."""
+        """Return the greedy response, decoded with the server's tokenizer."""
         body = {"model": self.model, "prompt": prompt.tolist(), "max_tokens": tokens, "temperature": 0}
         return self.complete(body)["choices"][0]["text"]
 
     def _choose_model(self, model):
-        """Return the model's name and its longest prompt."""
+        """Return the name of the model, and its maximum prompt length in tokens or None."""
         try:
             entries = self._send("/models")["data"]
-        except (RuntimeError, LookupError, TypeError) as error:  # a few servers do not list models, which is fine
+        except (RuntimeError, LookupError, TypeError) as error:  # some servers do not list models
             if model is None and isinstance(error, RuntimeError):
                 raise
             entries = []
         names = [entry.get("id") for entry in entries]
         if model is None and len(names) != 1:
             raise ValueError(
-                f"{self.base_url} serves {names or 'models it does not list'}. Name one: --served-as, or model=..."
+                f"{self.base_url} must list a single model, got {names}. Name the model: --served-as, or model=..."
             )
         if model is not None and names and model not in names:
-            raise ValueError(f"{self.base_url} does not serve {model!r}, but {names}.")
+            raise ValueError(f"model must be one of {names} on {self.base_url}, got {model!r}.")
         model = names[0] if model is None else model
         limits = [entry.get("max_model_len") for entry in entries if entry.get("id") == model]
-        return model, limits[0] - 1 if limits and limits[0] else None  # one token must be generated
+        return model, limits[0] - 1 if limits and limits[0] else None  # a request must generate a token
 
     def _check_log_probs(self):
-        """Raise ValueError or RuntimeError unless the server reports log-probabilities of the right tokens."""
+        """Raise ValueError or RuntimeError if the server does not report log-probabilities at the right positions."""
         size = 10 if self.vocab_size == math.inf else int(self.vocab_size)
         probes = [self.entries([0, 1, 2, size * i // 5], retries=1) for i in range(1, 5)]
         if np.ptp([max(entries[3].values()) for entries in probes]) > ROUNDING:
-            raise ValueError("they are those of other tokens, as if one position late.")
+            raise ValueError("the reported log-probabilities appear to be one position late.")
 
     def _send(self, path, body=None, retries=None):
-        """Return the JSON of a response; retry after temporary errors.
+        """Send a request and return the JSON of the response; retry after temporary errors.
 
-        We do not use `huggingface_hub.utils.http_backoff`: its client rejects every address under HF_HUB_OFFLINE, even
-        a server on this machine, and is closed for all threads if one of them cannot connect.
+        We do not use `huggingface_hub.utils.http_backoff`. Under HF_HUB_OFFLINE, its client rejects every address,
+        even a server on this machine. If one thread cannot connect, the client is closed for all threads.
         """
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}
@@ -190,16 +194,16 @@ class ServedModel(PromptReader):
             except urllib.error.HTTPError as error:
                 message = read_message(error)
                 kind = UnsupportedInput if TOO_LONG.search(message) else RuntimeError
-                advice = ". The key is named by --api-key-env, or api_key=..." if error.code in (401, 403) else ""
+                advice = ". Pass the key with --api-key-env or api_key=..." if error.code in (401, 403) else ""
                 failure = kind(f"{url} answered {error.code}: {message}{advice}")
                 if error.code not in PASSING or kind is UnsupportedInput:
                     raise failure from None
                 retry_after = error.headers.get("Retry-After", "")
                 wait = float(retry_after) if retry_after.isdigit() else wait
-            except (OSError, http.client.HTTPException) as error:  # URLError and time-outs are OSErrors
+            except (OSError, http.client.HTTPException) as error:  # includes URLError and timeouts
                 failure = ConnectionError(f"{url} cannot be reached: {getattr(error, 'reason', error) or error!r}")
             except ValueError as error:
-                raise RuntimeError(f"{url} did not answer in JSON: {error}") from None
+                raise RuntimeError(f"{url} did not return JSON: {error}") from None
             if attempt < retries:
                 warnings.warn(
                     f"{failure}; retry {attempt + 1} of {retries} in {wait:g} s", RuntimeWarning, stacklevel=2
@@ -209,7 +213,7 @@ class ServedModel(PromptReader):
 
 
 def read_message(error: urllib.error.HTTPError) -> str:
-    """Return the server's error message."""
+    """Return the error message in the server's response."""
     text = error.read().decode(errors="replace").strip()
     try:
         document = json.loads(text)
@@ -221,13 +225,13 @@ def read_message(error: urllib.error.HTTPError) -> str:
 
 
 def as_float(value: float | None) -> float:
-    """Return a float; JSON encodes NaN as null."""
+    """Convert a JSON number to a float. Servers encode NaN as null."""
     return math.nan if value is None else float(value)
 
 
 def check_count(entries: int, tokens: int) -> None:
     if entries != tokens:
         raise ValueError(
-            f"the endpoint returned log-probabilities of {entries} tokens for a prompt of {tokens}. It may add special "
-            "tokens or cut long prompts: switch that off."
+            f"the endpoint returned log-probabilities of {entries} tokens for a prompt of {tokens}. Configure the "
+            "server not to add special tokens or truncate prompts."
         )

@@ -1,4 +1,4 @@
-"""All metrics that run a model, one per file. Importing this module registers them in `task.Task.tasks`."""
+"""All metrics that run a model, one per file. Importing this package registers their tasks in `task.Task.tasks`."""
 
 import importlib
 import pkgutil

@@ -1,7 +1,7 @@
-"""The forgetting curve: how far a model copies what it has read (Liu et al. 2024, section 3).
+"""The forgetting curve: how far back a model can copy from its context (Liu et al. 2024, section 3).
 
-Inputs are in `curve.protocol`, the lengths of an adaptive measurement in `curve.adaptive`, confidence intervals in
-`curve.intervals`, and the paper's lengths in `curve.lengths`: plain functions that do not use the task.
+This file has the task and its result. They use the functions in `metrics.curve`: `protocol` builds the inputs,
+`adaptive` chooses lengths, `intervals` computes confidence intervals, and `lengths` computes the paper's lengths.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ..run.journal import content_hash
 from ..task import Counts, Missing, Predict, Task, TaskResult, Trial, option
 
 
-PAPER_POINTS = 32  # lengths of the paper
-# Settings that random sequences depend on
+PAPER_POINTS = 32  # number of lengths in the paper
+# Settings that determine the random sequences of data_type="random"
 RANDOM_TEXTS = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
 
 
 def span(lengths: Sequence[int]) -> str:
-    """Return the number and the range of lengths in words.
+    """Describe lengths in words, by their number and range.
 
     >>> span([800]), span([8, 16, 64])
     ('length 800', '3 lengths from 8 to 64')
@@ -54,7 +54,7 @@ def span(lengths: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class ForgettingCurve(TaskResult):
-    """A measured forgetting curve; its scores are keyed by length."""
+    """The result of a forgetting curve. The key of a score is the length."""
 
     kind, title, inches = "forgetting_curve", "Forgetting curve", (6.6, 5.6)
     verb, same_texts = "copies", ("data_type", "corpus_sha256")
@@ -66,11 +66,17 @@ class ForgettingCurve(TaskResult):
         settings: dict[str, Any] | None = None,
         not_measured: dict[int, str] | None = None,
     ) -> Self:
-        """Return the curve with these points; `not_measured` gives the reasons for missing lengths."""
+        """Create a curve from points.
+
+        Args:
+            points: points of different lengths, in any order.
+            settings: settings of the measurement.
+            not_measured: reasons for missing points, by length.
+        """
         points = sorted(points, key=lambda p: p.length)
         twice = [a.length for a, b in pairwise(points) if a.length == b.length]
         if twice:
-            raise ValueError(f"points must be of different lengths, got two of length {twice[0]}.")
+            raise ValueError(f"points must have different lengths, got two of length {twice[0]}.")
         scores = {
             p.length: {"copy": [*p.copy_correct], "LM": [*p.lm_correct]}
             | ({} if p.begin_locs is None else {"begins": [*p.begin_locs]})
@@ -79,11 +85,11 @@ class ForgettingCurve(TaskResult):
         return cls(scores, settings or {}, not_measured or {})
 
     def __post_init__(self):
-        assert self.points is not None  # checks the numbers
+        assert self.points is not None  # creating the points checks the counts
 
     @cached_property
     def points(self) -> tuple[CurvePoint, ...]:
-        """One `CurvePoint` per measured length, ascending."""
+        """The points of the curve, in ascending order of length."""
         return tuple(CurvePoint(n, s["copy"], s["LM"], s.get("begins")) for n, s in self.scores.items())
 
     @property
@@ -103,13 +109,13 @@ class ForgettingCurve(TaskResult):
     def coarse_length(self) -> MemoryLength:
         """The paper's coarse length: the largest measured length copied at least 1 % better than guessed.
 
-        One of many lengths passes by chance, even without memory; `interval` tests for significance.
+        With many lengths, one may pass by chance, even without memory. `interval` tests for significance.
         """
         return self.memory_lengths["coarse_max"]
 
     @property
     def memory_lengths(self) -> dict[str, MemoryLength]:
-        """All five definitions; see the function `memory_lengths`."""
+        """The memory length by five definitions; see the function `memory_lengths`."""
         return memory_lengths(self.points)
 
     def interval(self, method: str, confidence: float = 0.95) -> LengthInterval:
@@ -124,18 +130,18 @@ class ForgettingCurve(TaskResult):
 
     @cached_property
     def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
-        """Cache of `interval`, which a card calls a dozen times."""
+        """Cached return values of `interval`, which a model card calls a dozen times."""
         return {}
 
     @property
     def repeats_in_words(self) -> str:
-        """Return the number of repeats in words, such as "10 repeats", or "3 to 10 repeats" for an adaptive curve."""
+        """The number of repeats in words: "10 repeats", or "3 to 10 repeats" for the adaptive protocol."""
         counts = sorted({p.repeats for p in self.points})
         return plural(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
 
     @property
     def overlapping(self) -> list[int]:
-        """The lengths at which more than a quarter of the repeats share scored tokens with another."""
+        """The lengths at which less than three quarters of the repeats count as separate passages."""
         return [p.length for p in self.points if len(p.texts) < SEPARATE * p.repeats]
 
     def by_length(self, replies=True, overlapping=False):
@@ -168,7 +174,7 @@ class ForgettingCurve(TaskResult):
         }
 
     def in_words(self) -> str:
-        """Return the lengths up to which the model copies, roughly and word for word, with 95 % CIs in brackets."""
+        """Return the coarse and the fine length in a sentence, with 95 % CIs in brackets."""
         fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
@@ -177,7 +183,7 @@ class ForgettingCurve(TaskResult):
         return f"{self.copies_in_words()}; {self.exact_in_words()}. {measured}{advice}{self.shortage}"
 
     def copies_in_words(self) -> str:
-        """Return the length up to which passages are copied better than guessed, and the accuracy there."""
+        """Return the coarse length in words, with its 95 % CI and the copy accuracy at this length."""
         coarse = self.interval("coarse")
         if coarse.low:
             p = next(p for p in self.points if p.length == coarse.low)
@@ -188,7 +194,7 @@ class ForgettingCurve(TaskResult):
         return f"Whether it copies what it reads is not significant [{coarse.in_words()}]"
 
     def exact_in_words(self) -> str:
-        """Return the length up to which most passages are copied with an accuracy above 99 %."""
+        """Return the fine length in words, with its 95 % CI."""
         fine, most = self.interval("fine"), [p for p in self.points if 2 * p.copied > p.repeats]
         if fine.low:
             return f"word for word up to {fine.low:,} tokens [{fine.in_words()}]"
@@ -199,7 +205,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """Return the part of the summary about passages that overlap because the corpus is too short."""
+        """The end of the summary if too many passages overlap in the corpus; otherwise an empty string."""
         if not self.overlapping:
             return ""
         p = next(p for p in self.points if p.length == self.overlapping[0])
@@ -218,9 +224,9 @@ class ForgettingCurve(TaskResult):
         )
 
     def numbers(self):
-        """Return the lower ends of the confidence intervals, as the numbers that are significant.
+        """Return the lower ends of the confidence intervals of the fine and the coarse length.
 
-        Upper ends are omitted: a leaderboard would rank them as scores.
+        A leaderboard ranks models by these numbers, so they are the lengths that a model significantly reaches.
         """
         if not self.points:
             return []
@@ -278,11 +284,12 @@ class ForgettingCurve(TaskResult):
 class Curve(Task):
     """Measure how far a causal language model remembers: its forgetting curve (Liu et al. 2024, section 3).
 
-    Prints the fine length (copying above 99 %) and the coarse length (copying at least 1 % better than guessing from
-    the language).
+    The model reads a passage S twice, `[bos] S [bos] S [eos]`, and once after an unrelated passage I,
+    `[bos] I [bos] S [eos]`. We count the correct greedy predictions in the second half of the last S, for `repeats`
+    passages per length. An input has 2n + 3 tokens at length n.
 
-    At each length n the model reads `[bos] S [bos] S [eos]` and `[bos] I [bos] S [eos]`, 2n + 3 tokens each, `repeats`
-    times with another target S, and its greedy predictions of the second half of the last S are counted.
+    The fine length is the longest length copied with an accuracy above 99 %. The coarse length is the longest length
+    copied at least 1 % better than after the unrelated passage.
     """
 
     name, result = "curve", ForgettingCurve
@@ -294,18 +301,20 @@ class Curve(Task):
   curve MODEL --endpoint http://localhost:8000/v1"""
 
     lengths: list[int] | None = option(None, "lengths of the passages in tokens, such as 500,1000", least=1)
-    max_length: int | None = option(None, "longest passage, in tokens (default: half the claimed context)", least=9)
+    max_length: int | None = option(
+        None, "length of the longest passage in tokens (default: half the claimed context)", least=9
+    )
     points: int | None = option(None, "number of lengths (default: 16; 32 for the adaptive protocol)", least=2)
     log_lengths: bool = option(False, "space the lengths logarithmically")
     preset: str | None = option(
         None,
-        "paper: the lengths l/32, 2l/32 ... l of Liu et al., l being the claimed context or the longest passage; the model "
-        "reads twice as many tokens",
+        "lengths of a published protocol. paper: the 32 lengths l/32, 2l/32 ... l of Liu et al., where l is "
+        "--max-length or the claimed context; inputs are twice as long",
         choices=("paper",),
     )
-    repeats: int = option(10, "passages per length", least=1)
+    repeats: int = option(10, "number of passages per length", least=1)
     data_type: str = option(
-        "order", "order: passages of the corpus; random: random tokens", choices=("order", "random")
+        "order", "content of the passages. order: corpus; random: random tokens", choices=("order", "random")
     )
     id_range: list[int] | None = option(
         None, "lowest and highest id of random tokens (default: 10 to the last id)", least=0
@@ -315,13 +324,14 @@ class Curve(Task):
     )
     protocol: str = option(
         "reference",
-        "reference: the paper's program, token for token; adaptive: measures only what its two lengths depend on",
+        "lengths to measure. reference: the whole grid, as in the paper's program; adaptive: only lengths that decide "
+        "the fine and the coarse length",
         choices=("reference", "adaptive"),
     )
     confidence: float | None = option(
-        None, "confidence at which the adaptive protocol stops (default: 0.95)", least=0.01, most=0.9999
+        None, "confidence level at which the adaptive protocol stops (default: 0.95)", least=0.01, most=0.9999
     )
-    seed: int = option(0, "random seed of the passage positions")
+    seed: int = option(0, "random seed that selects the passages")
 
     def __post_init__(self):
         super().__post_init__()
@@ -335,7 +345,7 @@ class Curve(Task):
         for name, others in excluded.items():
             for other in others:
                 if getattr(self, other) is not None and getattr(self, other) is not False:
-                    raise ValueError(f"{name} and {other} exclude each other; drop one.")
+                    raise ValueError(f"{name} cannot be combined with {other}. Drop one of them.")
         if self.preset and (self.protocol, self.repeats) != ("reference", 10):
             raise ValueError("preset=paper requires protocol=reference and repeats=10. Drop the other value.")
         if self.id_range is not None and len(self.id_range) != 2:
@@ -369,14 +379,14 @@ class Curve(Task):
         self.fill(lengths=lengths, samples=samples)
 
     def choose_lengths(self) -> list[int]:
-        """Return the lengths to measure."""
+        """Return the lengths to measure: the option `lengths`, the preset, or a grid."""
         subject = self.subject
         if self.lengths is not None:
             return self.lengths
         if self.preset is not None:
             longest = self.max_length or subject.claimed
             if longest is None:
-                raise ValueError("the model claims no context, which preset=paper measures up to; give max_length.")
+                raise ValueError("preset=paper needs max_length, because the model does not claim a context.")
             return sorted({max(1, longest * i // PAPER_POINTS) for i in range(1, PAPER_POINTS + 1)})
         grid = log_lengths if self.log_lengths else linear_lengths
         points = self.points or (32 if self.protocol == "adaptive" else 16)
@@ -386,11 +396,12 @@ class Curve(Task):
         return default_lengths(subject.claimed, corpus_tokens, points, grid, self.repeats)
 
     def check_id_range(self) -> list[int]:
-        """Return the lowest and the highest random id."""
+        """Return the lowest and the highest id of random tokens, after checking them against the vocabulary."""
         vocab_size = self.subject.reader.vocab_size
         if self.id_range is None and vocab_size == math.inf:
             raise ValueError(
-                f"the size of the vocabulary of {self.subject.reader!r} is unknown: give it vocab_size, or give id_range."
+                f"random tokens need the vocabulary size of {self.subject.reader!r}, which is unknown. Pass "
+                "vocab_size to the reader, or pass id_range."
             )
         low, high = self.id_range or (10, int(vocab_size) - 1)
         if not 0 <= low <= high < vocab_size:
@@ -405,7 +416,7 @@ class Curve(Task):
             return facts
         if self.irrelevant is not None:
             facts |= {"irrelevant_tokens": len(self.irrelevant), "irrelevant_sha256": content_hash(self.irrelevant)}
-        if hasattr(tokenizer, "decode"):  # to compare models with different tokenizers in bytes
+        if hasattr(tokenizer, "decode"):  # bytes are comparable between models with different tokenizers
             sample = self.subject.text[:10_000].tolist()
             text = tokenizer.decode(sample, clean_up_tokenization_spaces=False)
             facts["bytes_per_token"] = round(len(text.encode()) / len(sample), 2)
@@ -415,10 +426,13 @@ class Curve(Task):
         if self.protocol == "reference":
             return [self.trial(length, 0, self.repeats) for length in self.samples]
         asked = {key: self.trial(*key) for key, score in scores.items() if isinstance(score, Missing)}
-        too_long = min([length for length, *_ in asked], default=math.inf)  # longer inputs cannot be read either
+        too_long = min([length for length, *_ in asked], default=math.inf)  # longer inputs are not supported either
 
         def measure(length: int, first: int, stop: int) -> CurvePoint:
-            """Return the point with all repeats up to `stop`, which the processes share."""
+            """Return the point with the repeats 0 to `stop - 1`; raise `Pending` if they are not measured yet.
+
+            The new repeats are split into one trial per process.
+            """
             edges = [first + (stop - first) * i // self.subject.processes for i in range(self.subject.processes + 1)]
             asked.update({(length, a, b): self.trial(length, a, b) for a, b in pairwise(edges) if a < b})
             parts = {key: scores.get(key) for key in asked if key[0] == length}
@@ -428,20 +442,21 @@ class Curve(Task):
             return CurvePoint(length, point["copy"], point["LM"], point.get("begins"))
 
         lengths = [length for length in self.samples if length < too_long]
-        with suppress(Pending):  # replays the search, which only depends on the scores
+        with suppress(Pending):  # repeats the whole search with the known scores, up to the first unknown score
             if lengths:
                 locate(lengths, measure, repeats=self.repeats, confidence=self.confidence or 0.95)
         return [*asked.values()]
 
     def trial(self, length: int, first: int, stop: int) -> Trial:
-        """Return the trial for some repeats of a length, with two inputs each."""
+        """Return the trial of the repeats `first` to `stop - 1` of a length, which have two inputs each."""
         return Trial((length, first, stop), input_tokens(length), 2 * (stop - first))
 
     def requests(self, key):
         length, first, stop = key
         samples, subject = self.samples[length][first:stop], self.subject
         inputs = (model_inputs(kind, samples, subject.bos, subject.eos) for kind in ("copy", "LM"))
-        return [Predict(rows, 1 + length, scored_logits(length)) for rows in inputs]  # repeats share `[bos] I`
+        # inputs with the same first passage share the prefix `[bos] I`, which is read once
+        return [Predict(rows, 1 + length, scored_logits(length)) for rows in inputs]
 
     def score(self, key, responses):
         length, first, stop = key
@@ -450,11 +465,11 @@ class Curve(Task):
         return {"copy": copy, "LM": lm} | ({} if None in begins else {"begins": begins})
 
     def summarize(self, scores, missing):
-        """Join the trials of each length; after an interruption, some may be missing."""
+        """Join the scores of the trials at each length, of which an interrupted run lacks some."""
         reasons = {length: reason for (length, *_), reason in missing.items()}
         readable = {key: score for key, score in scores.items() if reasons.get(key[0], "interrupted") == "interrupted"}
         measured = joined(readable)
-        if "interrupted" in reasons.values():  # we cannot know which other trials would be needed
+        if "interrupted" in reasons.values():  # the adaptive protocol might have measured any length
             reasons |= dict.fromkeys([length for length in self.samples if length not in reasons], "interrupted")
         return measured, {length: reason for length, reason in sorted(reasons.items()) if length not in measured}
 
@@ -463,11 +478,11 @@ forgetting_curve = function(Curve)
 
 
 class Pending(Exception):
-    """The score of a trial is not known yet."""
+    """The adaptive protocol needs a score that is not known yet."""
 
 
 def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int, dict[str, list[int]]]:
-    """Join the scores of the repeats of each length, ascending."""
+    """Join the scores of all trials at each length, in ascending order of length and repeat."""
     joined: dict[int, dict[str, list[int]]] = {}
     for (length, *_), score in sorted(scores.items(), key=lambda item: item[0]):
         for name, values in score.items():
@@ -476,6 +491,6 @@ def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int
 
 
 def undrawn_ids(tokenizer, low: int, high: int) -> frozenset[int]:
-    """Return the ids from `low` to `high` that text does not contain: special and added tokens, unused ids."""
+    """Return the ids from `low` to `high` that are special tokens, added tokens, or not in the vocabulary."""
     added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return frozenset(range(low, high + 1)) - (set(tokenizer.get_vocab().values()) - added)

@@ -1,7 +1,7 @@
-"""Line retrieval: a record of many lines, each with a name and a number, and a question about one of the numbers.
+"""Line retrieval: the model reads many lines with a name and a number each, and is asked for one of the numbers.
 
-The line task of LongEval (Li et al. 2023), with a prompt that ends with the beginning of the answer, for models
-without instruction tuning.
+This is the line task of LongEval (Li et al. 2023). Our prompt also contains the beginning of the answer, so that the
+task works for models without instruction tuning.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ NAMES = ["-".join(pair) for pair in product(ADJECTIVES.split(), NOUNS.split())]
 
 
 class Record(NamedTuple):
-    """A record and the question about it."""
+    """A record of lines, and a question about one of the lines."""
 
     text: str
     question: str
-    answer: str  # follows the question
+    answer: str  # continuation of the question
     number: int
-    asked_line: int  # counted from 0
+    asked_line: int  # index of the line in question, from 0
 
 
 def draw_record(lines: int, seed: int, repeat: int) -> Record:
-    """Draw a record of `lines` lines, deterministically for the three arguments.
+    """Draw a random record of `lines` lines. The same arguments always give the same record.
 
     >>> print(draw_record(2, 0, 0).text.splitlines()[-1].split()[2:4])
     ['REGISTER_CONTENT', 'is']
@@ -79,11 +79,11 @@ def draw_record(lines: int, seed: int, repeat: int) -> Record:
 
 @dataclass(frozen=True)
 class LinesPoint(Answers):
-    """The answers for one number of lines.
+    """The answers about records with the same number of lines.
 
     Attributes:
-        lines: number of lines in the record.
-        tokens: number of tokens of prompt and answer together, for each repeat.
+        lines: number of lines in a record.
+        tokens: number of tokens in prompt and answer, for each repeat.
         asked_lines: index (from 0) of the line in question, for each repeat.
     """
 
@@ -95,13 +95,13 @@ class LinesPoint(Answers):
 
     @property
     def mean_tokens(self) -> float:
-        """Mean of `tokens`."""
+        """Mean number of tokens in prompt and answer."""
         return sum(self.tokens) / len(self.tokens)
 
 
 @dataclass(frozen=True)
 class LineRetrieval(Retrieval):
-    """Measured line retrieval; its scores are keyed by the number of lines."""
+    """The result of line retrieval. The key of a score is the number of lines."""
 
     kind = "lines"
     title = "Line retrieval"
@@ -112,7 +112,7 @@ class LineRetrieval(Retrieval):
 
     @property
     def points(self) -> tuple[LinesPoint, ...]:
-        """One `LinesPoint` per number of lines, ascending."""
+        """One `LinesPoint` for each number of lines, in ascending order."""
         return self.parts
 
     def tokens(self, size: int) -> int:
@@ -142,13 +142,13 @@ class LineRetrieval(Retrieval):
         return Table(("lines", "tokens", *self.score_columns(), "records"), rows)
 
     def draw(self, figure, title, train_length):
-        """Draw the result; `train_length` is not marked, because the figure shows lines, not tokens."""
+        """Draw the result. `train_length` is ignored, because the x axis shows lines instead of tokens."""
         draw_rates(figure, self, title)
 
 
 @dataclass(frozen=True)
 class Lines(RetrievalTask):
-    """Ask for the number in one of many lines, as LongEval does, and count right answers by the number of lines."""
+    """Ask for the number in one of many lines, as in LongEval, and count right answers by the number of lines."""
 
     name, result, reads_text = "lines", LineRetrieval, False
     examples = """
@@ -157,28 +157,28 @@ class Lines(RetrievalTask):
 
     lines: list[int] | None = option(
         None,
-        "lines in a record (default: 5, 10, 20 ... as far as the claimed context reaches)",
+        "numbers of lines in a record (default: 5, 10, 20 ... up to the claimed context)",
         least=1,
         most=len(NAMES),
         selects=True,
     )
-    repeats: int = option(10, "records of each number of lines, each with one question", least=1)
+    repeats: int = option(10, "number of records for each number of lines, with one question per record", least=1)
 
     def prepare(self):
         super().prepare()
         lines, limit = self.lines or line_counts(self.subject.context, self.subject.encode), self.subject.limit
         if self.lines is None and limit is not None and record_tokens(lines[0], self.subject.encode) > limit:
-            raise ValueError(f"{limit} tokens are too few for a record of {lines[0]} lines.")
+            raise ValueError(f"{limit} tokens are too few for a record of {lines[0]} lines. Raise the context length.")
         self.fill(lines=lines, questions={n: [self.draw(n, i) for i in range(self.repeats)] for n in lines})
 
     def draw(self, n: int, repeat: int) -> tuple[Record, np.ndarray, np.ndarray]:
-        """Return the record, the prompt and the answer of a repeat."""
+        """Draw the record of a repeat; return it with the ids of its prompt and answer."""
         record, subject = draw_record(n, self.seed, repeat), self.subject
         prompt, answer = split_encoding(subject.encode, record_prompt(record, self.frame), record.answer)
         prompt = self.check_ids("record", [*([] if self.frame else [subject.bos]), *prompt])
         if len(set(prompt[1:].tolist())) < 2:
             raise ValueError(
-                "the tokenizer encodes a record of lines as a single repeated id, so it does not cover this language. "
+                "the tokenizer does not cover this language: it encodes a record of lines as a single repeated id. "
                 "Pass the model's own tokenizer."
             )
         return record, prompt, self.check_ids("answer", answer)
@@ -206,7 +206,7 @@ line_retrieval = function(Lines)
 
 
 def record_prompt(record: Record, frame: Frame | None) -> str:
-    """Return record and question, ending with the start of the answer, which in a chat begins the response."""
+    """Return the prompt: record, question and the beginning of the answer, which in a chat begins the response."""
     if frame is None:
         return record.text + record.question
     question, _, begin = record.question.rpartition("\nAnswer: ")
@@ -214,7 +214,7 @@ def record_prompt(record: Record, frame: Frame | None) -> str:
 
 
 def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return the line counts 5, 10, 20 ... that fit into the context, and 5 in any case."""
+    """Return the numbers of lines 5, 10, 20 ... whose prompts do not exceed the context; at least 5 lines."""
     counts = [5]
     while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
         counts.append(2 * counts[-1])
@@ -222,17 +222,17 @@ def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[in
 
 
 def record_tokens(lines: int, encode: Callable[[str], Sequence[int]]) -> float:
-    """Return an upper bound on the tokens in a record of this many lines, its question and the response."""
+    """Return an upper bound on the tokens in the record, the question and the response."""
     return 1.1 * len(encode(draw_record(lines, seed=0, repeat=0).text)) + 200
 
 
 def draw_rates(figure: Any, result: LineRetrieval, title: str) -> None:
-    """Draw every rate by the number of lines, shares with a 95 % CI; the upper axis has the tokens of the prompts."""
+    """Draw each rate over the number of lines, with 95 % CIs. The upper axis shows the length in tokens."""
     from .. import style
 
     axes = figure.add_subplot()
-    scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced, as lines usually double
-    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # shifted to keep equal rates apart
+    scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced on the x axis
+    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # shifted: equal rates stay apart
         label, colour, marker, dashes = style.RATES[score]
         rates = np.array([getattr(point, score) for point in result.points])
         bars: dict[str, Any] = dict(capsize=3, elinewidth=1)

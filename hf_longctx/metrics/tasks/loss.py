@@ -1,8 +1,8 @@
 """Per-token loss: how well a model predicts the i-th token of a sequence, given the i - 1 tokens before it.
 
-L(i) is the mean over M sequences of the negative log-probability of token i, in nats. While it falls with i, the model
-uses context of that length; where it stays level, the model gains nothing from more context. The perplexity
-P(l) = exp(mean of L(1) .. L(l)) is less informative: it can keep falling after L has become level.
+L(i) is the mean negative log-probability of token i over M sequences, in nats. While L falls with i, the model uses
+context of that length. Where L is flat, the model does not benefit from more context. The perplexity
+P(l) = exp(mean of L(1) .. L(l)) is less informative, because it can still fall where L is flat.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.2 and appendix C (arXiv 2503.02130).
 """
@@ -24,7 +24,7 @@ from ..result import Number, Table, plural
 from ..task import Score, Task, TaskResult, Trial, option
 
 
-MAX_SEQUENCES = 32  # default maximum
+MAX_SEQUENCES = 32  # maximum for the default number of sequences
 WINDOW = 101  # tokens in the moving average of the paper's figures
 
 
@@ -32,7 +32,7 @@ WINDOW = 101  # tokens in the moving average of the paper's figures
 
 
 def smoothing_window(context_length: int) -> int:
-    """Return the window of the moving average in tokens: the paper's 101, but at most a tenth of the context.
+    """Return the window of the moving average in tokens: 101 as in the paper, but at most a tenth of the context.
 
     >>> [smoothing_window(tokens) for tokens in (8, 64, 400, 16384)]
     [1, 5, 39, 101]
@@ -41,7 +41,13 @@ def smoothing_window(context_length: int) -> int:
 
 
 def moving_average(values: Sequence[float], window: int) -> np.ndarray:
-    """Average over an odd window centred on each value, cut off at both ends; float64, as long as `values`.
+    """Return the centred moving average of values, float64 of the same length.
+
+    At both ends, the average is over the part of the window that contains values.
+
+    Args:
+        values: numbers.
+        window: size of the window, an odd number.
 
     >>> moving_average([0.0, 3.0, 6.0, 0.0], 3).tolist()
     [1.5, 3.0, 3.0, 3.0]
@@ -53,13 +59,13 @@ def moving_average(values: Sequence[float], window: int) -> np.ndarray:
 
 
 def mean_loss(losses: Sequence[Sequence[float]], starts: Sequence[int]) -> dict[str, Any]:
-    """Return the mean over sequences, as the arguments of `PositionLoss.of_mean`.
+    """Return the mean loss over sequences and its standard error, as arguments of `PositionLoss.of_mean`.
 
-    The standard error is that of sequences that do not overlap; it is None if there is only one.
+    The standard error only uses sequences that do not overlap. It is None if there is only one such sequence.
 
     Args:
         losses: losses of M sequences of T tokens, in nats.
-        starts: starts of the sequences in one corpus.
+        starts: start of each sequence in the corpus.
     """
     array, error = np.array(losses), None
     texts = separate([(i, i + array.shape[1]) for i in starts])
@@ -71,18 +77,23 @@ def mean_loss(losses: Sequence[Sequence[float]], starts: Sequence[int]) -> dict[
 
 
 def window_starts(corpus_tokens: int, context_length: int, sequences: int | None) -> list[int]:
-    """Return the starts of `sequences` evenly spaced windows (default: as many as fit side by side, at most 32).
+    """Return the starts of evenly spaced sequences in a corpus.
+
+    Args:
+        corpus_tokens: number of tokens in the corpus.
+        context_length: number of tokens in a sequence.
+        sequences: number of sequences; None for the maximum without overlap, but at most 32.
 
     Raises:
-        ValueError: the corpus is shorter than one window.
+        ValueError: the corpus is shorter than one sequence.
 
     >>> window_starts(100, 30, None)
     [0, 35, 70]
     """
     if corpus_tokens < context_length:
         raise ValueError(
-            f"context_length must be at most {corpus_tokens}, the number of tokens in the corpus, got {context_length}. Give a "
-            "longer corpus or a smaller length."
+            f"context_length must be at most {corpus_tokens}, the number of tokens in the corpus, got "
+            f"{context_length}. Pass a longer corpus or a smaller context_length."
         )
     if sequences is None:
         sequences = min(corpus_tokens // context_length, MAX_SEQUENCES)
@@ -94,7 +105,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
 
 @dataclass(frozen=True)
 class PositionLoss(TaskResult):
-    """A measured per-token loss. Its only score, `"mean"`, has `loss`, `error`, `sequences` and `texts`."""
+    """The result of a per-token loss. Its only score is "mean", a dictionary of the arguments of `of_mean`."""
 
     kind, title, inches = "position_loss", "Per-token loss", (6.6, 7)
 
@@ -113,13 +124,14 @@ class PositionLoss(TaskResult):
         error: Sequence[float] | None = None,
         texts: int = 0,
     ) -> Self:
-        """Return the result for a mean loss.
+        """Create a result from the mean loss over sequences.
 
         Args:
-            loss: L(1) .. L(T) in nats, one float per position, the mean over sequences.
+            loss: L(1) .. L(T) in nats, one float per position.
             sequences: number of sequences.
-            error: standard error over sequences of `smoothed()`, one float per position; None if not known.
-            texts: number of sequences that do not overlap, which the error refers to. Default (0): all.
+            settings: settings of the measurement.
+            error: standard error of `smoothed()` over sequences, one float per position; None if unknown.
+            texts: number of sequences that do not overlap, from which the error was computed. Default (0): all.
         """
         mean = {"loss": np.asarray(loss, dtype=np.float64).tolist(), "error": None if error is None else [*error]}
         return cls({"mean": {**mean, "sequences": sequences, "texts": texts or sequences}}, settings or {})
@@ -131,18 +143,18 @@ class PositionLoss(TaskResult):
             as_int(name, self.scores["mean"][name], 1)
         loss = self.loss
         if not loss or not np.isfinite(loss).all():
-            raise ValueError(f"loss must be one finite number for each of one or more positions, got {loss!r:.200}.")
+            raise ValueError(f"loss must be one finite number per position, got {loss!r:.200}.")
         if self.error is not None and (len(self.error) != len(loss) or not np.min(self.error) >= 0):
-            raise ValueError(f"error must be {len(loss)} numbers, one for each position, and none below 0.")
+            raise ValueError(f"error must be {len(loss)} non-negative numbers, one for each position.")
 
     @property
     def loss(self) -> list[float]:
-        """L(1) .. L(T) in nats, the mean over sequences."""
+        """L(1) .. L(T) in nats: the mean loss over sequences at each position."""
         return self.scores["mean"]["loss"]
 
     @property
     def error(self) -> list[float] | None:
-        """Standard error over sequences of `smoothed()`; None if not known."""
+        """Standard error of `smoothed()` over sequences; None if unknown."""
         return self.scores["mean"]["error"]
 
     @property
@@ -162,20 +174,20 @@ class PositionLoss(TaskResult):
 
     @property
     def perplexity(self) -> np.ndarray:
-        """P(1) .. P(T), float64: exp of the mean of the first losses."""
+        """P(1) .. P(T), float64: the perplexity of the first 1 .. T tokens."""
         return np.exp(np.cumsum(self.loss) / np.arange(1, self.context_length + 1))
 
     @property
     def window(self) -> int:
-        """Tokens in the moving average of `smoothed`."""
+        """Window of the moving average in `smoothed`, in tokens."""
         return smoothing_window(self.context_length)
 
     def smoothed(self) -> np.ndarray:
-        """Return L(i) with a centred moving average; see `moving_average` and `smoothing_window`."""
+        """Return the centred moving average of L(1) .. L(T), float64."""
         return moving_average(self.loss, self.window)
 
     def smoothed_at(self, position: int) -> str:
-        """Return the smoothed loss at a position, counted from 1, with its standard error if that is known."""
+        """Return the smoothed loss at a position (from 1) in words, with its standard error if known."""
         error = "" if self.error is None else f" ± {self.error[position - 1]:.3f}"
         return f"{self.smoothed()[position - 1]:.3f}{error}"
 
@@ -196,7 +208,7 @@ class PositionLoss(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """Return the part of the summary about sequences that overlap because the corpus is too short."""
+        """The end of the summary if sequences overlap in the corpus; otherwise an empty string."""
         if self.texts == self.sequences:
             return ""
         return f"; the corpus is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'sequence')}"
@@ -206,7 +218,7 @@ class PositionLoss(TaskResult):
             return []
         end, loss, sample = self.context_length, float(self.smoothed()[-1]), plural(self.sequences, "sequence")
         low = high = None
-        if self.error is not None:  # Student's t: for two sequences, 95 % are 13 standard errors, and not 1.96
+        if self.error is not None:  # Student's t: 13 standard errors for two sequences, not 1.96
             width = float(scipy.special.stdtrit(self.texts - 1, 0.975) * self.error[-1])
             low, high = loss - width, loss + width
         last = round(float(self.perplexity[-1]), 4)
@@ -216,7 +228,7 @@ class PositionLoss(TaskResult):
         ]
 
     def table(self) -> Table:
-        """Return the smoothed loss and the perplexity at powers of two and at the end."""
+        """Return the smoothed loss and the perplexity at positions 1, 2, 4 ... and at the last position."""
         ends = sorted({2**i for i in range(self.context_length.bit_length())} | {self.context_length})
         perplexity = self.perplexity
         rows = [(end, self.smoothed_at(end), f"{perplexity[end - 1]:.2f}") for end in ends]
@@ -231,10 +243,10 @@ class PositionLoss(TaskResult):
 
 @dataclass(frozen=True)
 class Loss(Task):
-    """Measure how the loss falls with the context that came before: per-token loss and perplexity (Lin et al. 2025).
+    """Measure how the loss falls with the length of the context: per-token loss and perplexity (Lin et al. 2025).
 
-    Where the loss stays level, the model gains nothing from more context. A sequence of T tokens is read as `[bos]`
-    and all of them but the last.
+    Where the loss is flat, the model does not benefit from more context. To predict a sequence of T tokens, the model
+    reads `[bos]` and the first T - 1 tokens.
     """
 
     name, result = "loss", PositionLoss
@@ -242,9 +254,9 @@ class Loss(Task):
   loss gpt2 --text book.txt
   loss model_cards/fox-demo --context-length 256 --sequences 2 --text stdlib"""
 
-    context_length: int | None = option(None, "tokens per sequence (default: the claimed context)", least=1)
+    context_length: int | None = option(None, "number of tokens per sequence (default: the claimed context)", least=1)
     sequences: int | None = option(
-        None, "number of sequences (default: as many as fit side by side, but at most 32)", least=1, selects=True
+        None, "number of sequences (default: as many as possible without overlap, up to 32)", least=1, selects=True
     )
     starts: list[int] | None = option(None, "start of each sequence in the corpus, in tokens", least=0, selects=True)
 
@@ -257,13 +269,13 @@ class Loss(Task):
             raise ValueError("sequences cannot be combined with starts, which determines their number. Drop one.")
         elif starts[-1] + length > text:
             raise ValueError(
-                f"starts must lie between 0 and {text - length}, so that {length} tokens follow each in a corpus of {text}; "
-                f"got {starts}."
+                f"starts must lie between 0 and {text - length}, got {starts}. A sequence of {length} tokens must end "
+                f"within the corpus of {text} tokens."
             )
         self.fill(context_length=length, starts=starts)
 
     def trials(self, scores):
-        assert self.context_length is not None and self.starts is not None  # `prepare` sets them
+        assert self.context_length is not None and self.starts is not None  # `prepare` has set both
         return [Trial(start, self.context_length) for start in self.starts]
 
     def requests(self, start):
@@ -289,13 +301,18 @@ def draw_losses(
     train_length: int | None = None,
     differences: Sequence[str] = (),
 ) -> None:
-    """Draw the smoothed L(i) with a ribbon of its standard error, and P(l) in a lower panel, from half a window on.
+    """Draw the smoothed loss L(i) with a ribbon of its standard error, and the perplexity P(l) in a lower panel.
 
-    `differences` are the settings in which the measurements differ; the figure lists them.
+    Args:
+        figure: an empty matplotlib figure.
+        results: results to compare.
+        title: title of the figure.
+        train_length: training context in tokens, marked by a vertical line.
+        differences: settings in which the results differ, which the figure lists.
     """
     from .. import style
 
-    figure.set_layout_engine("constrained", h_pad=0.12)  # inches between the two axes
+    figure.set_layout_engine("constrained", h_pad=0.12)  # inches between the panels
     above, below = figure.subplots(2, 1, sharex=True)
     longest = max(result.context_length for result in results)
     for result, colour in zip(results, cycle(style.MODELS)):
@@ -305,7 +322,7 @@ def draw_losses(
             above.fill_between(positions, *edges, color=colour, alpha=0.2, linewidth=0)
         label = f"{style.literal(result.model_name)}, {plural(result.sequences, 'sequence')}"
         above.plot(positions, smoothed, color=colour, linewidth=1.6, label=label)
-        begin = result.window // 2  # perplexities over few tokens are far off the scale
+        begin = result.window // 2  # the first perplexities would be far off the scale
         below.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
     style.strip_frame(above, up="loss L(i), nats")
     style.strip_frame(below, "position i, or context length l (tokens)", "perplexity P(l)")

@@ -1,6 +1,6 @@
 """Needle in a haystack: one sentence is hidden in a long document, and only this sentence answers the question.
 
-`retrieval.haystack` describes the protocol and builds the prompts, and `retrieval.wording` contains their wording.
+The protocol is described in `retrieval.haystack`, which builds the prompts. `retrieval.wording` has their wording.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class NeedleCell(Answers):
     """The answers at one length and depth.
 
     Attributes:
-        length: number of tokens of prompt and answer together.
-        depth: intended depth of the needle, from 0 (beginning of the haystack) to 1 (end).
-        positions: number of tokens before the needle in each prompt, BOS included.
-        begins: start of each haystack in the corpus; None if not known.
+        length: number of tokens in prompt and answer.
+        depth: requested depth of the needle, from 0 (beginning of the haystack) to 1 (end).
+        positions: number of tokens before the needle in each prompt, including BOS.
+        begins: start of each haystack in the corpus; None if unknown.
     """
 
     key = "length", "depth"
@@ -51,7 +51,7 @@ class NeedleCell(Answers):
 
 @dataclass(frozen=True)
 class NeedleGrid(Retrieval):
-    """A measured grid of lengths and depths; its scores are keyed by (length, depth)."""
+    """The result of a needle in a haystack. The key of a score is (length, depth)."""
 
     kind = "needle"
     title = "Needle in a haystack"
@@ -62,7 +62,7 @@ class NeedleGrid(Retrieval):
 
     @property
     def cells(self) -> tuple[NeedleCell, ...]:
-        """One `NeedleCell` per measured length and depth, ordered by length."""
+        """One `NeedleCell` for each measured length and depth, in ascending order of length."""
         return self.parts
 
     def span(self, keys):
@@ -70,7 +70,7 @@ class NeedleGrid(Retrieval):
         return f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
 
     def units(self, size: int) -> list[list[Answer]]:
-        """Return the answers at a length, grouped by haystack: by its start in the corpus, or by repeat."""
+        """Return the answers at a length, grouped by haystack, or by repeat if the haystacks are unknown."""
         answers: dict[int, list[Answer]] = {}
         for cell in self.cells:
             if cell.length == size:
@@ -84,19 +84,19 @@ class NeedleGrid(Retrieval):
 
     @property
     def lengths(self) -> list[int]:
-        """The measured lengths, ascending."""
+        """The measured lengths in ascending order."""
         return sorted({cell.length for cell in self.cells})
 
     @property
     def depths(self) -> list[float]:
-        """The measured depths, ascending."""
+        """The measured depths in ascending order."""
         return sorted({cell.depth for cell in self.cells})
 
     def grid(self, score: str = "match_rate") -> np.ndarray:
-        """Return one score as (depths, lengths) float64, NaN where it was not measured.
+        """Return a rate at each depth and length, (depths, lengths) float64. NaN means not measured.
 
         Args:
-            score: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
+            score: name of the rate: "match_rate", "exact_rate" or "probability"; see `answers.Answers`.
         """
         lengths, depths = self.lengths, self.depths
         grid = np.full((len(depths), len(lengths)), np.nan)
@@ -126,9 +126,9 @@ class NeedleGrid(Retrieval):
 
 @dataclass(frozen=True)
 class Needle(RetrievalTask):
-    """Hide one sentence in long documents and check whether the model finds it (needle in a haystack, no judge model).
+    """Hide one sentence in long documents, and check whether the model finds it (needle in a haystack).
 
-    Each question gets its own haystack until the corpus is used up.
+    A judge model is not needed. Each question is about a different part of the corpus, if the corpus is long enough.
     """
 
     name, result = "needle", NeedleGrid
@@ -140,23 +140,24 @@ class Needle(RetrievalTask):
 
     lengths: list[int] | None = option(
         None,
-        "lengths of prompt and answer, in tokens (default: 8, evenly spaced up to the claimed context, but those too short)",
+        "lengths of prompt and answer in tokens (default: 8 evenly spaced lengths up to the claimed context, except "
+        "lengths that are too short)",
         least=1,
         selects=True,
     )
     depths: list[float] = option(
-        [*DEPTHS], "places of the needle, from 0 (beginning) to 1 (end), or their number, from 2", least=0
+        [*DEPTHS], "depths of the needle, from 0 (beginning) to 1 (end), or the number of depths (at least 2)", least=0
     )
     mode: str | None = option(
         None,
-        "easy: the needle also contains the question, for models without instruction tuning (default: easy, but standard with "
-        "--needle)",
+        "wording of the needle. easy: with the question, for models without instruction tuning; standard: without "
+        "the question (default: easy, or standard with --needle)",
         choices=MODES,
     )
     needle: str | None = option(None, "sentence to hide, in the language of the corpus")
-    question: str | None = option(None, "question at the end of the prompt; needs an answer")
-    answer: str | None = option(None, "expected answer after the question")
-    repeats: int = option(1, "haystacks per length and depth", least=1)
+    question: str | None = option(None, "question at the end of the prompt; requires --answer")
+    answer: str | None = option(None, "expected answer to --question")
+    repeats: int = option(1, "number of haystacks per length and depth", least=1)
 
     def __post_init__(self):
         super().__post_init__()
@@ -192,7 +193,10 @@ class Needle(RetrievalTask):
         return [self.trial(key, key[0], self.repeats) for key in self.begins]
 
     def prompt(self, length: int, depth: float, begin: int) -> tuple[np.ndarray, int]:
-        """Return the prompt of a haystack that starts at `begin`, and how many of its tokens precede the needle."""
+        """Return the ids of a prompt, and the number of tokens before the needle.
+
+        The haystack starts at token `begin` of the corpus.
+        """
         haystack = self.subject.text[begin : begin + haystack_length(length, self.pieces)]
         for i in set(haystack.tolist()) - self.sentence_ends.keys():
             self.sentence_ends[i] = ends_sentence(self.subject.tokenizer.decode([i]))
@@ -213,9 +217,9 @@ needle_in_a_haystack = function(Needle)
 
 
 def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | None = None) -> None:
-    """Draw a heat map of the rate of right answers, length by depth, red (0) to blue (1); white is not measured.
+    """Draw the rate of right answers as a heat map of length and depth, from red (0) to blue (1).
 
-    A cell shows how many of its answers are right.
+    Each cell contains the number of right answers. White cells were not measured.
     """
     from .. import style
 
@@ -223,10 +227,10 @@ def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | N
     rates, lengths, depths = result.grid(shown), result.lengths, result.depths
     figure.set_size_inches(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
-    image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # readable for colour-blind readers
+    image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # for colour-blind readers
     for cell in result.cells:
         rate, answers = getattr(cell, shown), len(cell.answers)
-        colour = "white" if abs(rate - 0.5) > 0.35 else style.INK  # the ends of the scale are dark
+        colour = "white" if abs(rate - 0.5) > 0.35 else style.INK  # white text in dark cells
         at, words = (lengths.index(cell.length), depths.index(cell.depth)), f"{round(rate * answers)}/{answers}"
         axes.text(*at, words, ha="center", va="center", fontsize=9, color=colour)
     axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45)

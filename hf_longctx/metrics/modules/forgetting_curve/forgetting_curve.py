@@ -1,4 +1,4 @@
-"""The forgetting curve as a module of the evaluate library: how far does a language model remember?"""
+"""The forgetting curve as an evaluate module: it measures how far a language model remembers."""
 
 import datasets
 import evaluate
@@ -7,10 +7,10 @@ from hf_longctx.metrics import evaluate_modules  # From: hf-longctx
 
 
 _DESCRIPTION = """
-The forgetting curve measures how far back a causal language model remembers. With teacher forcing, the model copies a
-passage S that it has read, and is compared with itself after an unrelated passage I of the same length. The fine length
-is the longest S for which the model predicts more than 99 % of the second half right. The coarse length is the longest
-S for which it predicts at least 1 % more than after I.
+The forgetting curve measures how far back a causal language model remembers. The model reads a passage S twice, and
+once after an unrelated passage I of the same length. Its accuracy in the second half of the last S is the copy
+accuracy after S, and the LM accuracy after I. The fine length is the longest S with a copy accuracy above 99 %. The
+coarse length is the longest S with a copy accuracy at least 1 % above the LM accuracy.
 """
 
 _KWARGS_DESCRIPTION = """
@@ -18,21 +18,25 @@ Either a model:
     model: a causal language model of transformers, or its name or folder.
     corpus (str, list of str or list of int): corpus to draw S and I from, its path, or its token ids, at least
         three times as long as the longest passage. None for data_type="random".
-    tokenizer: tokenizer for the corpus, or its name. Default: the model's.
-    model_kwargs (dict): keywords of from_pretrained for a model given by its name: revision, token, trust_remote_code ...
-    further keywords of hf_longctx.metrics.forgetting_curve and hf_longctx.metrics.Run: lengths, repeats, seed, journal ...
+    tokenizer: tokenizer for the corpus, or its name. Default: the model's tokenizer.
+    model_kwargs (dict): arguments of from_pretrained if the model is a name: revision, token, trust_remote_code ...
+    Further arguments are passed to hf_longctx.metrics.forgetting_curve and hf_longctx.metrics.Run: lengths, repeats,
+        seed, journal ...
 Or predictions and references, one for each passage S of n tokens:
     predictions (list of [copy, lm], each a list of n int): ids predicted for the n tokens of the last S in
         [bos] S [bos] S [eos] (copy) and in [bos] I [bos] S [eos] (lm), by the logits one position earlier.
     references (list of list of int): the n ids of S. Passages of one length are the repeats of one point.
 Returns:
     summary (str): the result in one line.
-    fine_low, fine_high, coarse_low, coarse_high (int): ends of the 95 % intervals of the lengths, in tokens: at least low (0
-        if no length is significant) and below high (None if no end is significant). Compare models by these.
-    intervals_95 (dict): the same, with longest, text_too_short.
-    fine_length, coarse_length (int): the paper's, in tokens: the longest that passes, even by chance; 0 if none does.
+    fine_low, coarse_low (int): lower ends of the 95 % intervals of the fine and the coarse length in tokens; 0 if no
+        length is significant. Use them to compare models.
+    fine_high, coarse_high (int): upper ends of these intervals (exclusive); None if no length is significant.
+    intervals_95 (dict): 95 % interval of each length ("fine", "coarse"), with the fields of
+        hf_longctx.metrics.curve.intervals.LengthInterval.
+    fine_length, coarse_length (int): the paper's lengths in tokens: the longest tested length that passes, possibly by
+        chance; 0 if no length passes.
     fine_open_ended, coarse_open_ended (bool): whether the longest tested length still passes.
-    settings (dict): how the curve was measured.
+    settings (dict): settings of the measurement.
     memory_lengths (dict): five definitions of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
     points (list of dict): counts, means, standard deviations and p values for each length.
 Examples:
@@ -67,7 +71,7 @@ class ForgettingCurve(evaluate.Metric):
         )
 
     def compute(self, *, predictions=None, references=None, model=None, **options):
-        """Measure a model, or score the predictions passed here and added before."""
+        """Measure a model, or score predictions: these arguments and the predictions from earlier calls of `add`."""
         if evaluate_modules.measures(self, model, predictions, references):
             return evaluate_modules.measure_curve(model, **options)
         return super().compute(predictions=predictions, references=references, **options)
