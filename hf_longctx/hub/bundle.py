@@ -142,9 +142,9 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     name, otherwise from the folder. A FoX or HMT without an `auto_map` gets one.
 
     Raises:
-        ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a link out of
-            the folder); weights are missing, damaged, incomplete or NaN; code is missing or in another repository;
-            the base model of an adapter or HMT is not a name on the Hub; a file is not JSON.
+        ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a symbolic
+            link out of the folder); weights are missing, damaged or incomplete, or contain NaN; code is missing or
+            in another repository; the base model is not the name of a Hub repository; or a file is not valid JSON.
         FileNotFoundError, NotADirectoryError: the folder does not exist.
     """
     folder = Path(folder)
@@ -202,7 +202,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_base(folder: Path, bundle: Bundle) -> None:
-    """Raise ValueError unless an adapter or HMT names its base model by a repository on the Hub."""
+    """Raise ValueError if the base model in the config is not the name of a Hub repository."""
     base, _ = bundle.base or ("", None)
     is_name = isinstance(base, str) and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     try:
@@ -230,7 +230,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Parse a JSON file from a metric, a benchmark or scripts.sample into one of the dictionaries; skip other files.
+    """Add the JSON file of a metric, a benchmark or scripts.sample to one of the dictionaries; skip other files.
 
     Raises:
         ValueError: the file contains a result whose values the card cannot render.
@@ -256,11 +256,13 @@ def read_measurement(path, results, documents, samples):
             for part in (result.summary, result.numbers, result.table):
                 part()
         except Exception as error:  # an invalid value can raise any exception
-            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Measure it again.") from error
+            raise ValueError(
+                f"{path} is damaged ({type(error).__name__}: {error}). Run the measurement again."
+            ) from error
 
 
 def auto_map_and_code(folder, config):
-    """Return config.json and the code files of model and tokenizer; a FoX or HMT without an auto_map gets one."""
+    """Return config.json, with an auto_map for FoX and HMT, and the code files of the model and its tokenizer."""
     files = {"config.json": folder / "config.json"}
     auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
     if not config.get("auto_map") and auto_map:
@@ -287,7 +289,8 @@ def code_files(folder, auto_map):
         # get_relative_imports also matches text in docstrings, such as `from ./home/x import y`.
         if not (module.isidentifier() and path.is_file()):
             raise ValueError(
-                f"{folder} does not contain {name}, which its auto_map names. Save the model again with save_pretrained."
+                f"{folder} does not contain {name}, which its auto_map needs. Save the model again with "
+                "save_pretrained."
             )
         files[name] = path
         modules |= set(get_relative_imports(path))
@@ -312,7 +315,7 @@ def module_names(file, auto_map):
 
 
 def with_contents(bundle: Bundle, files: Mapping[str, Path | bytes] | None = None) -> Bundle:
-    """Add or replace `files` in a bundle, and update hf_longctx.json with their versions and sha256 hashes."""
+    """Add or replace `files` in a bundle, and update the hashes and library versions in hf_longctx.json."""
     hashes = {} if files is None else json.loads(bundle.text(CONTENTS))["sha256"]  # avoids hashing the weights twice
     for path, content in (bundle.files if files is None else files).items():
         with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:

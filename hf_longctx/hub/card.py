@@ -20,7 +20,7 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 
 CARD = "README.md"
 SOURCE = ""  # URL of the source repository, set for a release (see CONTRIBUTING.md)
-# Names of settings in `hf-longctx train` and `finetune`, and in the card.
+# Settings of `hf-longctx train` and `finetune` that have another name in the card.
 NAMES = {"max_length": "sequence_length", "max_steps": "steps", "lr_scheduler_type": "schedule", "lora_r": "lora_rank"}
 TEMPLATE = Path(__file__).with_name("model_card.md")
 GENERATED = re.compile(r"<!-- written by: hf-longctx push DIR(?: ([\w./-]+))?(?: --tag ([\w./-]+))? --write-card[;\n]")
@@ -87,7 +87,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
         # read from the files of the bundle
         bundle=bundle,
         config=bundle.config,
-        model=bundle.config.get("backbone_config") or bundle.config,  # the config with the number of layers
+        model=bundle.config.get("backbone_config") or bundle.config,  # for an HMT, the config of its backbone
         parameters=sum(bundle.tensors.values()),
         embeddings=sum(size for tensor, size in bundle.tensors.items() if EMBEDDINGS.search(tensor)),
         kinds=[result.kind for result in bundle.results.values()],
@@ -141,7 +141,7 @@ def read_card(text: str) -> ModelCard:
 
 
 def read_settings(bundle: Bundle) -> dict:
-    """Return the settings in training.yaml; an empty dictionary without this file.
+    """Return the settings in training.yaml, or an empty dictionary if the file does not exist.
 
     Raises:
         ValueError: the file does not contain settings.
@@ -152,7 +152,7 @@ def read_settings(bundle: Bundle) -> dict:
     except (yaml.YAMLError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"training.yaml must have lines such as `steps: 1000`; it cannot be read ({reason})."
+            f"training.yaml must consist of lines such as `steps: 1000`, but cannot be parsed ({reason})."
         ) from error
 
 

@@ -39,7 +39,7 @@ def build_space(name: str) -> Bundle:
 
 
 def absolute(module, dots, name):
-    """Return the module that `from DOTSname import ...` in `module` imports, relative to hf_longctx.metrics."""
+    """Resolve the import `from DOTSname import ...` in `module` to a module name relative to hf_longctx.metrics."""
     return ".".join([*module.split(".")[: -len(dots)], *filter(None, [name])])
 
 
@@ -56,12 +56,12 @@ def scoring_modules(roots):
 
 
 def flat(module):
-    """Return a module's name in the Space, with a prefix because evaluate has a package `evaluate_modules`, too."""
+    """Return a module's name in the Space. Its prefix avoids a conflict with evaluate's package `evaluate_modules`."""
     return f"longctx_{module.replace('.', '_')}"
 
 
 def flattened(module, sources):
-    """Redirect the relative imports of a module to the flat copies, or to hf_longctx if there is no copy."""
+    """Return a module's source code with its imports redirected to the flat copies, or to an installed hf_longctx."""
 
     def replace(match):
         target = absolute(module, match[2], match[3])

@@ -32,7 +32,7 @@ from .lint import check
 HUB_TIMEOUT_S = 10.0
 # A push removes these files from a model's repository if the bundle does not contain them.
 REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|\w+_(fox|hmt)\.py")
-# Valid names of branches and tags. The Hub could confuse other names with a commit hash or an internal reference.
+# Valid names of branches and tags, except names that look like a commit hash or an internal reference.
 REFERENCE = re.compile(r"(?!refs/|HEAD$|[0-9a-f]{40}$)[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*")
 
 
@@ -41,7 +41,7 @@ def named_errors(left: str = "") -> Iterator[None]:
     """Convert authorization and connection errors of the Hub into built-in exceptions.
 
     Args:
-        left: sentence for the end of the error message that describes the state of the repository.
+        left: sentence on the state of the repository, which is appended to the error message.
 
     Raises:
         PermissionError: the token is invalid or lacks permission.
@@ -68,8 +68,8 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
         validate_repo_id(repo if repo.count("/") == 1 else "")
     except ValueError as error:
         raise ValueError(
-            f"{repo!r} is not the name of a repository. Give NAMESPACE/NAME, such as alice/fox: letters, digits, -, _ "
-            "and ., at most 96 of them."
+            f"{repo!r} is not the name of a repository. Give NAMESPACE/NAME, such as alice/fox, with at most 96 "
+            "letters, digits, hyphens, underscores and dots."
         ) from error
     for name in (revision, tag):
         if name is not None and not REFERENCE.fullmatch(name):

@@ -33,7 +33,7 @@ SOURCE = ("revision", "code_revision", "token", "trust_remote_code", "cache_dir"
 
 
 def module_path(name: str) -> str:
-    """Return the folder of a module, for `evaluate.load(module_path(NAME))`, which works offline without `register`.
+    """Return the folder of a module. `evaluate.load(module_path(NAME))` works offline and without `register`.
 
     Raises:
         ValueError: there is no module of this name.
@@ -263,10 +263,9 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
 
     Returns:
         a dictionary of plain JSON types. `holds` is the share of bases that satisfy the bound. These entries are
-        lists with one element per base: `verdicts`, `context_bounds` (the largest distance that the base supports;
-            None
-        if unlimited), `minimum_bases` (the smallest base for the context; some larger bases fail) and `settled_bases`
-        (the base from which all bases up to 16 times the minimum satisfy the bound; None if there is none).
+        lists with one element per base: `verdicts`, `context_bounds` (the largest distance that the base supports, or
+        None if unlimited), `minimum_bases` (the smallest base for the context; some larger bases fail), and
+        `settled_bases` (the base from which all bases up to 16 times the minimum satisfy the bound, or None).
 
     Raises:
         ValueError: a number is out of range, or the two lists have different lengths.

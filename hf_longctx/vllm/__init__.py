@@ -3,7 +3,7 @@
 import logging
 
 
-TESTED, READ = "0.32", "0.33"  # vLLM versions; we tested the first, and only reviewed the second
+TESTED, READ = "0.32", "0.33"  # vLLM versions: we tested the first, and only reviewed the second
 logger = logging.getLogger("vllm.hf_longctx")  # a child of vLLM's logger, so that vLLM prints its messages
 
 
@@ -24,15 +24,15 @@ def register() -> None:
         _register()
     except Exception as error:
         logger.warning(
-            "hf-longctx cannot serve FoX models, because it requires vLLM %s or %s and its own dependencies, but "
-            "found: %s. Other models are not affected.",
+            "hf-longctx requires vLLM %s or %s and its own dependencies to serve FoX models, but failed to load: %s. "
+            "Other models are not affected.",
             *(TESTED, READ, error),
         )
 
 
 def _register():
     if release() not in (TESTED, READ):
-        raise ImportError(f"this is vLLM {release()}")
+        raise ImportError(f"the installed version is vLLM {release()}")
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS

@@ -1,7 +1,8 @@
 """The state of a FoX layer, which vLLM stores as a second cache in the same blocks as the keys.
 
 vLLM's scheduler therefore shares and frees the state together with the keys, in chunked prefill, prefix caching,
-preemption and forking. It does not depend on the attention backend. `sums.py` describes the content of the state.
+preemption and forking. The state does not depend on the attention backend. `sums.py` describes the content of the
+state.
 """
 
 from typing import ClassVar
@@ -24,7 +25,7 @@ class FoxState(nn.Module, AttentionLayerBase):
 
     Args:
         gates: number of forget gates on this rank; may be 0.
-        shifted: number of key and value elements that the token shift caches on this rank; may be 0.
+        shifted: number of key and value elements per token that the token shift caches on this rank; may be 0.
         dtype: dtype of the keys.
         sliding_window: as in `FoxConfig`.
         prefix: name of the layer in vLLM.
@@ -58,7 +59,7 @@ class FoxState(nn.Module, AttentionLayerBase):
         block_size = vllm_config.cache_config.block_size
         if block_size % self.tokens_per_state:
             raise ValueError(f"block_size must be a multiple of {self.tokens_per_state} for a FoX, got {block_size}.")
-        # The cache has the dtype of the keys: with two dtypes, vLLM would fill every new block with zeros.
+        # Use the dtype of the keys: with different dtypes, vLLM would fill every new block with zeros.
         size = dict(
             block_size=block_size,
             num_kv_heads=1,

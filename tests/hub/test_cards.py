@@ -366,7 +366,9 @@ def test_comments_without_an_end_do_not_take_minutes(folder):
 
 MISTAKES = [
     refused("another model-index", replacing("value: 64", "value: 9000"), "model-index has 9000 .* file 64"),
-    refused("a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml must have lines such as"),
+    refused(
+        "a list of settings", writing_the_card("- 1\n", "training.yaml"), "training.yaml must consist of lines such as"
+    ),
     refused(
         "code in settings", writing_the_card("a: !!python/name:os.system", "training.yaml"), "no constructor|could not"
     ),

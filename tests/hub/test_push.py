@@ -240,7 +240,7 @@ MISTAKES = [
                 *(("auto_map", {"AutoConfig": name}) for name in ("../x.C", "mod", 3, "bob/code--mod.C")),
             ],
             "must be strings": [("model_type", {}), ("architectures", [3]), ("architectures", 3)],
-            "which its auto_map names": [("auto_map", {"AutoConfig": "os.system"})],
+            "which its auto_map needs": [("auto_map", {"AutoConfig": "os.system"})],
         }.items()
         for name, value in rows
     ),

@@ -103,7 +103,9 @@ def test_what_fails_is_named_and_tried_again(tokenizer, tokens, tmp_path):
             TITLES[name] for name in TITLES if name != "loss"
         ]
     page = report.page.read_text()
-    assert page.count("Not measured") == 4 and "does not describe a rotary" in page and "too few for 10 passages" in page
+    assert (
+        page.count("Not measured") == 4 and "does not describe a rotary" in page and "too few for 10 passages" in page
+    )
     assert {path.name for path in tmp_path.glob("*.json")} == {"loss.json"}
 
 

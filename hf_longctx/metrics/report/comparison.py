@@ -153,7 +153,7 @@ def check_measured(results: Mapping[str, TaskResult]) -> None:
 
 
 def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
-    """Return results by model name without the namespace; equal names are followed by the name of the result file.
+    """Return results by model name without the namespace; the file name is appended to duplicate names.
 
     If a result does not contain the name of its model, we use the file name.
     """

@@ -84,7 +84,10 @@ class Shares(NamedTuple):
     answers: int = 0
 
     def limit(self, level: float, direction: int) -> float:
-        """Return the lower (direction=-1) or upper (direction=1) confidence limit for an error rate of `level`."""
+        """Return the lower (direction=-1) or upper (direction=1) confidence limit of the share.
+
+        The share lies beyond this limit with a probability of at most `level`.
+        """
         if self.texts is None:
             wrong = self.answers - self.right
             if direction < 0:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import tasks  # noqa: F401 - registers them
+from .. import tasks  # noqa: F401 - registers the tasks
 from ..result import Result, run_measurement
 from ..rope.report import RopeReport, rope_report
 from ..run.distributed import process_rank
@@ -34,7 +34,7 @@ class Report(NamedTuple):
 
     page: Path  # report.html
     results: dict[str, Result]  # by task name; saved as NAME.json with the figure NAME.png
-    missing: dict[str, str]  # by title of a metric, why it was not measured or not completed
+    missing: dict[str, str]  # reason why a metric was not measured or completed, by title
 
 
 def measure_all(

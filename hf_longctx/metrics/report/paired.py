@@ -31,7 +31,7 @@ from ..tasks.curve import ForgettingCurve
 
 
 RISK = 0.05
-MAX_EXACT = 13  # up to this many differences, we enumerate all signs; above it, we draw `SIGN_DRAWS` of them
+MAX_EXACT = 13  # up to this many differences, enumerate all sign patterns; otherwise, draw `SIGN_DRAWS` patterns
 SIGN_DRAWS = 10_000
 
 
@@ -87,7 +87,9 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
     flips = signs(len(differences))
     subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
     subsets = subsets[subsets.any(-1)]
-    outside = math.floor(RISK / 2 * (len(subsets) + 1))  # all gaps between subset means are equally likely
+    outside = math.floor(
+        RISK / 2 * (len(subsets) + 1)
+    )  # the centre lies in each gap between means with equal probability
     if not outside:
         return -math.inf, math.inf
     means = np.sort(subsets @ differences / subsets.sum(-1))

@@ -11,15 +11,15 @@ and a lower bound on the base for a given context:
     L_theta = sup { L : B_m >= 0 for m = 0..L }                                    (eq. 17)
     base_L = inf { base > 1 : B_m >= 0 for m = 0..L }                              (eq. 18)
 
-m is a distance: a context of N tokens needs m <= N - 1. The bound is only a first estimate, because it considers a
+m is a distance: in a context of N tokens, m <= N - 1. The bound is only a first estimate, because it considers a
 single layer, and stacked layers see further (sec. 4.3). All arithmetic is numpy float64.
 
 A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval: the first ones lie
-in windows that can be as narrow as 1e-5, and bases far above base_L can still fail. A grid search misses such windows,
-and therefore reports a larger minimum. `rope_base_bound` finds the infimum itself and three numbers for practical use:
-the width of the first window, the first admissible base with two digits, and the base above which none fails. By
-Taylor's theorem, no violation between two evaluations is missed. This proof does not include the rounding errors of
-the evaluations (below 1e-8 in B_m at m = 1e6).
+in windows whose relative width can be as small as 1e-5, and bases far above base_L can still fail. A grid search
+misses such windows, and therefore reports a larger minimum. `rope_base_bound` finds the infimum itself and three
+numbers for practical use: the width of the first window, the first admissible base with two digits, and the base above
+which none fails. By Taylor's theorem, no violation between two evaluations is missed. This proof does not include the
+rounding errors of the evaluations (below 1e-8 in B_m at m = 1e6).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def rope_context_bound(
     inv_freq: Sequence[float] | np.ndarray | None = None,
     limit: int = 1 << 22,
 ) -> int | None:
-    """Compute L_theta of eq. 17: the largest distance such that B_m >= 0 at all distances up to it.
+    """Compute L_theta of eq. 17: the largest distance L such that B_m >= 0 for m = 0..L.
 
     Args:
         base: see `rope_decay`.
@@ -338,7 +338,7 @@ class _DecayFamily:
         theta = np.exp(-u * self.x)
         coarse, fine = complex_exponential(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH)
         m = starts[:, None] + np.arange(WIDTH)
-        slope = m * real_product(-1j * coarse, fine * (self.x * theta)[:, None])  # selects the imaginary part
+        slope = m * real_product(-1j * coarse, fine * (self.x * theta)[:, None])  # -1j selects the imaginary part
         return real_product(coarse, fine) + self.constant, slope, self.curvature(m, theta), m
 
     def curvature(self, m: np.ndarray, theta: np.ndarray) -> np.ndarray:
@@ -439,7 +439,7 @@ def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple
     """
     towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
     proven = np.zeros(len(starts))
-    stride = 0.05  # longest step in u; for smaller u, K grows by at most exp(2 stride) over it
+    stride = 0.05  # maximum step in u, over which K grows at most by the factor exp(2 stride)
     while True:
         rows = np.argpartition(proven, min(BATCH, len(starts)) - 1)[:BATCH]
         v = u + towards * proven[rows].min()

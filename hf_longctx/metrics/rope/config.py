@@ -95,8 +95,8 @@ class NoRopeError(ValueError):
 
     def __init__(self, config: Any, reason: str):
         super().__init__(
-            f"{type(config).__name__} does not describe a rotary position embedding, so the bound does not apply: "
-            f"{reason}."
+            f"{type(config).__name__} does not describe a rotary position embedding, so the RoPE bound does not "
+            f"apply: {reason}."
         )
 
 
@@ -253,7 +253,7 @@ def read_rope(value: Any) -> dict[str, Any]:
     """Normalize RoPE parameters, flat or per layer type: drop null values, and use rope types of transformers."""
     if not isinstance(value, dict):
         raise ValueError(f"rope_parameters must be a JSON object, got {value!r}.")
-    if any(isinstance(entry, dict) for entry in value.values()):  # by layer type, null for layers without RoPE
+    if any(isinstance(entry, dict) for entry in value.values()):  # an entry per layer type, null without RoPE
         return {key: read_rope(entry) if isinstance(entry, dict) else entry for key, entry in value.items()}
     rope = {key: entry for key, entry in value.items() if entry is not None}
     return rope | {key: SAME_ROPE_TYPE.get(rope[key], rope[key]) for key in ("type", "rope_type") if key in rope}
@@ -267,7 +267,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
     notes.append(f"transformers does not know the model type {kind!r}; its config.json is read as a Llama would")
     file = {key: value for key, value in file.items() if value is not None}
     fields = {name: file[name] for name in LENGTHS if name in file}
-    if fields:  # functions of transformers read this name
+    if fields:  # functions of transformers read max_position_embeddings
         fields.setdefault("max_position_embeddings", next(iter(fields.values())))
     for name, others in SPELLINGS.items():
         spelling = next((spelling for spelling in (name, *others) if spelling in file), None)
@@ -444,7 +444,7 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
         kinds = ["sliding_attention" if sliding else "full_attention"] * count
     if not isinstance(kinds, list) or len(kinds) != count or not all(isinstance(kind, str) for kind in kinds):
         raise ValueError(f"layer_types must be a list with the type of each of {count} layers, got {kinds!r}.")
-    if nested and not set(nested) & set(kinds):  # keys such as DeepSeek-V4's "main" and "compress"
+    if nested and not set(nested) & set(kinds):  # keys that are not layer types, as in DeepSeek-V4
         return {(key, required_base(config.rope_parameters[key])): [] for key in nested}
 
     groups: dict[tuple[str, float], list[int]] = {}
@@ -452,7 +452,9 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
         if kind in NOT_ATTENTION or i in (getattr(config, "cross_attention_layers", None) or ()):
             continue
         if nested and kind not in config.rope_parameters:
-            raise ValueError(f"rope_parameters must have an entry for layer type {kind!r}, got {', '.join(nested)}.")
+            raise ValueError(
+                f"rope_parameters must have an entry for layer type {kind!r}, got only {', '.join(nested)}."
+            )
         parameters = config.rope_parameters[kind] if nested else config.rope_parameters
         base = 0 if parameters is None or not rotates(config, i, kind) else required_base(parameters)
         if getattr(config, "layer_rope_theta", None):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 BINS = 800  # number of bins on the x axis; each bin shows the minimum and maximum of B_m
-MAX_EXCESS = 8  # the x axis ends at this multiple of max_distance at the latest
+MAX_EXCESS = 8  # upper limit of the x axis, as a multiple of max_distance
 
 
 def plot_bound(
@@ -45,7 +45,7 @@ def plot_bound(
 
 
 def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:
-    """Plot B_m for one group of layers, with its distance limits."""
+    """Plot B_m for one group of layers, and mark the distance it needs and the first distance with B_m < 0."""
     needed, bound = group.max_distance, group.context_bound
     right = needed if bound is None else min(max(needed, bound), MAX_EXCESS * needed)
     # On a linear axis, a bound far below the claimed context would not be visible.

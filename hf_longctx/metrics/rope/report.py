@@ -95,7 +95,7 @@ class RopeLayers:
 
     @property
     def verdict(self) -> str:
-        """'no RoPE', 'inconclusive' (at least half of the head does not rotate), 'violated' or 'holds'."""
+        """Verdict: 'no RoPE', 'inconclusive' (at least half of the head does not rotate), 'violated' or 'holds'."""
         if self.rotary_dim is None or self.head_dim is None:
             return "no RoPE"
         if 2 * self.rotary_dim <= self.head_dim:
