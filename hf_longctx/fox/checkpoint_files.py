@@ -1,4 +1,4 @@
-"""Reading of the JSON, safetensors and tokenizer files of a checkpoint folder, but never of files outside it."""
+"""Read the JSON, safetensors and tokenizer files of a checkpoint folder, but never files outside the folder."""
 
 import contextlib
 import json
@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict:
 
 
 def leads_outside(path: Path, folder: Path) -> bool:
-    """Return whether `path` links to a file outside `folder` and, in the Hub cache, outside the repository's blobs."""
+    """Return whether `path` links to a file outside `folder`. In the Hub cache, the repository's blobs are inside."""
     home = folder.resolve()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     return not any(path.resolve().is_relative_to(home) for home in homes)
@@ -46,7 +46,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """List the tokenizer and generation files in a folder.
 
     Raises:
-        ValueError: a file is a link that leads out of the folder. Its copy could be published by mistake.
+        ValueError: a file is a link out of the folder. A copy of its target could be published by mistake.
     """
     files = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
     for path in files:

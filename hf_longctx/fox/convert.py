@@ -90,7 +90,7 @@ class Layout:
     modules: dict[str, str]
     defaults: dict[str, Any]
     activations: tuple[str, ...] = ("swish",)
-    constants: dict[str, object] = field(default_factory=dict)  # our fields that have a fixed value in it
+    constants: dict[str, object] = field(default_factory=dict)  # {our field: its fixed value}
     refused: dict[str, str] = field(default_factory=dict)  # {their field that must be None: reason}
 
 
@@ -248,7 +248,7 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def tensors_of_fox(
     config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Convert the state dict of another implementation. `modules` maps our module names to its names.
+    """Convert the state dict of another implementation to FoX. `modules` maps our module names to its names.
 
     The tensors share memory with `state_dict`, except for new forget gates.
     """
@@ -300,10 +300,9 @@ def check_tensors(
 
 
 def correspondence(config, modules):
-    """Return the shapes of our tensors, the shapes of their tensors, and where each of ours is in theirs.
+    """Return three dictionaries: the shapes of our tensors, the shapes of theirs, and the locations of ours in theirs.
 
-    Each of the three is a dictionary by name. The third one contains (their name, first row, end row) for each of our
-    tensors, or None for a new forget gate.
+    A location is (their name, first row, end row), or None for a new forget gate.
     """
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
@@ -393,7 +392,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
     if not config.qk_norm:
         free |= {"qk_norm_shared", "qk_norm_eps"}
     lost = [
-        f"{name}={getattr(config, name)!r} (it has {getattr(back, name)!r})"
+        f"{name}={getattr(config, name)!r} (would become {getattr(back, name)!r})"
         for name in FoxConfig.__annotations__
         if name not in free and getattr(config, name) != getattr(back, name)
     ]

@@ -36,7 +36,7 @@ def convert_folder(
     destination_format: str = "fox",
     decay_time: float | None = None,
 ) -> None:
-    """Convert a checkpoint folder to FoX, or a FoX folder to another layout.
+    """Convert a checkpoint folder to FoX, or a FoX folder to another format.
 
     Weights keep their dtype. Source files are memory-mapped, and weights are written file by file. `destination` is
     created only when the conversion is complete. A FoX folder contains everything that `save_pretrained` writes,
@@ -67,7 +67,7 @@ def convert_folder(
         copied = tokenizer_files(source)
         try:
             write_folder(config_dict, source, folder, source_format, destination_format, decay_time)
-        except StrictDataclassError as error:  # is not a ValueError
+        except StrictDataclassError as error:  # is not a subclass of ValueError
             raise ValueError(f"{source / CONFIG_NAME}: {error}") from error
         for path in copied:
             shutil.copyfile(path, folder / path.name)

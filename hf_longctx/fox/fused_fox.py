@@ -36,7 +36,7 @@ PROGRAMS = 8  # number of programs per multiprocessor in the backward pass
 
 
 def norm_as_defined(x, weight, eps, gate=None, activation=None):
-    """Define `fused_norm` in plain PyTorch."""
+    """Plain PyTorch implementation of `fused_norm`."""
     dtype, weight = autocast_dtype(x.device) or x.dtype, weight.to(x.dtype).view(-1, x.shape[-1])
     if len(weight) == 1:
         y = F.rms_norm(x, x.shape[-1:], weight[0], eps).to(dtype)
@@ -46,10 +46,7 @@ def norm_as_defined(x, weight, eps, gate=None, activation=None):
 
 
 def as_defined(x, weight, gate, k, v, k_weight, share, predecessor, eps, activation):
-    """Return in plain PyTorch what the kernels compute: the norm of x, and the shifted keys and values or None.
-
-    Arguments are as in `launch_fused_norm`.
-    """
+    """Plain PyTorch implementation of `launch_fused_norm`."""
     y = norm_as_defined(x, weight, eps, gate, activation)
     if k is None:
         return y, None, None
@@ -72,7 +69,7 @@ def load_pairs(
         b_share = tl.load(p_share + o_n * s_share, mask=m_n, other=0.0)[:, None]
         i_t = o_n % T
         i_previous = i_t
-        if INDEXED:  # index 0 is the cached token, and the kernels run without a cache
+        if INDEXED:  # index 0 is a cached token, and there is none
             i_previous = tl.load(p_index + o_n, mask=m_n, other=-1)
         b_more = load_tokens(p_x, o_n - i_t + i_previous - 1, m_n & (i_previous > 0), H, D, BD) - b_x
     return b_x, b_share, b_more
@@ -98,7 +95,7 @@ def norm_tokens(
     p_x, p_w, p_gate, p_share, p_index, p_y, i_block, s_share, n_tokens, T, H, eps, D: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Shift, normalize and gate one block of tokens of a head, as far as the constants say so."""
+    """Apply token shift, norm and gate to one block of tokens of a head. Each of the three is optional."""
     o_d, o_n = tl.arange(0, BD), i_block * BT + tl.arange(0, BT)
     m_n = o_n < n_tokens
     b_x, b_share, b_more = load_pairs(p_x, p_share, p_index, o_n, m_n, s_share, T, H, D, BD, SHIFT, INDEXED)
@@ -258,7 +255,7 @@ def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, succe
 def launch_fused_norm_backward(
     gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
-    """Run the backward kernel. Return the gradients of the seven tensors x to share, None for those that are None."""
+    """Run the backward kernel. Return the gradients of x, weight, gate, k, v, k_weight and share, or None for None."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
     H, D = x.shape[2:]
@@ -351,7 +348,7 @@ def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, succe
     Args:
         q: (B, T, Hq, D).
         k, v: (B, T, Hkv, D), in the dtype of q.
-        q_weight, k_weight: norm weights, both (D,), or (H * D,) for separate weights per head.
+        q_weight, k_weight: norm weights, both (D,); or (Hq * D,) and (Hkv * D,) for separate weights per head.
         share: (B, T, 2 Hkv) fp32, the weight of the previous token in the shift of each key head and each value head.
         predecessor, successor: as in `Call`. Pass both of them or neither.
     """

@@ -7,7 +7,7 @@ Design:
 
 * **One integer per query instead of a mask.** Under causality, padding on either side, packed sequences, a sliding
   window and adaptive computation pruning, query i attends to the keys start_i ... i. The kernels read start_i. The
-  dk/dv pass reads its transpose, the query after the last one that attends to a key.
+  dk/dv pass reads the transpose: for each key, the position after the last query that attends to it.
 * **The decay is exact at any length.** c is summed in float64 and split into an fp32 pair c + e, in units of log 2.
   Only differences of c are used, so c_i - c_j has the rounding error of the difference, not of c.
 * **Each program writes its own output block.** There are no atomics, and the cumulative sum has a fixed order, so
@@ -59,7 +59,7 @@ except ImportError:  # no Triton (CPU wheel, Windows): a call raises the error o
 def dot(b_a, b_b):
     if INTERPRETED:
         b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
-    return tl.dot(b_a, b_b, input_precision="tf32x3")  # affects fp32 operands only: three tf32 products
+    return tl.dot(b_a, b_b, input_precision="tf32x3")  # for fp32 operands: three tf32 products
 
 
 @jit
@@ -79,7 +79,7 @@ def number(x):
 
 @jit
 def rows_of(p_x, i_b, i_h, past, s_b, s_h, s_t, W: tl.constexpr):
-    """Return the address of a head, moved back by `past` rows, and the stride of its rows.
+    """Return the pointer to a head, moved back by `past` rows, and the stride of its rows.
 
     W is the number of elements in a 16-byte load if it divides all strides, else 1. `// W * W` shows this to the
     compiler, which itself only detects multiples of 16: rows of folded keys are 72 or 136 elements apart.
@@ -135,7 +135,7 @@ def store_tokens(p_x, b_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
 
 @jit
 def decay(c_i, e_i, c_j, e_j):
-    """Return c_i - c_j with the rounding error of the difference: the fp32 pair c + e holds about 48 bits."""
+    """Return c_i - c_j with the rounding error of the difference: the fp32 pair c + e has about 48 bits."""
     return (c_i - c_j) + (e_i - e_j)
 
 
@@ -143,7 +143,7 @@ def decay(c_i, e_i, c_j, e_j):
 def pack(b_x, b_y):
     """Pack two fp32 numbers into an int64.
 
-    In Triton 3.6, every thread loads the whole of a short vector. Packing halves the number of these loads.
+    In Triton 3.6, every thread loads all elements of a short vector. Packing halves the number of loads.
     """
     b_x, b_y = b_x.to(tl.uint32, bitcast=True).to(tl.uint64), b_y.to(tl.uint32, bitcast=True).to(tl.uint64)
     return ((b_y << 32) | b_x).to(tl.int64, bitcast=True)
@@ -217,8 +217,8 @@ def running_sum_kernel(
 def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
     """Split the float64 cumulative sum y into an fp32 pair c + e, in units of log 2.
 
-    Also compute d, the decay from each key to the last key of its block of BN keys. With PARTS, store
-    d / (scale log2(e)) in g as well: as three bf16 numbers that add up to it, padded with zeros to rows of 16.
+    Also compute d, the decay from each key to the last key of its block of BN keys. With PARTS, also compute g: rows
+    of 16 bf16 numbers, of which the first three add up to d / (scale log2(e)) and the others are 0.
     """
     n_t = tl.cdiv(Tk, BT)
     i_bh = tl.cast(tl.program_id(0) // n_t, tl.int64)
@@ -253,7 +253,6 @@ def forward_span(
 
     b_o, b_l and b_m are the output, sum and maximum, where keys are decayed up to the first row only.
 
-
     The decay from key j to row i has three terms, all at most 0: from j to the end of its key block (p_d), from there
     to the first row (a scalar), and from the first row to i. The last term is the same for all keys, so the caller
     adds it.
@@ -283,8 +282,8 @@ def forward_span(
             b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
         # With a running maximum, a weight that dominates its row is exactly 1. With a bound it is not, and its
-        # rounding error cancels only if b_l sums the rounded weights. They are rounded by hand, because the compiler
-        # would convert a bf16 number that is used twice on the hardware unit that also computes exponentials.
+        # rounding error cancels only if b_l sums the rounded weights. They are rounded as integers, because the
+        # compiler would convert a bf16 number that is used twice on the hardware unit for exponentials.
         if FIXED and not PRODUCTS and b_v.dtype == tl.bfloat16:
             b_bits = b_p.to(tl.uint32, bitcast=True) + 0x8000
             b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # NaN, 0x7FFFFFFF, would wrap to -0
@@ -306,7 +305,7 @@ def forward_masked_span(
     s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Add the key blocks from i_from to i_to, which some of the rows do not attend to, to an online softmax.
+    """Add the key blocks from i_from to i_to, which are masked for some rows, to an online softmax.
 
     b_o, b_l and b_m are the output, sum and maximum, where keys are decayed up to each row.
     """
@@ -563,7 +562,7 @@ def dkdv_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one key block, summed over the query heads of its key head, and the part of dc from keys.
+    """Compute dk and dv of one key block, summed over the query heads of its key head, and the keys' part of dc.
 
     G, the number of query heads per key head, is not an argument. Inductor would compile G = 1 as a constant and
     remove the loop over heads. In the machine code for Hopper, each product would then wait for the previous one.
@@ -661,8 +660,7 @@ def prune_kernel(
         tolerance - 2 bound_scale p_bound - log Tk,
 
     so that a row loses at most the weight e^tolerance. c decreases, so the dropped blocks are the first ones, and
-    bisection finds their number, which does not decrease along the rows. NaN drops nothing. A
-    program processes BR rows.
+    bisection finds their number. It does not decrease along the rows. NaN drops nothing. A program processes BR rows.
     """
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
@@ -703,7 +701,7 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute attention of the G * Tq query rows of a key head over one of n_split equal parts of their visible keys.
 
-    With ONE_DECAY, there is one token whose heads share their gates, so all rows apply the same decay to a key.
+    With ONE_DECAY, there is one new token and its query heads share a gate, so a key has the same decay in all rows.
 
     The range of visible keys is read on the device: pruning determines its start, and p_end its end in a cache with
     free slots. The same launch therefore works for every step, and its programs get equal parts of the range.
@@ -764,7 +762,7 @@ def decode_kernel(
         b_l = b_l * b_alpha + tl.sum(b_p, 1)
         b_o = b_o * b_alpha[:, None] + dot(narrow(b_p, b_v.dtype), b_v)
         b_m = b_m_new
-    # outputs and their log denominators of each part, (n_split, B, Hq, Tq, ...)
+    # output and log2 of the denominator for each part of the keys, (n_split, B, Hq, Tq, ...)
     o_row = ((tl.cast(i_s, tl.int64) * B + i_b) * Hq + i_hk * G) * Tq + o_r
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     tl.store(p_o + o_row[:, None] * D + o_d[None, :], b_o, mask=m_r[:, None] & (o_d < D)[None, :])

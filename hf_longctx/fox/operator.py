@@ -29,7 +29,7 @@ def forgetting_attention_ref(
     cu_seqlens: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Compute forgetting attention by its definition, with which every backend must agree.
+    """Compute forgetting attention by its definition. Every backend must agree with this function.
 
     Arguments, result and errors are as in `forgetting_attention`. The dtype of the computation is float32, or float64
     for float64 inputs. Memory grows with Tq * Tk.
@@ -76,14 +76,14 @@ def forgetting_attention(
     log_pruning_tolerance: float | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Compute causal softmax attention whose keys fade by a forget gate. q, k, v and log_f get gradients.
+    """Compute causal softmax attention in which a forget gate fades the keys. Differentiable in q, k, v and log_f.
 
         o_i = sum_{j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
 
     Args:
         q: queries, (B, Hq, Tq, D), any floating dtype. The Tq queries are the *last* Tq of the Tk positions.
         k: keys, (B, Hkv, Tk, D). Hkv divides Hq; query head h uses key head h // (Hq // Hkv).
-        v: values, of the same shape.
+        v: values, of the shape of k.
         log_f: natural log of the forget gate per query head and key, (B, Hq, Tk), fp32, <= 0; -inf is a closed gate.
             The gate of position t lies between t - 1 and t: it fades every key before t, not t itself.
         scale: factor on q.k before the decay is added. Default D ** -0.5.
@@ -147,7 +147,7 @@ def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruni
 
 def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
     """Return where the sequence of each token starts, (1, T), from the boundaries `cu_seqlens`, (N + 1,)."""
-    if torch.compiler.is_compiling():  # `check_inputs` has checked nothing
+    if torch.compiler.is_compiling():  # `check_inputs` checks nothing while compiling
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
         torch._assert_async(rising, "compiled Triton attention: cu_seqlens must increase from 0 to the token count")
     cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
@@ -160,7 +160,7 @@ def triton_runs_well(q: torch.Tensor) -> bool:
 
 
 def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
-    """Return `backend`, or the default for None. Raise if it does not support q or pruning."""
+    """Return `backend`, or the default for None. Raise if the backend does not support q or pruning."""
     if backend is None:  # the folded form ignores the tolerance, because skipping keys is optional
         return "triton" if triton_runs_well(q) else "folded"
     if backend not in BACKENDS:

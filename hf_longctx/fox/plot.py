@@ -46,7 +46,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Return the mean or the largest visible entry of each block of x, (R, T), or NaN for a block without any."""
+    """Return the mean or the largest visible entry of each block of x, (R, T), NaN for a block without one."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))

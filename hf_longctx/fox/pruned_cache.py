@@ -74,16 +74,16 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
         largest, unit = logit_bound_of_norms(attention, config.num_attention_heads)
         if largest is None:
             raise ValueError(
-                "the weights of q_norm and k_norm are offloaded, sharded or replaced by an adapter, so "
-                'they do not bound the logits. Use logit_bound="observed".'
+                'logit_bound="weights" requires the weights of q_norm and k_norm, but they are offloaded, sharded or '
+                'replaced by an adapter. Use logit_bound="observed".'
             )
         return (unit * largest).expand(config.num_attention_heads)
     norms = []
     for projection in (attention.q_proj, attention.k_proj):
         if type(projection) is not nn.Linear:
             raise ValueError(
-                f"a {type(projection).__name__} projects queries or keys, but only the weights of a plain linear layer "
-                'bound the logits. Merge the adapter, or use logit_bound="observed".'
+                'logit_bound="weights" requires queries and keys of a plain linear layer, got those of a '
+                f'{type(projection).__name__}. Merge the adapter, or use logit_bound="observed".'
             )
         weight = projection.weight.float() * decoder_layer.input_layernorm.weight.float()
         weight = weight.view(-1, head_dim, config.hidden_size)  # (H, D, hidden); the norm of the input is sqrt(hidden)
@@ -153,7 +153,7 @@ class PrunedLayer(DynamicLayer):
 
     def _clear(self):
         self.groups: list[HeadGroup] = []
-        self.order = None  # index of each query head in the concatenated groups; None for one group
+        self.order = None  # index of each query head in the concatenated groups; None for a single group
         self.length: int | torch.Tensor = 0  # tokens seen
         self.dropped_at = 0  # `length` when tokens were last dropped; `crop` cannot return to fewer tokens
         self.pruned_at = 0  # `length` at the last pruning, even if it dropped no token

@@ -40,7 +40,7 @@ from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, pru
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MASKED_KEYS = 32  # number of keys processed at a time in masked blocks
-SUM_TILE = Tile(1024, 1, 4, 1)  # for the cumulative sum, 1024 keys at a time
+SUM_TILE = Tile(1024, 1, 4, 1)  # tile of the cumulative sum: 1024 keys at a time
 
 
 # --- launchers: each one allocates its outputs and runs its kernels --------------------------------------------------
@@ -279,7 +279,7 @@ def launch_decode(
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Return whether to call the custom operator: PyTorch traces the call, or a tensor does not own plain memory."""
+    """Return whether to call the custom operator: PyTorch traces the call, or a tensor is not `_is_plain`."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()

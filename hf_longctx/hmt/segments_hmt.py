@@ -155,10 +155,10 @@ class Segments:
             # Without a prompt, transformers would inspect the mask, which synchronizes with the GPU.
             captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
             arguments = (embeds, mask, columns, targets, kv_cache, positions)
-            logits, hidden, loss, kv_cache = self.run(*arguments, bool(kept), memory, captures)
+            logits, hidden, loss, kv_cache = self.run(*arguments, kept.stop > kept.start, memory, captures)
         if loss is not None:
             self.losses.append(loss)
-        if logits is not None and kept:
+        if logits is not None and kept.stop > kept.start:  # dynamo does not take a range of symbols as a condition
             for row, segment, token, of_row in zip(chunk.rows, chunk.segments, chunk.returned, logits):
                 self.pieces[row][segment, tokens.start] = of_row[max(0, token - tokens.start) :]
         return hidden, kv_cache

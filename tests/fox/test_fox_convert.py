@@ -67,7 +67,7 @@ OFFICIAL_CANNOT = {
     "grouped heads": (dict(num_key_value_heads=2), "num_kv_heads=2.*not support grouped heads"),
     "another activation": (dict(qkv_bias=True, hidden_act="gelu"), "hidden_act must be .*got 'gelu'"),
     "scaled RoPE": (dict(rope_parameters={**ROPE, "rope_type": "linear", "factor": 2.0}), "rope_parameters=.*linear"),
-    "another epsilon": (dict(qk_norm=True, qk_norm_eps=1e-6), "qk_norm_eps=1e-06 .it has 1e-05"),
+    "another epsilon": (dict(qk_norm=True, qk_norm_eps=1e-6), "qk_norm_eps=1e-06 .would become 1e-05"),
 }
 FLA_CANNOT = {
     "shifts and output norm": (

@@ -457,7 +457,7 @@ def test_queries_beyond_the_observed_bound_are_reported(caplog):
 def test_bound_of_adapted_weights_is_refused():
     model = make("llama")
     model.model.layers[1].self_attn.q_proj = torch.nn.Sequential(model.model.layers[1].self_attn.q_proj)
-    with pytest.raises(ValueError, match=r"Sequential projects.*observed"):
+    with pytest.raises(ValueError, match=r"got those of a Sequential.*observed"):
         PrunedCache(model)
     PrunedCache(model, logit_bound="observed")
 
