@@ -56,7 +56,7 @@ class Backbone:
         if not isinstance(model, PreTrainedModel) or not model.can_generate():
             raise TypeError(
                 "The backbone must be a causal LM of transformers, such as LlamaForCausalLM, or the name or path of "
-                f"one, got a {name}."
+                f"such a model, got a {name}."
             )
         self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
         if model.config.is_encoder_decoder or "inputs_embeds" not in self.forward_arguments:
@@ -167,7 +167,7 @@ class Backbone:
 
     @property
     def takes_mask(self) -> bool:
-        """Whether the attention takes a 4D mask. FlashAttention does not."""
+        """Whether the attention implementation accepts a 4D mask. FlashAttention does not."""
         return getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
 
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
@@ -307,7 +307,7 @@ class Backbone:
         )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Embed tokens as the backbone's first layer receives them, (B, T) -> (B, T, d)."""
+        """Return the embeddings that the backbone's first layer receives for token ids, (B, T) -> (B, T, d)."""
         return self.model.get_input_embeddings()(ids)
 
     def run(
@@ -321,7 +321,7 @@ class Backbone:
         """Run the backbone once.
 
         Args:
-            embeds: (B, T, d).
+            embeds: embeddings, (B, T, d).
             mask: (B, cached + T), bool, False on padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
                 FlashAttention does not accept the 4D mask. `PromptAlone` replaces this mask for `hidden_from=0`.
             keep: positions that get logits, (n,) long. None: no logits are computed.
@@ -365,8 +365,8 @@ class Backbone:
         hidden = base_outputs[-1][0]
         if hidden.shape[-1] != self.width:
             raise ValueError(
-                f"{type(self.model).__name__} must return hidden states of the width of its embeddings, {self.width}, "
-                f"because HMT reads them as embeddings, got {hidden.shape[-1]}. Use another backbone."
+                f"{type(self.model).__name__} must return hidden states of width {self.width}, like its embeddings, "
+                f"got {hidden.shape[-1]}. HMT uses hidden states as embeddings. Use another backbone."
             )
         return logits, hidden
 

@@ -35,7 +35,7 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def same_state(*states: object) -> HMTState | None:
-    """Return the state that was passed as `state`, `cache` or `past_key_values`, or None if none was passed."""
+    """Return the state that was passed under any of its three names, or None if no state was passed."""
     given = [x for x in states if x is not None]
     if len(given) > 1:
         raise ValueError(
