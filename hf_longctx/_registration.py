@@ -1,7 +1,7 @@
 """Lazy registration of our models with transformers' Auto classes.
 
-`AutoModel.register` takes classes, whose import takes seconds. Instead, we add class names to the mappings of the Auto
-classes, with a module that is imported at first use.
+`AutoModel.register` requires classes, and importing our classes takes seconds. Instead, we add their names to the
+mappings of the Auto classes, together with a module that is imported at first use.
 """
 
 import importlib
@@ -18,7 +18,8 @@ HEADS = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION": "FoxForSequenceClassification",
     "MODEL_FOR_TOKEN_CLASSIFICATION": "FoxForTokenClassification",
 }
-# Config and model classes by model type, which is also the subpackage. Model keys are transformers' mapping names.
+# Config class and model classes by model type, which is also the name of the subpackage. The keys of the model classes
+# are the names of transformers' mappings.
 MODELS = {"fox": ("FoxConfig", HEADS), "hmt": ("HMTConfig", {"MODEL_FOR_CAUSAL_LM": "HMTWrapper"})}
 
 
@@ -26,7 +27,7 @@ class LazyModule(types.ModuleType):
     """A proxy that imports our module when an attribute is first accessed."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks these up on every module
+        if name.startswith("__"):  # Python looks up such names on every module
             raise AttributeError(name)
         return getattr(importlib.import_module(self.__name__), name)
 

@@ -24,7 +24,7 @@ SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Columns of conversations and of their options, named as in TRL
 CONVERSATIONS, CHAT_OPTIONS = (("messages",), ("prompt", "completion")), ("tools", "chat_template_kwargs")
-SUFFIXES = (*PLAIN, *TABLES)  # by priority: from a folder, we read only files of the first kind found
+SUFFIXES = (*PLAIN, *TABLES)  # by priority: from a folder, we read only the files with the first suffix found
 HUB_TIMEOUT_S = 3.0
 
 
@@ -32,7 +32,7 @@ class Corpus(NamedTuple):
     """A tokenized corpus."""
 
     tokens: np.ndarray  # (N,) int64, concatenated documents without special tokens
-    name: str  # name of the source
+    name: str  # the source's name
 
 
 def split_mixture(data: str) -> list[tuple[str, float | None]]:
@@ -42,7 +42,7 @@ def split_mixture(data: str) -> list[tuple[str, float | None]]:
     [('books', 0.75), ('web.jsonl', 0.25)]
 
     Raises:
-        ValueError: a share is not a positive number, or only some sources have one.
+        ValueError: a share is not a positive number, or only some sources have a share.
     """
     if Path(data).exists() or not re.search("[,=]", data):
         return [(data, None)]
@@ -53,17 +53,17 @@ def split_mixture(data: str) -> list[tuple[str, float | None]]:
     shares = [float(match[2]) for match in matches if match]
     if len(shares) < len(parts) or min(shares) == 0:
         raise ValueError(
-            f"Either all sources of {data} must have a share above 0, or none, as in books=0.7,web.jsonl=0.3."
+            f"Give every source of {data} a share above 0, as in books=0.7,web.jsonl=0.3, or give no shares."
         )
     return [(match[1], share / sum(shares)) for match, share in zip(matches, shares) if match]
 
 
 def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | None = None) -> Corpus:
-    """Read a corpus as token ids; documents are tokenized separately, without special tokens.
+    """Read a corpus as token ids. Each document is tokenized separately, without special tokens.
 
     Args:
         tokenizer: a transformers tokenizer.
-        source: as for `load_text`; None: PG-19 if the Hub responds within seconds, else `stdlib_text`.
+        source: as for `load_text`. Default: PG-19 if the Hub responds within seconds, else `stdlib_text`.
         at_least: stop after the document that reaches this number of tokens. Default: read all documents.
 
     Raises:
@@ -92,11 +92,16 @@ def load_text(source: str | None = None) -> str:
     """Read a whole corpus.
 
     Args:
-        source: one of: a .jsonl, .json, .parquet or .csv file with a "text" column, or a plain-text file with any
-            other suffix, optionally compressed (.gz); a folder, whose files of one kind, including nested ones, are
-            read in alphabetical order: .txt if there are any, else .md, .jsonl, .json, .parquet or .csv; a dataset
-            name for `datasets.load_dataset` ("text" column; split "test", else "validation", else the first);
-            "pg19", the test books of PG-19; "stdlib" or None, the held-out part of `stdlib_text`.
+        source: one of
+
+            - a file: .jsonl, .json, .parquet or .csv with a "text" column, or plain text with any other suffix. Each
+              file may be compressed (.gz).
+            - a folder: its files of one kind, including nested files, in alphabetical order. The kind is .txt if there
+              are such files, else .md, .jsonl, .json, .parquet or .csv.
+            - a dataset for `datasets.load_dataset`: the "text" column of the split "test", else of "validation", else
+              of the first split.
+            - "pg19": the test books of PG-19.
+            - "stdlib" or None: the held-out part of `stdlib_text`.
 
     Returns:
         the documents, separated by blank lines.
@@ -115,7 +120,7 @@ def open_source(
     """Return the name of a source and its nonempty documents; see `load_tokens` and `load_text`.
 
     Args:
-        part: "held_out" or "train", for a dataset, "pg19" or "stdlib".
+        part: "held_out" or "train": the part to read of a dataset, "pg19" or "stdlib".
         column: table column to read. Default: "text".
         conversations: without `column`, return a table's conversations as dicts: {"messages"} or
             {"prompt", "completion"}, with "tools" and "chat_template_kwargs", which may be None.
@@ -139,7 +144,7 @@ def open_source(
     else:
         from huggingface_hub import is_offline_mode
 
-        table = {"path": source, "streaming": not is_offline_mode()}  # offline, from the cache
+        table = {"path": source, "streaming": not is_offline_mode()}  # offline, read the dataset from the cache
         documents = _rows(f"dataset {source}", table, part, column, conversations)
     return str(source), _nonempty(source, documents)
 
@@ -156,7 +161,7 @@ def _nonempty(source, documents):
 
 
 def _files(folder):
-    """Return a folder's files of the first kind in `SUFFIXES`, except hidden ones."""
+    """Return a folder's files with the first suffix of `SUFFIXES` that occurs, except hidden files."""
     files = {}
     for file in sorted(folder.rglob("*")):
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
@@ -185,7 +190,7 @@ def _read(path, column, conversations):
         text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(
-            f"{path} must be UTF-8 text or a complete gzip file of it, got {error}. Convert other encodings, for example "
+            f"{path} must be UTF-8 text, or a complete gzip file of UTF-8 text, got {error}. Convert other encodings, for example "
             "with iconv."
         ) from error
     if "\0" in text:
@@ -194,7 +199,7 @@ def _read(path, column, conversations):
 
 
 def _rows(name, table, part, column, conversations):
-    """Return the conversations or texts of a table that `datasets` loads."""
+    """Return the rows of a table that `datasets` loads, as conversations or strings."""
     try:
         import datasets
     except ImportError:
@@ -203,7 +208,9 @@ def _rows(name, table, part, column, conversations):
         splits = datasets.load_dataset(**table)
         rows = splits[next(split for split in (*SPLITS[part], *splits) if split in splits)]
         columns = rows.column_names or list(next(iter(rows), {}))  # a streamed dataset may lack column names
-    except Exception as error:  # offline, unknown name, gated, damaged: `datasets` and pyarrow raise many types
+    except (
+        Exception
+    ) as error:  # offline, unknown name, gated, damaged: `datasets` and pyarrow raise many types of errors
         if isinstance(name, Path):
             raise ValueError(f"{name} cannot be read as {table['path']}: {error}") from error
         raise FileNotFoundError(
@@ -215,9 +222,9 @@ def _rows(name, table, part, column, conversations):
     column = column or "text"
     if column not in columns:
         raise ValueError(
-            f'{name} must have a column "{column}", got {columns}. Rename your text column, or give --text_column to train '
-            "or finetune. These also read conversations from "
-            '"messages", lists of {"role", "content"}, or from "prompt" and "completion".'
+            f'{name} must have a column "{column}", got {columns}. Rename your text column. The commands train '
+            "and finetune also accept --text_column, and conversations in a column "
+            '"messages", lists of {"role", "content"}, or in columns "prompt" and "completion".'
         )
 
     def text(row):
@@ -233,8 +240,9 @@ def _rows(name, table, part, column, conversations):
 def stdlib_text(part: str) -> str:
     """Return English from the Python language reference, which CPython ships in `pydoc_data.topics` (PSF licence).
 
-    "held_out" is a fifth of the topics, selected by a hash of their names. "train" is the rest, without duplicate
-    paragraphs and paragraphs that also occur in a held-out topic. The text differs slightly between Python versions.
+    "held_out" contains a fifth of the topics, selected by a hash of their names. "train" contains the other topics,
+    without duplicate paragraphs and without paragraphs that also occur in a held-out topic. The text differs slightly
+    between Python versions.
 
     Raises:
         ValueError: `part` is neither "train" nor "held_out".

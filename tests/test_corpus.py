@@ -97,8 +97,8 @@ BAD_FILES = {
     "numbers.jsonl": (b'{"text": 3}\n', 'The column "text" of .*numbers.jsonl must contain strings, got int'),
     "half.jsonl": (b'{"text": "x"}\n{"text":\n', "cannot be read as json: "),
     "binary.txt": (b"ab\0cd", "binary.txt is a binary file"),
-    "plain.txt.gz": (b"plain", "plain.txt.gz must be UTF-8 text or a complete gzip file"),
-    "half.gz": (gzip.compress(b"plain")[:-9], "half.gz must be UTF-8 text or a complete gzip file"),
+    "plain.txt.gz": (b"plain", "plain.txt.gz must be UTF-8 text, or a complete gzip file"),
+    "half.gz": (gzip.compress(b"plain")[:-9], "half.gz must be UTF-8 text, or a complete gzip file"),
     "words.txt": (b"unknown words only", r"at least two distinct ids, got 1 in 3 tokens.*another corpus"),
 }
 

@@ -5,8 +5,8 @@ with `add_arguments(parser)` and `run(args)`. The commands in `TRAINING` use `Tr
 imports happen inside `run`.
 
 Exit codes: 0 for success; 2 for a usage error (an unknown option, a missing file, incompatible settings); 1 if a valid
-call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped it: 130 for Ctrl-C,
-143 for SIGTERM, 141 for a closed output pipe. An error is one line on stderr.
+call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped the command: 130 for
+Ctrl-C, 143 for SIGTERM, 141 for a closed output pipe. An error is one line on stderr.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections.abc import Collection
 from typing import Any
 
 from .. import __version__
-from ..metrics import tasks  # noqa: F401 - registers them
+from ..metrics import tasks  # noqa: F401 - importing the tasks registers them
 from ..metrics.task import Task
 from . import shared, train
 from .task_command import TaskCommand
@@ -36,7 +36,7 @@ COMMANDS |= {name: importlib.import_module(f".{name.replace('-', '_')}", __name_
 
 
 def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of all commands; only the commands in `with_arguments` get their arguments."""
+    """Return the parser of all commands. Arguments are added only to the commands in `with_arguments`."""
     top = argparse.ArgumentParser(
         prog="hf-longctx", description="Long-context research in the Hugging Face ecosystem."
     )
@@ -62,15 +62,16 @@ def main(argv: list[str] | None = None) -> int:
         if words and words[0] in TRAINING:
             train.run(TRAINING[words[0]], words[1:], COMMANDS[words[0]].__doc__)
         else:
-            if words[:1] != [
-                "lm-eval"
-            ]:  # our options also accept underscores, as in transformers; lm-eval's are passed unchanged
+            # Our options also accept underscores, as in transformers. Options of lm-eval are passed unchanged.
+            if words[:1] != ["lm-eval"]:
                 words = [re.sub("^--[a-z0-9_]+", lambda name: name[0].replace("_", "-"), word) for word in words]
             args = parser(words).parse_args(words)
             args.run(args)
         print(end="", flush=True)
     except BrokenPipeError:  # the reader of our output, such as `head`, has exited
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # otherwise Python complains at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise Python reports the closed pipe at exit
         return 141
     except shared.EXPECTED as error:
         print("hf-longctx: error:", *str(error).split(), file=sys.stderr)
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # tokenizers raises a plain Exception, for example for an unknown word without an unknown token
+        # The tokenizers library raises a plain Exception, for example if its vocabulary lacks an unknown token.
         print(f"hf-longctx: error: the tokenizer of this model cannot encode the text ({error}).", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,9 +1,9 @@
 """Plot saved results of several models in one figure, and print a table that compares them.
 
-All files must come from one command: `curve`, `loss`, `needle` or `lines`. Each model is tested against the first, at
-every length, on the documents that both have read. Effective lengths are reported with intervals, under three rules.
-With --counts, they are computed for any benchmark from a CSV with columns length,correct,total or
-model,length,correct,total.
+All files must come from one command: `curve`, `loss`, `needle` or `lines`. Each model is compared with the first model
+by a paired test at every length, on the documents that both have read. Effective lengths are reported with intervals,
+under our rule and the rules of RULER and NoLiMa. With --counts, effective lengths are computed for any benchmark, from
+a CSV with columns length,correct,total or model,length,correct,total.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
@@ -18,15 +18,19 @@ from . import measuring
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE.json", help="result files, in the order of the figure")
-    parser.add_argument("--counts", metavar="FILE.csv", help="correct answers by length, instead of result files")
+    parser.add_argument("files", nargs="*", metavar="FILE.json", help="result files, in their order in the figure")
+    parser.add_argument(
+        "--counts", metavar="FILE.csv", help="CSV of correct answers by length, instead of result files"
+    )
     parser.add_argument(
         "--output",
         default="comparison.png",
         metavar="PATH",
         help="PNG, SVG or PDF for a figure, or .md for the table (default: %(default)s)",
     )
-    parser.add_argument("--names", nargs="+", metavar="NAME", help="one name per file (default: the models' names)")
+    parser.add_argument(
+        "--names", nargs="+", metavar="NAME", help="one model name per file (default: the names in the files)"
+    )
     parser.add_argument("--title", help="title of the figure")
 
 
@@ -39,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("give either result files or --counts FILE.csv.")
     if args.counts is not None:
         if args.names is not None:
-            raise ValueError("--names is for result files; for --counts, add a column model to the CSV.")
+            raise ValueError('--names is for result files; for --counts, add a column "model" to the CSV.')
         models, output = read_counts(args.counts), measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
         print(compare_counts(models, output, title=args.title), end="")
         print(f"wrote {output}")
@@ -47,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     files = [Path(file) for file in args.files]
     if args.names is not None and (len(args.names) != len(files) or len(set(args.names)) != len(files)):
         raise ValueError(
-            f"--names has {len(args.names)} names for {len(files)} files; give each file a different one."
+            f"--names has {len(args.names)} names for {len(files)} files; give each file a different name."
         )
     results = [read_result(file) for file in files]
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))

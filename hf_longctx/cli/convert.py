@@ -1,8 +1,11 @@
 """Convert a checkpoint to FoX, or a FoX to another format.
 
-Formats: official, a checkpoint of FoX's authors; fla, a checkpoint of flash-linear-attention; llama, a Llama, Mistral,
-Qwen2 or Qwen3, which gets open forget gates for fine-tuning. Weights are converted one tensor at a time. DST is
-written atomically.
+Formats:
+  official  checkpoint of FoX's authors
+  fla       checkpoint of flash-linear-attention
+  llama     checkpoint of a Llama, Mistral, Qwen2 or Qwen3; adds open forget gates, for fine-tuning
+
+Weights are converted one tensor at a time. DST is written atomically.
 
 Examples:
   hf-longctx convert official_checkpoint fox --from official
@@ -35,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--decay-time",
         type=float,
         metavar="TOKENS",
-        help="decay time of the new gates (to a factor 1/e) in tokens, for --from llama (default: 1e5 contexts)",
+        help="number of tokens in which the new gates decay to 1/e, for --from llama (default: 1e5 times the context)",
     )
 
 

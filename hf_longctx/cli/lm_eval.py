@@ -1,8 +1,10 @@
 """Run lm-eval with our tasks and the model type hf-longctx, which loads FoX and HMT.
 
-All arguments after `lm-eval` are passed to lm-eval, see `hf-longctx lm-eval run --help`. --tasks-folder prints the
-folder of our tasks, to pass as --include_path to lm-eval's own command with models such as hf, vllm and
-local-completions. --metadata takes the options of the task's command, and "text" for --text.
+All arguments after `lm-eval` are passed to lm-eval, see `hf-longctx lm-eval run --help`. --metadata accepts a JSON
+object with the options of the task's command, such as "lengths" or "text".
+
+--tasks-folder prints the folder of our tasks. To evaluate models of lm-eval such as hf, vllm and local-completions,
+pass this folder to lm-eval's own command as --include_path.
 
 Examples:
   hf-longctx lm-eval run --model hf-longctx --model_args pretrained=model_cards/fox-demo --tasks forgetting_curve,lines
@@ -28,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
         from lm_eval.__main__ import cli_evaluate
     except ImportError as error:
         raise ImportError("lm-eval is missing: pip install 'hf-longctx[lm-eval]'") from error
-    from ..lm_eval import model  # noqa: F401 - registers the model type
+    from ..lm_eval import model  # noqa: F401 - importing the model registers its type
 
     words = [*args.words]
     if words[:1] == ["run"] and not {"-h", "--help", "--include_path"} & set(words):

@@ -30,16 +30,27 @@ def add_served(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--endpoint",
         metavar="URL",
-        help="URL of a server of MODEL, such as http://localhost:8000/v1; only the tokenizer is loaded. Forgetting curves work "
-        "with any server of greedy completions, other metrics with vLLM",
+        help="URL of a server that serves MODEL, such as http://localhost:8000/v1; then only the tokenizer is loaded. "
+        "Forgetting curves work with any server of greedy completions; other metrics work with vLLM",
     )
-    parser.add_argument("--served-as", metavar="NAME", help="endpoint: served model name, if the server has several")
-    parser.add_argument("--api-key-env", metavar="NAME", help="endpoint: environment variable with the API key")
     parser.add_argument(
-        "--timeout", type=float, metavar="SECONDS", help="endpoint: request timeout in seconds (default: 600)"
+        "--served-as",
+        metavar="NAME",
+        help="name of the model on the --endpoint server, if the server has several models",
     )
-    parser.add_argument("--retries", type=int, metavar="N", help="endpoint: retries per failed request (default: 4)")
-    parser.add_argument("--concurrency", type=int, metavar="N", help="endpoint: concurrent requests (default: 8)")
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that contains the API key of --endpoint"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="timeout of a request to --endpoint, in seconds (default: 600)",
+    )
+    parser.add_argument(
+        "--retries", type=int, metavar="N", help="retries per failed request to --endpoint (default: 4)"
+    )
+    parser.add_argument("--concurrency", type=int, metavar="N", help="concurrent requests to --endpoint (default: 8)")
 
 
 def add_text(parser: argparse._ActionsContainer) -> None:
@@ -47,8 +58,8 @@ def add_text(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--text",
         metavar="SOURCE",
-        help="text file, .jsonl, .json or .parquet with a column text (each also .gz), folder of such files, dataset "
-        "name, pg19, or stdlib for English from CPython (default: pg19 if the Hub responds, else stdlib)",
+        help='text file or .jsonl, .json, .parquet or .csv file with a column "text" (all also as .gz), folder of such '
+        "files, dataset name, pg19, or stdlib for English from CPython (default: pg19 if the Hub responds, else stdlib)",
     )
 
 
@@ -63,25 +74,25 @@ def add_train_length(parser: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace, folder: bool = False) -> None:
-    """Raise ValueError if an output file cannot be written; `folder`: --output is a folder."""
+    """Raise ValueError if --output or --journal cannot be written. If `folder`, --output is a folder."""
     check_writable("--output", args.output, folder)
     if getattr(args, "journal", None) is not None:
         check_writable("--journal", args.journal)
 
 
 def check_writable(option: str, name: str, folder: bool = False) -> None:
-    """Raise ValueError if a file, or a folder, of that name cannot be written."""
+    """Raise ValueError if the file `name` cannot be written. If `folder`, check the folder `name` instead."""
     path = Path(name).absolute()
     if not folder and path.suffix.lower() in OTHER_FORMATS:
         raise ValueError(f"{option} must end with one of {', '.join(FIGURES)}, got {name}.")
     if not folder and (path.is_dir() or name.endswith("/")):
-        raise ValueError(f"{option} must be a file, got the folder {name}. Give a file in it.")
+        raise ValueError(f"{option} must be a file, got the folder {name}. Give a file in this folder.")
     if not folder and path.exists() and not os.access(path, os.W_OK):
         raise ValueError(f"{option} {name} is not writable; give another file.")
     parent = next(parent for parent in (*[path] * folder, *path.parents) if parent.exists())
     try:
         tempfile.TemporaryFile(dir=parent).close()
-    except OSError as error:  # permissions are not sufficient for /proc or a full disk
+    except OSError as error:  # os.access does not notice /proc or a full disk
         why = f"{parent} is not a writable folder ({error.strerror})"
         raise ValueError(f"{option} {name} cannot be written: {why}.") from error
 
@@ -105,10 +116,12 @@ def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
 
 
 def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Reader, Callable[[], Reader]]":
-    """Join other processes, then load a model's config and tokenizer before its weights.
+    """Load a model's tokenizer and config, so that options can be checked before the weights are loaded.
+
+    Under torchrun or accelerate launch, the processes are joined first.
 
     Returns:
-        the tokenizer, a reader with at least the config, and a function that returns the reader to measure with.
+        the tokenizer; a reader that may contain only the config; a function that returns the reader to measure with.
     """
     from transformers import AutoConfig
 
@@ -127,7 +140,7 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Read
     shared.choose_device(args.device)
     try:
         config = AutoConfig.from_pretrained(args.model, **shared.source(args)).get_text_config()
-    except Exception:  # an adapter lacks a config; loading the model raises a clearer error
+    except Exception:  # the model is an adapter, or loading its weights raises a clearer error
         local = LocalReader(shared.load_weights(args))
         return shared.load_tokenizer(args), local, lambda: local
     check_decoder(config)
@@ -136,7 +149,7 @@ def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Read
 
 
 def served_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `ServedModel`.
+    """Return the arguments for `ServedModel`.
 
     Raises:
         ValueError: an endpoint option is given without --endpoint, or the key's environment variable is not set.
@@ -166,9 +179,9 @@ def join_processes() -> None:
 
 
 def load_corpus(source: str | None, tokenizer: "PreTrainedTokenizerBase", longest: int | None = None) -> "Corpus":
-    """Load a corpus by its name (see `add_text`), and log it.
+    """Load a corpus by its name (see `add_text`), and print its name and size.
 
-    From a dataset, a million tokens are read, or ten times the `longest` input if that is more.
+    Reading stops after a million tokens, or after ten times the `longest` input if that is more.
     """
     from ..corpus import load_tokens
 
@@ -187,7 +200,7 @@ def log(message: str) -> None:
 
 
 def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]", **options: Any) -> None:
-    """Measure, print the summary, and write JSON and figure to --output, in the main process only.
+    """Run a measurement. The main process prints the summary, and writes JSON and figure to --output.
 
     If an exception interrupts the measurement, the partial result is written first.
 
@@ -205,7 +218,7 @@ def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]",
     output.parent.mkdir(parents=True, exist_ok=True)
     result, failure = run_measurement(measure)
     if result is not None and process_rank() == 0:
-        print(result.summary(), flush=True)  # printed first, because the disk may be full
+        print(result.summary(), flush=True)  # printed before saving, which fails if the disk is full
         result.save(document)
         print(f"wrote {document}")
         result.plot(figure, **options)

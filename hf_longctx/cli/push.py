@@ -2,9 +2,9 @@
 
 Pushes DIR's config, safetensors weights, tokenizer, card, figures and results, with the package's modeling code, so
 that the model loads without hf-longctx. Pickles, training state, hidden files, links out of DIR, tokens and local
-paths are rejected. A hand-written README.md is pushed unchanged. Otherwise the card is generated from the files, and
-sections of card_notes.md are added to its sections of the same name. --write-card writes the card into DIR. The Hub
-token comes from `hf auth login` or HF_TOKEN.
+paths raise an error. A hand-written README.md is pushed unchanged. Otherwise the card is generated from the files, and
+each section of card_notes.md is added to the card's section of the same name. --write-card writes the card into DIR.
+The Hub token comes from `hf auth login` or HF_TOKEN.
 
 A metric name (forgetting_curve, rope_base_check) pushes a Space, which scores predictions without hf-longctx.
 `evaluate.load` runs a Space's code without asking, so ask users to pin the commit: revision="...".
@@ -32,12 +32,12 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--create-pr", action="store_true", help="open a pull request instead of committing to the branch"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="list the files to push and to remove, and send nothing"
+        "--dry-run", action="store_true", help="list the files to push and to remove, and push nothing"
     )
     parser.add_argument(
         "--write-card",
         action="store_true",
-        help="write the card into DIR unless it is hand-written, list what it lacks, and send nothing",
+        help="write the card into DIR unless it is hand-written, list its missing fields, and push nothing",
     )
 
 
@@ -51,7 +51,7 @@ def run(args: Namespace) -> None:
             raise ValueError("--write-card writes the card of a model. Omit it for a metric.")
         if not args.repo.endswith(f"/{args.folder}"):
             raise ValueError(
-                f"evaluate.load finds {args.folder} only in a repository of that name. Push to "
+                f"evaluate.load finds {args.folder} only in a repository of the same name. Push to "
                 f"{args.repo.partition('/')[0]}/{args.folder}."
             )
         commit = send(build_space(args.folder), args, "space")
@@ -69,7 +69,7 @@ def run(args: Namespace) -> None:
 
 
 def write_card(folder: str, given: Any, bundle: Any) -> None:
-    """Write a model's card unless it is hand-written, and report missing parts."""
+    """Write a model's card unless it is hand-written, and print its missing fields."""
     from ..hub import check, missing_fields
 
     path = Path(folder, "README.md")
@@ -86,7 +86,7 @@ def write_card(folder: str, given: Any, bundle: Any) -> None:
 
 
 def send(bundle: Any, args: Namespace, repo_type: str = "model") -> Any:
-    """List the files to push and remove, push, print the URL, and return the commit; None for a dry run."""
+    """List the files to push and to remove, push, and print the URL. Return the commit, or None for a dry run."""
     from ..hub import check, missing_fields, push, removed_files
 
     for path, content in sorted(bundle.files.items()):

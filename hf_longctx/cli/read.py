@@ -1,10 +1,10 @@
 """Read a document once into an HMT's memory, and answer a question about it.
 
-Without QUESTION, the memory is saved to --output every minute, and the same command resumes from it. Only the weights
-that wrote a memory can use it. TEXT may also be a saved memory, as a file or on the Hub (NAMESPACE/NAME@REVISION):
-then only the question is read. `hf upload NAMESPACE/NAME FILE` shares it.
+Without QUESTION, the memory is saved to --output every minute, and the same command resumes from this file. TEXT may
+also be a saved memory: a file, or NAMESPACE/NAME@REVISION on the Hub. The document is then not read again. A memory
+works only with the weights that wrote it. `hf upload NAMESPACE/NAME FILE` shares a memory.
 
-With --chat, QUESTION is the user's turn in the model's chat template; otherwise the model continues it.
+With --chat, QUESTION is the user's turn in the model's chat template. Without --chat, the model continues QUESTION.
 
 Examples:
   hf-longctx read MODEL novel.txt --output state.safetensors
@@ -30,7 +30,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "a saved memory",
     )
     parser.add_argument(
-        "question", nargs="?", metavar="QUESTION", help="question about the document, or text that continues it"
+        "question",
+        nargs="?",
+        metavar="QUESTION",
+        help="question about the document, or text that continues the document",
     )
     parser.add_argument(
         "--output",
@@ -82,7 +85,7 @@ def run(args: Namespace) -> None:
 
 
 def encode(args: Namespace, tokenizer: Any) -> Any:
-    """Tokenize the question, without special tokens if it continues the document."""
+    """Tokenize the question: as a user's turn with --chat, otherwise without special tokens."""
     if not args.chat:
         return tokenizer(args.question, return_tensors="pt", add_special_tokens=False)
     turn = [{"role": "user", "content": args.question}]

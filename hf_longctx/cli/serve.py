@@ -1,11 +1,11 @@
 """Serve a model over an OpenAI-compatible API, by `transformers serve` with support for FoX and HMT.
 
-Options of `transformers serve` follow MODEL; `hf-longctx serve MODEL --help` lists them. Serving requires fastapi,
-uvicorn and openai: pip install 'hf-longctx[serve]'.
+Give options of `transformers serve` after MODEL; `hf-longctx serve MODEL --help` lists these options. Serving requires
+fastapi, uvicorn and openai: pip install 'hf-longctx[serve]'.
 
-Limits of transformers' server: invalid values, such as a negative temperature, return status 500;
+transformers' server has limits. Invalid values, such as a negative temperature, return status 500.
 --continuous-batching ignores `stop` and a negative max_tokens. An HMT rereads each conversation from its beginning,
-and does not support continuous batching. vLLM serves a FoX without these limits: see hf_longctx/vllm/README.md.
+and does not support continuous batching. vLLM serves a FoX without these limits, see hf_longctx/vllm/README.md.
 
 Examples:
   hf-longctx serve model_cards/fox-demo --port 8000
@@ -41,7 +41,7 @@ def run(args: Namespace) -> None:
     from ..fox import FoxForCausalLM
     from ..hmt import HMTWrapper
 
-    library: Any = transformers  # the server looks up model classes here, not in the Auto classes
+    library: Any = transformers  # the server looks up model classes in this module, not in the Auto classes
     library.FoxForCausalLM, library.HMTWrapper = FoxForCausalLM, HMTWrapper
 
     class Server(Serve):
@@ -59,5 +59,5 @@ def run(args: Namespace) -> None:
     app.command()(Server)
     try:
         app([args.model, *args.options], prog_name="hf-longctx serve")
-    except AttributeError as error:  # transformers does not define the class
+    except AttributeError as error:  # transformers does not define the model's class
         raise ValueError(f"transformers' server cannot load {args.model}: {error}.") from error

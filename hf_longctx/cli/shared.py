@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-# Usage errors, and failures of a valid call: disk, network, memory, non-finite numbers
+# MISTAKES are usage errors. FAILURES are errors of a valid call: disk, network, memory, non-finite numbers
 MISTAKES = (
     ValueError,
     ImportError,
@@ -23,7 +23,7 @@ EXPECTED = (*MISTAKES, *FAILURES)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return exit code 2 for a usage error, as argparse does, and 1 if the same call may succeed on retry.
+    """Return exit code 2 for a usage error, as argparse does, or 1 if the same call may succeed on retry.
 
     >>> exit_code(FileNotFoundError(2, "No such file")), exit_code(OSError(28, "No space left on device"))
     (2, 1)
@@ -55,13 +55,13 @@ def add_remote_code(parser: Any) -> None:
 
 
 def source(args: Namespace, file: bool = False) -> dict[str, Any]:
-    """Check the model's name and the options of `add_remote_code`, and return them as `from_pretrained` arguments.
+    """Check the model's name, and return the options of `add_remote_code` as arguments for `from_pretrained`.
 
     Args:
         file: also accept the path of a config.json.
 
     Raises:
-        ValueError: the name can only be a path and is not a folder, or an option would be ignored.
+        ValueError: the model is a file or a missing folder, or a revision is given for a folder.
     """
     if not (file and Path(args.model).is_file()):
         check_model_name(args.model)
@@ -72,7 +72,7 @@ def source(args: Namespace, file: bool = False) -> dict[str, Any]:
 
 
 def check_model_name(name: str) -> None:
-    """Raise ValueError if a name is a file, or can only be a path and does not exist."""
+    """Raise ValueError unless a model's name is a folder or can be a Hub name."""
     path = Path(name)
     if path.is_file():
         raise ValueError(f"{name} is a file; give the folder with the model: {path.parent}.")
@@ -81,7 +81,11 @@ def check_model_name(name: str) -> None:
 
 
 def choose_device(name: str | None) -> str:
-    """Return the named device, or an accelerator if available; raise ValueError if it is not available."""
+    """Return the named device. Without a name, return an accelerator if there is one, else cpu.
+
+    Raises:
+        ValueError: the named device is not available.
+    """
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -96,7 +100,7 @@ def choose_device(name: str | None) -> str:
 
 
 def load_model(args: Namespace) -> tuple[Any, Any]:
-    """Load the model on its device, in eval mode, and its tokenizer."""
+    """Load the model, on its device and in eval mode, and its tokenizer."""
     return load_weights(args), load_tokenizer(args)
 
 
@@ -117,10 +121,10 @@ def loading(name: str) -> Iterator[None]:
         yield
     except EXPECTED:
         raise
-    except Exception as error:  # such as SafetensorError
+    except Exception as error:  # for example, SafetensorError
         raise ValueError(
             f"{name} cannot be loaded ({type(error).__name__}: {error}); its files are damaged, or its config.json "
-            "has a value that transformers does not know."
+            "has a value that transformers does not support."
         ) from error
 
 
@@ -134,5 +138,5 @@ def load_tokenizer(args: Namespace) -> Any:
     except (ValueError, OSError) as error:
         raise ValueError(
             f"{args.model} does not contain a tokenizer that can be loaded ({str(error).splitlines()[0]}). "
-            f"Save one there: tokenizer.save_pretrained({args.model!r})."
+            f"Save a tokenizer there: tokenizer.save_pretrained({args.model!r})."
         ) from error

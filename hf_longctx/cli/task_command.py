@@ -1,4 +1,7 @@
-"""Generation of a task's command from its class: the docstring is the help, fields except token ids are options."""
+"""Generation of a task's command from its class.
+
+The docstring of the class becomes the help, and its fields become options, except for arrays of token ids.
+"""
 
 import argparse
 import inspect
@@ -22,8 +25,8 @@ class TaskCommand:
         self.task, self.options = task, [option for option in options(task) if option.kind is not np.ndarray]
         examples = task.examples.replace("\n  ", "\n  hf-longctx ")
         self.__doc__ = (
-            f"{inspect.getdoc(task)}\n\nWrites OUTPUT.json and OUTPUT.png. An interrupted run writes what it has measured, and "
-            f"with --journal resumes\nthere. Under torchrun or accelerate launch, the processes share the work.\n\nExamples:"
+            f"{inspect.getdoc(task)}\n\nWrites OUTPUT.json and OUTPUT.png. An interrupted run writes its partial result, "
+            f"and resumes if --journal is\ngiven. Under torchrun or accelerate launch, the processes share the work.\n\nExamples:"
             f"{examples}\n"
         )
 
@@ -33,7 +36,7 @@ class TaskCommand:
         if self.task.reads_text:
             measuring.add_text(group)
         for option in self.options:
-            if option.name != "seed":  # already added with the model's options
+            if option.name != "seed":  # --seed is one of the model's options
                 add_option(group, option)
         measuring.add_train_length(group)
         group = parser.add_argument_group("run")
@@ -59,7 +62,7 @@ class TaskCommand:
             "--output",
             default=self.task.result.kind,
             metavar="PATH",
-            help="path of the JSON and the figure; PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
+            help="path of the JSON and the figure, a PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
         )
 
     def run(self, args: argparse.Namespace) -> None:
@@ -68,7 +71,7 @@ class TaskCommand:
 
         measuring.check(args)
         chosen: dict[str, Any] = {option.name: getattr(args, option.name) for option in self.options}
-        task = self.task(**chosen)  # checks the options
+        task = self.task(**chosen)  # raises an error for an invalid option
         if getattr(args, "text", None) is not None and not task.uses_text():
             raise ValueError("--text is not used with these options; leave it out.")
         run_options = Run(args.journal, args.tokens_per_pass, progress=True)
@@ -84,13 +87,13 @@ class TaskCommand:
             corpus_name=corpus and corpus.name,
             train_length=args.train_length,
         )
-        task.on(subject_of(claims))  # raises before the weights are loaded
+        task.on(subject_of(claims))  # raises errors before the weights are loaded
         subject = subject_of(open_reader())
         measuring.measure_and_write(args, partial(run, task, subject, run_options), train_length=args.train_length)
 
 
 def lengths_of(chosen: dict[str, Any]) -> list[int]:
-    """Return the options that are lengths in tokens."""
+    """Return the last value of each option that is a length in tokens."""
     values = [np.atleast_1d(value)[-1] for name, value in chosen.items() if "length" in name and value]
     return [int(value) for value in values]
 

@@ -9,7 +9,7 @@ Examples:
 
 
 def run(kind: str, words: list[str], description: str | None) -> None:
-    """Train with command-line settings; a run stopped by a signal exits with 128 + its number.
+    """Train with command-line settings. If a signal stops the run, exit with 128 plus the signal's number.
 
     Args:
         kind: "PretrainConfig" or "FinetuneConfig".
@@ -24,7 +24,7 @@ def run(kind: str, words: list[str], description: str | None) -> None:
         raise ImportError(f"Training needs more packages ({error}): pip install 'hf-longctx[training]'") from None
     from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()  # otherwise every saved checkpoint shows one
+    disable_progress_bar()  # otherwise saving a checkpoint shows a progress bar
     names = {
         "prog": f"hf-longctx {getattr(config, kind).command}",
         "usage": "%(prog)s --data DATA --output_dir RUN [options]",
@@ -33,6 +33,6 @@ def run(kind: str, words: list[str], description: str | None) -> None:
     try:
         number = train(settings)
     except (StrictDataclassError, SafetensorError) as error:
-        raise ValueError(f"{settings.model} has a damaged config or file of weights ({error}).") from error
+        raise ValueError(f"{settings.model} has a damaged config or weight file ({error}).") from error
     if number:
         raise SystemExit(128 + number)

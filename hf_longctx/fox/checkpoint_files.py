@@ -1,4 +1,4 @@
-"""Readers for the JSON, safetensors and tokenizer files of a checkpoint folder, never of files outside it."""
+"""Reading of the JSON, safetensors and tokenizer files of a checkpoint folder, but never of files outside it."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
-# Tokenizer and generation files to copy.
+# Patterns of the tokenizer and generation files that a conversion copies.
 TOKENIZER_FILES = (
     "tokeniz*",
     "special_tokens_map.json",
@@ -25,10 +25,10 @@ TOKENIZER_FILES = (
 
 
 def read_json(path: Path) -> dict:
-    """Read a JSON object; raise ValueError for anything else."""
+    """Return the JSON object in a file. Raise ValueError if the file does not contain one."""
     try:
         content = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or too long a number or nesting
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long a number, or too deep nesting
         raise ValueError(f"{path} is not JSON ({error}).") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} must contain a JSON object, got {type(content).__name__}.")
@@ -36,27 +36,30 @@ def read_json(path: Path) -> dict:
 
 
 def leads_outside(path: Path, folder: Path) -> bool:
-    """Return True if a path links to a file that is neither in its folder nor in the blobs of the Hub cache."""
+    """Return whether `path` links to a file outside `folder` and, in the Hub cache, outside the repository's blobs."""
     home = folder.resolve()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     return not any(path.resolve().is_relative_to(home) for home in homes)
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """List the files to copy; raise ValueError for links out of the folder, as copies may be published."""
+    """List the tokenizer and generation files in a folder.
+
+    Raises:
+        ValueError: a file is a link that leads out of the folder. Its copy could be published by mistake.
+    """
     files = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
     for path in files:
         if leads_outside(path, folder):
             raise ValueError(
-                f"{path} is a link to {path.resolve()}, outside {folder}, and would be copied into the result. Remove the "
-                "link, or replace it with the file."
+                f"{path} is a link to {path.resolve()}, outside {folder}. Remove the link, or replace it with a file."
             )
     return files
 
 
 @contextlib.contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """Create a folder that appears at `destination` only if the block ends without an error.
+    """Yield a temporary folder, and rename it to `destination` if the `with` block ends without an error.
 
     Raises:
         ValueError: `destination` exists and is not an empty folder.
@@ -64,7 +67,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists and is not an empty folder. Choose another name, or remove it.")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # next to the destination, because a rename is atomic only within one file system
+    # in the same file system as the destination, because only then is the rename atomic
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
         folder = Path(temporary) / destination.name
         folder.mkdir()
@@ -76,7 +79,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def open_safetensors(file: Path) -> Iterator:
-    """Open a file with `safe_open`; raise ValueError if it is corrupt or truncated."""
+    """Open a file with `safe_open`. Raise ValueError if the file is corrupt or truncated."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -90,11 +93,11 @@ class Checkpoint:
     """The tensors in the safetensors files of a folder.
 
     Attributes:
-        files, shapes, dtypes: file, shape and dtype of each tensor, by name. `dtypes` omits scalars.
+        files, shapes, dtypes: {name: file, shape or dtype} of each tensor. `dtypes` does not contain scalars.
         largest_file: size of the largest file in bytes.
 
     Raises:
-        ValueError: there are no safetensors files, one is missing, corrupt or truncated, or two hold the same tensor.
+        ValueError: a safetensors file is missing, corrupt or truncated, or two files contain the same tensor.
     """
 
     def __init__(self, folder: Path):
@@ -104,7 +107,7 @@ class Checkpoint:
         files = weight_files(folder)
         for file in files:
             with open_safetensors(file) as tensors:
-                for name in tensors.keys():  # noqa: SIM118 (a file, not a dictionary)
+                for name in tensors.keys():  # noqa: SIM118 (a file cannot be iterated)
                     if name in self.files:
                         raise ValueError(f"{name} is in both {self.files[name].name} and {file.name} of {folder}.")
                     rows = tensors.get_slice(name)
@@ -114,13 +117,13 @@ class Checkpoint:
         self.largest_file = max(file.stat().st_size for file in files)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a memory-mapped tensor."""
+        """Return the tensor `name`, memory-mapped."""
         with open_safetensors(self.files[name]) as tensors:
             return tensors.get_tensor(name)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder, from its index if present."""
+    """List the safetensors files of a folder: those in its index, or model.safetensors if there is no index."""
     names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         weight_map = read_json(index).get("weight_map", {})

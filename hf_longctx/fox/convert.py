@@ -1,6 +1,6 @@
 """Lossless converters between FoX and other implementations of the same architecture.
 
-One table of names per implementation serves both directions. `convert_folder.py` converts files.
+One table of names for each implementation is used in both directions. `convert_folder.py` converts files.
 """
 
 import copy
@@ -19,7 +19,7 @@ from .configuration_fox import FoxConfig
 from .modeling_fox import FoxForCausalLM, decay_time_bias
 
 
-# Modules: our name -> theirs. Other modules have the same name everywhere.
+# Module names: {ours: theirs}. All other modules have the same name in every implementation.
 FLA_MODULES = {
     "embed_tokens": "embeddings",
     "input_layernorm": "attn_norm",
@@ -32,11 +32,11 @@ OFFICIAL_MODULES = FLA_MODULES | {
     "o_norm": "output_norm",
     "k_shift_proj": "k_proj.shift_proj",
     "v_shift_proj": "v_proj.shift_proj",
-    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, then those of our up_proj
+    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, followed by the rows of our up_proj
 }
 LLAMA_MODULES = {"f_proj": None}  # a Llama has no forget gate
 
-# Configuration: their field -> ours. `read_config` and `write_config` compute the other fields.
+# Configuration fields: {theirs: ours}. `read_config` and `write_config` compute all other fields.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -61,7 +61,7 @@ FIELDS = {
     "use_k_shift": "k_shift",
     "use_v_shift": "v_shift",
 }
-# Defaults that their three configuration classes share. `Layout` adds the fields of each class.
+# Default values that the three configuration classes share. Each `Layout` adds those of its class.
 DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -83,15 +83,15 @@ DEFAULTS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and configuration fields of another implementation, for models that FoX can compute."""
+    """Module names and configuration fields of another implementation."""
 
     title: str
     model_type: str
     modules: dict[str, str]
     defaults: dict[str, Any]
     activations: tuple[str, ...] = ("swish",)
-    constants: dict[str, object] = field(default_factory=dict)  # our fields that are fixed in that implementation
-    refused: dict[str, str] = field(default_factory=dict)  # their fields that must be None, and why
+    constants: dict[str, object] = field(default_factory=dict)  # our fields that have a fixed value in it
+    refused: dict[str, str] = field(default_factory=dict)  # {their field that must be None: reason}
 
 
 OFFICIAL = Layout(
@@ -144,10 +144,10 @@ FLA = Layout(
         "attnres_block_size": "FoX does not support attention residuals",
     },
 )
-LAYOUTS = {"official": (OFFICIAL, OFFICIAL_TRANSFORMER), "fla": (FLA,)}  # models are written in the first layout
+LAYOUTS = {"official": (OFFICIAL, OFFICIAL_TRANSFORMER), "fla": (FLA,)}  # `write_config` uses the first layout
 
 LLAMA_FAMILY = ("llama", "mistral", "qwen2", "qwen3")
-# Default decay time of `from_llama`, in multiples of the context length.
+# Default `decay_time` of `from_llama`, in multiples of the context length.
 OPEN_GATE_CONTEXTS = 1e5
 
 
@@ -155,45 +155,46 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
     """Build a FoX from a checkpoint of the authors' implementation (forgetting-transformer, commit 883f260).
 
     Args:
-        state_dict: its tensors by name. `lm_head.weight` may be absent when the embeddings are tied.
-        config_dict: its config.json; missing fields have the authors' defaults.
+        state_dict: the tensors of the checkpoint by name. `lm_head.weight` may be missing if the embeddings are tied.
+        config_dict: the content of its config.json. Missing fields have the authors' defaults.
 
     Returns:
-        The model in the `common_dtype` of `state_dict`, on the CPU, in evaluation mode. Its logits equal the
-        original's.
+        The model in the `common_dtype` of `state_dict`, on the CPU, in evaluation mode. Its logits equal those of the
+        authors' implementation.
 
     Raises:
-        ValueError: the configuration cannot be represented, or tensors are missing, unknown or of another shape (all
-            are listed).
+        ValueError: FoX does not support the configuration, or tensors are missing, unknown or of another shape. The
+            message lists all such tensors.
     """
     return build(read_config("official", config_dict), OFFICIAL_MODULES, state_dict)
 
 
 def from_fla(state_dict: dict[str, torch.Tensor], config_dict: dict) -> FoxForCausalLM:
-    """Build a FoX from a ForgettingTransformer of flash-linear-attention (0.6.0); arguments as in `from_official`."""
+    """Build a FoX from a ForgettingTransformer of flash-linear-attention (0.6.0), as in `from_official`."""
     return build(read_config("fla", config_dict), FLA_MODULES, state_dict)
 
 
 def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxForCausalLM:
     """Turn a causal LM of the Llama, Mistral, Qwen2 or Qwen3 family into a FoX, ready to be fine-tuned.
 
-    The FoX retains RoPE of any type, grouped heads, Qwen2's biases, Qwen3's QK-norm and a sliding window. It gets a
-    forget gate per query head, initialized to weight 0 and an open bias, f = exp(-1 / decay_time).
+    The FoX retains RoPE of any type, grouped heads, the biases of Qwen2, the QK-norm of Qwen3 and a sliding window.
+    Each query head gets a forget gate with weight 0 and a bias for which f = exp(-1 / decay_time).
 
     Args:
         model: the model with its language-modelling head. It is copied, not modified.
-        decay_time: number of tokens in which a gate forgets by a factor e. Default 1e5 * max_position_embeddings: over
-            the whole context an attention logit changes by at most 1e-5. The logits of the model then change by less
-            than 1e-3 in fp32: for four layers and 2048 tokens, by 5e-7 with initial weights, and by 1.4e-4 (1e-3) with
-            weights 10 (25) times larger and logits up to 9 (20). The gradient of a gate is proportional to
-            1 / decay_time; to train gates from the first step, use about ten contexts and accept a larger difference.
+        decay_time: number of tokens in which a gate forgets by a factor e. Default: 1e5 * max_position_embeddings, so
+            an attention logit changes by at most 1e-5 over the whole context. We measured the change of the model's
+            fp32 logits with four layers and 2048 tokens: 5e-7 with initial weights; 1.4e-4 with weights 10 times
+            larger, whose logits reach 9; and 1e-3 with weights 25 times larger, whose logits reach 20. The gradient of
+            a gate is proportional to 1 / decay_time. To train the gates from the first step, choose about ten times
+            max_position_embeddings, and accept a larger change.
 
     Returns:
         The model in the dtype and on the device of `model`, in evaluation mode, with its generation settings.
 
     Raises:
-        ValueError: the model belongs to another family, or has biases on the output projection or in the MLP, a window
-            in some layers only, or an unsupported RoPE.
+        ValueError: the model belongs to another family, has biases in the output projection or the MLP, has a window
+            in some layers only, or has an unsupported RoPE.
     """
     config = read_llama_config(model.config.to_dict(), decay_time)
     fox = build(config, LLAMA_MODULES, model.state_dict())
@@ -203,35 +204,35 @@ def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxFo
 
 
 def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
-    """Convert a FoX to the authors' layout, the inverse of `from_official`.
+    """Convert a FoX to a checkpoint of the authors' implementation. Inverse of `from_official`.
 
     Returns:
         (state_dict, config_dict) for the authors' implementation. Tensors share memory with the model where possible.
 
     Raises:
-        ValueError: the authors' implementation does not support features of the model (all are listed).
+        ValueError: the authors' implementation does not support features of the model, which the message lists.
     """
     return export_state_dict("official", model)
 
 
 def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
-    """Convert a FoX to (state_dict, config_dict) of flash-linear-attention; see `to_official`."""
+    """Convert a FoX to (state_dict, config_dict) of flash-linear-attention, as in `to_official`."""
     return export_state_dict("fla", model)
 
 
 def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
-    """Build a FoX of `config` with the tensors of `state_dict`; `modules` maps our module names to theirs."""
+    """Build a FoX with the tensors of another implementation. `modules` maps our module names to its names."""
     tensors = tensors_of_fox(config, modules, state_dict)
     dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # f_proj is always float32
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # a tied head is not in `tensors`
+    model.load_state_dict(tensors, strict=not config.tie_word_embeddings)  # `tensors` does not contain a tied lm_head
     model.tie_weights()
     return model
 
 
 def export_state_dict(kind: str, model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
-    """Return (state_dict, config_dict) of `model` in the layout `kind`."""
+    """Return (state_dict, config_dict) of `model` for the implementation `kind`, "official" or "fla"."""
     config_dict = write_config(kind, model.config)
     state_dict = tensors_of_others(model.config, LAYOUTS[kind][0].modules, model.state_dict())
     if model.config.tie_word_embeddings:
@@ -247,16 +248,16 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def tensors_of_fox(
     config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Convert a state dict of another implementation; `modules` maps our module names to theirs.
+    """Convert the state dict of another implementation. `modules` maps our module names to its names.
 
-    The tensors share memory with `state_dict`, except new forget gates.
+    The tensors share memory with `state_dict`, except for new forget gates.
     """
     _, theirs, places = correspondence(config, modules)
     check_tensors(config, theirs, state_dict)
     tensors = {name: state_dict[place[0]][place[1] : place[2]] for name, place in places.items() if place}
     if new := places.keys() - tensors.keys():
         shortest, longest = config.decay_time_min, config.decay_time_max
-        assert shortest is not None and longest is not None  # a new gate has decay times
+        assert shortest is not None and longest is not None  # `read_llama_config` sets both
         bias = decay_time_bias(config.num_attention_heads, shortest, longest)
         weight = torch.zeros(config.num_attention_heads, config.hidden_size)
         tensors |= {name: (weight if name.endswith(".weight") else bias).clone() for name in new}
@@ -266,7 +267,7 @@ def tensors_of_fox(
 def tensors_of_others(
     config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Invert `tensors_of_fox`."""
+    """Convert the state dict of a FoX to another implementation. Inverse of `tensors_of_fox`."""
     ours, _, places = correspondence(config, modules)
     check_tensors(config, ours, state_dict)
     parts: dict[str, list[torch.Tensor]] = {}
@@ -278,7 +279,7 @@ def tensors_of_others(
 def check_tensors(
     config: FoxConfig, shapes: dict[str, tuple[int, ...]], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise ValueError listing all tensors that are missing, unknown, or not of the shape in `shapes`."""
+    """Raise ValueError if tensors are missing, unknown, or not of the shape in `shapes`. List all of them."""
     # Old Llama checkpoints contain RoPE frequencies, which the configuration determines.
     names = {name for name in state_dict if not name.endswith("rotary_emb.inv_freq")}
     problems = [f"missing: {name}" for name in shapes.keys() - names]
@@ -299,16 +300,17 @@ def check_tensors(
 
 
 def correspondence(config, modules):
-    """Return the shapes of our tensors, the shapes of theirs, and the location of each of ours in theirs.
+    """Return the shapes of our tensors, the shapes of their tensors, and where each of ours is in theirs.
 
-    A location is (their name, first row, end row), or None for a new forget gate.
+    Each of the three is a dictionary by name. The third one contains (their name, first row, end row) for each of our
+    tensors, or None for a new forget gate.
     """
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:
         del ours["lm_head.weight"]
     for x in ("k", "v"):
-        if getattr(config, f"{x}_shift"):  # their shifted projection is a module of two layers
+        if getattr(config, f"{x}_shift"):  # with a token shift, their projection is a module of two layers
             modules = modules | {f"{x}_proj": f"{x}_proj.linear"}
     theirs, places = {}, {}
     for name, (rows, *columns) in ours.items():
@@ -317,7 +319,7 @@ def correspondence(config, modules):
             places[name] = None
             continue
         their_name = ".".join(parts)
-        if config.forget_gate != "full":  # the gate is a parameter, not a projection
+        if config.forget_gate != "full":  # then their gate is a parameter, not a projection
             their_name = their_name.replace("fgate_proj.bias", "fgate_bias")
         first = theirs[their_name][0] if their_name in theirs else 0
         theirs[their_name] = (first + rows, *columns)
@@ -326,7 +328,7 @@ def correspondence(config, modules):
 
 
 def read_config(kind: str, config_dict: dict) -> FoxConfig:
-    """Convert `config_dict` of the implementation `kind` ("official" or "fla") to a FoxConfig."""
+    """Convert a configuration of the implementation `kind`, "official" or "fla", to a FoxConfig."""
     layouts = {layout.model_type: layout for layout in LAYOUTS[kind]}
     model_type = config_dict.get("model_type", LAYOUTS[kind][0].model_type)
     if model_type not in layouts:
@@ -359,7 +361,11 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
 
 
 def write_config(kind: str, config: FoxConfig) -> dict:
-    """Invert `read_config`; raise ValueError listing the fields that the layout cannot represent."""
+    """Convert a FoxConfig to a configuration of the implementation `kind`. Inverse of `read_config`.
+
+    Raises:
+        ValueError: the implementation does not support the values of some fields, which the message lists.
+    """
     layout = LAYOUTS[kind][0]
     rope = config.rope_parameters or {}
     values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()} | {
@@ -382,7 +388,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
     config_dict = {name: values.get(name, default) for name, default in layout.defaults.items()}
 
     back = read_config(kind, config_dict)
-    # These fields affect initial values or defaults, but not logits.
+    # These fields affect initial weights or default arguments, but not the logits.
     free = {"decay_time_min", "decay_time_max", "max_position_embeddings"}
     if not config.qk_norm:
         free |= {"qk_norm_shared", "qk_norm_eps"}
@@ -397,16 +403,16 @@ def write_config(kind: str, config: FoxConfig) -> dict:
 
 
 def read_llama_config(config_dict: dict, decay_time: float | None = None) -> FoxConfig:
-    """Convert `config_dict` of a Llama-family model to a FoxConfig with open gates."""
+    """Convert the configuration of a model of `LLAMA_FAMILY` to a FoxConfig with a forget gate per query head."""
     model_type = config_dict.get("model_type")
     if model_type not in LLAMA_FAMILY:
         raise ValueError(f"model_type must be one of {LLAMA_FAMILY} for conversion to FoX, got {model_type!r}.")
     if config_dict.get("quantization_config"):
-        raise ValueError("quantized models are not supported. Convert the original weights and quantize the FoX.")
+        raise ValueError("quantized models are not supported. Convert the original weights, and quantize the FoX.")
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config_dict))
     problems = []
     if getattr(config, "attention_bias", False):
-        problems.append("attention_bias=True puts a bias on the output projection")
+        problems.append("attention_bias=True adds a bias to the output projection")
     if getattr(config, "mlp_bias", False):
         problems.append("mlp_bias=True")
     rope = config.rope_parameters
@@ -426,7 +432,7 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
     elif not 0 < decay_time < float("inf"):
         raise ValueError(f"decay_time must be a positive number of tokens, got {decay_time}.")
     fields = {name: getattr(config, name) for name in FoxConfig.__annotations__ if hasattr(config, name)}
-    if fields["pad_token_id"] == -1:  # the first Llama configs use -1 for None
+    if fields["pad_token_id"] == -1:  # the first Llama configurations use -1 for None
         fields["pad_token_id"] = None
     fields |= dict(
         attention_dropout=config.attention_dropout or 0.0,

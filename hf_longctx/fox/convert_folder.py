@@ -1,4 +1,4 @@
-"""Conversion of checkpoint folders with the tables of `convert.py`."""
+"""Conversion of checkpoint folders, with the tables of names in `convert.py`."""
 
 import json
 import os
@@ -38,22 +38,22 @@ def convert_folder(
 ) -> None:
     """Convert a checkpoint folder to FoX, or a FoX folder to another layout.
 
-    Weights keep their dtype. The files of the source are memory-mapped, and the result is written file by file. It
-    appears at `destination` only when it is complete. A FoX folder contains everything that `save_pretrained` writes,
+    Weights keep their dtype. Source files are memory-mapped, and weights are written file by file. `destination` is
+    created only when the conversion is complete. A FoX folder contains everything that `save_pretrained` writes,
     including the code. Tokenizer files and generation settings are copied.
 
     Args:
         source: folder with config.json and safetensors files, sharded or not.
-        destination: folder to create; if it exists, it must be empty.
+        destination: folder to create. If it exists, it must be empty.
         source_format: "fox", "official" (the authors' implementation), "fla" (flash-linear-attention) or "llama" (the
             Llama, Mistral, Qwen2 and Qwen3 families).
-        destination_format: "fox"; or "official" or "fla", if the source is "fox".
-        decay_time: as in `from_llama`; only for "llama".
+        destination_format: "fox"; for `source_format="fox"`, "official" or "fla".
+        decay_time: as in `from_llama`. Requires `source_format="llama"`.
 
     Raises:
         ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are
-            missing, unknown or of another shape (all are listed); the index names a file outside of the source, or a
-            tokenizer file is a link that leads there; the destination is not empty.
+            missing, unknown or of another shape; the index names a file outside the source folder; a tokenizer file
+            is a link to a file outside it; or the destination is not empty.
         OSError: a file cannot be read or written.
     """
     source, destination = Path(source), Path(destination)
@@ -67,7 +67,7 @@ def convert_folder(
         copied = tokenizer_files(source)
         try:
             write_folder(config_dict, source, folder, source_format, destination_format, decay_time)
-        except StrictDataclassError as error:  # not a ValueError
+        except StrictDataclassError as error:  # is not a ValueError
             raise ValueError(f"{source / CONFIG_NAME}: {error}") from error
         for path in copied:
             shutil.copyfile(path, folder / path.name)
@@ -81,10 +81,10 @@ def write_folder(
     destination_format: str,
     decay_time: float | None,
 ) -> None:
-    """Write the model and configuration for `convert_folder`, without the tokenizer."""
+    """Write the converted weights and configuration to `folder`; arguments are as in `convert_folder`."""
     if destination_format == "fox" and source_format in FORMATS:
         if decay_time is not None and source_format != "llama":
-            raise ValueError(f"decay_time={decay_time} requires a model without gates. Leave it out.")
+            raise ValueError(f"decay_time={decay_time} requires a model without gates ('llama'). Leave it out.")
         if source_format == "llama":
             config, modules = read_llama_config(config_dict, decay_time), LLAMA_MODULES
         else:
@@ -124,6 +124,6 @@ def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def dtype_of(config_dict: dict, tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    """Return the dtype in the configuration, or else the `common_dtype` of the tensors."""
+    """Return the dtype in the configuration, or the `common_dtype` of the tensors if it does not contain one."""
     name = str(config_dict.get("dtype", config_dict.get("torch_dtype")))
     return DTYPES.get(name) or common_dtype(x.dtype for x in tensors.values())

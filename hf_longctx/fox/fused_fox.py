@@ -4,12 +4,12 @@
 
     z_t = x_t + a_t (x_{t-1} - x_t)          y = w * z / sqrt(mean(z^2) + eps) * act(g)
 
-Both are defined in plain PyTorch. On a GPU, one Triton kernel computes them and another one computes their gradients
-from the saved inputs alone. Sums over tokens have a fixed order. The kernels use the naming of kernels_fox.py; a
-program holds BT tokens of one head, [BT, BD], in fp32.
+Both functions have a definition in plain PyTorch. On a GPU, one Triton kernel computes the outputs and another one the
+gradients, for which only the inputs are saved. Sums over tokens have a fixed order. Names in the kernels follow
+kernels_fox.py. A program processes blocks of BT tokens of one head, [BT, BD], in fp32.
 """
 
-from __future__ import annotations  # keeps tl.constexpr unevaluated where Triton is absent
+from __future__ import annotations  # leaves tl.constexpr unevaluated if Triton is not installed
 
 from functools import lru_cache
 
@@ -28,15 +28,15 @@ from .triton_fox import DTYPES, MAX_HEAD_DIM, _on, blocks_of, is_traced, launch,
 if triton is not None:
     import triton.language as tl
 
-ELEMENTS = 2048  # elements per block
-PROGRAMS = 8  # programs per multiprocessor in the backward pass
+ELEMENTS = 2048  # number of elements in a block
+PROGRAMS = 8  # number of programs per multiprocessor in the backward pass
 
 
 # --- the definition --------------------------------------------------------------------------------------------------
 
 
 def norm_as_defined(x, weight, eps, gate=None, activation=None):
-    """Compute `fused_norm` in plain PyTorch."""
+    """Define `fused_norm` in plain PyTorch."""
     dtype, weight = autocast_dtype(x.device) or x.dtype, weight.to(x.dtype).view(-1, x.shape[-1])
     if len(weight) == 1:
         y = F.rms_norm(x, x.shape[-1:], weight[0], eps).to(dtype)
@@ -46,7 +46,10 @@ def norm_as_defined(x, weight, eps, gate=None, activation=None):
 
 
 def as_defined(x, weight, gate, k, v, k_weight, share, predecessor, eps, activation):
-    """Compute `fused_norm` of x, and `fused_heads` of keys and values if given, in plain PyTorch."""
+    """Return in plain PyTorch what the kernels compute: the norm of x, and the shifted keys and values or None.
+
+    Arguments are as in `launch_fused_norm`.
+    """
     y = norm_as_defined(x, weight, eps, gate, activation)
     if k is None:
         return y, None, None
@@ -62,14 +65,14 @@ def load_pairs(
     p_x, p_share, p_index, o_n, m_n, s_share, T, H,
     D: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr,
 ):  # fmt: skip
-    """Load tokens, the weights of their predecessors, and the differences predecessor - token."""
+    """Load tokens x_t, the weights a_t of their predecessors, and the differences x_{t-1} - x_t."""
     b_x = load_tokens(p_x, o_n, m_n, H, D, BD)
     b_share, b_more = tl.zeros([1, 1], tl.float32), tl.zeros([1, 1], tl.float32)
     if SHIFT:
         b_share = tl.load(p_share + o_n * s_share, mask=m_n, other=0.0)[:, None]
         i_t = o_n % T
         i_previous = i_t
-        if INDEXED:  # index 0 is the cached token, which is absent here
+        if INDEXED:  # index 0 is the cached token, and the kernels run without a cache
             i_previous = tl.load(p_index + o_n, mask=m_n, other=-1)
         b_more = load_tokens(p_x, o_n - i_t + i_previous - 1, m_n & (i_previous > 0), H, D, BD) - b_x
     return b_x, b_share, b_more
@@ -82,7 +85,7 @@ def inverse_norm(b_z, eps, D: tl.constexpr):
 
 @jit
 def norm_backward(b_z, b_dy, b_w, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Return the gradient of z, and normalized z, where y = w z / sqrt(mean(z^2) + eps)."""
+    """Return the gradient of z and the normalized z, for y = w z / sqrt(mean(z^2) + eps)."""
     if NORM:
         b_inverse = inverse_norm(b_z, eps, D)
         b_z, b_dy = b_z * b_inverse, b_dy * b_w
@@ -95,7 +98,7 @@ def norm_tokens(
     p_x, p_w, p_gate, p_share, p_index, p_y, i_block, s_share, n_tokens, T, H, eps, D: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of a head."""
+    """Shift, normalize and gate one block of tokens of a head, as far as the constants say so."""
     o_d, o_n = tl.arange(0, BD), i_block * BT + tl.arange(0, BT)
     m_n = o_n < n_tokens
     b_x, b_share, b_more = load_pairs(p_x, p_share, p_index, o_n, m_n, s_share, T, H, D, BD, SHIFT, INDEXED)
@@ -117,7 +120,10 @@ def norm_tokens_backward(
     i_part, s_share, n_tokens, T, H, eps, n_blocks, n_parts, D: tl.constexpr, BT: tl.constexpr,
     BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, NORM: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute every n_parts-th block of a head. A token gets gradients directly and through its successor."""
+    """Compute the gradients of every n_parts-th block of a head.
+
+    With a token shift, a token receives a second gradient through the next token.
+    """
     o_d = tl.arange(0, BD)
     b_w, b_dw = tl.zeros([1, BD], tl.float32), tl.zeros([BD], tl.float32)
     if NORM:
@@ -162,7 +168,10 @@ def fused_norm_kernel(
     p_x, p_k, p_v, p_w, p_wk, p_gate, p_share, p_index, p_y, p_yk, p_yv, s_w, n_tokens, T, H, Hkv, eps,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of a head of x, keys or values; keys and values are shifted. All are contiguous."""
+    """Compute one block of one head: of x (norm and gate), of the keys (shift and norm), or of the values (shift).
+
+    All tensors are contiguous.
+    """
     heads = H + 2 * Hkv
     i_block, i_h = tl.program_id(0) // heads, tl.program_id(0) % heads
     if i_h < H:
@@ -220,7 +229,7 @@ def fused_norm_backward_kernel(
 
 
 def describe(x, weight, gate, k, predecessor, activation):
-    """Return the tile of a launch, its numbers of blocks and heads, sizes, and constants."""
+    """Return the arguments of a launch: tile, number of blocks, number of heads, sizes, and constants."""
     (B, T, H, D), Hkv = x.shape, 0 if k is None else k.shape[2]
     BD = padded(D)
     tile = Tile(max(1, ELEMENTS // BD), BD, 4, 1)
@@ -233,7 +242,7 @@ def describe(x, weight, gate, k, predecessor, activation):
 
 
 def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation, dtype):
-    """Return y, and the new keys and values (or None)."""
+    """Run the forward kernel. Return y, and the new keys and values, or None if k is None."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     y = torch.empty_like(x, dtype=dtype)
     new_k, new_v = (None if k is None else torch.empty_like(k) for _ in range(2))
@@ -249,7 +258,7 @@ def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, succe
 def launch_fused_norm_backward(
     gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
-    """Return the gradients of the first seven arguments, None for absent ones."""
+    """Run the backward kernel. Return the gradients of the seven tensors x to share, None for those that are None."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
     H, D = x.shape[2:]
@@ -267,7 +276,7 @@ def launch_fused_norm_backward(
 
 
 class FusedNorm(Function):
-    """The launches with gradients. Tracing and second derivatives use the definition instead."""
+    """The fused kernels as an autograd function. Under tracing, and for second derivatives, it runs `as_defined`."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -292,18 +301,19 @@ class FusedNorm(Function):
 
 @lru_cache(maxsize=64)
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the kernels run on a device: an NVIDIA GPU for which Triton compiles."""
+    """Return whether the kernels run on this device, which must be an NVIDIA GPU that `why_not` accepts."""
     return device.type == "cuda" and why_not(1, device=device) is None
 
 
 def can_fuse(*tensors: torch.Tensor) -> bool:
-    """Return whether the kernels support a call; the first tensor is (B, T, ...).
+    """Return whether the fused kernels support a call with these tensors, of which the first is (B, T, ...).
 
-    They require a GPU and a call that torch neither traces nor transforms. Few tokens are launch-bound and excluded.
+    The kernels require a GPU, and a call that PyTorch neither traces nor transforms. Calls of at most `DECODE_ROWS`
+    tokens return False, because launching a kernel takes longer than computing them.
     """
     x = tensors[0]
     return (
-        not torch.compiler.is_compiling()  # first: `has_kernels` would end the graph
+        not torch.compiler.is_compiling()  # checked first, because `has_kernels` would break the graph
         and has_kernels(x.device)
         and x.shape[1] > DECODE_ROWS
         and x.shape[-1] <= MAX_HEAD_DIM
@@ -314,18 +324,19 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
 
 
 def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) -> torch.Tensor:
-    """Normalize and optionally gate, in one pass over memory if the kernels run.
+    """Apply RMSNorm and an optional output gate, in one pass over memory where `can_fuse` is true.
 
     Args:
-        x: (B, T, H, D); without a gate also (..., D), which the kernels do not support.
-        weight: (D,), or (H * D,) for separate weights per head.
-        gate: (B, T, H * D); its activation, "sigmoid" or "silu", multiplies the normalized x.
+        x: (B, T, H, D). Without a gate, also (..., D), which runs in plain PyTorch.
+        weight: norm weight, (D,), or (H * D,) for separate weights per head.
+        gate: (B, T, H * D). The normalized x is multiplied by activation(gate).
+        activation: "sigmoid" or "silu".
 
     Returns:
-        A tensor of x's shape, in the dtype of x or of autocast.
+        A tensor of the shape of x, in the autocast dtype or else the dtype of x.
     """
     tensors = [y for y in (x, weight, gate) if y is not None]
-    # hidden states are wide enough for PyTorch's kernel, which has less host overhead
+    # A norm of hidden states, which is not 4D, runs faster in PyTorch's kernel: it has less host overhead.
     if x.ndim != 4 or weight.numel() not in (x.shape[-1], x.shape[-2] * x.shape[-1]) or not can_fuse(*tensors):
         return norm_as_defined(x, weight, eps, gate, activation)
     gate = None if gate is None else gate.contiguous().view(x.shape)
@@ -338,10 +349,11 @@ def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, succe
     """Shift keys and values, and normalize queries and keys, in one pass over memory. `can_fuse` must be true.
 
     Args:
-        q: (B, T, Hq, D). k, v: (B, T, Hkv, D). All have the same dtype.
+        q: (B, T, Hq, D).
+        k, v: (B, T, Hkv, D), in the dtype of q.
         q_weight, k_weight: norm weights, both (D,), or (H * D,) for separate weights per head.
-        share: (B, T, 2 Hkv) fp32, the weight of each token's predecessor, for keys and for values.
-        predecessor, successor: as in `Call`, both or neither.
+        share: (B, T, 2 Hkv) fp32, the weight of the previous token in the shift of each key head and each value head.
+        predecessor, successor: as in `Call`. Pass both of them or neither.
     """
     q_weight, k_weight = (weight.view(-1, q.shape[-1]) for weight in (q_weight, k_weight))
     index = (y if y is None else y.expand(len(q), -1) for y in (predecessor, successor))

@@ -1,23 +1,24 @@
-# Triton compiles these functions: constants become tl.constexpr, and tl.static_range is a loop.
+# Triton compiles the functions of this file, with tl.constexpr for constants and tl.static_range for unrolled loops.
 """The Triton kernels of forgetting attention (arXiv 2503.02130, sec. 3 and App. E); triton_fox.py launches them.
 
     o_i = sum_{start_i <= j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
 
 Design:
 
-* **One bound per query.** Causality, padding on either side, packed sequences, a sliding window and adaptive
-  computation pruning all mean that query i sees the keys start_i ... i. The kernels read this one integer per row (the
-  dk/dv pass reads its transpose, one past the last query that sees a key) and no other mask.
+* **One integer per query instead of a mask.** Under causality, padding on either side, packed sequences, a sliding
+  window and adaptive computation pruning, query i attends to the keys start_i ... i. The kernels read start_i. The
+  dk/dv pass reads its transpose, the query after the last one that attends to a key.
 * **The decay is exact at any length.** c is summed in float64 and split into an fp32 pair c + e, in units of log 2.
   Only differences of c are used, so c_i - c_j has the rounding error of the difference, not of c.
-* **One program, one output block.** No atomics and our own cumulative sum: results are bitwise deterministic.
+* **Each program writes its own output block.** There are no atomics, and the cumulative sum has a fixed order, so
+  results are bitwise deterministic.
 
-Names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. Rows are counted by their position
-among the keys, so query pointers are moved back by Tk - Tq rows. Logits are in units of log 2, so that the exponential
-is one hardware exp2. D is the head size, BD the power of two that holds it.
+Prefixes of names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. A row is a query, and
+its index is the index of the key at the same position, so query pointers are moved back by Tk - Tq rows. Logits are in
+units of log 2, because exp2 is one hardware instruction. D is `head_dim`, and BD is D rounded up to a power of two.
 """
 
-from __future__ import annotations  # keeps tl.constexpr unevaluated where Triton is absent
+from __future__ import annotations  # leaves tl.constexpr unevaluated if Triton is not installed
 
 import os
 from types import SimpleNamespace
@@ -28,24 +29,24 @@ try:
     import triton.language as tl
 
     jit = triton.jit
-    # T changes between calls: a kernel specialized on it, or on sizes that depend on it, would be recompiled, for
-    # instance during generation. Strides also depend on T or on the width of folded keys; `whole` tells the compiler
-    # their divisibility.
+    # These arguments change with the sequence length T. Triton would recompile a kernel specialized on them, for
+    # instance at every step of generation. `rows_of` shows the compiler by which number the strides are divisible.
     _STRIDES = (
         "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
     _SIZES = "T Tq Tk n_split n_groups n_parts n_tokens n_blocks G"
     jit_any_length = triton.jit(do_not_specialize=_SIZES.split() + [f"s_{name}" for name in _STRIDES.split()])
     LOG2E = tl.constexpr(1.4426950408889634)
-    # Replaces log 0 in the cumulative sum; exp(-1e5) is 0 next to any other weight.
+    # The cumulative sum counts log 0 as this number: exp(-1e5) is 0 compared with any other weight.
     GATE_FLOOR = tl.constexpr(-1e5)
-    # Logits below this bound, in powers of two, need no running maximum: a row contains its own key, at least 2^-42
-    # relative to the bound 2^42, and fp32 loses at most 2^-24 of that with 2^18 keys, below 2^-126; 2^-22 with 2^20.
+    # If logits, in units of log 2, are at most 42 in absolute value, the softmax does not need a running maximum. The
+    # query's own key then weighs at least 2^-84 before normalization. Weights below 2^-126 underflow in fp32. The sum
+    # of 2^18 such weights is at most 2^-24 of the denominator, and the sum of 2^20 at most 2^-22.
     MAX_FIXED = tl.constexpr(42.0)
-    # The interpreter multiplies bf16 operands as integers and truncates fp32 to bf16 (triton 3.3 to 3.9); `dot` and
-    # `narrow` work around both.
+    # Triton's interpreter (3.3 to 3.9) multiplies bf16 operands as integers, and truncates when it casts fp32 to bf16.
+    # `dot` and `narrow` work around these bugs.
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes"))
-except ImportError:  # CPU wheel or Windows: the import works, and calls raise `why_not` of triton_fox.py
+except ImportError:  # no Triton (CPU wheel, Windows): a call raises the error of `why_not` in triton_fox.py
     triton, INTERPRETED = None, SimpleNamespace(value=False)
 
     def jit(fn):
@@ -58,12 +59,12 @@ except ImportError:  # CPU wheel or Windows: the import works, and calls raise `
 def dot(b_a, b_b):
     if INTERPRETED:
         b_a, b_b = b_a.to(tl.float32), b_b.to(tl.float32)
-    return tl.dot(b_a, b_b, input_precision="tf32x3")  # concerns fp32 operands only: three tensor-core products
+    return tl.dot(b_a, b_b, input_precision="tf32x3")  # affects fp32 operands only: three tf32 products
 
 
 @jit
 def narrow(b_x, dtype: tl.constexpr):
-    """Cast an fp32 block to the dtype of the inputs, rounding to nearest even."""
+    """Cast an fp32 block to `dtype`, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         b_bits = b_x.to(tl.uint32, bitcast=True)
         b_x = ((b_bits + 0x7FFF + ((b_bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
@@ -72,7 +73,7 @@ def narrow(b_x, dtype: tl.constexpr):
 
 @jit
 def number(x):
-    """Cast a float argument, which Inductor passes as float64; float64 logits would be many times slower."""
+    """Cast a float argument to fp32. Inductor passes it as float64, and float64 logits would be many times slower."""
     return tl.cast(x, tl.float32)
 
 
@@ -80,8 +81,8 @@ def number(x):
 def rows_of(p_x, i_b, i_h, past, s_b, s_h, s_t, W: tl.constexpr):
     """Return the address of a head, moved back by `past` rows, and the stride of its rows.
 
-    Strides are multiples of W, the number of elements in a 16-byte load. `// W * W` shows this to the compiler, which
-    only checks for multiples of 16, but rows of folded keys are 72 or 136 elements apart.
+    W is the number of elements in a 16-byte load if it divides all strides, else 1. `// W * W` shows this to the
+    compiler, which itself only detects multiples of 16: rows of folded keys are 72 or 136 elements apart.
     """
     s_b, s_h, s_t = s_b // W * W, s_h // W * W, s_t // W * W
     return p_x + i_b * s_b + i_h * s_h - past * s_t, s_t
@@ -91,9 +92,12 @@ def rows_of(p_x, i_b, i_h, past, s_b, s_h, s_t, W: tl.constexpr):
 def load_rows(
     p_x, i_row, begin, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Load rows i_row ... of a (T, D) matrix as [BT, BD]. MASKED: rows outside [begin, stop) are 0 and not read."""
+    """Load BT rows of a (T, D) matrix, starting at i_row, as [BT, BD].
+
+    With MASKED, rows outside [begin, stop) are set to 0 without being read.
+    """
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
-    # The row's address is one 64-bit scalar; offsets inside the block fit 32 bits and do not change along a loop.
+    # The address of row i_row is a 64-bit scalar. Offsets within the block are 32-bit and constant along a loop.
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
     if MASKED:
         m_t = (i_row + o_t >= begin) & (i_row + o_t < stop)
@@ -107,7 +111,7 @@ def load_rows(
 
 @jit
 def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Store the rows below stop of an fp32 block to rows i_row ... of a (T, D) matrix."""
+    """Store an fp32 block to the rows of a (T, D) matrix that start at i_row and end before `stop`."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
     m_block = (i_row + o_t < stop)[:, None] & (o_d < D)[None, :]
@@ -116,7 +120,7 @@ def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr,
 
 @jit
 def load_tokens(p_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
-    """Load tokens o_n of one of H heads, [BT, BD] fp32; 0 where m_n is false."""
+    """Load the tokens o_n of one of H heads as [BT, BD] fp32, with 0 where m_n is False."""
     o_d = tl.arange(0, BD)
     p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
     return tl.load(p_block, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
@@ -137,7 +141,10 @@ def decay(c_i, e_i, c_j, e_j):
 
 @jit
 def pack(b_x, b_y):
-    """Pack two fp32 numbers into an int64. Triton 3.6 loads short vectors whole in each thread; pairs halve it."""
+    """Pack two fp32 numbers into an int64.
+
+    In Triton 3.6, every thread loads the whole of a short vector. Packing halves the number of these loads.
+    """
     b_x, b_y = b_x.to(tl.uint32, bitcast=True).to(tl.uint64), b_y.to(tl.uint32, bitcast=True).to(tl.uint64)
     return ((b_y << 32) | b_x).to(tl.int64, bitcast=True)
 
@@ -151,14 +158,15 @@ def unpack(b_pair):
 
 @jit
 def key_range(p_start, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
-    """Return the keys [begin, end) that queries i_row ... i_row + BM see, and start_i, [BM].
+    """Return (start, begin, full, diagonal, end) for the BM queries from i_row on.
 
-    Every row sees the blocks of BN keys in [full, diagonal), so they are not masked.
+    start, [BM], is start_i of each query. The queries attend to keys in [begin, end). Key blocks of BN keys in
+    [full, diagonal) are visible to all of these queries and need no mask.
     """
     o_i = i_row + tl.arange(0, BM)
     if BOUNDED:
         b_start = tl.load(p_start + o_i, mask=o_i < Tk, other=0)
-        m_i = (b_start <= o_i) & (o_i < Tk)  # rows that see some key
+        m_i = (b_start <= o_i) & (o_i < Tk)  # queries that attend to at least one key
         begin = tl.min(tl.where(m_i, b_start, Tk), 0)
         end = tl.max(tl.where(m_i, o_i + 1, 0), 0)
         full = tl.cdiv(tl.minimum(tl.max(b_start, 0), end), BN) * BN
@@ -175,10 +183,10 @@ def running_sum_kernel(
     p_f, p_query_end, p_dc, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T,
     BT: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the cumulative sum c of log f in float64, or its gradient, the reverse sum of dc, of one row.
+    """Compute c, the cumulative sum of log f of one head, in float64; with BACKWARD, the gradient of log f from dc.
 
-    Keys that no query sees, such as padding, count as 0, and values below GATE_FLOOR as GATE_FLOOR. The order of
-    additions depends only on T, which torch.cumsum on a GPU does not guarantee.
+    The log f of a key to which no query attends, such as padding, counts as 0, and a log f below GATE_FLOOR counts as
+    GATE_FLOOR. The order of additions depends only on T, which torch.cumsum on a GPU does not guarantee.
     """
     i_bh = tl.cast(tl.program_id(0), tl.int64)
     p_f += i_bh // H * s_fb + i_bh % H * s_fh
@@ -207,9 +215,10 @@ def running_sum_kernel(
 
 @jit_any_length
 def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
-    """Split the float64 sum y into c + e, in units of log 2, and the decay d from each key to the last of its BN keys.
+    """Split the float64 cumulative sum y into an fp32 pair c + e, in units of log 2.
 
-    PARTS: also d / (scale log2(e)) as the sum of three bf16 numbers, in rows of 16 padded with zeros.
+    Also compute d, the decay from each key to the last key of its block of BN keys. With PARTS, store
+    d / (scale log2(e)) in g as well: as three bf16 numbers that add up to it, padded with zeros to rows of 16.
     """
     n_t = tl.cdiv(Tk, BT)
     i_bh = tl.cast(tl.program_id(0) // n_t, tl.int64)
@@ -240,23 +249,27 @@ def forward_span(
     b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, i_from, i_to, s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FIXED: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over key blocks i_from ... i_to, visible to all rows; b_m and b_l: maximum and sum, from the first row.
+    """Add the key blocks from i_from to i_to, which are visible to all rows, to an online softmax.
 
-    Every key is older than every row, so the decay is a sum of terms of one sign: from the key to the end of its block
-    (p_d), to the first row (a scalar), to row i. The last term is the same for a whole row and is added at the end.
+    b_o, b_l and b_m are the output, sum and maximum, where keys are decayed up to the first row only.
 
-    FIXED: b_m is a bound on all logits instead of a running maximum, which saves work per logit. PRODUCTS: the tensor
-    cores then also add the decay and sum the weights.
+
+    The decay from key j to row i has three terms, all at most 0: from j to the end of its key block (p_d), from there
+    to the first row (a scalar), and from the first row to i. The last term is the same for all keys, so the caller
+    adds it.
+
+    With FIXED, b_m is a bound on all logits instead of a running maximum, which saves work per logit. With PRODUCTS
+    and FIXED, the tensor cores add the decay and sum the weights.
     """
     o_p = tl.arange(0, 16)[None, :]
-    b_three = tl.where(o_p < 3, tl.full([BM, 16], 1.0, tl.float32), 0.0).to(tl.bfloat16)  # adds up three parts
+    b_three = tl.where(o_p < 3, tl.full([BM, 16], 1.0, tl.float32), 0.0).to(tl.bfloat16)  # adds the three parts of d
     b_sums = tl.zeros([BM, 16], tl.float32)
     for i_k in range(i_from, i_to, BN):
         b_k = load_rows(p_k, i_k, 0, 0, s_kt, D, BN, BD, False)  # [BN, BD]
         c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
         if PRODUCTS:
             b_g = tl.load(p_g + (i_k + tl.arange(0, BN))[:, None] * 16 + o_p)  # [BN, 16]
-            b_s = dot(b_q, tl.trans(b_k)) + dot(b_three, tl.trans(b_g))  # the compiler makes it one accumulator
+            b_s = dot(b_q, tl.trans(b_k)) + dot(b_three, tl.trans(b_g))  # one accumulator for both
             b_p = tl.exp2(b_s * scale2 + (decay(c_row, e_row, c_end, e_end) - b_m))  # [BM, BN]
         else:
             b_d = tl.load(p_d + i_k + tl.arange(0, BN)) + decay(c_row, e_row, c_end, e_end)  # [BN]
@@ -269,11 +282,12 @@ def forward_span(
             b_p = tl.exp2(b_s - b_m_new[:, None])
             b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
-        # A weight that dominates its row is 1 under a running maximum. Under a bound, its rounding cancels only if the
-        # rounded weight is summed; by hand, because a bf16 number used twice is converted by the unit of exponentials.
+        # With a running maximum, a weight that dominates its row is exactly 1. With a bound it is not, and its
+        # rounding error cancels only if b_l sums the rounded weights. They are rounded by hand, because the compiler
+        # would convert a bf16 number that is used twice on the hardware unit that also computes exponentials.
         if FIXED and not PRODUCTS and b_v.dtype == tl.bfloat16:
             b_bits = b_p.to(tl.uint32, bitcast=True) + 0x8000
-            b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # the minimum: NaN, 0x7FFFFFFF, would wrap to -0
+            b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # NaN, 0x7FFFFFFF, would wrap to -0
             b_p = b_bits.to(tl.float32, bitcast=True)
         b_w = narrow(b_p, b_v.dtype)
         if PRODUCTS:
@@ -292,8 +306,11 @@ def forward_masked_span(
     s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over key blocks i_from ... i_to, not visible to all rows; b_m and b_l are per row."""
-    o_i = i_row + tl.arange(0, BM)  # loaded here, so that it takes no registers in the unmasked loop
+    """Add the key blocks from i_from to i_to, which some of the rows do not attend to, to an online softmax.
+
+    b_o, b_l and b_m are the output, sum and maximum, where keys are decayed up to each row.
+    """
+    o_i = i_row + tl.arange(0, BM)  # computed here, to occupy no registers in the unmasked loop
     b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
     if BOUNDED:
         b_start = tl.load(p_start + o_i, mask=o_i < Tk, other=0)  # [BM]
@@ -310,7 +327,7 @@ def forward_masked_span(
             m_s = m_s & (o_j[None, :] >= b_start[:, None])
         b_s = tl.where(m_s, b_s, float("-inf"))
         b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
-        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)  # rows that have seen no key yet
+        b_shift = tl.where(b_m_new == float("-inf"), 0.0, b_m_new)  # 0 for rows without a visible key so far
         b_alpha = tl.exp2(b_m - b_shift)
         b_p = tl.exp2(b_s - b_shift[:, None])
         b_v = load_rows(p_v, i_k, begin, end, s_vt, D, BN, BD, True)  # [BN, BD]
@@ -328,15 +345,15 @@ def forward_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
     BS: tl.constexpr, W: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute o and lse (natural log of the softmax denominator, -inf for rows without keys) of one query block.
+    """Compute the output o of one query block, and lse, the natural log of the softmax denominator.
 
-    KNOWN: p_bound contains an upper bound of |scale * q.k| for each head. Masked blocks take BS keys at a time:
-    the exact decay of every pair needs more registers per key.
+    lse is -inf for a row without visible keys. With KNOWN, p_bound contains an upper bound of |scale * q.k| for each
+    head. Masked blocks are processed BS keys at a time, because the decay of every pair needs more registers.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
     i_b, i_h = tl.cast(i_bh // Hq, tl.int64), tl.cast(i_bh % Hq, tl.int64)
-    i_row = Tk - Tq + (n_m - 1 - tl.program_id(0) % n_m) * BM  # the longest rows start first
+    i_row = Tk - Tq + (n_m - 1 - tl.program_id(0) % n_m) * BM  # the rows with the most keys start first
     past = tl.cast(Tk - Tq, tl.int64)
     p_q, s_qt = rows_of(p_q, i_b, i_h, past, s_qb, s_qh, s_qt, W)
     p_o, s_ot = rows_of(p_o, i_b, i_h, past, s_ob, s_oh, s_ot, W)
@@ -362,12 +379,12 @@ def forward_kernel(
         bound2 = tl.load(p_bound + i_bh) * LOG2E
         fixed = bound2 <= MAX_FIXED
     else:
-        fixed: tl.constexpr = tl.constexpr(False)  # or both branches below would be compiled
+        fixed: tl.constexpr = tl.constexpr(False)  # a constant, so that only one of the branches below is compiled
     if fixed:
         b_o, b_l, bound2 = forward_span(
             b_o, b_l, bound2, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, full, diagonal, s_kt, s_vt, scale2,
             D, BM, BN, BD, FIXED=True, PRODUCTS=PRODUCTS)  # fmt: skip
-        b_m = bound2 + tl.log2(b_l)  # from here on a maximum again: -inf where nothing was seen
+        b_m = bound2 + tl.log2(b_l)  # log of the denominator, used as a maximum; -inf without visible keys
         b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
         b_l = tl.where(b_l == 0.0, 0.0, 1.0)
     else:
@@ -385,7 +402,7 @@ def forward_kernel(
     b_o, b_l, b_m = forward_masked_span(
         b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, diagonal, end, begin, end, Tk,
         s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
-    b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row that sees nothing gives 0
+    b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row without visible keys returns 0
     store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
     tl.store(p_lse + o_i, (b_m + tl.log2(b_l)) / LOG2E, mask=o_i < Tk)
 
@@ -396,7 +413,10 @@ def dq_span(
     i_from, i_to, begin, end, s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add dS k and the row sums of dS over key blocks i_from ... i_to. The decay is split as in `forward_span`."""
+    """Add dS k to dq, and the row sums of dS to dc, for the key blocks from i_from to i_to.
+
+    Without MASKED, the decay is split as in `forward_span`.
+    """
     o_i = i_row + tl.arange(0, BM)
     b_fade = decay(b_ci, b_ei, c_row, e_row) - b_lse  # [BM]
     for i_k in range(i_from, i_to, BN):
@@ -413,7 +433,7 @@ def dq_span(
             if BOUNDED:
                 m_s = m_s & (o_j[None, :] >= b_start[:, None])
             b_ds = tl.exp2(b_s) * (dot(b_do, tl.trans(b_v)) - b_delta[:, None])  # [BM, BN]
-            b_ds = tl.where(m_s, b_ds, 0.0)  # a row that sees nothing may hold NaN
+            b_ds = tl.where(m_s, b_ds, 0.0)  # a row without visible keys may contain NaN
         else:
             c_end, e_end = tl.load(p_c + i_k + BN - 1), tl.load(p_e + i_k + BN - 1)
             b_d = tl.load(p_d + o_j)  # [BN]
@@ -434,12 +454,14 @@ def dq_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BR: tl.constexpr,
     BS: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """dq and the queries' share of dc for one block of queries; also what the dk/dv pass needs to know of each row, as
-    a pair: the decay since the start of its aligned block of BR queries minus lse, and delta = rowsum(do * o).
+    """Compute dq of one block of queries, and the part of dc that comes from queries.
 
-    dS = p * (do.v - delta). The queries' share of dc, the row sums of dS, is 0 in exact arithmetic. It is summed
-    nevertheless because delta contains the rounding of o: an error in row i then affects only the gates that row i
-    remembers, not all gates before i.
+    p_rows receives a pair of numbers per row for `dkdv_kernel`: the decay since the first row of its aligned block of
+    BR rows, minus lse; and delta = rowsum(do * o).
+
+    With dS = p * (do.v - delta), the part of dc that comes from queries is the row sums of dS, which are 0 in exact
+    arithmetic. They are added nevertheless, because delta contains the rounding error of o. The error of row i then
+    affects only the gates that row i remembers, not all gates before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -498,9 +520,12 @@ def dkdv_span(
     i_from, i_to, begin, end, s_qt, s_dot, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T q, P^T do and minus the column sums of dS over query blocks i_from ... i_to, as [keys, queries]."""
+    """Add dS^T q to dk and P^T do to dv, and subtract the column sums of dS from dc.
+
+    The sums are over the query blocks from i_from to i_to. Blocks of P and dS are transposed, [keys, queries].
+    """
     o_j = i_col + tl.arange(0, BN)
-    b_fade = decay(c_col, e_col, b_cj, b_ej)  # [BN], to the block's last key
+    b_fade = decay(c_col, e_col, b_cj, b_ej)  # decay from each key to the block's last key, [BN]
     for i_q in range(i_from, i_to, BM):
         o_i = i_q + tl.arange(0, BM)
         b_q = load_rows(p_q, i_q, begin, end, s_qt, D, BM, BD, MASKED)  # [BM, BD]
@@ -515,9 +540,9 @@ def dkdv_span(
             m_s = (o_j[:, None] <= o_i[None, :]) & (o_i[None, :] < b_query_end[:, None]) & m_i[None, :]
             b_p = tl.where(m_s, tl.exp2(b_s), 0.0)
             b_ds = b_p * (dot(b_v, tl.trans(b_do)) - b_delta[None, :])  # [BN, BM]
-            b_ds = tl.where(m_s, b_ds, 0.0)  # a key that no query sees may hold NaN
+            b_ds = tl.where(m_s, b_ds, 0.0)  # a key without queries may contain NaN
         else:
-            # key to the end of its block, to the start of the query block (a scalar), to row i
+            # three terms of decay: from a key to the last key of its block, to the first query (a scalar), to row i
             c_start, e_start = tl.load(p_c + i_q), tl.load(p_e + i_q)
             b_row, b_delta = unpack(tl.load(p_rows + o_i))  # [BM]
             b_col = b_fade + decay(c_start, e_start, c_col, e_col)  # [BN]
@@ -538,18 +563,18 @@ def dkdv_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv of one key block, summed over a group's query heads, and the keys' share of each head's dc.
+    """Compute dk and dv of one key block, summed over the query heads of its key head, and the part of dc from keys.
 
-    The G heads of a group are not an argument: Inductor would compile a 1 into the kernel, which then loses its loop
-    over them, and the assembler for Hopper makes each of its products wait for the one before.
+    G, the number of query heads per key head, is not an argument. Inductor would compile G = 1 as a constant and
+    remove the loop over heads. In the machine code for Hopper, each product would then wait for the previous one.
 
-    Masked blocks take BS queries at a time: the exact decay of every pair needs more registers per query.
+    Masked blocks are processed BS queries at a time, because the decay of every pair needs more registers.
     """
     n_n = tl.cdiv(Tk, BN)
     i_bh = tl.program_id(0) // n_n
     i_b, i_hk = tl.cast(i_bh // n_groups, tl.int64), tl.cast(i_bh % n_groups, tl.int64)
     G = Hq // n_groups
-    i_col = tl.program_id(0) % n_n * BN  # the oldest keys, seen by most queries, start first
+    i_col = tl.program_id(0) % n_n * BN  # the oldest keys, which have the most queries, start first
     i_last = tl.minimum(i_col + BN, Tk) - 1
     past = tl.cast(Tk - Tq, tl.int64)
     p_k, s_kt = rows_of(p_k, i_b, i_hk, 0, s_kb, s_kh, s_kt, W)
@@ -572,10 +597,10 @@ def dkdv_kernel(
         p_lseh, p_rowsh = p_lse + i_query, p_rows + i_query
         b_cj, b_ej = tl.load(p_ch + o_j, mask=o_j < Tk, other=0.0), tl.load(p_eh + o_j, mask=o_j < Tk, other=0.0)
         c_col, e_col = tl.load(p_ch + i_last), tl.load(p_eh + i_last)
-        # Queries [begin, end) see some of these keys; blocks of BM queries in [full, ragged) see all of them.
+        # Queries in [begin, end) attend to some of the keys, blocks of BM queries in [full, ragged) to all of them.
         if BOUNDED:
             b_query_end = tl.load(p_query_end + i_b * s_sb + i_h * s_sh + o_j, mask=o_j < Tk, other=0)  # [BN]
-            m_j = b_query_end > o_j  # keys that some query sees
+            m_j = b_query_end > o_j  # keys to which a query attends
             begin = tl.maximum(tl.min(tl.where(m_j, o_j, Tk), 0), Tk - Tq)
             end = tl.max(tl.where(m_j, b_query_end, 0), 0)
             until = tl.min(tl.where(o_j < Tk, b_query_end, Tk), 0)
@@ -601,16 +626,16 @@ def dkdv_kernel(
         p_dch = p_dc + i_key + o_j
         tl.store(
             p_dch, tl.load(p_dch, mask=o_j < Tk) + b_dc, mask=o_j < Tk
-        )  # dq_kernel has written the queries' share
+        )  # p_dc already contains the part from `dq_kernel`
     store_rows(p_dk, b_dk * scale, i_col, Tk, s_dkt, D, BN, BD)
     store_rows(p_dv, b_dv, i_col, Tk, s_dvt, D, BN, BD)
 
 
 @jit
 def decay_parts(p_i, p_j, s_xp, gate_scale, m_i, m_ij, P: tl.constexpr):
-    """Return the decay between positions, fp32, from P stored parts or from a float64 value.
+    """Return the decay between positions i and j in fp32, from c stored as P parts or as one float64 number.
 
-    Each difference is small where the sums are large.
+    Parts are subtracted one by one, because c_i - c_j is small even if c is large.
     """
     b_xi, b_xj = tl.load(p_i, mask=m_i, other=0.0), tl.load(p_j, mask=m_ij, other=0.0)
     if b_xi.dtype != tl.float64:
@@ -629,21 +654,22 @@ def prune_kernel(
     Tq, Tk, Hq, G, n_rows, gate_scale, bound_scale, tolerance,
     BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Adaptive computation pruning (arXiv 2504.06949): compute the first key that each row must read, (B, Hq, Tq).
+    """Compute the first key that each row must read, (B, Hq, Tq), by adaptive computation pruning (arXiv 2504.06949).
 
     A block of BN keys that ends at e is dropped for the BM queries that start at r if the decay c_r - c_e is below
 
         tolerance - 2 bound_scale p_bound - log Tk,
 
-    so that all dropped keys weigh at most e^tolerance of a row. c falls, so the dropped blocks are a prefix, found by
-    bisection, and the prefix grows from one query block to the next. NaN drops nothing. A program has BR rows.
+    so that a row loses at most the weight e^tolerance. c decreases, so the dropped blocks are the first ones, and
+    bisection finds their number, which does not decrease along the rows. NaN drops nothing. A
+    program processes BR rows.
     """
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
     o_r = tl.program_id(0) * BR + tl.arange(0, BR)  # (b * Hq + h) * Tq + t
     o_b, o_h = (o_r // (Tq * Hq)).to(tl.int64), (o_r // Tq % Hq).to(tl.int64)
     o_i = Tk - Tq + o_r % Tq
-    o_m = Tk - Tq + o_r % Tq // BM * BM  # the first row of the block
+    o_m = Tk - Tq + o_r % Tq // BM * BM  # first row of the query block
     m_r = o_r < n_rows
     if BOUNDED:
         b_start = tl.load(p_start + o_b * s_fb + o_h * s_fh + o_r % Tq, mask=m_r, other=0)  # [BR]
@@ -675,15 +701,15 @@ def decode_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
     ENDS: tl.constexpr, W: tl.constexpr, ONE_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of all G * Tq query rows of a kv head over one of n_split equal parts of their visible keys.
+    """Compute attention of the G * Tq query rows of a key head over one of n_split equal parts of their visible keys.
 
-    ONE_DECAY: one token whose heads share their gates, so all rows apply the same decay to a key.
+    With ONE_DECAY, there is one token whose heads share their gates, so all rows apply the same decay to a key.
 
-    Only the device knows the range of visible keys: pruning determines the first key, and p_end the last one in a
-    cache with free slots. One launch thus serves every step, and its work is split evenly.
+    The range of visible keys is read on the device: pruning determines its start, and p_end its end in a cache with
+    free slots. The same launch therefore works for every step, and its programs get equal parts of the range.
     """
     n_r = tl.cdiv(G * Tq, BM)
-    i_r = tl.program_id(0) % n_r  # neighbours read the same keys
+    i_r = tl.program_id(0) % n_r  # programs with consecutive ids read the same keys
     i_s = tl.program_id(0) // n_r % n_split
     i_bh = tl.program_id(0) // n_r // n_split
     i_b, i_hk = tl.cast(i_bh // (Hq // G), tl.int64), tl.cast(i_bh % (Hq // G), tl.int64)
@@ -693,7 +719,7 @@ def decode_kernel(
         Tk = tl.load(p_end).to(tl.int32)
     o_r = i_r * BM + tl.arange(0, BM)
     o_h = i_hk * G + o_r // Tq
-    o_i = Tk - Tq + o_r % Tq  # position of each row
+    o_i = Tk - Tq + o_r % Tq  # position of each row among the keys
     m_r = o_r < G * Tq
     o_d = tl.arange(0, BD)
     p_q_rows = p_q + i_b * s_qb + o_h * s_qh + (o_r % Tq) * s_qt
@@ -738,7 +764,7 @@ def decode_kernel(
         b_l = b_l * b_alpha + tl.sum(b_p, 1)
         b_o = b_o * b_alpha[:, None] + dot(narrow(b_p, b_v.dtype), b_v)
         b_m = b_m_new
-    # partial results, (n_split, B, Hq, Tq, ...)
+    # outputs and their log denominators of each part, (n_split, B, Hq, Tq, ...)
     o_row = ((tl.cast(i_s, tl.int64) * B + i_b) * Hq + i_hk * G) * Tq + o_r
     b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]
     tl.store(p_o + o_row[:, None] * D + o_d[None, :], b_o, mask=m_r[:, None] & (o_d < D)[None, :])
@@ -748,7 +774,7 @@ def decode_kernel(
 @jit_any_length
 def merge_kernel(p_o_split, p_lse, p_o, s_ob, s_oh, s_ot, Tq, Hq, n_rows, n_split,
                  D: tl.constexpr, BD: tl.constexpr):  # fmt: skip
-    """Combine the splits of one query row, loading 16 at a time."""
+    """Combine the outputs of one query row over all parts of the keys, 16 parts at a time."""
     i_row = tl.cast(tl.program_id(0), tl.int64)  # (b * Hq + h) * Tq + t
     o_d = tl.arange(0, BD)
     b_o = tl.zeros([BD], tl.float32)

@@ -1,7 +1,7 @@
-"""Visible keys: padding, packing and a window reduce to one integer per query, the first key that it sees.
+"""Padding, packing and a sliding window as one integer per query: the first key that it attends to.
 
 `find_visible_keys` computes this integer for the operator and the model. Adaptive computation pruning (arXiv
-2504.06949) raises it to the first key that has not been forgotten (`prune_kernel` in kernels_fox.py).
+2504.06949) increases it to the first key that has not been forgotten (`prune_kernel` in kernels_fox.py).
 """
 
 from typing import NamedTuple
@@ -12,15 +12,15 @@ from .tiles_fox import DECODE_ROWS
 
 
 class VisibleKeys(NamedTuple):
-    """The keys that the queries of one call see, the same in every layer of a model.
+    """The keys that the queries of one call attend to, the same in every layer of a model.
 
-    key_start: position of the first key that each query sees, int32, (B or 1, 1, Tq), nondecreasing along a row.
-        A query whose key_start exceeds its own position sees nothing. None: plain causal attention.
-    end: number of filled key slots; the queries are the last Tq of them. An int, or a tensor of one element if only
-        the device knows it.
-    order, query_order, token_mask: set only if padding lies between real tokens. Permutations of the keys, (B, Tk),
-        and of the queries, (B, Tq), that move padding to the front, and False for each permuted key that is padding.
-        `key_start` counts permuted keys.
+    key_start: position of the first key that each query attends to, int32, (B or 1, 1, Tq), nondecreasing along a
+        row. A query whose key_start exceeds its own position attends to nothing. None: plain causal attention.
+    end: number of filled key slots. The queries are in the last Tq of them. An int, or a tensor of one element if
+        the number is stored on the device.
+    order, query_order: permutations of the keys, (B, Tk), and of the queries, (B, Tq), that move padding to the
+        front. Set only if padding lies between real tokens; `key_start` then counts permuted keys.
+    token_mask: (B, Tk), False for each permuted key that is padding. Set together with `order`.
     """
 
     key_start: torch.Tensor | None
@@ -30,11 +30,11 @@ class VisibleKeys(NamedTuple):
     token_mask: torch.Tensor | None = None
 
     def contiguous(self):
-        """Return self; `generate` calls this on every mask."""
+        """Return self. `generate` calls this method on every mask."""
         return self
 
     def last(self, length):
-        """Return the visible keys among the last `length` keys, for a cache that has dropped the others."""
+        """Restrict the visible keys to the last `length` keys, for a cache that has dropped all earlier ones."""
         if self.order is not None:
             raise NotImplementedError(
                 "forgetting_triton does not support a PrunedCache if padding lies between real tokens. Pad on one side, or "
@@ -44,11 +44,11 @@ class VisibleKeys(NamedTuple):
         return VisibleKeys(first, length)
 
     def sort_queries(self, x):
-        """Move padding to the front of (B, H, Tq, ...)."""
+        """Move padding to the front of a tensor of queries, (B, H, Tq, ...)."""
         return x if self.query_order is None else take(x, self.query_order)
 
     def sort_keys(self, x):
-        """Move padding to the front of (B, H, Tk, ...)."""
+        """Move padding to the front of a tensor of keys, (B, H, Tk, ...)."""
         return x if self.order is None else take(x, self.order)
 
     def unsort_queries(self, x):
@@ -57,13 +57,13 @@ class VisibleKeys(NamedTuple):
 
 
 def take(x, order):
-    """Return the rows of x, (B, H, T, ...), in the order (B, T)."""
+    """Reorder x, (B, H, T, ...), along T by the permutation `order`, (B, T)."""
     index = order.view(order.shape[0], 1, -1, *[1] * (x.ndim - 3))
     return x.gather(2, index.expand(*x.shape[:2], -1, *x.shape[3:]))
 
 
 def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, window=None, end=None) -> VisibleKeys:
-    """Find the keys that causal queries see, from padding, packed sequences and a window.
+    """Combine padding, packed sequences and a sliding window into the `VisibleKeys` of causal queries.
 
     Call it once per forward pass, because reading `token_mask` waits for the device.
 
@@ -71,13 +71,13 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
         Tq, Tk: number of queries and keys. The queries are the last Tq of the first `end` keys.
         token_mask: (B, Tk) bool, False at padding.
         sequence_start: (B or 1, Tq) integers, position of the first key of each query's sequence.
-        window: number of most recent positions that a query sees, including its own.
-        end: (1,) or () integer tensor, number of filled key slots if only the device knows it. Default: Tk.
+        window: number of most recent positions that a query attends to, including its own.
+        end: number of filled key slots, an integer tensor (1,) or (). Default: Tk.
     """
     compiling = torch.compiler.is_compiling()
-    reorder = end is not None and Tq > DECODE_ROWS  # free slots are moved to the front, like padding
+    reorder = end is not None and Tq > DECODE_ROWS  # moves free slots to the front, like padding
     end = Tk if end is None else end
-    slots = torch.arange(Tq, device=device) + (end - Tq)  # key slots of the queries
+    slots = torch.arange(Tq, device=device) + (end - Tq)  # key slot of each query
     first = torch.zeros_like(slots)[None] if sequence_start is None else sequence_start  # (B or 1, Tq)
     if window is not None:
         first = torch.maximum(first, slots - window + 1)
@@ -95,11 +95,11 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
     before = token_mask.cumsum(-1) - token_mask.long()  # number of real keys before each slot, (B, Tk)
     count = token_mask.sum(-1, keepdim=True)
     start = token_mask.int().argmax(-1, keepdim=True)
-    one_block = (before == (t - start).clamp(min=0).minimum(count)).all()  # no padding between real tokens
+    one_block = (before == (t - start).clamp(min=0).minimum(count)).all()  # False if padding lies between real tokens
     if reorder or not (compiling or one_block):
         query_mask = token_mask[:, slots]  # (B, Tq)
         order, query_order = (x.int().argsort(dim=-1, stable=True) for x in (token_mask, query_mask))
-        first = before.gather(1, first) * query_mask  # what padding queries see is arbitrary
+        first = before.gather(1, first) * query_mask  # any value is correct for padding queries
         first = Tk - count + first.gather(1, query_order)
         return VisibleKeys(first[:, None].int(), Tk, order, query_order, token_mask.gather(1, order))
     if compiling:
@@ -109,9 +109,9 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
 
 
 def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
-    """Transpose key_start, (b, h, Tq), to one past the last query that sees each key, int32, (b, h, Tk).
+    """Return for each key the position after the last query that attends to it, int32, (b, h, Tk).
 
-    For a key that no query sees, the result is at most its own position.
+    key_start: as in `VisibleKeys`, (b, h, Tq). If no query attends to a key, its result is at most its own position.
     """
     keys = torch.arange(Tk, device=key_start.device, dtype=torch.int32).expand(*key_start.shape[:2], Tk)
     count = torch.searchsorted(key_start.contiguous(), keys.contiguous(), right=True, out_int32=True)
@@ -119,7 +119,7 @@ def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
 
 
 def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
-    """Bound |scale * q.k| by the largest norms of queries and keys that are not padding, (B, Hq)."""
+    """Return a bound of |scale * q.k|, (B, Hq), from the largest norms of queries and keys that are not padding."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if key_start is not None:  # padding may contain any value
@@ -130,7 +130,7 @@ def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
 
 
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
-    """Expand a number or a tensor to contiguous fp32 (B, Hq) for the kernels."""
+    """Expand a bound, a number or a tensor, to a contiguous fp32 tensor (B, Hq) for the kernels."""
     if not isinstance(logit_bound, torch.Tensor):
         return q.new_full(q.shape[:2], logit_bound, dtype=torch.float32)  # a copy to the GPU would synchronize
     return logit_bound.to(q.device, torch.float32).expand(q.shape[:2]).contiguous()

@@ -1,7 +1,7 @@
-"""`forgetting_attention`: the reference implementation, and one operator that dispatches to the backends.
+"""The operator `forgetting_attention`, and its reference implementation.
 
-Every backend is tested against `forgetting_attention_ref`. On a GPU the operator runs the kernels of kernels_fox.py,
-elsewhere `scaled_dot_product_attention` on folded queries and keys (attention_fox.py).
+The operator runs the kernels of kernels_fox.py on a GPU. Elsewhere it runs `scaled_dot_product_attention` on folded
+queries and keys (attention_fox.py). Every backend is tested against `forgetting_attention_ref`.
 """
 
 from typing import Any
@@ -29,10 +29,10 @@ def forgetting_attention_ref(
     cu_seqlens: torch.Tensor | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Compute softmax attention with a forget gate by its definition. Every backend must agree with it.
+    """Compute forgetting attention by its definition, with which every backend must agree.
 
-    Arguments, result and errors are as in `forgetting_attention`. Computes in float32, or in float64 for float64
-    inputs. Memory grows with Tq * Tk.
+    Arguments, result and errors are as in `forgetting_attention`. The dtype of the computation is float32, or float64
+    for float64 inputs. Memory grows with Tq * Tk.
 
     Source: arXiv 2503.02130, eq. 11 (the paper omits the scale, which applies to q.k only).
     """
@@ -42,7 +42,7 @@ def forgetting_attention_ref(
     dtype = torch.promote_types(q.dtype, torch.float32)
     q_length, kv_length, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     position = torch.arange(kv_length, device=q.device)
-    distance = position[-q_length:, None] - position  # (Tq, Tk), negative in the future
+    distance = position[-q_length:, None] - position  # (Tq, Tk), negative for keys after the query
     visible = distance >= 0
     if window is not None:
         visible = visible & (distance < window)
@@ -59,7 +59,7 @@ def forgetting_attention_ref(
     decay = c[..., -q_length:, None] - c[..., None, :]
     logits = scale * q.to(dtype) @ k.mT + decay.to(dtype)  # (B, Hq, Tq, Tk)
     weights = logits.masked_fill(~visible, -torch.inf).softmax(-1)
-    weights = weights.masked_fill(~visible, 0.0)  # padding queries see nothing: return 0, not NaN
+    weights = weights.masked_fill(~visible, 0.0)  # padding queries return 0, not NaN
     return (weights @ v).to(q.dtype)
 
 
@@ -76,7 +76,7 @@ def forgetting_attention(
     log_pruning_tolerance: float | None = None,
     backend: str | None = None,
 ) -> torch.Tensor:
-    """Compute causal softmax attention whose keys fade by a forget gate, with gradients for q, k, v and log_f.
+    """Compute causal softmax attention whose keys fade by a forget gate. q, k, v and log_f get gradients.
 
         o_i = sum_{j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
 
@@ -87,22 +87,23 @@ def forgetting_attention(
         log_f: natural log of the forget gate per query head and key, (B, Hq, Tk), fp32, <= 0; -inf is a closed gate.
             The gate of position t lies between t - 1 and t: it fades every key before t, not t itself.
         scale: factor on q.k before the decay is added. Default D ** -0.5.
-        attention_mask: (B, Tk), 1 = real token, 0 = padding, anywhere in a row. Padding is never attended, does not
-            decay, may hold any value, NaN included, and returns 0 as a query.
-        cu_seqlens: (N + 1,) integers from 0 to T, boundaries of N sequences packed into one row (B = 1, Tq = Tk):
-            neither attention nor decay crosses a boundary.
-        window: number of most recent positions that a query sees, including its own; i - j < window.
-        log_pruning_tolerance: log of the attention weight that pruning may skip per query, in faded keys (arXiv
-            2504.06949, which uses -10). At most 0.
+        attention_mask: (B, Tk), 1 for a real token, 0 for padding, which may be anywhere in a row. No query attends
+            to padding, the gates of padding do not count, and the output of a padding query is 0. Padding may contain
+            any value, including NaN.
+        cu_seqlens: (N + 1,) integers from 0 to T, boundaries of N sequences packed into one row (B = 1, Tq = Tk).
+            Neither attention nor decay crosses a boundary.
+        window: number of most recent positions that a query attends to, including its own; i - j < window.
+        log_pruning_tolerance: log of the attention weight that a query may lose because pruning skips faded keys
+            (arXiv 2504.06949, which uses -10). At most 0.
         backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.
-            "triton": the kernels of kernels_fox.py; bf16, fp16 or fp32, D up to 256; memory linear in T; the decay is
-            exact at any length; the only backend that prunes.
+            "triton": the kernels of kernels_fox.py, for bf16, fp16 or fp32 and D up to 256. Memory is linear in T. The
+            decay is exact at any length. Only this backend prunes.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
-            device; memory linear in T, except a mask of Tq * Tk booleans where Tq < Tk or with a window.
-            The exponent has a resolution of 6e-8 * -c, and a closed gate adds 120 to -c; in fp16, -c must stay below
+            device. Memory is linear in T, except for a mask of Tq * Tk booleans if Tq < Tk or with a window. The
+            exponent has a resolution of 6e-8 * -c, and a closed gate adds 120 to -c. In fp16, -c must stay below
             64 * scale * 65504.
-            "reference": `forgetting_attention_ref`, the definition; memory grows with Tq * Tk. It has second and
-            forward-mode derivatives, as "folded" has under `sdpa_kernel(SDPBackend.MATH)` of torch.
+            "reference": `forgetting_attention_ref`, the definition. Memory grows with Tq * Tk. It supports second and
+            forward-mode derivatives. So does "folded" under PyTorch's `sdpa_kernel(SDPBackend.MATH)`.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype.
@@ -139,14 +140,14 @@ def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruni
     options = dict(scale=scale, log_pruning_tolerance=log_pruning_tolerance)
     if visible.order is None:
         return triton_attention(q, k, v, log_f, visible, **options)
-    # The kernels do not hide queries that are padding between real tokens.
+    # The kernels do not set the output to 0 for padding between real tokens.
     o = triton_attention(*clear_padding(q, k, v, log_f, token_mask), visible, **options)
     return o.masked_fill(~token_mask[:, None, -Tq:, None], 0.0)
 
 
 def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
-    """Return the position of the first token of each token's sequence, (1, T); cu_seqlens: boundaries, (N + 1,)."""
-    if torch.compiler.is_compiling():  # `check_inputs` does not read values then
+    """Return where the sequence of each token starts, (1, T), from the boundaries `cu_seqlens`, (N + 1,)."""
+    if torch.compiler.is_compiling():  # `check_inputs` has checked nothing
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
         torch._assert_async(rising, "compiled Triton attention: cu_seqlens must increase from 0 to the token count")
     cu_seqlens, t = cu_seqlens.long(), torch.arange(T, device=cu_seqlens.device)
@@ -154,13 +155,13 @@ def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
 
 
 def triton_runs_well(q: torch.Tensor) -> bool:
-    """Return True if the Triton kernels can run on q without the interpreter."""
+    """Return whether the Triton kernels support q without the interpreter."""
     return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
 
 
 def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
-    """Return `backend` or the default; raise an error if it does not support a call."""
-    if backend is None:  # the default may ignore the tolerance
+    """Return `backend`, or the default for None. Raise if it does not support q or pruning."""
+    if backend is None:  # the folded form ignores the tolerance, because skipping keys is optional
         return "triton" if triton_runs_well(q) else "folded"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None, got {backend!r}.")
@@ -177,10 +178,15 @@ def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: 
 
 
 def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
-    """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys; inputs are checked.
+    """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys.
 
-    log_f: finite. token_mask: (B, Tk) bool, False at padding. Memory is linear in Tk if Tq = Tk and there is no
-    window; otherwise it includes a mask of Tq * Tk booleans.
+    Arguments are not checked. Memory is linear in Tk if Tq = Tk and `window` is None. Otherwise it includes a mask of
+    Tq * Tk booleans.
+
+    Args:
+        q, k, v, scale, window: as in `forgetting_attention`.
+        log_f: as in `forgetting_attention`, but finite.
+        token_mask: (B, Tk) bool, False at padding.
     """
     head_dim, q_length, kv_length, group = q.shape[-1], q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
     if token_mask is not None:
@@ -193,7 +199,7 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
     c = cumulative_sum(log_f)
     keys = fold_keys(k, c, scale)
     if token_mask is not None:
-        # The columns of the decay hide padding, so the kernel needs no (T, T) mask.
+        # The columns of the decay mask padding, so SDPA does not need a (T, T) mask.
         columns = torch.arange(keys.shape[-1], device=k.device) >= k.shape[-1]
         keys = keys.masked_fill(~token_mask[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
     out = F.scaled_dot_product_attention(
@@ -211,7 +217,7 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
 
 
 def clear_padding(q, k, v, log_f, token_mask):
-    """Set q, k, v and log f to 0 at padding, where they may contain any value, including NaN.
+    """Set q, k, v and log_f to 0 at padding, where they may contain any value, including NaN.
 
     token_mask: (B, Tk) bool, False at padding.
     """
@@ -220,11 +226,11 @@ def clear_padding(q, k, v, log_f, token_mask):
     return q, k.masked_fill(padding, 0.0), v.masked_fill(padding, 0.0), log_f.masked_fill(padding[..., 0], 0.0)
 
 
-# --- mistakes --------------------------------------------------------------------------------------------------------
+# --- checks of the arguments -----------------------------------------------------------------------------------------
 
 
 def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, log_pruning_tolerance=None) -> None:
-    """Raise ValueError for invalid arguments of `forgetting_attention`; check nothing while compiling.
+    """Raise ValueError for invalid arguments of `forgetting_attention`, except while compiling.
 
     The values of the gates are checked on a CPU only, because reading them would stall a GPU.
     """
@@ -241,9 +247,9 @@ def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, l
     ):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "log_f"), (q, k, v, log_f)))
         raise ValueError(
-            f"q must be (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), log_f (B, Hq, Tk), a gate for each query head and key, "
-            f"where Hkv divides Hq and the Tq queries are the last of the Tk keys; got {shapes}. Pass cached keys together "
-            "with new ones."
+            "q must be (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), and log_f (B, Hq, Tk), where Hkv divides Hq and the Tq "
+            f"queries are the last of the Tk keys, got {shapes}. Pass cached and new keys together, and a gate for "
+            "each query head and key."
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
@@ -266,13 +272,13 @@ def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, l
         )
     if attention_mask is not None and attention_mask.is_floating_point():
         raise ValueError(
-            "attention_mask must be boolean or integer, 1 for real tokens and 0 for padding, because a floating mask may be "
-            f"additive; got {attention_mask.dtype}. Convert it: (mask == 0) if it is additive, mask.bool() if it holds 1 and 0."
+            "attention_mask must be boolean or integer, 1 for real tokens and 0 for padding, got "
+            f"{attention_mask.dtype}. Convert an additive mask by (mask == 0), and a mask of 1 and 0 by mask.bool()."
         )
     if cu_seqlens is not None:
         if batch != 1 or q_length != kv_length or attention_mask is not None:
             raise ValueError(
-                "cu_seqlens describes sequences packed into one row: it needs B = 1, Tq = Tk and no attention_mask, got "
+                "cu_seqlens requires sequences packed into one row (B = 1, Tq = Tk) and no attention_mask, got "
                 f"B = {batch}, Tq = {q_length}, Tk = {kv_length}."
             )
         boundaries = cu_seqlens.tolist()
@@ -283,10 +289,10 @@ def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, l
         gates = log_f if attention_mask is None else log_f.masked_fill(~attention_mask.cpu().bool()[:, None], 0.0)
         try:
             valid = bool((gates <= 0).all())
-        except RuntimeError:  # values cannot be read under torch.func.vmap
+        except RuntimeError:  # torch.func.vmap does not support reading values
             valid = True
         if not valid:
             raise ValueError(
-                "log_f must be <= 0, as the log of a gate between 0 and 1, but holds a positive or NaN value. "
+                "log_f must be <= 0, the log of a gate between 0 and 1, got a positive or NaN value. "
                 "Use F.logsigmoid(gate.float())."
             )

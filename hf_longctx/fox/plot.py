@@ -1,7 +1,7 @@
-"""Forget-gate heat maps: the matrices F (forgetting) and A (attention) of Figure 3 of the paper, head by head.
+"""Forget-gate heat maps: the matrices F and A of a head, as in Figure 3 of the FoX paper (arXiv 2503.02130).
 
-`F_ij = exp(c_i - c_j)` is the remaining weight of key j at query i, and `A = softmax(scale * q.k + log F)` the
-attention. Only drawing needs matplotlib.
+`F_ij = exp(c_i - c_j)` is the factor by which key j has faded at query i, and `A = softmax(scale * q.k + log F)` is
+the attention weight. `head_maps` does not require matplotlib.
 """
 
 import os
@@ -14,26 +14,26 @@ from transformers import DynamicCache, PreTrainedModel
 from .attention_fox import unfold_decay
 
 
-CHUNK_ELEMENTS = 2**22  # entries of A computed per chunk: 16 MB
-HIDDEN = "#f1f3f5"  # color of keys that a query does not see
+CHUNK_ELEMENTS = 2**22  # number of entries of A in a chunk: 16 MB
+HIDDEN = "#f1f3f5"  # color of keys to which a query does not attend
 MIN_WEIGHT = 1e-3  # lower end of the color scale of A
 COLUMNS = 6
-DEFAULT_HEADS = 4  # panels if no heads are given
+DEFAULT_HEADS = 4  # number of heads in the figure if none are given
 
 
 @dataclass
 class HeadMap:
-    """F and A of one query head, NaN where the query does not see the key.
+    """The matrices F and A of one query head, NaN where the query does not attend to the key.
 
     Args:
         layer: index of the layer.
         head: index of the query head.
         decay_time: number of tokens in which the head forgets by a factor e, averaged over the sequence.
-        forget: F, (n, n) float32, rows are queries. Where `block` is above 1, n = T / block and each entry is the mean
-            of block x block entries.
-        attention: A, in the same layout, but an entry is the largest weight of its block, because A is sparse.
-        tokens: T, the length of the sequence.
-        block: number of tokens that a row and a column represent.
+        forget: F, (n, n) float32, where n = ceil(tokens / block). Rows are queries, columns are keys. An entry is the
+            mean over block x block entries.
+        attention: A, (n, n) float32. An entry is the largest of block x block entries, because A is sparse.
+        tokens: length of the sequence.
+        block: number of tokens in a row or column of the maps.
     """
 
     layer: int
@@ -46,7 +46,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Return the mean or largest visible entry of each block of (R, T), NaN if no entry is visible."""
+    """Return the mean or the largest visible entry of each block of x, (R, T), or NaN for a block without any."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))
@@ -61,7 +61,7 @@ def reduce_blocks(x, visible, block, largest):
 
 
 def head_map(module, query, key, head, block):
-    """Compute the `HeadMap` of a query head from folded queries and keys, (1, H, T, D')."""
+    """Compute the `HeadMap` of a query head from all folded queries and keys of a layer, (1, H, T, D')."""
     q, k = query[0, head].float(), key[0, head // module.num_key_value_groups].float()  # (T, D')
     c = unfold_decay(key, module.head_dim, module.gates_per_key, module.scaling)[0].double()  # (H or Hkv, T)
     c = c[head * len(c) // query.shape[1]]
@@ -89,14 +89,14 @@ def head_maps(
     heads: Iterable[int] | None = None,
     resolution: int = 384,
 ) -> list[HeadMap]:
-    """Compute F and A of some heads over one sequence; memory is linear in its length.
+    """Compute F and A of some heads for one sequence, in memory that is linear in its length.
 
     Args:
         model: a FoX, with or without a head.
         input_ids: (T,) or (1, T), at least 2 tokens.
-        layers: indices of layers; None for all.
-        heads: indices of query heads in each layer; None for all.
-        resolution: longest side of a map; longer sequences are reduced block by block, see `HeadMap`.
+        layers: indices of layers. None: all layers.
+        heads: indices of query heads in each layer. None: all query heads.
+        resolution: maximum number of rows and columns of a map. A longer sequence is reduced block by block.
 
     Raises:
         ValueError: the model does not have a forget gate, a layer or head does not exist, or `input_ids` is not one
@@ -125,7 +125,7 @@ def head_maps(
 
     for layer in cache.layers:
         vars(layer)["attend"] = attend
-    base = getattr(model, model.base_model_prefix, model)  # without the logits
+    base = getattr(model, model.base_model_prefix, model)  # the model without lm_head, because logits are not needed
     training = model.training
     base.eval()(input_ids, cache=cache, use_cache=True)
     model.train(training)
@@ -149,16 +149,18 @@ def plot_forget_gates(
     resolution: int = 384,
     title: str | None = None,
 ) -> list[HeadMap]:
-    """Draw the forget gate matrix F and the attention map A of some heads, F above A.
+    """Draw the forget gate matrix F of some heads, and their attention map A below it.
 
     Args:
-        model, input_ids, layers, heads, resolution: as for `head_maps`; a panel is about 400 pixels wide. Default
-            layers and heads: four heads from all layers, from the fastest to the slowest to forget.
-        path: output file; its extension selects PNG, SVG or PDF.
+        model, input_ids: as in `head_maps`.
+        path: output file. Its extension selects the format: PNG, SVG or PDF.
+        layers, heads: as in `head_maps`. If both are None, the figure shows four heads, evenly spaced from the fastest
+            to the slowest to forget.
+        resolution: as in `head_maps`. A panel is about 400 pixels wide.
         title: title of the figure.
 
     Returns:
-        The maps of these heads, or of all heads if four are selected by default.
+        The maps of the given layers and heads. If `layers` and `heads` are None, the maps of all heads.
 
     Raises:
         ValueError: as in `head_maps`, or matplotlib does not support the extension.
@@ -168,7 +170,7 @@ def plot_forget_gates(
         from matplotlib.colors import LogNorm, Normalize
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Plotting requires matplotlib: pip install 'hf-longctx[plot]'") from error
+        raise ImportError("plotting requires matplotlib: pip install 'hf-longctx[plot]'") from error
 
     measured = head_maps(model, input_ids, layers, heads, resolution)
     maps = spread(measured, DEFAULT_HEADS) if layers is None and heads is None else measured

@@ -1,36 +1,39 @@
-"""A KV cache that drops the tokens that the forget gates have faded, with a proven error bound.
+"""A KV cache that drops tokens that the forget gates have faded, with a proven error bound.
 
 **Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the cumulative sum of log f, and `U` a bound
-of every `|scale * q_i.k_j|`. A query sees its own key, which does not fade, so its softmax denominator is at least
-`exp(-U)` and
+of `|scale * q_i.k_j|` for all i and j. A query attends to its own key, which has not faded, so its softmax denominator
+is at least `exp(-U)` and
 
     w_ij <= exp(U + c_i - c_j) / exp(-U) = exp(2U + c_i - c_j).
 
-Gates are at most 1, so `c` never increases, and the bound for query t holds for all later queries. Let S be a set of
-keys with
+Gates are at most 1, so `c` never increases, and the bound for query t is also valid for all later queries. Let S be a
+set of keys with
 
     sum_{j in S} exp(c_t - c_j) <= tolerance * exp(-2U).                                                    (1)
 
-Without S, every query i >= t loses attention weight of at most `tolerance`, and its output `o_i` changes by at most
-`2 * tolerance * max_S,kept |v_j|`: with lost weight d, `o_i = (1 - d) * pruned_i + d * (a mean of the lost values)`.
+If the keys in S are dropped, every query i >= t loses attention weight of at most `tolerance`. If it loses the weight
+d, then `o_i = (1 - d) * pruned_i + d * (a weighted mean of the dropped values)`, so its output changes by at most
+`2 * tolerance * max |v_j|`, where the maximum is over all keys.
 
-(1) holds if each of L lost keys has `c_t - c_j <= -(2U + log L) + log tolerance`, the rule of adaptive computation
-pruning (arXiv 2504.06949) for a known L. The sum does not depend on L, so it holds for any length of generation: the
-cache updates it as it fades and charges all dropped keys to the same budget.
+(1) is satisfied if `c_t - c_j <= -(2U + log L) + log tolerance` for each of L dropped keys. This is the rule of
+adaptive computation pruning (arXiv 2504.06949), which requires L in advance. The sum in (1) does not, so the number of
+generated tokens is not limited: the cache stores the sum over all keys dropped so far, which fades with them.
 
-The left side of (1) grows with every key, and old keys have faded most, so the remaining keys of a head are a suffix.
-Heads of similar length share tensors. Attention runs once per such group, with the model's own attention function, on
-the last columns of its own mask. Attention to the remaining keys is exact.
+The sum grows with every dropped key, and the oldest keys have faded most, so each head drops its oldest keys. Heads
+that retain similar numbers of keys share tensors. Attention runs once for each such group, with the attention function
+of the model and the last columns of its mask. Attention to the remaining keys is exact.
 
-It is even more accurate than with a full cache. The float32 `c` loses resolution as it decreases (0.008 at -1e5), but
-softmax is invariant to a constant added to all keys of a head, so pruning resets the `c` of the last token to 0.
+It is even more accurate than with a full cache. The float32 `c` loses resolution as it decreases (0.008 at -1e5).
+Softmax is invariant to a constant added to the logits of all keys of a head, so pruning resets the `c` of the last
+token to 0.
 
-**The bound `U`.** `logit_bound="weights"` depends on the weights only and holds for every input. With QK-norm each
-head's queries and keys have norm at most `sqrt(D)` before the norm's weights, and `U = scale * D * max_d |w_q w_k|_d`
-is small. Without QK-norm, the input norm and the largest singular values of the projections give a bound so large
-(several hundred) that hardly anything is dropped. `logit_bound="observed"` is 1.25 times the largest
-`scale * |q| * |k|` that the cache has seen. A later query may exceed it, so the cache keeps measuring: `lost_weight`
-is the bound that (1) proves for all queries so far, and a warning is logged if it exceeds the tolerance.
+**The bound `U`.** With `logit_bound="weights"`, it depends on the weights only and is valid for every input. Under
+QK-norm, the queries and keys of a head have norm at most `sqrt(D)` before they are multiplied by the norm weights, and
+`U = scale * D * max_d |w_q w_k|_d` is small. Without QK-norm, the bound follows from the input norm and the largest
+singular values of the projections. It is so large (several hundred) that hardly any token is dropped. With
+`logit_bound="observed"`, `U` is 1.25 times the largest `scale * |q| * |k|` of the queries and keys so far. A later
+query may exceed it, so the cache continues to measure: `lost_weight` is the bound that (1) proves for all queries so
+far. A warning is logged if it exceeds the tolerance.
 """
 
 import math
@@ -52,17 +55,18 @@ from .state_fox import DynamicShiftLayer
 
 logger = logging.get_logger(__name__)
 
-# Safety factor: logits up to 25 % above the observed ones respect the tolerance. It costs exp(U / 2) of the budget.
+# Safety factor of logit_bound="observed". The tolerance holds for logits up to 25 % above the largest observed one, U.
+# In exchange, the left side of (1) must be smaller by a factor of exp(U / 2).
 HEADROOM = 1.25
 
 
 @torch.no_grad()
 def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
-    """Return the input-independent bound U of each query head, (Hq,) fp32 (see above).
+    """Return the bound U of each query head that holds for every input, (Hq,) fp32.
 
     Raises:
-        ValueError: a projection without QK-norm is not a plain linear layer (LoRA, quantization), or the weights of
-            QK-norm are not available.
+        ValueError: the weights of QK-norm are not available; or, without QK-norm, a projection is not a plain linear
+            layer, because of LoRA or quantization.
     """
     attention = decoder_layer.self_attn
     config, head_dim = attention.config, attention.head_dim
@@ -82,7 +86,7 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
                 'bound the logits. Merge the adapter, or use logit_bound="observed".'
             )
         weight = projection.weight.float() * decoder_layer.input_layernorm.weight.float()
-        weight = weight.view(-1, head_dim, config.hidden_size)  # (H, D, hidden), of an input of norm sqrt(hidden)
+        weight = weight.view(-1, head_dim, config.hidden_size)  # (H, D, hidden); the norm of the input is sqrt(hidden)
         norm = torch.linalg.eigvalsh(weight @ weight.mT)[:, -1].clamp(min=0).sqrt() * config.hidden_size**0.5
         if projection.bias is not None:
             norm = norm + projection.bias.float().view(-1, head_dim).norm(dim=1)
@@ -92,10 +96,10 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
 
 
 class HeadGroup:
-    """Key heads that share tensors: keys and values, (B, h, capacity, D').
+    """A group of key heads whose keys and values are stored in two tensors, (B, h, capacity, D').
 
-    heads: indices of the key heads.
-    dropped: number of dropped tokens of each head.
+    heads: indices of the h key heads in the group.
+    dropped: number of tokens that each of these heads has dropped.
     """
 
     def __init__(self, heads: list[int], dropped: list[int], like: torch.Tensor, capacity: int, queries_per_key: int):
@@ -104,13 +108,14 @@ class HeadGroup:
         self.key_heads = torch.tensor(heads, device=like.device)
         queries = self.key_heads[:, None] * queries_per_key + torch.arange(queries_per_key, device=like.device)
         self.query_heads = queries.flatten()
-        self.first = torch.tensor(dropped, device=like.device)[:, None]  # index of the token in the first slot, (h, 1)
+        self.first = torch.tensor(dropped, device=like.device)[:, None]  # position of the first slot, (h, 1)
 
 
 def group_heads(available, needed, short):
-    """Split heads into groups that share a length: [(length, heads), ...], longest first.
+    """Split heads into groups that retain the same number of tokens: [(tokens, heads), ...], largest first.
 
-    A head may retain more than it needs, but at most twice as much, or `short` tokens, and no more than `available`.
+    A head needs to retain `needed` tokens. In its group it may retain more, but no more than `available`, and no more
+    than the larger of 2 * needed and `short`.
 
     >>> group_heads(available=[1000, 1000, 40, 1000], needed=[900, 30, 40, 500], short=16)
     [(900, [0, 3]), (40, [1, 2])]
@@ -125,35 +130,39 @@ def group_heads(available, needed, short):
 
 
 class PrunedLayer(DynamicLayer):
-    """One layer of a `PrunedCache`. `groups` store all tokens; `keys` and `values` the last one, and its key stores c.
+    """One layer of a `PrunedCache`.
 
+    `groups` store all retained tokens. `keys` and `values` store the last token only, whose key contains the latest c.
     The layer is pruned before a call if `prune_every` tokens have been added since the last pruning. The c of the last
-    cached token then bounds c of every later query.
+    cached token is then an upper bound of the c of every later query.
     """
+
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, attention, logit_bound, tolerance, prune_every):
         super().__init__()
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self.queries_per_key, self.gates_per_key = attention.num_key_value_groups, attention.gates_per_key
         self.kv_heads = attention.config.num_key_value_heads
-        self.marker = self.head_dim + GATE_PARTS * self.gates_per_key  # a constant column of every folded key
-        self.weight_bound = logit_bound  # (Hq,), or None: observe queries and keys
+        self.marker = self.head_dim + GATE_PARTS * self.gates_per_key  # a column that is constant in all folded keys
+        self.weight_bound = logit_bound  # (Hq,); None with logit_bound="observed"
         self.log_tolerance = math.log(tolerance) if tolerance else -math.inf
         self.prune_every = prune_every
         self._clear()
 
     def _clear(self):
         self.groups: list[HeadGroup] = []
-        self.order = None  # index of each query head of the model within all groups; None for a single group
+        self.order = None  # index of each query head in the concatenated groups; None for one group
         self.length: int | torch.Tensor = 0  # tokens seen
-        self.dropped_at = 0  # `length` when tokens were dropped last; `crop` cannot go back further
-        self.pruned_at = 0  # `length` at the last pruning, whether or not it dropped tokens
+        self.dropped_at = 0  # `length` when tokens were last dropped; `crop` cannot return to fewer tokens
+        self.pruned_at = 0  # `length` at the last pruning, even if it dropped no token
         self.log_lost = None  # log of the left side of (1) at the last pruning, (B, Hkv, G, 1), fp64
-        self.worst = -math.inf  # log of the largest weight that a query may have lost before the last pruning
+        self.worst = -math.inf  # log of the bound on lost weight before the last pruning
         self.largest_query = self.largest_key = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append tokens, (B, Hkv, T, D'), and return only these; `attend` reads the others from `groups`."""
+        """Append new tokens, (B, Hkv, T, D'), and return only these: `attend` reads all tokens from `groups`."""
         width = folded_width(self.head_dim, self.gates_per_key, key_states.device)
         if key_states.shape[1] != self.kv_heads or key_states.shape[3] != width:
             raise ValueError(
@@ -182,7 +191,7 @@ class PrunedLayer(DynamicLayer):
         self.order = torch.cat([group.query_heads for group in groups]).argsort() if len(groups) > 1 else None
 
     def _append(self, group, keys, values):
-        """Append tokens of the group's heads, (B, h, T, D'); if full, grow."""
+        """Append new tokens to a group, (B, h, T, D'), and increase its capacity if necessary."""
         end = self.length - group.dropped[0]
         begin = end - keys.shape[2]
         if end > group.keys.shape[2]:
@@ -192,9 +201,9 @@ class PrunedLayer(DynamicLayer):
         group.values[:, :, begin:end] = values
 
     def attend(self, attention_function, module, query, key, value, attention_mask, **kwargs):
-        """Run the attention function on all tokens in the cache; the output is exact up to the tolerance.
+        """Return output and weights of the attention function for the tokens in the cache.
 
-        Dropped tokens have weight 0 if the function returns weights.
+        Weights are None if the function does not return them or the cache is static. A dropped token has weight 0.
         """
         if attention_mask is not None and not isinstance(attention_mask, torch.Tensor | VisibleKeys):
             raise NotImplementedError(
@@ -216,7 +225,7 @@ class PrunedLayer(DynamicLayer):
         return torch.cat(outputs, 2)[:, :, self.order], torch.cat(weights, 1)[:, self.order] if weights else None
 
     def _read(self, group, tokens, mask):
-        """Return keys and values of a group, and the part of the mask for them."""
+        """Return the keys and values of a group, and the columns of the mask for these keys."""
         length = self.length - group.dropped[0]
         if mask is not None:
             mask = mask.last(length) if isinstance(mask, VisibleKeys) else mask[..., self.length - length :]
@@ -231,17 +240,17 @@ class PrunedLayer(DynamicLayer):
         self.largest_key.copy_(torch.maximum(self.largest_key, norms[1]))
 
     def _decay(self, keys, heads):
-        """Return c of folded keys (B, h, n, D'), since the last pruning: (B, h, G, n) fp64."""
+        """Return c since the last pruning, (B, h, G, n) fp64, from folded keys, (B, h, n, D')."""
         c = unfold_decay(keys, self.head_dim, self.gates_per_key, self.scaling)
         return c.unflatten(1, (heads, self.gates_per_key)).double()
 
     def _fold(self, keys, c):
-        """Refold keys, (B, h, n, D'), with another c, (B, h, G, n)."""
+        """Replace the c in folded keys, (B, h, n, D'), by another c, (B, h, G, n)."""
         folded = fold_keys(keys[..., : self.head_dim], c.float().flatten(1, 2), self.scaling)
         return torch.cat([folded[..., : self.marker], keys[..., self.marker :]], dim=-1)
 
     def logit_bound(self):
-        """Return U of each gate, (Hkv, G), from the weights or from the observed queries and keys."""
+        """Return the bound U of each gate, (Hkv, G), from the weights or from the observed queries and keys."""
         bound = self.weight_bound
         if bound is None:
             assert self.largest_query is not None and self.largest_key is not None
@@ -249,13 +258,13 @@ class PrunedLayer(DynamicLayer):
         return bound.view(self.kv_heads, self.gates_per_key, -1).amax(2).double()
 
     def make_room(self, tokens: int) -> None:
-        """Prune before a call of `tokens` tokens, if it is due."""
+        """Prune before a call of `tokens` tokens, if `prune_every` tokens have been added since the last pruning."""
         if int(self.length) - self.pruned_at >= self.prune_every:
             self.prune(tokens)
 
     @torch.no_grad()
     def prune(self, tokens: int = 0) -> None:
-        """Drop the tokens that (1) allows, the same number in all rows, and reset c to 0.
+        """Drop the tokens that (1) allows, the same number in all rows of the batch, and reset the latest c to 0.
 
         tokens: number of tokens that the next call will add.
         """
@@ -271,7 +280,7 @@ class PrunedLayer(DynamicLayer):
         for group in self.groups:
             c = self._decay(group.keys, len(group.heads)) - now[:, group.key_heads]  # (B, h, G, capacity)
             lost = torch.logaddexp(self.log_lost[:, group.key_heads], (-c).logcumsumexp(-1))
-            # never the last token, and therefore no free slot
+            # False for the last token, and therefore for free slots
             droppable = lost + 2 * bound[group.key_heads][..., None] <= self.log_tolerance
             counts = droppable.sum(-1).amin((0, 2)).tolist()
             for i, (head, dropped, count) in enumerate(zip(group.heads, group.dropped, counts)):
@@ -295,18 +304,18 @@ class PrunedLayer(DynamicLayer):
         self._set_groups(groups)
         if self.weight_bound is None and self.worst > self.log_tolerance:
             logger.warning_once(
-                f"queries or keys exceeded {HEADROOM} times the largest ones seen when a PrunedCache dropped tokens: the "
-                "lost attention weight may exceed the tolerance. See cache.lost_weight for its bound, or use a smaller "
-                "tolerance."
+                f"queries or keys exceeded {HEADROOM} times the largest ones before a PrunedCache dropped tokens, so "
+                "the lost attention weight may exceed the tolerance. Use a smaller tolerance. cache.lost_weight is a "
+                "bound on the lost weight."
             )
 
     def _plan(self, available, needed, tokens):
-        """Return the capacity of each new group, and how many tokens each of its heads retains."""
+        """Return for each new group its capacity and {head: number of tokens that it retains}."""
         groups = group_heads(available, needed, short=self.prune_every)
         return [(self._capacity(length), dict.fromkeys(heads, length)) for length, heads in groups]
 
     def log_lost_weight(self):
-        """Return the log of a bound on the attention weight that any query has lost so far."""
+        """Return the log of `PrunedCache.lost_weight` for this layer."""
         if self.log_lost is None:
             return self.worst
         return max(self.worst, (self.log_lost[..., 0] + 2 * self.logit_bound().to(self.device)).max().item())
@@ -320,12 +329,11 @@ class PrunedLayer(DynamicLayer):
         return self.length
 
     def crop(self, tokens_to_remove: int) -> None:
-        removed = abs(int(tokens_to_remove))  # 5.17 gives a tensor
+        removed = abs(int(tokens_to_remove))  # transformers 5.17 passes a tensor
         if removed and self.length - removed < self.dropped_at:
             raise ValueError(
-                f"crop must leave at least {self.dropped_at} tokens, after which the cache was pruned, because earlier "
-                f"queries may need the dropped tokens; {removed} of {self.length} cannot be taken back. Crop less, or use "
-                "a DynamicCache."
+                f"crop must leave at least {self.dropped_at} tokens, the number when tokens were last dropped, got "
+                f"{self.length} - {removed}. Crop fewer tokens, or use a DynamicCache."
             )
         super().crop(tokens_to_remove)
         if not removed or not self.is_initialized:
@@ -358,15 +366,15 @@ class PrunedLayer(DynamicLayer):
 
 
 class PrunedHybridLayer(PrunedLayer, DynamicShiftLayer):
-    """A pruned layer with the state of a token shift."""
+    """A `PrunedLayer` that also stores the state of the token shift."""
 
 
 class StaticPrunedLayer(PrunedLayer):
     """A `PrunedLayer` whose tensors have constant shapes and addresses, like a `StaticLayer` of transformers.
 
-    A step writes at an index that only the device knows. Free slots and padding have 0 in the column `marker` of their
-    keys, which hides them. A group of heads has `max_cache_len` slots, or a half, a quarter, ... of it. Heads stay in
-    their group as long as they fit, unless other groups save a quarter of the memory, so shapes seldom change.
+    The index of the next slot is a tensor on the device. Keys of free slots and of padding contain 0 in the column
+    `marker`, which masks them. A group of heads has `max_cache_len` slots, or a half, a quarter, ... of them. Pruning
+    changes the groups only if a head no longer fits or new groups save a quarter of the memory.
     """
 
     is_compileable = True
@@ -400,7 +408,7 @@ class StaticPrunedLayer(PrunedLayer):
                 getattr(old, name).copy_(getattr(new, name))
 
     def _slots(self, group, tokens):
-        """Return indices of the heads, (h, 1), and of the slots of the last tokens, (h, T)."""
+        """Return the indices of the heads, (h, 1), and of the slots of the last `tokens` tokens, (h, T)."""
         slots = self.length - tokens - group.first + torch.arange(tokens, device=self.device)
         return torch.arange(len(group.heads), device=self.device)[:, None], slots
 
@@ -412,10 +420,10 @@ class StaticPrunedLayer(PrunedLayer):
     def attend(self, attention_function, module, query, key, value, attention_mask, **kwargs):
         if attention_function not in (eager_attention_forward, sdpa_attention_forward, sdpa_without_cudnn):
             raise NotImplementedError(
-                "a PrunedCache with max_cache_len supports the attention implementations 'sdpa' and 'eager' only: "
-                "model.set_attn_implementation('sdpa')."
+                "a PrunedCache with max_cache_len supports the attention implementations 'sdpa' and 'eager' only. "
+                "Call model.set_attn_implementation('sdpa')."
             )
-        if attention_mask is not None:  # of the new tokens alone; a key that no query sees is padding
+        if attention_mask is not None:  # for the new tokens only; a key that is masked for all queries is padding
             visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask > MASKED
             real = visible.any(2)  # (B, 1, T)
             for group in self.groups:
@@ -462,40 +470,41 @@ class StaticPrunedLayer(PrunedLayer):
 
 
 class StaticPrunedHybridLayer(StaticPrunedLayer, LinearAttentionAndFullAttentionLayer):
-    """A static pruned layer with the state of a token shift, which transformers updates in place."""
+    """A `StaticPrunedLayer` that also stores the state of the token shift, which transformers updates in place."""
 
 
 def mark_static(*tensors):
-    """Promise that these tensors keep their addresses, so that CUDA graphs may write to them."""
+    """Declare that these tensors will keep their addresses, so that CUDA graphs may write to them."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.mark_static_address(tensor)
 
 
 class PrunedCache(Cache):
-    """A dynamic cache that drops the tokens that a FoX has faded. See the theorem at the top of this file::
+    """A cache that drops the tokens whose weight the forget gates of a FoX have faded below a tolerance::
 
         cache = PrunedCache(model, tolerance=1e-4)
         model.generate(**inputs, cache=cache)
         cache.dropped
 
-    Beam search is supported, and the cache can be cropped back to the last pruning. A long prompt is pruned during
-    prefill if it is chunked, `generate(..., prefill_chunk_size=1024)`; otherwise the first generated token prunes it.
+    The error bound is proven at the top of this file. Beam search is supported. `crop` can remove the tokens that were
+    added since tokens were last dropped. Chunked prefill, `generate(..., prefill_chunk_size=1024)`, prunes a long
+    prompt while it is read; otherwise the prompt is pruned before the first generated token is added.
 
     With `max_cache_len`, the cache is static: its tensors have constant shapes, so `generate` compiles the decoding
     step on a GPU, as with a `StaticCache`. It requires SDPA or eager attention, cannot be cropped, and does not return
-    attention weights. A step that you compile yourself does not prune: call `prune()` after every `prune_every` steps.
+    attention weights. Code that you compile yourself does not prune: call `prune()` after every `prune_every` steps.
 
     Args:
         model: the FoX that uses the cache, with or without a head.
-        tolerance: attention weight that a query may lose per layer and head, at least 0 and below 1. 0 drops nothing.
-            Default: e^log_pruning_tolerance of the model's configuration, 4.5e-5 by default.
-        logit_bound: "weights" for a bound that holds for every input, or "observed", recommended for models without
-            QK-norm.
+        tolerance: attention weight that a query may lose in each layer and head, at least 0 and below 1. 0 drops
+            nothing. Default: exp(config.log_pruning_tolerance), 4.5e-5 with the default configuration.
+        logit_bound: "weights" for a bound from the weights, which holds for every input, or "observed" for a bound
+            from the queries and keys so far, which drops more tokens in models without QK-norm.
         prune_every: number of tokens between two prunings. Pruning copies the remaining tokens, and every head stores
             up to `prune_every` tokens more than it needs.
-        max_cache_len: number of tokens that a head of a static cache can store, preferably a multiple of 1024, because
-            heads that forget store a half, a quarter, ... of it. Default None: the cache grows.
+        max_cache_len: number of tokens that a head of a static cache can store. Choose a multiple of 1024, because
+            heads that forget quickly use a half, a quarter, ... of it. Default None: a dynamic cache.
 
     Raises:
         ValueError: the model is not a FoX or has no forget gate, or an argument is out of its range.
@@ -516,25 +525,25 @@ class PrunedCache(Cache):
         decoder_layers = [module for module in modules if isinstance(module, FoxDecoderLayer)]
         if not decoder_layers:
             raise ValueError(
-                f"{type(model).__name__} is not a FoX of hf_longctx, whose forget gates a PrunedCache needs. Use "
-                "DynamicCache, or load a FoX after `import hf_longctx`."
+                f"`model` must be a FoX of hf_longctx, got {type(model).__name__}. Use a DynamicCache, or load a FoX "
+                "after `import hf_longctx`."
             )
         attentions = [layer.self_attn for layer in decoder_layers]
         config = attentions[0].config
         if config.forget_gate == "none":
             raise ValueError(
-                'forget_gate is "none": this model forgets nothing. Use DynamicCache(config=model.config).'
+                'a PrunedCache requires forget gates, got forget_gate="none". Use DynamicCache(config=model.config).'
             )
         if config.sliding_window is not None:
             raise NotImplementedError(
-                f"the sliding window of {config.sliding_window} tokens bounds the cache already. "
-                "Use DynamicCache(config=model.config)."
+                f"a PrunedCache does not support a sliding window, got sliding_window={config.sliding_window}. Use "
+                "DynamicCache(config=model.config), which stores only the tokens in the window."
             )
         if tolerance is None:
             if config.log_pruning_tolerance is None:
                 raise ValueError(
-                    "the configuration disables pruning, log_pruning_tolerance=None. Pass a tolerance, or use "
-                    "DynamicCache(config=model.config)."
+                    "the configuration of the model disables pruning (log_pruning_tolerance=None). Pass a tolerance, "
+                    "or use DynamicCache(config=model.config)."
                 )
             tolerance = math.exp(config.log_pruning_tolerance)
         if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
@@ -553,24 +562,24 @@ class PrunedCache(Cache):
         super().__init__(layers=[kind(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
 
     def make_room(self, tokens: int) -> None:
-        """Prune the layers that are due, before a call of `tokens` tokens that is not being compiled."""
+        """Prune the layers that are due, before a call of `tokens` tokens. Do nothing during compilation."""
         if not torch.compiler.is_compiling():
             for layer in self.layers:
                 layer.make_room(tokens)
 
     def prune(self) -> None:
-        """Drop all tokens that can be dropped now, e.g. after a long prompt or between compiled steps."""
+        """Drop all tokens that can be dropped now. Call it after a long prompt, or between compiled steps."""
         for layer in self.layers:
             layer.prune()
 
     @property
     def dropped(self) -> torch.Tensor:
-        """Number of dropped tokens of each head of each layer, (layers, Hkv), of `get_seq_length()`."""
+        """Number of tokens that each key head of each layer has dropped, (layers, Hkv), out of `get_seq_length()`."""
         return torch.stack([layer.dropped() for layer in self.layers])
 
     @property
     def lost_weight(self) -> float:
-        """A proven bound on the attention weight that any query has lost so far in any layer and head."""
+        """A proven upper bound of the attention weight that a query has lost so far in a layer and head."""
         return math.exp(max(layer.log_lost_weight() for layer in self.layers))
 
 

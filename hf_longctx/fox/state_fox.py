@@ -7,7 +7,7 @@ together with the keys.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -267,6 +267,6 @@ class CachedLayer:
         )
 
 
-def drops_tokens(cache) -> bool:
+def drops_tokens(cache) -> TypeGuard[Cache]:
     """Return whether a cache's layers run the attention function themselves, as in a `PrunedCache`."""
     return cache is not None and any(hasattr(layer, "attend") for layer in cache.layers)

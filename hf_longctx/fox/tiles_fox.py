@@ -1,4 +1,4 @@
-"""Tile sizes of the Triton kernels: one table, keyed by device and head size. scripts/bench/gpu/tune.py tunes it."""
+"""Tile sizes of the Triton kernels for each GPU generation and head_dim, tuned by scripts/bench/gpu/tune.py."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ import torch
 class Tile(NamedTuple):
     """Launch parameters of one kernel: query rows and keys per block, warps, and pipeline stages.
 
-    products: whether tensor cores add the decay and sum the weights in the forward pass if the logits are bounded.
+    products: whether the tensor cores add the decay and sum the weights, in a forward pass with bounded logits.
     """
 
     BM: int
@@ -19,7 +19,7 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One Tile per kernel."""
+    """The tile of each kernel."""
 
     forward: Tile
     dq: Tile
@@ -27,12 +27,13 @@ class Tiles(NamedTuple):
     decode: Tile
 
 
-OLDEST_GPU = 80  # compute capability 8.0, the first for which there are tile sizes
-DECODE_ROWS = 16  # maximum number of queries for the split-KV kernel, without gradients
+OLDEST_GPU = 80  # compute capability 8.0, the lowest that the kernels support
+DECODE_ROWS = 16  # maximum number of queries of the split-KV kernel
 
-# TILES[capability, bytes per element][smallest power of two >= head_dim]. Chosen from compiled resources: almost no
-# spills in the unmasked loops, 16 or more rows of the score block per warp, shared memory within the device's limit.
-# For 9.0, head_dim=64 and 128, except decoding, they were the fastest correct ones on an H200 at 16384 tokens.
+# TILES[capability, bytes per element][smallest power of two >= head_dim]. The sizes were chosen from the resources of
+# the compiled kernels: almost no spills in the unmasked loops, at least 16 rows of logits per warp, and shared memory
+# within the device's limit. For capability 9.0 and head_dim=64 or 128, the sizes for training and prefill were the
+# fastest correct ones on an H200 at 16384 tokens.
 TILES: dict[tuple[int, int], dict[int, Tiles]] = {
     (80, 2): {
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
@@ -40,7 +41,7 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
         128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(32, 64, 8, 2), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
     },
-    (86, 2): {  # 8.6, 8.9: 99 KiB of shared memory per block
+    (86, 2): {  # also for 8.9: both have 99 KiB of shared memory per block
         32: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3), Tile(16, 64, 4, 3)),
         64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 64, 8, 2), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(128, 32, 8, 3), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2), Tile(16, 32, 4, 3)),
@@ -52,21 +53,21 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
         128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 3)),
     },
-    (100, 2): {  # with 64 keys of 256 dimensions, the dk/dv pass no longer fits tensor memory and compiles to a trap
+    (100, 2): {  # 64 keys of 256 dimensions exceed the tensor memory in the dk/dv pass, which then compiles to a trap
         32: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
     },
-    # fp32 is for tests: one product is three tf32 products (`dot`) of operands split in registers, which spills. At
-    # head_dim=64, dk/dv with 8 warps, 8 keys each, were wrong on an H200 (Triton 3.6).
+    # fp32 is meant for tests. `dot` computes three tf32 products of operands that are split in registers, which spill.
+    # For head_dim=64, a dk/dv pass with 8 warps of 8 keys each returned wrong gradients on an H200 (Triton 3.6).
     (80, 4): {
         32: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
         64: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
         128: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 2)),
         256: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),
     },
-    # the interpreter: several blocks even in a small test
+    # the interpreter; small tiles, so that small tests have several blocks
     (0, 2): dict.fromkeys(
         (32, 64, 128, 256), Tiles(Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
     ),
@@ -77,32 +78,35 @@ for rows in TILES.values():
 
 
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
-    """Return the key of `TILES` for a capability such as 90, or the nearest lower one; 12.x has 8.6's memory."""
+    """Return the key of `TILES` for a capability such as 90, or for the nearest lower one.
+
+    12.x uses the tiles of 8.6, because it has as much shared memory.
+    """
     memory = 86 if capability >= 120 else capability
     return max(
         [key for key in TILES if key[1] == itemsize and key[0] <= memory]
-    )  # torch 2.11 does not compile generators
+    )  # a list, because PyTorch 2.11 does not compile generators
 
 
 def capability_of(device: torch.device) -> int:
-    """Return 90 for compute capability 9.0, and 0 for a CPU, which runs the interpreter."""
+    """Return the compute capability times 10, or 0 for a CPU, which runs the interpreter."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 
 
 def tiles_for(device: torch.device, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Return the tile sizes of a launch."""
+    """Return the tile of each kernel for this device, head_dim and dtype."""
     return TILES[nearest_key(capability_of(device), dtype.itemsize)][padded(head_dim)]
 
 
 def prune_blocks(tiles: Tiles) -> tuple[int, int]:
-    """Return the numbers of queries and keys that are pruned together, except in decoding.
+    """Return the block size of pruning, (queries, keys), for training and prefill.
 
-    They are whole blocks of every kernel, so pruning does not need masks.
+    It is a multiple of the block size of each kernel, so pruning does not add masked blocks.
     """
     return tuple(max(sizes) for sizes in zip(*(tile[:2] for tile in tiles[:3])))
 
 
 def padded(head_dim: int) -> int:
-    """Return the smallest power of two, at least 16, that holds a head."""
+    """Round head_dim up to a power of two of at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())

@@ -1,8 +1,8 @@
 """Launchers and gradients for the Triton kernels of kernels_fox.py.
 
-Under tracing, the launchers are custom operators. Three functions call them, with checked inputs: `triton_attention`
-starts from log f, `attention_from_sums` from its float64 cumulative sum, and `triton_decode` from the parts of the
-cumulative sum in the keys of a cache.
+Under tracing, the launchers run as custom operators. Three functions compute attention, and leave the checks of their
+arguments to the caller: `triton_attention` from log f, `attention_from_sums` from the float64 cumulative sum of log f,
+and `triton_decode` from the cumulative sum that is stored in cached keys.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ from .tiles_fox import DECODE_ROWS, OLDEST_GPU, Tile, capability_of, padded, pru
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MASKED_KEYS = 32  # keys processed at a time in blocks that not all queries of a program see
-SUM_TILE = Tile(1024, 1, 4, 1)  # cumulative sum: keys processed at a time
+MASKED_KEYS = 32  # number of keys processed at a time in masked blocks
+SUM_TILE = Tile(1024, 1, 4, 1)  # for the cumulative sum, 1024 keys at a time
 
 
-# --- launchers: each allocates its outputs and calls its kernels -----------------------------------------------------
+# --- launchers: each one allocates its outputs and runs its kernels --------------------------------------------------
 
 
 def _on(device: torch.device):
@@ -51,23 +51,23 @@ def _on(device: torch.device):
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; 4 for the interpreter."""
+    """Return the number of multiprocessors of a GPU, or 4 for a CPU, which runs the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def blocks_of(size: int, n: int) -> int:
-    """Return ceil(n / size); triton.cdiv is several times slower on the host."""
+    """Return ceil(n / size). It is several times faster on the host than triton.cdiv."""
     return -(-n // size)
 
 
 def launch_options(tile: Tile) -> dict:
-    # Triton 3.10 disables the fusion of products and sums by default, which costs an instruction per logit. Inductor
-    # knows the other two options only, so the kernels will then have to set it.
+    # By default, Triton 3.10 does not fuse products with sums, which costs an instruction per logit. Inductor supports
+    # the other two options only, so with Triton 3.10 the kernels themselves will have to set `enable_fp_fusion`.
     return dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
 
 
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
-    """Run a kernel, whose first argument is a tensor, or add it to the graph of AOTAutograd."""
+    """Run a kernel whose first argument is a tensor, or add it to the graph of AOTAutograd under tracing."""
     if isinstance(args[0], FunctionalTensor):
         kernel = library.wrap_triton(kernel)
     elif isinstance(args[0], FakeTensor) or args[0].is_meta:
@@ -76,23 +76,23 @@ def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    """Return batch, head and row strides of each tensor, (B, H, T, ...)."""
+    """Return the batch, head and row strides of each tensor, (B, H, T, ...)."""
     return tuple(s for x in tensors for s in x.stride()[:3])
 
 
 def _unit(*tensors: Tensor) -> int:
-    """Return the number of elements in 16 bytes if all strides are multiples of it, else 1."""
+    """Return the number of elements in 16 bytes if it divides all strides of `_strides`, else 1."""
     unit = 16 // tensors[0].itemsize
     return 1 if any(s % unit for s in _strides(*tensors)) else unit
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return x, or a copy with contiguous rows if offsets in a block of 128 rows exceed 32 bits."""
+    """Return x, or a contiguous copy if its rows are strided or offsets within 128 rows exceed 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 
 
 def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, int]:
-    """Return the rows' bounds (B or 1, H or 1, T) and the strides that broadcast them over batch and heads."""
+    """Return `key_start` or `query_end`, (B or 1, H or 1, T), with the strides that broadcast it to B and H."""
     if bound is None:
         return None, 0, 0
     bound = bound.contiguous()
@@ -101,7 +101,7 @@ def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, in
 
 
 def _empty_output(q: Tensor) -> Tensor:
-    """Allocate (B, H, T, D) in memory order (B, T, H, D), so that projections read it without a copy."""
+    """Allocate (B, H, T, D) in the memory order (B, T, H, D), so that projections read it without a copy."""
     B, H, T, D = q.shape
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -126,7 +126,7 @@ def _running_sum(log_f, query_end, dc, result):
 
 
 def split_sum(c: Tensor, block: int, scale: float | None = None):
-    """Convert the float64 cumulative sum, (B, H, T), to the format of the kernels; see `split_sum_kernel`."""
+    """Convert a float64 cumulative sum, (B, H, T), to c, e, d, g of `split_sum_kernel`. Without scale, g is None."""
     B, H, T = c.shape
     sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
     parts = None if scale is None else c.new_empty(B, H, T, 16, dtype=torch.bfloat16)
@@ -151,7 +151,7 @@ def launch_prune(
     bound_scale: float,
     tolerance: float,
 ) -> Tensor:
-    """Return the first key that each row reads, (B, Hq, Tq) int32."""
+    """Return the first key that each query must read after pruning, (B, Hq, Tq) int32. See `prune_kernel`."""
     B, Hkv, G, Tk, parts = gates.shape
     key_start, *s_start = _bound(key_start, B, Hkv * G)
     kept, rows = gates.new_empty(B, Hkv * G, Tq, dtype=torch.int32), B * Hkv * G * Tq
@@ -251,7 +251,7 @@ def launch_decode(
     G = Hq // Hkv
     tile = tiles_for(q.device, D, q.dtype).decode
     rows = blocks_of(tile.BM, G * Tq) * B * Hkv
-    # as many programs as run concurrently: one more would double the time
+    # at most as many programs as run concurrently, because one more would double the time
     n_split = min(max(1, 2 * processors(q.device) // max(1, rows)), blocks_of(tile.BN, Tk))
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
@@ -279,7 +279,7 @@ def launch_decode(
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Return whether a call has to be an operator: torch traces it, or a tensor is not a plain view of its memory."""
+    """Return whether to call the custom operator: PyTorch traces the call, or a tensor does not own plain memory."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -290,33 +290,34 @@ def is_traced(*tensors: Tensor) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    virtual = x.is_meta or x.is_neg() or x._is_zerotensor()  # without data, or with -1 or 0 for a factor
-    # `is_grads_batched` uses its own vmap, which is not a functorch transform
+    virtual = x.is_meta or x.is_neg() or x._is_zerotensor()  # without data, or with a pending factor of -1 or 0
+    # The vmap of `is_grads_batched` is not a functorch transform.
     return type(x) in (Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
 
 
 if triton is not None:
-    # Remote code may be imported alongside the installed package, so each copy has its own operator namespace.
+    # Remote code may be imported alongside the installed package, so each of the two has its own operator namespace.
     _SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
-    # Inductor launches the kernels of a `triton_op` directly; only Python can run interpreted ones.
+    # Inductor launches the kernels of a `triton_op` directly, which does not work in the interpreter.
     _define = library.custom_op if INTERPRETED.value else library.triton_op
 
     def _operator(launcher, backward=None, save=None):
-        """Register a launcher as an operator, and return a function that calls the operator only if it is traced.
+        """Register a launcher as a custom operator, and return a function that calls it only if `is_traced`.
 
-        An operator has more host overhead than its launcher: three times as much with gradients.
+        Otherwise the function calls the launcher. An operator has more host overhead: three times as much with
+        gradients.
 
         Args:
-            backward, save: the backward pass and `setup_context` of a torch.autograd.Function.
+            backward, save: `backward` and `setup_context` as in torch.autograd.Function.
         """
         name = launcher.__name__.replace("launch", "fox")
         operator = _define(f"{_SPACE}::{name}", launcher, mutates_args=())
         operator.register_fake(launcher)
-        differentiable = operator  # without a backward pass, differentiation raises
+        differentiable = operator  # differentiation raises if there is no backward pass
         if backward is not None and save is not None:
             operator.register_autograd(backward, setup_context=save)
 
-            def forward(ctx, *args):  # a separate `setup_context` binds its arguments in each call
+            def forward(ctx, *args):  # faster than a separate `setup_context`, which binds its arguments in each call
                 output = launcher(*args)
                 save(ctx, args, output)
                 return output
@@ -352,28 +353,28 @@ if triton is not None:
     fox_decode = _operator(launch_decode)
 
 
-# --- attention of checked inputs -------------------------------------------------------------------------------------
+# --- attention; the caller has checked the arguments -----------------------------------------------------------------
 
 
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
-    """Return the exception to raise for this head size, dtype and device; None if the kernels support them."""
+    """Return None if the kernels support this head_dim, dtype and device, else the exception to raise."""
     if triton is None:
-        return ImportError("The Triton kernels of forgetting attention need triton: pip install triton.")
+        return ImportError("the kernels of forgetting attention require Triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         return NotImplementedError(
-            f"head_dim must be 1 to {MAX_HEAD_DIM} for the Triton kernels, got head size {head_dim}. Use another backend."
+            f"head_dim must be 1 to {MAX_HEAD_DIM} for the Triton kernels, got {head_dim}. Use another backend."
         )
     if dtype not in (None, *DTYPES):
-        return NotImplementedError(f"q, k, v must be bfloat16, float16 or float32 for the kernels, got {dtype}.")
+        return NotImplementedError(f"q, k and v must be bfloat16, float16 or float32 for Triton, got {dtype}.")
     if device is not None and device.type == "cuda":
         if torch.version.hip is not None:
             return NotImplementedError(
-                f"the kernels do not support AMD GPUs (ROCm {torch.version.hip}). Use another backend."
+                f"the Triton kernels do not support AMD GPUs (ROCm {torch.version.hip}). Use another backend."
             )
         if (capability := capability_of(device)) < OLDEST_GPU:
             return NotImplementedError(
-                f"the kernels need compute capability {OLDEST_GPU / 10} (Ampere) or later, got compute capability "
-                f"{capability / 10}. Use another backend."
+                f"the Triton kernels require compute capability {OLDEST_GPU / 10} (Ampere) or later, got compute "
+                f"capability {capability / 10}. Use another backend."
             )
     elif device is not None and not (INTERPRETED.value and device.type == "cpu"):
         return ValueError(
@@ -384,12 +385,12 @@ def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.devic
 
 
 def needs_grad(*tensors: Tensor) -> bool:
-    """Return True if a backward pass may follow."""
+    """Return whether gradients are enabled and a tensor requires them."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def is_decoding(*tensors: Tensor) -> bool:
-    """Return True if the split-KV kernel supports a call: up to 16 queries (the first tensor) without gradients."""
+    """Return whether the split-KV kernel supports a call: at most 16 queries (first tensor), and no gradients."""
     return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad(*tensors)
 
 
@@ -397,28 +398,29 @@ def _refuse_tangents(*tensors: Tensor) -> None:
     """Raise in forward-mode differentiation, where the operators would silently return tangents of 0."""
     if any(unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
-            "The Triton kernels do not support forward-mode derivatives (torch.func.jvp, jacfwd). Use backend='reference' "
-            "or attn_implementation='eager', or reverse mode: torch.autograd.grad."
+            "the Triton kernels do not support forward-mode derivatives (torch.func.jvp, jacfwd). Use "
+            "backend='reference' or attn_implementation='eager', or reverse mode: torch.autograd.grad."
         )
 
 
 def triton_attention(
     q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None, logit_bound=None
 ) -> Tensor:
-    """Compute causal forgetting attention (arXiv 2503.02130, eq. 11) of checked inputs.
+    """Compute causal forgetting attention (arXiv 2503.02130, eq. 11) with the kernels, without checking arguments.
 
     Args:
         q, k, v, log_f, scale, log_pruning_tolerance: as in `forgetting_attention`.
-        visible: result of `find_visible_keys`. None: every query sees all keys up to its own.
+        visible: result of `find_visible_keys`. None: every query attends to all keys up to its own.
         logit_bound: upper bound of |scale * q.k|, a number or a tensor that broadcasts to (B, Hq), as implied by
-            QK-norm. Without it, pruning takes the largest norms of q and k, except in decoding (up to 16
-            queries without gradients), where nothing is pruned, as the norms cost what pruning saves. Heads with a
-            bound of at most 29 need no running maximum in the softmax, which is faster (bf16 and fp32). A violated
-            bound makes the result wrong.
+            QK-norm. If the bound does not hold, the result is wrong. In bf16 and fp32, heads with a bound of at most
+            29 are faster, because their softmax does not need a running maximum. Without a bound, pruning computes
+            one from the largest norms of q and k. Decoding (up to 16 queries without gradients) then does not prune,
+            because the norms would take as long as pruning saves.
 
     Returns:
-        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens. The rounding of
-        the output affects the gradients of q and k, as in every flash attention: in 16 bits, more for faster gates.
+        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens. In 16 bits, the
+        rounding of the output causes an error in the gradients of q and k, as in every flash attention. It grows with
+        the speed of forgetting.
     """
     _refuse_tangents(q, k, v, log_f)
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
@@ -438,10 +440,10 @@ def triton_attention(
 
 
 def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound):
-    """Compute `triton_attention` from the float64 cumulative sum c of log f, (B, Hq, Tk), and the visible keys.
+    """Compute `triton_attention` from c, the float64 cumulative sum of log f, (B, Hq, Tk).
 
     Args:
-        key_start, query_end: `VisibleKeys.key_start` and its `find_query_end`, or both None.
+        key_start, query_end: `VisibleKeys.key_start` and the result of `find_query_end` for it; or None and None.
     """
     _refuse_tangents(q, k, v, c)
     q, k, v = _readable(q), _readable(k), _readable(v)
@@ -455,7 +457,7 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
             options = q.shape[2], *blocks, 1.0, 1.0, log_pruning_tolerance
             key_start = fox_prune(gates, key_start, None, logit_bound, *options)
             query_end = find_query_end(key_start, k.shape[2])
-        if q.dtype == torch.float16:  # cannot represent weights far below a bound: use the running maximum
+        if q.dtype == torch.float16:  # fp16 cannot represent weights far below a bound, so use the running maximum
             logit_bound = None
     return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)[0]
 
@@ -463,15 +465,16 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
 def triton_decode(
     q, k, v, gates, gate_scale, key_start, end, scale, log_pruning_tolerance=None, bound=None, bound_scale=1.0
 ) -> Tensor:
-    """Compute `triton_attention` for up to 16 queries without gradients; keys may be the folded keys of a cache.
+    """Compute `triton_attention` for up to 16 queries without gradients. The keys may be the folded keys of a cache.
 
     Args:
         q, k, v, scale, log_pruning_tolerance: as in `triton_attention`; any strides.
-        gates, gate_scale: the cumulative sum of log f, c = gate_scale * gates.sum(-1); (B, Hkv, Hq // Hkv, Tk, parts),
-            any strides; or one part in float64.
-        key_start, end: as in `VisibleKeys`; end is a tensor of one element, or None for Tk.
-        bound, bound_scale: |scale * q.k| <= bound_scale * bound; fp32, of a shape that expands to (B, Hq). Without it
-            nothing is pruned.
+        gates, gate_scale: the cumulative sum of log f is c = gate_scale * gates.sum(-1). `gates` has shape
+            (B, Hkv, Hq // Hkv, Tk, parts) and any strides. A float64 tensor must have one part.
+        key_start: as in `VisibleKeys`.
+        end: as in `VisibleKeys`, a tensor of one element. None: Tk.
+        bound, bound_scale: |scale * q.k| <= bound_scale * bound. `bound` is fp32 and expands to (B, Hq). None: nothing
+            is pruned.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype.

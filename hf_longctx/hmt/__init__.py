@@ -8,7 +8,7 @@ from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever
 from .state_hmt import HMTState
 
 
-# `save_pretrained` puts these files next to the weights, for trust_remote_code where the package is not installed
+# `save_pretrained` copies the code next to the weights, so that trust_remote_code works without this package
 HMTConfig.register_for_auto_class()
 HMTWrapper.register_for_auto_class("AutoModelForCausalLM")
 

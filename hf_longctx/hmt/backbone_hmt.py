@@ -1,16 +1,17 @@
-"""The interface between HMT and its backbone: token embeddings, a pass over embeddings, last hidden states, caches.
+"""The interface between HMT and its backbone, which is any causal LM of transformers that accepts `inputs_embeds`.
 
-Any causal LM of transformers that takes `inputs_embeds` can be a backbone. The last hidden states (after the final
-norm, and after OPT's output projection) are the `last_hidden_state` of the base model. When logits are needed too, the
-whole causal LM runs, so that the soft caps and scales of its head apply, and a forward hook on the base model captures
-the hidden states. A pass never builds the list of all hidden states, and builds a key/value cache only on request.
+HMT needs the last hidden states of a pass, and sometimes logits and a key/value cache. The last hidden states are the
+`last_hidden_state` of the base model: after the final norm, and after OPT's output projection. If logits are needed
+too, the whole causal LM runs, so that soft caps and scales of the head are applied, and a forward hook on the base
+model captures the hidden states. A pass never returns the hidden states of all layers, and creates a key/value cache
+only on request.
 """
 
 import inspect
 import math
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,19 +19,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.generic import is_flash_attention_requested
 
 from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
 
 
-# Layers whose cache several tokens can extend under an attention mask. "hybrid" is FoX, whose token shift skips
-# padding.
+# Types of layers whose cache can be extended by several tokens at a time, some of them padding. "hybrid" layers are
+# those of FoX, whose token shift skips padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
-_LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast product
+_LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, large enough for fast matrix products
 
 
 class Backbone:
-    """The interface through which HMT calls a causal LM. The wrapper registers the module; this class refers to it.
+    """The interface through which HMT calls a causal LM. `HMTWrapper` registers the module as its submodule.
 
     Args:
         model: a causal LM, or a PEFT model around one.
@@ -41,12 +44,12 @@ class Backbone:
             not causal.
     """
 
-    def __init__(self, model: Any):  # Any: type checkers take a module's attributes for tensors
+    def __init__(self, model: Any):  # Any, because type checkers infer tensors for a module's attributes
         if getattr(model, "active_peft_config", None) is not None:
             if model.active_peft_config.is_prompt_learning:
                 raise ValueError(
                     f"{type(model).__name__} uses {model.active_peft_config.peft_type}, which adds its own positions "
-                    "to the input; HMT builds the input itself. Use LoRA or another method that changes weights."
+                    "to the input. HMT builds the input itself. Use LoRA or another method that changes weights."
                 )
             model = model.get_base_model()
         name = type(model).__name__
@@ -62,32 +65,34 @@ class Backbone:
                 "among the tokens. Use a causal LM such as LlamaForCausalLM."
             )
         self.model: Any = model
-        self.base: Any = model.get_decoder()  # not base_model: OPTForCausalLM calls the decoder inside its base model
+        self.base: Any = model.get_decoder()  # base_model is not called by OPTForCausalLM, but its decoder is
         if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM names its head `decoder`
             self.base = model.base_model
-        if self.base is model:  # a text model within a larger architecture, such as Llama4ForCausalLM
+        if self.base is model:  # text models of multimodal architectures, such as Llama4ForCausalLM
             self.base = getattr(model, "model", model)
         self.width = model.get_input_embeddings().weight.shape[-1]
         tables: list[Any] = [getattr(module, "position_embeddings", None) for module in model.modules()]
-        # Number of usable positions where the first ones are reserved for padding, as in RoBERTa; else None
+        # Number of usable positions if the first positions are reserved for padding, as in RoBERTa; otherwise None
         counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
         self.positions = min(counts, default=None)
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
-        # Results of probes; None: not probed yet
-        has_dynamic_cache = getattr(model, "_supports_default_dynamic_cache", bool)  # only generative models define it
+        # The results of probes are None until the first probe.
+        has_dynamic_cache = getattr(
+            model, "_supports_default_dynamic_cache", bool
+        )  # only generative models define this method
         extends = cache_name(type(model)) is not None and not self.stateful and layers <= _CONTINUED_LAYERS
         self._continues: bool | None = None if extends and has_dynamic_cache() else False
         self._hides: bool | None = None
-        # Not probed for RWKV, whose eval() changes its weights in place
+        # The head of RWKV is not probed, because RWKV's eval() changes weights in place.
         self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
         self.graphs = PassGraphs()
         self._check_causal()
 
     def _check_causal(self) -> None:
-        """Raise ValueError if the first of three positions changes with the last one.
+        """Raise ValueError if the hidden state of the first of three positions depends on the last position.
 
-        Recurrent backbones are causal by construction, and are not probed.
+        Recurrent backbones are causal by construction, so they are not probed.
         """
         if self.stateful or not self.has_data:
             return
@@ -105,36 +110,37 @@ class Backbone:
     def continues(self) -> bool:
         """Whether several tokens, some of them padding, can extend a `DynamicCache`.
 
-        Otherwise, HMT reads an open segment again in each call. A probe compares a pass over six positions with a pass
-        over three and three more that extend its cache. ProphetNet extends its cache by one token at a time, and
-        RoBERTa and its variants number `inputs_embeds` from the start, whatever is in the cache.
+        If not, HMT reads an open segment again in each call. A probe compares one pass over six positions with two
+        passes over three positions each, where the second pass extends the cache of the first one. The probe fails for
+        ProphetNet, which can extend its cache by only one token at a time. It also fails for RoBERTa and its variants,
+        which give `inputs_embeds` the first positions even if a cache precedes them.
         """
         if self._continues is None and self.has_data:
             try:
                 with self._probing(6) as embeds:
-                    # scaled down, so that wrong position embeddings show in bfloat16 too
+                    # Small embeddings, so that wrong position embeddings make a difference in bfloat16 too
                     embeds, kv_cache = 0.01 * embeds, DynamicCache(config=self.model.config)
                     self._read(embeds[:, :3], kv_cache=kv_cache)
                     continued = self._read(embeds[:, 3:], kv_cache=kv_cache)
                     self._continues = equal_up_to_rounding(continued, self._read(embeds)[:, 3:])
-            except Exception:  # a backbone that cannot extend its cache by several tokens may raise anything
+            except Exception:  # a backbone that cannot extend its cache may raise any error
                 self._continues = False
         return self._continues is not False
 
     @property
     def checkpoints_layers(self) -> bool:
-        """Whether layers are checkpointed in a call, which then skip the cache."""
+        """Whether gradient checkpointing is active in the backbone's layers, which then do not use a cache."""
         return torch.is_grad_enabled() and any(
             module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
         )
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Return whether, by the config, each of `positions` positions sees the keys of all positions before it."""
+        """Return whether each of `positions` positions attends to all positions before it, according to the config."""
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
-            return False  # FoX's keys fade with each token, whatever the position ids are
+            return False  # the gates of FoX fade keys with each token, regardless of position ids
         if "local" in (getattr(config, "attention_layers", None) or ()) and config.window_size <= positions:
-            return False  # GPT-Neo, whose cache layers do not report their windows
+            return False  # GPT-Neo, whose cache layers do not report the window
         layers = DynamicCache(config=self.model.config).layers
         return all(
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
@@ -144,19 +150,19 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """The device on which tokens are embedded; accelerate loads offloaded embeddings to it."""
+        """The device on which tokens are embedded. accelerate moves offloaded embeddings to this device."""
         embedding = self.model.get_input_embeddings()
         loaded = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
         return embedding.weight.device if loaded is None else torch.device(loaded)
 
     @property
     def has_data(self) -> bool:
-        """Whether the weights have data, unlike on the meta device."""
+        """Whether the weights contain data, which weights on the meta device do not."""
         return self.device.type != "meta"
 
     @property
     def counts_from_0(self) -> bool:
-        """Whether the forward takes position ids that start at 0. RoBERTa's start later."""
+        """Whether `forward` accepts position ids that start at 0. The position ids of RoBERTa start later."""
         return "position_ids" in self.forward_arguments and self.positions is None
 
     @property
@@ -167,9 +173,9 @@ class Backbone:
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
         """Return whether a mask can hide a prompt, the first of `positions` positions, from the tokens after it.
 
-        The tokens must then have the same hidden states as without the prompt, and the last position, which sees the
-        prompt, must not depend on its column in the cache. Passes over a few positions probe this. With `thorough`, a
-        pass over all positions also finds windows that the config does not report.
+        These tokens must have the same hidden states as without a prompt. Later positions attend to the prompt, and
+        their hidden states must not depend on the column of the prompt in the cache. Passes over a few positions test
+        both. With `thorough`, a pass over all positions also finds windows that the config does not report.
 
         Raises:
             ValueError: a probe failed.
@@ -182,12 +188,12 @@ class Backbone:
             return self._hides and (not thorough or self._probe_hiding(positions))
         except Exception as error:
             raise ValueError(
-                f"{type(self.model).__name__} failed in a pass with a 4D attention mask, which decides how HMT reads "
-                "it. Fix the cause, or set HMTConfig(reread=True), which every backbone computes."
+                f"{type(self.model).__name__} failed in a test pass with a 4D attention mask. Fix the cause, or set "
+                "HMTConfig(reread=True), which every backbone supports."
             ) from error
 
     def _probe_hiding(self, positions: int) -> bool:
-        """Return whether a mask that hides the first position equals a cache to which that position is added later."""
+        """Return whether hiding a prompt with a mask gives the same result as adding the prompt to the cache later."""
         half, kv_cache = positions // 2, DynamicCache(config=self.model.config)
         with self._probing(positions) as embeds:
             places = torch.arange(positions, device=embeds.device)[None]
@@ -199,33 +205,39 @@ class Backbone:
             seeing = self._read(rest, mask=mask, positions=places, kv_cache=kv_cache)
         return equal_up_to_rounding(hidden, whole[:, 1:half]) and equal_up_to_rounding(seeing, expected)
 
-    def check_hides(self, positions: int) -> None:
-        """Raise ValueError if a mask cannot hide a prompt in a segment of `positions` positions."""
+    def check_hides(self, positions: int, extends: bool = True) -> None:
+        """Raise ValueError if a prompt cannot be hidden in a segment of `positions` positions.
+
+        Args:
+            extends: whether the cache already contains all tokens that must not attend to the prompt. FlashAttention
+                needs this.
+        """
         if not self.has_data:
             return
         name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
         if not self.can_hide(positions):
             raise ValueError(
-                f"config.reread=False is not supported by {name}, where a mask does not hide a prompt from its "
-                "tokens. For a new model, set reread=True; for a trained one, use a version of transformers in which "
-                "it does."
+                f"config.reread=False is not supported by {name}, because a mask does not hide a prompt from its "
+                "tokens. For a new model, set reread=True. For a trained model, use a version of transformers in "
+                "which the mask hides the prompt."
             )
-        if not self.takes_mask:
+        if not self.takes_mask and not (extends and is_flash_attention_requested(self.model.config)):
             raise ValueError(
                 f"config.reread=False is not supported with attention {attention!r}, which does not take a 4D mask. "
-                "Set attn_implementation='sdpa'."
+                "FlashAttention is supported only with recall_tokens=None and without gradient checkpointing of the "
+                "layers. Otherwise, set attn_implementation='sdpa'."
             )
 
     def _read(self, embeds: Tensor, **inputs) -> Tensor:
-        """Return the last hidden states of `run`. The embeddings are cloned, because CTRL writes into them."""
+        """Return the last hidden states of `run`. `embeds` is cloned, because CTRL overwrites its input."""
         return self.run(embeds.clone(), **inputs)[1]
 
     @contextmanager
     def _probing(self, positions: int) -> Iterator[Tensor]:
-        """Yield embeddings for passes without gradient, dropout and autocast, (1, positions, d).
+        """Yield test embeddings, (1, positions, d), and disable gradients, dropout and autocast in the meantime.
 
-        PyTorch computes the attention, because other implementations may not support 4D masks, the device or the
-        dtype, such as FlashAttention with float32 weights, which train under autocast.
+        SDPA or eager attention is used, because other implementations may not support 4D masks, the device or the
+        dtype. For example, FlashAttention does not support the float32 weights of models that train under autocast.
         """
         training = [module for module in self.model.modules() if module.training]
         config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
@@ -245,8 +257,8 @@ class Backbone:
     def can_skip_logits(self) -> bool:
         """Return whether `loss_without_logits` can replace the head.
 
-        The head must be a plain linear layer on the device of the last hidden states, and the logits must be its
-        output, without a cap or a scale. The loss needs PyTorch 2.13.
+        The head must be a plain linear layer on the device of the last hidden states, and the logits must be the
+        output of the head, without a cap or a scale. The loss needs PyTorch 2.13.
         """
         head = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and self.has_data
@@ -255,7 +267,7 @@ class Backbone:
         if self._head_alone_makes_logits is None:
             try:
                 self._head_alone_makes_logits = self._probe_head(head)
-            except Exception:  # such as a head that is not called as a module
+            except Exception:  # for example, because the head is not called as a module
                 self._head_alone_makes_logits = False
         return self._head_alone_makes_logits
 
@@ -268,7 +280,7 @@ class Backbone:
         return head.weight.device == hidden.device and bool(logits.any()) and torch.equal(output.to(logits), logits)
 
     def loss_without_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Sum the cross entropy of chunked logits. Requires `can_skip_logits`.
+        """Return the summed cross entropy, computed from chunked logits. Requires `can_skip_logits`.
 
         PyTorch computes the gradients together with the loss, one chunk at a time. Each call stores a gradient of the
         head's weight, so call it once per sequence. The loss is computed in float32 at least, because PyTorch would
@@ -311,6 +323,7 @@ class Backbone:
         Args:
             embeds: (B, T, d).
             mask: (B, cached + T), bool, False on padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
+                FlashAttention does not accept the 4D mask. `PromptAlone` replaces this mask for `hidden_from=0`.
             keep: positions that get logits, (n,) long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
             positions: position ids, (B, T) long; ignored unless `counts_from_0`. None: the backbone's own.
@@ -319,19 +332,18 @@ class Backbone:
             Logits (B, n, V) or None, and the last hidden states (B, T, d).
 
         Raises:
-            ValueError: hidden states and embeddings differ in width.
+            ValueError: the hidden states do not have the width of the embeddings.
         """
         inputs = {"inputs_embeds": embeds, "use_cache": kv_cache is not None}
-        if mask is not None and mask.dim() == 4:
-            inputs["attention_mask"] = mask.expand(len(embeds), -1, -1, -1)
-        elif mask is not None:
-            inputs["attention_mask"] = mask.long()
+        alone = mask is not None and mask.dim() == 4 and not self.takes_mask
+        if mask is not None and not alone:
+            inputs["attention_mask"] = mask.expand(len(embeds), -1, -1, -1) if mask.dim() == 4 else mask.long()
         if kv_cache is not None:
             inputs[cache_name(type(self.base if keep is None else self.model)) or "cache"] = kv_cache
         if positions is not None and self.counts_from_0:
             inputs["position_ids"] = positions
         logits, base_outputs = None, []
-        # Several threads may run the same model, so a hook stores only the outputs of its own thread. Dynamo cannot
+        # Several threads may run the same model, so each hook stores only the outputs of its own thread. Dynamo cannot
         # trace get_ident.
         thread = None if torch.compiler.is_compiling() else threading.get_ident()
 
@@ -341,12 +353,13 @@ class Backbone:
 
         hook = self.base.register_forward_hook(keep_output)
         try:
-            if keep is None:
-                self.base(**inputs)
-            elif "logits_to_keep" in self.forward_arguments:
-                logits = self.model(**inputs, logits_to_keep=keep).logits
-            else:
-                logits = self.model(**inputs).logits[:, keep]
+            with PromptAlone.in_column_0(self.model.config._attn_implementation) if alone else nullcontext():
+                if keep is None:
+                    self.base(**inputs)
+                elif "logits_to_keep" in self.forward_arguments:
+                    logits = self.model(**inputs, logits_to_keep=keep).logits
+                else:
+                    logits = self.model(**inputs).logits[:, keep]
         finally:
             hook.remove()
         hidden = base_outputs[-1][0]
@@ -358,7 +371,7 @@ class Backbone:
         return logits, hidden
 
     def versions(self) -> dict[str, int]:
-        """Count the in-place changes of each parameter, such as optimizer steps; 0 for inference tensors."""
+        """Return how often each parameter was changed in place, such as by an optimizer; 0 for inference tensors."""
         parameters = self.model.named_parameters()
         return {name: 0 if value.is_inference() else value._version for name, value in parameters}
 
@@ -366,8 +379,8 @@ class Backbone:
     def embedding_std(self) -> float:
         """Return the standard deviation of the output of `embed` (including a scale such as Gemma's).
 
-        It is measured on at most 4096 tokens spread evenly over the vocabulary. Without weights, such as on the meta
-        device, it is the config's `initializer_range`.
+        It is measured on at most 4096 tokens, spread evenly over the vocabulary. On the meta device, it is
+        `initializer_range` of the config.
         """
         if not self.has_data:
             return getattr(self.model.config.get_text_config(), "initializer_range", 0.02)
@@ -377,9 +390,9 @@ class Backbone:
 
 
 def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make the causal mask of `columns` new positions after `cached` ones; the first new position is a prompt.
+    """Return the causal mask of `columns` new positions after `cached` positions. The first new position is a prompt.
 
-    The prompt sees only itself, and the next `hidden_from` columns do not see the prompt.
+    The prompt attends only to itself, and the next `hidden_from` columns do not attend to the prompt.
 
     Returns:
         An additive mask, (1, 1, columns, cached + columns).
@@ -391,8 +404,54 @@ def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype,
     return mask.masked_fill(~visible, torch.finfo(dtype).min)[None, None]
 
 
+class PromptAlone:
+    """A wrapper of an attention function of transformers that lets a prompt attend only to itself without a mask.
+
+    Softmax over one key is 1, so the attention output of the prompt is replaced by the value of the prompt. Position
+    ids are not passed to the wrapped function, which would interpret the jump in the ids after the prompt as the start
+    of another sequence.
+    """
+
+    local = threading.local()  # `layers`: number of calls in this thread's pass with a prompt, or None
+
+    def __init__(self, function: Callable[..., tuple]):
+        self.function = function
+
+    @classmethod
+    @contextmanager
+    def in_column_0(cls, attention: str) -> Iterator[None]:
+        """Let a prompt in column 0 attend only to itself; raise RuntimeError if the pass does not call `attention`."""
+        function = ALL_ATTENTION_FUNCTIONS.get(attention)
+        if function is not None and not isinstance(function, PromptAlone):
+            ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
+        cls.local.layers = 0
+        try:
+            yield
+            if not cls.local.layers:
+                raise RuntimeError(
+                    f"This backbone does not call {attention!r} through transformers' AttentionInterface, so its "
+                    "prompt would attend to other tokens. Set attn_implementation='sdpa'."
+                )
+        finally:
+            cls.local.layers = None
+
+    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options) -> tuple:
+        """Compute attention, (B, T, H, D). Outside of `in_column_0`, call the wrapped function unchanged."""
+        if getattr(self.local, "layers", None) is None:
+            return self.function(module, query, key, value, mask, **options)
+        if options.pop("s_aux", None) is not None:
+            raise ValueError(
+                "FlashAttention with attention sinks cannot hide a prompt. Set attn_implementation='sdpa'."
+            )
+        options.pop("position_ids", None)
+        self.local.layers += 1
+        output, weights = self.function(module, query, key, value, mask, **options)
+        own = value[:, :, -query.shape[2]].repeat_interleave(query.shape[1] // value.shape[1], 1)
+        return torch.cat([own[:, None].to(output), output[:, 1:]], 1), weights
+
+
 def rotates_by_length(config: Any, positions: int) -> bool:
-    """Return whether a pass over `positions` positions uses other RoPE frequencies than a shorter pass."""
+    """Return whether a pass over `positions` positions uses different RoPE frequencies from a shorter pass."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for entry in parameters.values() if all(isinstance(x, dict) for x in parameters.values()) else [parameters]:
         default = getattr(config, "max_position_embeddings", math.inf)
@@ -405,8 +464,8 @@ def rotates_by_length(config: Any, positions: int) -> bool:
 def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
     """Return whether x and y are equal up to rounding.
 
-    The tolerance is at least 3e-4, because a mixture of experts groups the positions differently, which changes
-    rounding.
+    The tolerance is at least 3e-4, because a mixture of experts may group the positions of the two passes
+    differently, which changes rounding.
     """
     tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())

@@ -1,4 +1,4 @@
-"""The memory of the paper: embeddings of the latest segments, and a recall that attends to them."""
+"""The memory of the paper: a bank of the memory embeddings of the latest segments, to which a recall attends."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, re
 
 @register_retriever("bank")
 class Bank(Retriever):
-    """A bank of the memory embeddings C of the latest `memory_size` segments; the prompt is softmax(scores) C.
+    """A retriever with a bank of the memory embeddings C of the latest `memory_size` segments.
 
-    Without recall, the prompt is the latest memory.
+    The prompt is softmax(scores) C. Without recall, the prompt is the latest memory.
 
-    Memory: `embeddings` (B, c, d), the latest last; `ends` (B, c).
+    Memory: `embeddings` (B, c, d), oldest first; `ends` (B, c), the `Segment.ends` of their segments.
     """
 
     columns = 1
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Return whether neither pages, which include a bank, nor `retrievers` are set."""
+        """Return whether neither `recalled_pages` nor `retrievers` is set. `Pages` is a bank too."""
         return config.recalled_pages is None and config.retrievers is None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class Bank(Retriever):
         return {"embeddings": like.new_zeros(rows, 0, like.shape[-1]), "ends": ends}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Recall a prompt, (B, 1, d); without recall, return the latest memory, (B, m, d)."""
+        """Return the recalled prompt, (B, 1, d), or without recall the latest memory, (B, m, d)."""
         if query is None or not self.config.recall:
             return Retrieved(state["embeddings"][:, -self.config.memory_tokens :])
         prompt, weights = self.memory.recall(query, state["embeddings"], state["ends"] > 0)

@@ -1,4 +1,4 @@
-"""Operations on key/value caches of transformers: copy, split by rows, and join rows."""
+"""Copy, split and join key/value caches of transformers along the batch dimension."""
 
 import copy
 from typing import Any
@@ -21,8 +21,8 @@ def states_of(layer: Any) -> dict[str, dict]:
 def fork(kv_cache: Cache) -> Cache:
     """Copy a cache, so that extending the copy does not change the original.
 
-    Attention layers replace their tensors, so both caches share them. Convolution layers overwrite their states in
-    place, so these are cloned.
+    Extending an attention layer replaces its tensors, so the copy can share them. A convolution layer overwrites its
+    states in place, so they are cloned.
     """
     forked = copy.copy(kv_cache)
     forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
@@ -33,10 +33,10 @@ def fork(kv_cache: Cache) -> Cache:
 
 
 def split(kv_cache: Cache, parts: int) -> list[Cache]:
-    """Split an attention cache into `parts` caches with equally many rows.
+    """Split an attention cache into `parts` caches with the same number of rows.
 
-    One `chunk` makes all parts, so the backward pass concatenates their gradients. With slices, it would pad and add
-    them.
+    A single `torch.chunk` returns all parts of a tensor, so the backward pass concatenates their gradients. With
+    slices, the backward pass would pad the gradient of each part and add the results.
     """
     shares = [fork(kv_cache) for _ in range(parts)]
     for i, layer in enumerate(kv_cache.layers):
@@ -47,13 +47,13 @@ def split(kv_cache: Cache, parts: int) -> list[Cache]:
 
 
 def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | None]:
-    """Join caches into one with all rows; shorter rows are padded on the left.
+    """Join caches of different rows into the cache of the batch; shorter rows are padded on the left.
 
     Args:
-        parts: pairs of row numbers and the cache of these rows.
+        parts: pairs of row indices and the cache of these rows.
 
     Returns:
-        The cache, and a mask (B, P) that is False on padding, or None without padding.
+        The joined cache of length P, and a bool mask (B, P), False on padding; None if no row is padded.
     """
     order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
     lengths = torch.tensor([cache.get_seq_length() for rows, cache in parts for _ in rows])[order]
@@ -61,7 +61,7 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
 
     def join(values: list[Tensor]) -> Tensor:
         longest = max(x.shape[2] for x in values)
-        # FoX recognizes its keys by numbers in the first one, so padding repeats it
+        # Padding repeats the first key, because FoX recognizes its keys by numbers in the first cached key.
         padded = [x[:, :, (torch.arange(longest) - longest + x.shape[2]).clamp(min=0)] for x in values]
         return torch.cat(padded)[order.to(values[0].device)]
 
@@ -75,7 +75,7 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
             }
             setattr(layer, name, states | tensors)
         if "cumulative_length" in vars(layer):
-            setattr(layer, "cumulative_length", width)  # noqa: B010 - not all layer types have it
+            setattr(layer, "cumulative_length", width)  # noqa: B010 - some layer types do not define it
     if lengths.min() == width:
         return joined, None
     device = next(x.device for layer in joined.layers for x in tensors_of(layer).values())

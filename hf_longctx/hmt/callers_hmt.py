@@ -1,4 +1,4 @@
-"""The callers that HMT does not support, by name: trainers of TRL and prompt methods of PEFT."""
+"""Detection of callers that HMT does not support: trainers of TRL and prompt-learning methods of PEFT."""
 
 import inspect
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def callers(package: str) -> Iterator[Any]:
-    """Yield the objects whose methods are running, if they are of a package or of a subclass; the innermost first."""
+    """Yield each `self` on the call stack whose class, or a base of it, is defined in `package`; innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -19,7 +19,7 @@ INSTEAD = "Train with Trainer of transformers, or with hf-longctx finetune --rec
 
 
 def trl_advice() -> str:
-    """Return which trainer of TRL makes this call and what works instead, or "" if none does."""
+    """Return an explanation for a user whose TRL trainer makes this call, or "" for any other caller."""
     names = (
         base.__name__ for owner in callers("trl") for base in type(owner).__mro__ if base.__module__[:4] == "trl."
     )
@@ -34,14 +34,15 @@ def trl_advice() -> str:
 
 
 def check_prompt_learning() -> None:
-    """Raise ValueError if PEFT is adding a prompt to the model."""
+    """Raise ValueError if this call comes from a prompt-learning method of PEFT."""
     for owner in callers("peft"):
         for config in getattr(owner, "peft_config", {}).values():
             if getattr(config, "is_prompt_learning", False):
                 kind = config.peft_type.value.lower().replace("_", " ")
                 raise ValueError(
-                    f"HMT does not support {kind} of PEFT ({type(config).__name__}), because the positions that it adds are "
-                    "not in a segment. Use LoRA: LoraConfig(target_modules='all-linear', modules_to_save=['memory'])."
+                    f"HMT does not support {kind} of PEFT ({type(config).__name__}), because it adds positions "
+                    "outside the segments. Use LoRA: LoraConfig(target_modules='all-linear', "
+                    "modules_to_save=['memory'])."
                 )
 
 

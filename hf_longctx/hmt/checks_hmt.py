@@ -1,4 +1,4 @@
-"""Checks of the arguments of `HMTWrapper` for errors that would otherwise be silent."""
+"""Check the arguments of `HMTWrapper`, and raise errors for mistakes that would otherwise be silent."""
 
 from numbers import Integral
 
@@ -12,14 +12,14 @@ from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
 
-# Fields of `GenerationConfig` that HMTWrapper does not support, with the value that has no effect and the reason
+# Fields of `GenerationConfig` that HMTWrapper does not support: the only accepted value, and the reason
 _UNSUPPORTED = {
     "output_hidden_states": (False, "a segment has several passes; call model.backbone for hidden states"),
     "output_attentions": (False, "a segment has several passes; call model.backbone for attentions"),
     "guidance_scale": (1, "the unconditional sequence would need its own state"),
     "cache_implementation": ("dynamic", "the cache is an HMTState, whose size is bounded already"),
 }
-# Arguments that transformers and its clients pass to any model; None and False have no effect
+# Arguments that transformers and its clients pass to any model. HMTWrapper ignores them if they are None or False.
 _FOR_OTHER_MODELS = {
     *("cache_position", "inputs_embeds", "output_attentions", "output_hidden_states", "position_ids", "return_dict"),
     *("return_loss", "token_type_ids"),
@@ -35,18 +35,18 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def same_state(*states: object) -> HMTState | None:
-    """Return the state of a call, given as `state`, `cache` or `past_key_values` (the name before 5.24)."""
+    """Return the state that was passed as `state`, `cache` or `past_key_values`, or None if none was passed."""
     given = [x for x in states if x is not None]
     if len(given) > 1:
         raise ValueError(
-            "`state`, `cache` and `past_key_values` are names of the same argument. Give only one of them."
+            "`state`, `cache` and `past_key_values` are three names of the same argument. Pass only one of them."
         )
     for state in given:
         if not isinstance(state, HMTState):
             check_prompt_learning()
             raise TypeError(
-                f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` of "
-                "its output."
+                f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` "
+                "that the earlier call returned."
             )
         return state
     return None
@@ -66,10 +66,10 @@ def check_call(
     """Check the arguments of `HMTWrapper.forward`.
 
     Args:
-        keywords: arguments that are not in the signature of `forward`.
+        keywords: the other keyword arguments of `forward`.
 
     Returns:
-        The mask, (B, T), bool, or None without padding.
+        `attention_mask` as a bool tensor, (B, T), or None if no token is padding.
     """
     for name, value in keywords.items():
         if name not in _FOR_OTHER_MODELS or not (value is None or value is False):
@@ -82,14 +82,14 @@ def check_call(
     for name, value in (("attention_mask", attention_mask), ("labels", labels)):
         if value is not None and value.shape != input_ids.shape:
             raise ValueError(
-                f"`{name}` must have the shape of input_ids, {tuple(input_ids.shape)}, got {tuple(value.shape)}. It "
-                "covers only the tokens of this call."
+                f"`{name}` must have the same shape as input_ids, {tuple(input_ids.shape)}, got "
+                f"{tuple(value.shape)}. Pass values only for the tokens of this call."
             )
     places = range(config.segment_length)
     if score_from is not None and (labels is None or score_from not in places):
         raise ValueError(
-            f"`score_from` must be a position within a segment, 0 to {places[-1]}, and needs labels, got "
-            f"{score_from!r}."
+            f"`score_from` must be a position within a segment, 0 to {places[-1]}, got {score_from!r}. It also needs "
+            "labels."
         )
     if state is not None:
         check_state(config, lm, state)
@@ -102,50 +102,50 @@ def check_call(
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first position with logits in a call with `tokens` positions."""
+    """Return the first of `tokens` positions whose logits are needed; 0 if `logits_to_keep` is a tensor."""
     if isinstance(logits_to_keep, Tensor):
         return 0
     if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
         raise ValueError(
-            f"`logits_to_keep` must be a tensor of positions or a number of last positions, got {logits_to_keep!r}."
+            f"`logits_to_keep` must be a non-negative int or a tensor of positions, got {logits_to_keep!r}."
         )
     return max(0, tokens - logits_to_keep) if logits_to_keep else 0
 
 
 def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
-    """Raise ValueError if the state is from another model, or if the paper mode cannot continue it."""
+    """Raise ValueError if the state is from another model, or ends where the paper mode cannot continue."""
     differing = {
         name: value for name, value in config.signature(lm.width).items() if state.signature.get(name) != value
     }
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
         raise ValueError(
-            f"The state belongs to another model or setting: it has {of_state}, and this model has {differing}. Start a new "
-            "state."
+            f"The state belongs to another model or setting: it has {of_state}, and this model has {differing}. Start "
+            "a new state."
         )
     weight = lm.model.get_input_embeddings().weight
-    # FSDP wraps the weight in its own type, which casts on use
+    # FSDP replaces the weight by its own type, which it casts on use, so that weight is not checked.
     if type(weight) is torch.nn.Parameter and state.dtype not in (None, weight.dtype):
         raise ValueError(
-            f"`state` must be in the model's dtype, {weight.dtype}, got {state.dtype}. Save the state and load it for "
-            "this model (HMTState.load), or load the model in the state's dtype."
+            f"`state` must have the model's dtype, {weight.dtype}, got {state.dtype}. Save the state and load it with "
+            "HMTState.load(path, model), or load the model in the state's dtype."
         )
     open_tokens = state.position % config.segment_length
     incomplete_query = state.segment > 0 and 0 < open_tokens < config.summary_length
     if config.recall and config.recall_mode == "paper" and incomplete_query:
         raise ValueError(
             f"The state ends {open_tokens} tokens into a segment. recall_mode='paper' reads the first "
-            f"{config.summary_length} tokens before it predicts them, so earlier predictions would change. End chunks "
-            "at multiples of segment_length. To generate beyond a segment, train a model with "
+            f"{config.summary_length} tokens of a segment before it predicts them, so this call would change earlier "
+            "predictions. End chunks at multiples of segment_length. To generate beyond a segment, train a model with "
             "recall_mode='single_pass'."
         )
 
 
 def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
-    """Raise an error for padding between tokens, rows of only padding, and padding that the paper mode would read."""
+    """Raise an error for padding between tokens, all-padding rows, and padding that the paper mode would read."""
     if not mask.any() or not (use_cache or mask.any(1).all()):
         raise ValueError(
-            "Each row of `attention_mask` must contain a token, got a row of all padding. Remove the row."
+            "Each row of `attention_mask` must contain a token, got a row that is all padding. Remove the row."
         )
     if (mask[:, 1:] > mask[:, :-1]).sum(1).add(mask[:, 0]).max() > 1:
         raise ValueError(
@@ -163,8 +163,8 @@ def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState
         opened = bool((state.open_mask.any(1) & ~mask[:, 0]).any())
     if opened or not mask[:, -1].all():
         raise ValueError(
-            "The rows are padded on the right, and recall_mode='paper' would put padding into the query, the loss "
-            "or the memory. Pad on the left: tokenizer.padding_side = 'left', or use recall_mode='single_pass'."
+            "The rows are padded on the right, and recall_mode='paper' would read this padding into the query, the "
+            "loss or the memory. Set tokenizer.padding_side = 'left', or use recall_mode='single_pass'."
         )
 
 

@@ -1,7 +1,8 @@
-"""What differs between versions of transformers: the tested range, and the name of the cache argument.
+"""Check the version of transformers, and find the name of the cache argument, which depends on the version.
 
-configuration_hmt.py, the first file loaded from a saved folder, imports this file, so the warning about an untested
-version appears before anything can fail. transformers 5.24 renamed `past_key_values` to `cache`; HMT accepts both.
+configuration_hmt.py is the first file that transformers loads from a saved folder, and it imports this file. The
+warning about an untested version therefore appears before anything can fail. transformers 5.24 renamed
+`past_key_values` to `cache`; HMT accepts both.
 """
 
 import functools
@@ -22,9 +23,9 @@ REPAIR = (
     "--local-dir FOLDER`, then `hf-longctx push FOLDER REPO`)."
 )
 
-require_version(f"transformers>={OLDEST}", "HMT is tested from there on: pip install -U transformers")
+require_version(f"transformers>={OLDEST}", "HMT does not support older versions. Run: pip install -U transformers")
 if tuple(map(int, transformers.__version__.split(".")[:2])) > TESTED[1]:
-    # the logger and the message are the same in all copies of this file, so that the warning appears once
+    # All copies of this file use the same logger and message, so the warning appears only once.
     logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
 
 RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
@@ -34,7 +35,7 @@ RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_genera
 def cache_name(model_class: type) -> str | None:
     """Return the name of a model's cache argument, or None if its forward does not take a cache.
 
-    Remote code keeps the old name with every version of transformers.
+    Models with remote code may use the old name with every version of transformers.
     """
     parameters = inspect.signature(model_class.forward).parameters  # ty: ignore[missing-attribute]
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)

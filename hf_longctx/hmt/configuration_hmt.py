@@ -16,7 +16,7 @@ from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
 
 
-# Names that the base class takes in addition to its fields.
+# Keyword arguments that the base class accepts in addition to its fields
 BASE_NAMES = {"attn_implementation", "auto_map", "quantization_config"}
 
 
@@ -26,54 +26,59 @@ class HMTConfig(PreTrainedConfig):
 
     Args:
         backbone_config: configuration of the wrapped causal LM, set by `HMTWrapper.from_backbone`.
-        segment_length: new tokens per segment, L'. The backbone sees `positions_per_segment` positions at a time.
-            (The paper's L counts the prompts and the sensory tokens too: its 256 is 222 new tokens at k = 32.)
-        sensory_tokens: k. Each segment re-reads the last k tokens of the previous segment.
+        segment_length: L', number of new tokens per segment. The backbone reads `positions_per_segment` positions at a
+            time. (The paper's L includes prompts and sensory tokens, so its L = 256 is L' = 222 at k = 32.)
+        sensory_tokens: k, number of tokens at the end of the previous segment that a segment re-reads.
         memory_size: N, number of memory embeddings retained for recall; the oldest is dropped first. None: all.
-        recalled_pages: r. Embeddings beyond `memory_size` move to pages in CPU memory or in a file, and a recall also
-            attends to the best r pages (`pages_hmt.py`). None: no pages.
-        page_size: initial number of memory embeddings per page; pages grow with the square root of the sequence.
-        sum_fraction: fraction of a segment that forms its recall query; j = int(round(segment_length * sum_fraction)),
-            which rounds ties to even, as the official code does. The single-pass mode needs j < L', because only the
-            tokens after a recall see a memory.
-        recall: False gives the paper's training stage 1 (and RMT): the prompt is the previous segment's memory.
-        memory_tokens: m, embeddings per memory. With recall, it must be 1.
-        recall_dim: h, rows of the recall projections Wq and Wk. None: the width of a memory embedding.
+        recalled_pages: r, number of pages that a recall attends to (`pages_hmt.py`). Pages store the embeddings beyond
+            `memory_size` in CPU memory or in a file. None: no pages.
+        page_size: initial maximum number of memory embeddings per page. The maximum grows with the square root of the
+            sequence length.
+        sum_fraction: fraction of a segment that forms its recall query, the first j = int(round(segment_length *
+            sum_fraction)) tokens. Ties are rounded to even, as in the official code. The single-pass mode needs
+            j < L', because only the tokens after the recall attend to a memory.
+        recall: whether segments recall memories. With False, the prompt is the memory of the previous segment, as in
+            training stage 1 of the paper and in RMT.
+        memory_tokens: m, number of embeddings per memory. With recall and in the single-pass mode, m must be 1.
+        recall_dim: h, output width of the recall projections. None: the width of a memory embedding.
         recall_mode: "single_pass" (causal: logits at t depend on tokens <= t, `single_pass_hmt.py`) or "paper" (the
             published algorithm, which reads the first j tokens before it predicts them, `paper_hmt.py`).
-        retrievers: names of registered retrievers (`retriever_hmt.py`); the first gives the prompt. None: chosen by
-            the other fields.
-        reread: whether the tokens before the recall see the prompt in the single-pass mode. True reads the whole
-            segment again after the prompt. Recurrent states, gates that fade keys, and windows shorter than a segment
-            need this. None: decided when a backbone is wrapped, and saved, so that a checkpoint is the same function
-            with and without a key/value cache.
-        recall_tokens: r. The state stores the tokens of the remembered segments, and a recall of the single-pass mode
-            re-reads the r tokens that match the first part best (BM25, `search_hmt.py`). It works without training
-            and adds r positions to each segment. r must divide L'. None: a recall gives only the prompt.
+        retrievers: names of registered retrievers (`retriever_hmt.py`); the first one returns the prompt. None: the
+            retrievers that the other fields require.
+        reread: whether to read the whole segment again after the prompt in the single-pass mode, so that the tokens
+            before the recall attend to the prompt too. Backbones with recurrent states, with gates that fade keys, or
+            with windows shorter than a segment require True. None: chosen when a backbone is wrapped, and saved, so
+            that a checkpoint computes the same function with and without a key/value cache.
+        recall_tokens: number of earlier tokens that a segment re-reads in the single-pass mode, a divisor of L'. The
+            state stores the tokens of the remembered segments, and a BM25 search selects those that match the first
+            part of the segment best (`search_hmt.py`). The search works without training and adds `recall_tokens`
+            positions to each segment. None: no search.
         neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of the single-pass
-            mode, such as 0.1. It works without training. A state then stores d numbers per remembered token (177 MB
-            in bfloat16 at d = 576 and the defaults), and training retains them for the gradients of each segment.
-            None: no cache.
-        recurrence: False makes memories without their recall, in the single-pass mode. A sequence of any length then
-            takes two calls of the backbone (of `summary_batch` segments each), and gradients pass through one recall.
-            A memory then depends on its own segment only, so a chain of recalls needs several readings.
-        loss_scope: "all" scores every token, "last" the last `segment_length` labels of a row (the authors train and
-            evaluate with "last").
-        bptt_segments: U. Backpropagation is truncated at every U-th segment boundary. None: not truncated.
-        summary_batch: number of summary passes or first parts that go through the backbone together, counted as
-            segments times rows. Lower values need less memory.
-        cuda_graphs: replay the pass that ends a segment as a CUDA graph when gradients are off (`graphs_hmt.py`). The
-            logits are equal. It has no effect unless `reread=False`. A call detects replaced weights and switched
-            adapters, but not other changes in a backbone's code. To capture such a change, set it to False, call the
-            model, and set it to True again.
+            mode, such as 0.1. The cache works without training. A state then stores d numbers per remembered token
+            (177 MB in bfloat16 at d = 576 and the defaults), and training retains them for the backward pass of each
+            segment. None: no cache.
+        recurrence: whether the memory of a segment depends on what the segment recalled. With False (single-pass mode
+            only), it depends on its own segment alone. A sequence of any length then takes two calls of the backbone,
+            in groups of `summary_batch` segments, and gradients flow through one recall only. A chain of n recalls
+            then needs n readings of the sequence.
+        loss_scope: "all" to score all labels, or "last" to score the last `segment_length` labels of a row, as the
+            authors do in training and evaluation.
+        bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
+        summary_batch: maximum number of summary passes (paper mode) or first parts (single-pass mode) in one batch of
+            the backbone, counted as segments times rows. Lower values need less memory.
+        cuda_graphs: whether to replay the pass that ends a segment as a CUDA graph when gradients are disabled
+            (`graphs_hmt.py`). The logits stay the same. Graphs require `reread=False`. HMT detects replaced weights
+            and switched adapters, but not other changes of the backbone. After such a change, set `cuda_graphs` to
+            False, call the model, and set it to True again.
         backbone_name_or_path: name or path from which the backbone was loaded.
         backbone_revision: revision of the backbone on the Hub.
-        backbone_in_checkpoint: False saves only the memory parameters (0.5 to 2 % of all) and loads the backbone from
-            `backbone_name_or_path`. Use it only with a frozen backbone; trained backbone weights would be lost.
+        backbone_in_checkpoint: whether a checkpoint contains the backbone. False saves only the memory parameters (0.5
+            to 2 % of all) and loads the backbone from `backbone_name_or_path`. Use False only with a frozen backbone,
+            because changes of its weights are not saved.
 
     Raises:
-        ValueError: a value is outside its range, or a name is unknown. A saved configuration may contain unknown
-            names, because other programs add some.
+        ValueError: a value is outside its range, or an argument is not a field. A saved configuration may contain
+            other names, because other programs add them.
     """
 
     model_type = "hmt"
@@ -116,7 +121,7 @@ class HMTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        if "model_type" not in kwargs:  # not from a file, to which other programs may have added names
+        if "model_type" not in kwargs:  # files contain a model_type, and other programs may add names to them
             self.check_names(kwargs)
         if isinstance(self.backbone_config, dict):
             self.backbone_config = config_from_dict(self.backbone_config)
@@ -129,7 +134,7 @@ class HMTConfig(PreTrainedConfig):
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ValueError(
-                f"This is a configuration of model_type {model_type!r}, not an HMT checkpoint. To wrap that model: "
+                f"This is a configuration of model_type {model_type!r}, not an HMT checkpoint. Wrap that model: "
                 "HMTWrapper.from_backbone(name_or_path, HMTConfig())."
             )
         return super().from_dict(config_dict, **kwargs)
@@ -152,7 +157,7 @@ class HMTConfig(PreTrainedConfig):
             custom_object_save(x, save_directory)
         text = "\n".join([f'"""{ABOUT}"""', "", *lines, ""])
         Path(save_directory, "custom_backbone_hmt.py").write_text(text)
-        if push_to_hub:  # here, because transformers would push without custom_backbone_hmt.py
+        if push_to_hub:  # not in super(), which would push without custom_backbone_hmt.py
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
@@ -165,7 +170,7 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(f"{name!r} is not a field of HMTConfig{hint} See help(HMTConfig) for all fields.")
 
     def check(self, positions: int | None = None) -> None:
-        """Raise ValueError for a value outside its range. Building a model repeats this check.
+        """Raise ValueError for a value outside its range. `HMTWrapper` repeats the check in each call.
 
         Args:
             positions: maximum number of positions of the backbone (default: its `max_position_embeddings`).
@@ -185,15 +190,15 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}.")
         if self.segment_length <= self.sensory_tokens + self.memory_tokens:
             raise ValueError(
-                "`segment_length` counts new tokens and must be above sensory_tokens + memory_tokens = "
-                f"{self.sensory_tokens} + {self.memory_tokens}, got {self.segment_length}. Raise segment_length or "
-                "lower sensory_tokens."
+                "`segment_length` must be greater than sensory_tokens + memory_tokens = "
+                f"{self.sensory_tokens} + {self.memory_tokens}, got {self.segment_length}. Raise segment_length, "
+                "which counts only new tokens, or lower sensory_tokens."
             )
         if not 0 < self.sum_fraction <= 1 or not 0 < self.summary_length <= self.segment_length - self.single_pass:
             raise ValueError(
                 f"`sum_fraction` must select 1 to {self.segment_length - self.single_pass} of {self.segment_length} "
                 f"tokens for the query, got {self.sum_fraction}. In the single-pass mode, at least one token must "
-                "follow the query, because only these tokens see a memory."
+                "follow the query, because only these later tokens attend to a memory."
             )
         if self.neural_cache_weight is not None and not 0 < self.neural_cache_weight < 1:
             raise ValueError(
@@ -226,17 +231,19 @@ class HMTConfig(PreTrainedConfig):
             )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
-        if positions is not None and 0 < positions < self.positions_per_segment:  # XLNet's -1 is no limit
+        if (
+            positions is not None and 0 < positions < self.positions_per_segment
+        ):  # XLNet uses -1 for unlimited positions
             unit, longest = self.recall_tokens or 1, self.segment_length - self.positions_per_segment + positions
             raise ValueError(
                 f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
                 f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} "
                 f"re-read tokens and the prompts. Set segment_length to at most {max(longest // unit * unit, 0)}, or "
-                "lower the others."
+                "lower sensory_tokens or recall_tokens."
             )
 
     def signature(self, width: int) -> dict:
-        """Return the settings in which a state or an adapter must agree with a model.
+        """Return the settings that a state or an adapter must share with the model that uses it.
 
         Args:
             width: d, the width of a memory embedding.
@@ -276,15 +283,15 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def positions_per_segment(self) -> int:
-        """Positions of a full segment in the backbone: prompts, re-read tokens, sensory tokens, new tokens."""
+        """Number of backbone positions of a full segment: prompts, re-read tokens, sensory tokens and new tokens."""
         prompts = 2 * self.memory_tokens + (not self.recurrence)
         return (self.recall_tokens or 0) + prompts + self.sensory_tokens + self.segment_length
 
     @property
     def text_config(self) -> PreTrainedConfig:
-        """The backbone's configuration, or the one of its text model."""
+        """The configuration of the backbone, or of the text model in a multimodal backbone."""
         if not isinstance(self.backbone_config, PreTrainedConfig):
-            raise AttributeError("HMTConfig has no backbone_config: HMTWrapper.from_backbone fills it in.")
+            raise AttributeError("`backbone_config` is not set. HMTWrapper.from_backbone sets it.")
         return self.backbone_config.get_text_config()
 
     @property
@@ -294,7 +301,7 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Number of the backbone's layers, which PEFT asks for first when it adds a prompt."""
+        """Number of layers of the backbone. Raises ValueError if a prompt method of PEFT reads it."""
         check_prompt_learning()
         return self.text_config.num_hidden_layers
 
@@ -318,7 +325,7 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
 
 
 def custom_classes(config: object) -> dict[str, Any]:
-    """Return the classes of a custom backbone, by their names in `custom_backbone_hmt.py`, or {}."""
+    """Return the config and model classes of a custom backbone, named as in `custom_backbone_hmt.py`, or {}."""
     config_class: Any = type(config)
     model_class: Any = None
     if config_class is CONFIG_CLASS:
@@ -329,7 +336,7 @@ def custom_classes(config: object) -> dict[str, Any]:
 
 
 def custom_model_class(config: object) -> Any:
-    """Return the causal LM class of a backbone's configuration, or None if its code is not part of the checkpoint.
+    """Return the causal LM class for a backbone's configuration, or None if the checkpoint does not contain its code.
 
     The class is not registered with the Auto classes, because another checkpoint could replace it there.
     """

@@ -16,7 +16,7 @@ OFFICIAL_NAMES = {
     "cross_attn.wk.weight": "memory.wk",
 }
 BACKBONE = "memory_cell.model."
-_UNUSED = "memory_cell.mem_map."  # an experiment of the official code that the published algorithm does not use
+_UNUSED = "memory_cell.mem_map."  # parameters of the official code that the published algorithm does not use
 
 
 def from_official(
@@ -28,17 +28,17 @@ def from_official(
     recall_mode: str = "paper",
     **settings,
 ) -> HMTWrapper:
-    """Wrap a backbone with parameters in the official naming.
+    """Wrap a backbone, and load memory parameters that use the names of the official code.
 
     Args:
-        backbone: a causal LM; used, not copied.
+        backbone: a causal LM, which is used and not copied.
         params: tensors by name: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
             `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
         memory_size: see `HMTConfig`.
         recall: whether `params` contains the recall parameters.
         recall_mode: see `HMTConfig` (default: "paper").
-        settings: other fields of `HMTConfig`. Its segment_length counts *new* tokens: the official segment_length -
-            2 m - num_sensory.
+        settings: other fields of `HMTConfig`. `segment_length` counts only new tokens, so it is the official
+            segment_length - 2 m - num_sensory.
 
     Raises:
         ValueError: a parameter is missing, unknown, or of the wrong shape.
@@ -48,8 +48,8 @@ def from_official(
     missing = [name for name in needed if name not in params]
     if unknown or missing:
         raise ValueError(
-            f"`params` must be {list(needed)} and optionally {BACKBONE}*, got missing {missing}, unknown {unknown}. "
-            "With recall=False, only memory_cell.memory is needed."
+            f"`params` must contain {list(needed)} and may contain {BACKBONE}*, got missing {missing} and "
+            f"unknown {unknown}. With recall=False, only memory_cell.memory is needed."
         )
     settings |= {"memory_size": memory_size, "recall": recall, "recall_mode": recall_mode}
     config = HMTConfig(recall_dim=len(params["cross_attn.wq.weight"]) if recall else None, **settings)

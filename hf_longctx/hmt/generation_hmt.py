@@ -25,7 +25,7 @@ class HMTGenerationMixin(GenerationMixin):
         read_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """Return the arguments of a step: the prompt, which may continue a `state`, or then one new token.
+        """Return the inputs of a generation step: first the prompt, which may continue a `state`, then one new token.
 
         transformers passes the state of the previous call as `state`, and since 5.24 as `cache`.
         """
@@ -48,17 +48,17 @@ class HMTGenerationMixin(GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs) -> Any:
-        """Raise OSError: the repository's code would replace `generate`, but only this model's code is trusted."""
+        """Raise OSError, because the repository's code would replace `generate` without being trusted."""
         raise OSError(
-            f"HMT does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and pass its "
-            "function: model.generate(..., custom_generate=function)."
+            f"HMT does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and "
+            "pass its function: model.generate(..., custom_generate=function)."
         )
 
     def init_continuous_batching(self, *args, **kwargs) -> Any:
-        """Raise NotImplementedError, because pages of keys and values cannot store a memory."""
+        """Raise NotImplementedError, because a paged key/value cache cannot store the memory."""
         raise NotImplementedError(
-            "HMT does not support continuous batching, because its memory is a state instead of pages of keys and "
-            "values. Use generate() with a padded batch, and start servers without --continuous-batching."
+            "HMT does not support continuous batching, because a paged key/value cache cannot store its "
+            "memory. Use generate() with a padded batch, and start servers without --continuous-batching."
         )
 
     def _prepare_cache_for_generation(
@@ -71,22 +71,22 @@ class HMTGenerationMixin(GenerationMixin):
     def generate(
         self, *args, cache: HMTState | None = None, past_key_values: HMTState | None = None, **kwargs
     ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Generate as in transformers. With `return_dict_in_generate=True` the output has the `HMTState` as `state`.
+        """Generate as in transformers. With `return_dict_in_generate=True`, the output has the `HMTState` as `state`.
 
-        This state has read all tokens of the sequences except the last. Rows that end early read padding until all
-        rows have ended; to continue their states, generate such rows one by one. Beam search does not return a
-        `state`, because its rows are beams, not sequences.
+        The state includes all tokens of the sequences except the last one. Rows that end early read padding until all
+        rows have ended. To continue the states of such rows, generate the rows one by one. Beam search does not
+        return a `state`, because its rows are beams, not sequences.
 
         Args:
-            args, kwargs: as in transformers, and also `state`, an `HMTState` that the ids continue.
-            cache: an `HMTState` that has read the beginning of each row of the ids; this part is not read again.
+            args, kwargs: as in transformers, and also `state`, an `HMTState` that `input_ids` continue.
+            cache: an `HMTState` after the first tokens of each row of `input_ids`, which are not read again.
             past_key_values: the name of `cache` before transformers 5.24.
 
         Raises:
-            ValueError: both `state` and `cache` are given, or the ids do not contain a new token.
+            ValueError: both `state` and `cache` are given, or `input_ids` do not contain a new token.
             TypeError: `cache` is not an `HMTState`.
         """
-        mixin: Any = super()  # transformers hides the type of its mixin
+        mixin: Any = super()  # Any, because type checkers cannot resolve the mixin
         cache = same_state(cache, past_key_values)
         if cache is not None:
             kwargs |= {"state": same_state(kwargs.get("state"), cache), "read_again": True}
@@ -113,7 +113,7 @@ class HMTGenerationMixin(GenerationMixin):
 
 
 def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) -> tuple[Tensor, Tensor | None]:
-    """Remove the tokens that a state has read from whole sequences (B, T); raise ValueError if a row becomes empty."""
+    """Drop the tokens of `input_ids` (B, T) that `state` has read; raise ValueError if a row becomes empty."""
     lengths = torch.tensor(state.lengths, device=input_ids.device)[:, None]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     counted = torch.ones_like(mask) if state.open_mask is not None else mask
@@ -121,7 +121,8 @@ def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) ->
     if not new.any(1).all():
         raise ValueError(
             f"`input_ids` must contain more tokens than the cache has read, {list(state.lengths)}, got shape "
-            f"{tuple(input_ids.shape)}. Pass the whole sequence of each row, or only the new tokens and state=."
+            f"{tuple(input_ids.shape)}. Pass the whole sequence of each row, or pass the new tokens with "
+            "`state` instead of `cache`."
         )
     first = int(new.argmax(1).min())
     return input_ids[:, first:], None if attention_mask is None and new[:, first:].all() else new[:, first:]

@@ -1,8 +1,8 @@
 """CUDA graphs of the pass that ends a segment: `cuda_graphs` of `HMTConfig`.
 
 A segment takes about 700 kernel launches, so it is launch-bound. The passes that end the segments of a sequence have
-the same shapes, so the second one is captured, and all later ones are replayed with a single launch. A replay runs the
-kernels of an eager pass, so the logits are equal. With `reread=True`, passes stay eager.
+the same shapes, so HMT captures the second of these passes and replays all later ones, each with a single launch. A
+replay runs the kernels of an eager pass, so the logits are equal. With `reread=True`, passes stay eager.
 """
 
 import threading
@@ -18,19 +18,19 @@ from transformers import Cache
 from .caches_hmt import fork, tensors_of
 
 
-MAX_GRAPHS = 8  # each graph retains the activations of one pass
+MAX_GRAPHS = 8  # limits memory, because each graph retains the activations of one pass
 _ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters")  # attributes of PEFT's layers
 
 
 class PassGraph:
-    """A captured function of tensors, with static inputs and outputs."""
+    """A CUDA graph of a function of tensors, with its static input and output tensors."""
 
     def __init__(self, function: Callable[..., list[Tensor]], inputs: list[Tensor]):
         self.inputs = [x.clone() for x in inputs]
         self.graph, self.outputs = record(function, self.inputs)
 
     def replay(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Compute the function for new inputs of the same shapes."""
+        """Return the outputs for new inputs, which must have the shapes of the captured inputs."""
         torch._foreach_copy_(self.inputs, inputs)
         self.graph.replay()
         return [x.clone() for x in self.outputs]
@@ -57,19 +57,19 @@ def can_capture(x: Tensor) -> bool:
 
 
 class PassGraphs:
-    """The captured passes of a model, by shape, thread and stream. The first pass of a shape is eager."""
+    """The CUDA graphs of a model, by shape, thread and stream. The first pass of each shape is eager."""
 
     def __init__(self):
-        # None: one eager pass so far; False: cannot be captured
+        # Values: a graph, None after the first eager pass, or False if the pass cannot be captured
         self.graphs: OrderedDict[Hashable, PassGraph | bool | None] = OrderedDict()
         self.weights: Hashable = None
 
     def __reduce__(self) -> tuple:
-        """Pickle and copy as an empty object, because a copy of the model has other weights."""
+        """Pickle and copy as an empty object, because graphs refer to the weights of the original model."""
         return PassGraphs, ()
 
     def of(self, model: torch.nn.Module) -> "PassGraphs":
-        """Drop all graphs if the tensors, modules, adapters or modes of the model have changed since their capture."""
+        """Drop all graphs if tensors, modules, adapters or modes of the model have changed, and return self."""
         tensors = tuple((x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers()))
         modules = tuple(
             (id(module), module.training, *(str(getattr(module, name, None)) for name in _ADAPTER_SWITCHES))
@@ -85,12 +85,12 @@ class PassGraphs:
     def run(
         self, function: Callable[..., tuple], kv_cache: Cache | None, **given: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Compute function(**given, kv_cache=kv_cache), by a replay if a pass of the same shapes was captured.
+        """Return function(**given, kv_cache=kv_cache). Replay a graph if a pass of the same shapes was captured.
 
         Args:
-            function: returns logits or None, and hidden states. It must launch the same kernels for all inputs of the
-                same shapes.
-            kv_cache: a cache to read; not changed.
+            function: function that returns logits (or None) and hidden states. It must launch the same kernels for
+                all inputs of the same shapes.
+            kv_cache: cache that the function reads, or None. The function gets a copy.
             given: arguments of `function`; None values are omitted.
         """
         names = [name for name, value in given.items() if value is not None]
@@ -129,12 +129,14 @@ class PassGraphs:
         try:
             graph = PassGraph(function, inputs)
             outputs = graph.replay(inputs)
-        except Exception as error:  # such as a backbone that synchronizes with the GPU
-            warnings.warn(f"A pass was not captured as a CUDA graph, and stays eager: {error}", stacklevel=2)
+        except Exception as error:  # for example, the backbone synchronizes with the GPU
+            warnings.warn(
+                f"HMT runs a pass eagerly, because it was not captured as a CUDA graph: {error}", stacklevel=2
+            )
             return False
         pairs = zip(outputs, expected)
         if not all(torch.allclose(x, y, atol=0.01 * y.abs().max().item(), rtol=0) for x, y in pairs):
-            warnings.warn("A captured pass gave other numbers than an eager one, and stays eager.", stacklevel=2)
+            warnings.warn("HMT runs a pass eagerly, because its CUDA graph returned different numbers.", stacklevel=2)
             return False
         return graph
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 SIMILARITY_GAIN = 1.5
 
 
-# Initial scale-free scores are log(1 + c) times cosines over this temperature: cosines / 0.1 for ten memories.
+# With c memories, scale-free scores are initially log(1 + c) * cosine / TEMPERATURE, or cosine / 0.1 for ten memories.
 TEMPERATURE = 0.25
-# Fraction of an embedding's squared norm. Smaller squared differences from the mean are not scaled up to length one.
+# Fraction of |x|^2 in `normalize`. If the squared difference is smaller, it is not scaled up to length one.
 FLOOR = 1e-4
 
 
@@ -29,10 +29,10 @@ class HMTMemory(nn.Module):
     Args:
         width: d.
         memory_tokens: m.
-        recall_dim: h. None: a memory without recall and its projections.
-        single_pass: whether the model uses the single-pass mode, which has scale-free scores, and a summary token even
-            without recall.
-        settings: returns the settings of the model. They are saved with a PEFT adapter that contains the memory.
+        recall_dim: h. None: a model without recall, which does not need the projections.
+        single_pass: whether the model uses the single-pass mode, which needs a temperature for recall, and always a
+            summary token.
+        settings: function that returns the model's settings, which are saved with a PEFT adapter of the memory.
 
     Parameters: `initial` (m, d), the prompt of the first segment (paper mode only); `summary_token` (1, d), the
     paper's H^T, which ends both parts of a segment in the single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,),
@@ -59,10 +59,10 @@ class HMTMemory(nn.Module):
             self.wq = nn.Parameter(torch.empty(recall_dim, width))
             self.wk = nn.Parameter(torch.empty(recall_dim, width))
             if single_pass:
-                self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 does not support scalars
+                self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 does not support scalar parameters
 
     def forward(self, function: Callable[[], Any]) -> Any:
-        """Call a function that uses the parameters: accelerate loads offloaded weights around `forward`."""
+        """Call a function that uses the parameters. accelerate loads offloaded weights only while `forward` runs."""
         return function()
 
     def get_extra_state(self) -> Tensor:
@@ -81,10 +81,10 @@ class HMTMemory(nn.Module):
             )
 
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
-        """Score memory embeddings before the softmax, (B, c) in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
+        """Return the scores before the softmax, (B, c), in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
 
         The single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x)
-        is x - origin, normalized.
+        is the normalized x - origin.
 
         Args:
             query: as in `recall`.
@@ -100,7 +100,7 @@ class HMTMemory(nn.Module):
                 factor = count.to(wide).log1p()[:, None, None] * (-self.log_temperature.to(wide)).exp()
             else:
                 factor = wq.shape[0] ** -0.5
-            # (q Wq^T) Wk costs h * d products in total; keys would cost h * d for each memory
+            # (q Wq^T) Wk takes h * d products in total. Keys would take h * d products for each memory.
             return (query @ wq.mT @ wk * factor @ bank.mT).squeeze(1)
 
     def recall(
@@ -120,8 +120,8 @@ class HMTMemory(nn.Module):
             count: as in `scores`; needed if `bank` does not contain all memories.
 
         Returns:
-            The prompt, (B, 1, d), in bank.dtype, and scores, (B, c), in at least fp32, 0 where not valid. Both are 0
-            in a row without memories.
+            The prompt, (B, 1, d), in bank.dtype, and the weights softmax(scores), (B, c), in at least fp32, 0 if not
+            valid. Both are 0 in a row without memories.
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
@@ -153,7 +153,7 @@ def mean_memory(
 
 
 def normalize(x: Tensor, origin: Tensor) -> Tensor:
-    """Normalize `x - origin` to length one, or less where the difference is tiny compared with x."""
+    """Normalize `x - origin` to length one, or to less than one if the difference is tiny compared with x."""
     rest = x - origin
     return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
 

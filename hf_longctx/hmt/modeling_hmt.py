@@ -6,18 +6,19 @@ split into segments of L' new tokens. Each segment is one short pass of the back
     [prompt, the last k tokens of the previous segment, the segment's tokens, prompt]
 
 and the hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is
-recalled from the memories so far: a *summary pass* over its first j tokens gives a query that attends to them. Cost
-grows linearly with the sequence, and an `HMTState` of fixed size carries everything from segment to segment.
-Retrievers decide what a segment gets from the previous ones (`retriever_hmt.py`).
+recalled from the memories of the previous segments: a *summary pass* over the first j tokens of the segment computes a
+query, which attends to the memories. Cost grows linearly with the length of the sequence. An `HMTState` of bounded
+size carries everything from segment to segment. Retrievers select what a segment reads from the previous segments
+(`retriever_hmt.py`).
 
-`recall_mode="paper"` does exactly this (`paper_hmt.py`). However, the prompt depends on the first j tokens and is read
-*before* them, so the model sees a summary of the tokens that it predicts. Its scores on them are too good, and it
-cannot generate them. `score_from=config.summary_length` excludes these tokens from the loss.
+`recall_mode="paper"` implements exactly this (`paper_hmt.py`). However, the prompt depends on the first j tokens and
+is read *before* them, so the model attends to a summary of the tokens that it predicts. Their loss is therefore too
+low, and the model cannot generate them. `score_from=config.summary_length` excludes these tokens from the loss.
 `recall_mode="single_pass"` (default) reads every position once, with the recall in the middle (`single_pass_hmt.py`).
 
-Padding: except in the paper mode, each row has its own segment boundaries, and padding does not change its results
-(`packing_hmt.py`). The paper mode reads padding in place: it stores memories of padding and reads padded sensory
-tokens, as the official code does.
+In the single-pass mode, each row has its own segment boundaries, and padding does not change the results
+(`packing_hmt.py`). The paper mode reads padding in place, as the official code does: sensory tokens can be
+padding, and memories of padding are stored.
 """
 
 import math
@@ -61,20 +62,22 @@ from .state_hmt import HMTState, join_rows
 
 @dataclass
 class HMTOutput(ModelOutput):
-    """Output of `HMTWrapper`. `recall_*` and `memories` need `output_recall=True`.
+    """Output of `HMTWrapper`. `recall_*` and `memories` are returned with `output_recall=True`.
 
     Attributes:
         loss: scalar, returned with labels.
         logits: (B, T, V), or the logits selected by `logits_to_keep`; 0 on padding.
         state: `HMTState` after the last token, returned with `use_cache=True`.
-        recall_scores: for each segment, the recall weights (B, c) of the memories, oldest first (first from recalled
-            pages, then the latest), 0 for a memory that a row does not have; None for a segment without a recall (the
-            first segment, or one with an incomplete query).
-        recall_ends: like `recall_scores`, long: number of tokens of the sequence up to the end of each memory.
-        recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0: no recall.
-        memories: memory embeddings made in this call, each (B, m, d), 0 in a row that made none.
-        cache: the state, under transformers' name of the cache.
-        past_key_values: the state, under the name before transformers 5.24.
+        recall_scores: for each segment, the recall weights of the memories, (B, c), oldest first (pages before the
+            bank); 0 if a row does not have the memory. None for a segment without a recall: the first segment, or a
+            segment with an incomplete query.
+        recall_ends: for each segment, the number of tokens up to the end of each memory's segment, (B, c), long. None
+            where `recall_scores` is None.
+        recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0 without a
+            recall.
+        memories: memory embeddings of the segments of this call, each (B, m, d); 0 in a row without this memory.
+        cache: the same as `state`, under the name that transformers uses since 5.24.
+        past_key_values: the same as `state`, under the name that transformers used before 5.24.
     """
 
     loss: Tensor | None = None
@@ -89,17 +92,17 @@ class HMTOutput(ModelOutput):
 
     @property
     def past_key_values(self) -> HMTState | None:
-        """The state, under the name before transformers 5.24."""
+        """The same as `state`, under the name that transformers used before 5.24."""
         return self.state
 
     @property
     def last_hidden_state(self) -> Tensor:
-        """Raise AttributeError, because each segment has passes of its own."""
+        """Raise AttributeError, because no single pass reads the whole sequence."""
         advice = trl_advice() or f"Trainers such as SFTTrainer of TRL need it. {INSTEAD}"
         raise AttributeError(f"HMT does not return last_hidden_state. {advice}")
 
     def add_reports(self, reports: list[list[Report]], segment_length: int, ids: Tensor) -> None:
-        """Set the fields about recalls and memories."""
+        """Set `recall_*`, `memories` and `segment_length` from the reports of the segments."""
         batch, recalls, memories = len(ids), [], []
         for of_segment in reports:
             found: list[Any] = [x for x in of_segment if x.recall is not None and x.recall.weights is not None]
@@ -119,9 +122,10 @@ class HMTOutput(ModelOutput):
         self.memories, self.segment_length = tuple(memories), segment_length
 
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
-        """List the top recalls of each segment of the call as (range of tokens in the sequence, weight), best first.
+        """For each segment of the call, list the `top` memories with the largest recall weights, best first.
 
-        The list of a segment without a recall is empty.
+        A memory is given as (range of its tokens in the sequence, weight). The list of a segment without a recall is
+        empty.
 
         Raises:
             ValueError: the call did not use `output_recall=True`.
@@ -153,7 +157,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     accepts_loss_kwargs = True
     reads_in_segments = True  # the backbone's maximum number of positions limits a segment, not the input
     _keep_in_fp32_modules_strict = [r"^memory\."]
-    _keys_to_ignore_on_save = ["memory._extra_state"]  # in config.json already; only adapters need it
+    _keys_to_ignore_on_save = ["memory._extra_state"]  # config.json contains it; only adapters need it
     _keys_to_ignore_on_load_missing = [r"memory\._extra_state"]
     _is_stateful = True  # disables assisted generation, because a state cannot be cropped
     _supports_sdpa = True  # the backbone checks its attention implementation itself
@@ -187,28 +191,28 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
         settings = partial(config.signature, lm.width)
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass, settings)
-        names = ("recall", "recall_dim", "recall_mode", "memory_tokens")  # they decide which parameters there are
+        names = ("recall", "recall_dim", "recall_mode", "memory_tokens")  # these settings determine the parameters
         self._built = {name: getattr(config, name) for name in names}
-        _ = self.retriever  # raises an error where retrievers and settings do not fit
+        _ = self.retriever  # raises ValueError if the retrievers do not match the settings
         self._versions = lm.versions()
         quantizer: Any = getattr(lm.model, "hf_quantizer", None)
         if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.BITS_AND_BYTES:
-            # its layers have the names of ordinary ones, so a checkpoint of the wrapper can contain them
+            # bitsandbytes keeps the names of the parameters, so a checkpoint of the wrapper can contain them
             self.hf_quantizer, config.quantization_config = quantizer, quantizer.quantization_config
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
-            for module in backbone.modules():  # loaded, or set up by PEFT: do not initialize again
+            for module in backbone.modules():  # their weights are loaded, or initialized by PEFT
                 module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
         self.settle_layout()
 
     @property
     def retriever(self) -> Retrievers:
-        """The retrievers, which give a segment the memory of the previous ones."""
+        """The retrievers, which give a segment the memory of the previous segments."""
         return Retrievers(self.config, self.memory, self.lm.embed)
 
     def settle_layout(self) -> None:
-        """Set `config.reread` if it is None; otherwise, raise ValueError if the backbone does not support its value.
+        """Set `config.reread` if it is None; otherwise, raise ValueError if the backbone does not support the value.
 
         Without weights, such as on the meta device, this does nothing.
         """
@@ -222,10 +226,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             self.lm.check_hides(positions)
 
     def initialize_weights(self) -> None:
-        """Initialize the backbone as a standalone model first, then the memory.
+        """Initialize the backbone as a standalone model, and then the memory.
 
-        In custom models, transformers skips modules without parameters, and with them buffers that they set in their
-        children, such as `mup_vector` of Falcon-H1.
+        Within a custom model, transformers would skip modules without parameters. It would then skip the buffers that
+        such modules set in their children, such as `mup_vector` of Falcon-H1.
         """
         if isinstance(self.backbone, PreTrainedModel):
             self.backbone.initialize_weights()
@@ -235,16 +239,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, HMTMemory):
             return super()._init_weights(module)
-        std = self.lm.embedding_std()  # prompts are read among token embeddings, so they start at the same scale
+        std = self.lm.embedding_std()  # prompts start at the scale of the token embeddings around them
         for name in ("initial", "summary_token"):
             if hasattr(module, name):
                 init.normal_(getattr(module, name), std=std)
         if hasattr(module, "initial") and hasattr(module, "summary_token"):
-            # so that the summary of j tokens equals the memory of a segment of these tokens
+            # With equal prompts, the summary of j tokens equals the memory of a segment of these tokens.
             init.copy_(module.summary_token, module.initial)
         if self.config.recall:
             gain = 1 if module.single_pass else SIMILARITY_GAIN
-            for projection in (module.wq, module.wk):  # so that recall starts as a search for the most similar memory
+            for projection in (module.wq, module.wk):  # recall starts as a search for the most similar memory
                 init.copy_(projection, gain * torch.eye(*projection.shape))
             if module.single_pass:
                 init.constant_(module.log_temperature, math.log(TEMPERATURE))
@@ -267,24 +271,24 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         past_key_values: HMTState | None = None,
         **kwargs,
     ) -> HMTOutput:
-        """Read tokens from the start of a sequence, or continue after `state`.
+        """Read tokens from the start of a sequence, or continue the sequence of `state`.
 
         Args:
             input_ids: (B, T), long.
-            attention_mask: (B, T), 0 on padding, where logits are 0. Padding may be on either side; with a state, a
-                row may contain only padding. The paper mode needs padding on the left.
-            labels: (B, T), usually the input_ids, -100 where not scored; shifted here. The first token of a row in
-                each call is not predicted.
-            state: `HMTState` of an earlier call. Any chunking gives the result of one call. In the paper mode, a
-                chunk must not end within the first j tokens of a segment. After a backward pass through the earlier
-                call, pass `state.detach()`, because its graph is freed.
-            use_cache: return the state (default: True with a state, otherwise False).
-            logits_to_keep: number of last positions with logits, 0 for all, or positions, a long tensor (n,). The
-                loss still includes all labels. With 1, memory does not grow with T times the vocabulary. The
-                exception is training without gradient checkpointing, if there is a neural cache or a head that is not
-                a plain linear layer.
-            score_from: score only predictions from this position of their segment on.
-            output_recall: return recall scores, distances and memories.
+            attention_mask: (B, T), 1 on tokens and 0 on padding. Logits are 0 on padding. Padding may be on either
+                side; with a state, a row may contain only padding. The paper mode needs padding on the left.
+            labels: token ids, (B, T), usually equal to `input_ids`; -100 where not scored. They are shifted in this
+                method. The first token of each row of a call is not scored.
+            state: `HMTState` of an earlier call. A sequence that is split over several calls gives the result of one
+                call. In the paper mode, a call must not end within the first j tokens of a segment. After a backward
+                pass through the earlier call, pass `state.detach()`, because the graph of `state` has been freed.
+            use_cache: whether to return the state (default: True with a state, otherwise False).
+            logits_to_keep: number of last positions whose logits are returned (0: all), or a long tensor (n,) of
+                positions. The loss includes all labels in any case. With 1, memory does not grow with T times the
+                vocabulary size. The exception is training without gradient checkpointing, if there is a neural cache
+                or a head that is not a plain linear layer.
+            score_from: position within a segment. The loss includes only predictions from this position on.
+            output_recall: whether to return recall scores, distances and memories.
             num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps (from
                 `Trainer`).
             cache: another name of `state`, as in transformers.
@@ -300,7 +304,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         cache = same_state(cache, past_key_values)
         if cache is not None:
             state = same_state(state, cache)
-            if attention_mask is not None and input_ids is not None:  # transformers' mask covers the whole sequence
+            if (
+                attention_mask is not None and input_ids is not None
+            ):  # transformers passes the mask of the whole sequence
                 attention_mask = attention_mask[:, -input_ids.shape[1] :]
         use_cache = state is not None if use_cache is None else use_cache
         self._check_settings()
@@ -311,8 +317,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         first = first_position(logits_to_keep, input_ids.shape[1])
         if self.training and torch.is_grad_enabled() and self._only_adapters_train():
             warnings.warn(
-                "Only adapters of the backbone are trained, and the memory stays frozen. Unless it was trained before, "
-                'pass modules_to_save=["memory"] to LoraConfig.',
+                "Only adapters of the backbone are trained, and the memory stays frozen. Pass "
+                'modules_to_save=["memory"] to LoraConfig, unless the memory has been trained before.',
                 stacklevel=2,
             )
         if state is None:
@@ -330,9 +336,11 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             self._gradient_checkpointing_func if checkpoints else None,
             output_recall,
         )
-        state = self.memory(partial(layout.read, state, packed, use_cache))  # a call, which loads offloaded weights
+        state = self.memory(
+            partial(layout.read, state, packed, use_cache)
+        )  # calling the module loads offloaded weights
         like = next((x for row in layout.pieces.values() for x in row.values()), None)
-        if like is None:  # the requested positions are all padding
+        if like is None:  # all requested positions are padding
             like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
         logits = packed.unpack(layout.pieces, like)
         if isinstance(logits_to_keep, Tensor):
@@ -347,7 +355,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return result
 
     def _check_settings(self) -> None:
-        """Raise an error for settings that have changed since the model was built and do not match its parameters."""
+        """Raise an error if settings have changed since the model was built and do not match the parameters."""
         if getattr(self, "_is_replica", False):
             raise NotImplementedError(
                 "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
@@ -359,23 +367,23 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         for name, built in self._built.items():
             if getattr(self.config, name) != built:
                 raise ValueError(
-                    f"config.{name} is {getattr(self.config, name)!r}, but this model was built with another value, which "
-                    "needs different parameters. Build a new model, HMTWrapper.from_backbone(model.backbone, "
+                    f"config.{name} is {getattr(self.config, name)!r}, but this model was built with another value, "
+                    "which needs different parameters. Build a new model, HMTWrapper.from_backbone(model.backbone, "
                     f"config), or set the value when loading, HMTWrapper.from_pretrained(folder, {name}=...)."
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the mean cross entropy of the scored labels. `num_items_in_batch` counts those of the whole batch."""
+        """Return the mean cross entropy of the scored labels, or this call's part of the mean over a whole batch."""
         losses = layout.losses
         if layout.scored:
             hidden, targets = map(torch.cat, zip(*layout.scored))
             losses = [*losses, self.lm.loss_without_logits(hidden, targets).float()]
         loss = torch.stack(losses).sum()
-        loss = loss / packed.n_scored.clamp(min=1).to(loss)  # without any scored label the loss is 0, not nan
+        loss = loss / packed.n_scored.clamp(min=1).to(loss)  # the loss is 0, not nan, if no label is scored
         if num_items_in_batch is not None:
             loss = loss * (packed.n_labelled / num_items_in_batch).to(loss)
         if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # DDP needs a gradient of every parameter, and a sequence of one segment recalls nothing
+            # DDP needs a gradient of every parameter, but a sequence of one segment does not recall.
             loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
         return loss
 
@@ -391,14 +399,14 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         Args:
             batch_size: B.
-            page_file: file for the pages, instead of CPU memory. It is overwritten.
+            page_file: file in which pages are stored, instead of in CPU memory. An existing file is replaced.
             device: device of the state (default: the model's device).
 
         Raises:
             ValueError: `page_file` is given for a model without pages, or `batch_size` is below 1.
         """
         if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {batch_size}.")
+            raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         device = self.device if device is None else device
         like = self.lm.embed(torch.zeros(1, 1, dtype=torch.long, device=device))
         tail = torch.zeros(batch_size, self.config.sensory_tokens, dtype=torch.long, device=device)
@@ -418,8 +426,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
         if enable and reentrant and self.config.single_pass:
             raise ValueError(
-                "`use_reentrant` must be False, got True, which loses the gradients of the keys and values between the "
-                "passes of a segment. Pass gradient_checkpointing_kwargs={'use_reentrant': False}."
+                "`use_reentrant` must be False, got True, which loses the gradients of the keys and values between "
+                "the passes of a segment. Pass gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func
@@ -453,10 +461,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """Wrap a causal LM. The memory parameters are untrained, and in float32 if the backbone is in half precision.
 
         Args:
-            backbone: a model (used, not copied), or the name or path of one.
+            backbone: a causal LM, which is used and not copied, or its name or path.
             config: an `HMTConfig`, which is copied (default: `HMTConfig()`).
             revision: revision of the backbone on the Hub.
-            kwargs: arguments of `AutoModelForCausalLM.from_pretrained`, for a name or path.
+            kwargs: arguments of `AutoModelForCausalLM.from_pretrained`; only with a name or path.
 
         Raises:
             TypeError: the backbone is not a causal LM of transformers.
@@ -465,7 +473,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         config = HMTConfig() if config is None else deepcopy(config)
         if not isinstance(backbone, str | Path):
             if kwargs or revision is not None:
-                raise ValueError(f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path.")
+                raise ValueError(
+                    f"{sorted(kwargs) or 'revision'} only apply to a backbone given by name or path. Omit them."
+                )
         else:
             config.backbone_name_or_path = str(backbone)
             backbone = AutoModelForCausalLM.from_pretrained(backbone, revision=revision, **kwargs)
@@ -481,7 +491,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             ValueError: `config.backbone_in_checkpoint` is False, and `config.backbone_name_or_path` is not set or the
                 backbone's weights have changed.
             NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or is quantized by
-                another library than bitsandbytes.
+                a library other than bitsandbytes.
         """
         weights = self.state_dict() if state_dict is None else state_dict
         if not self.config.backbone_in_checkpoint:
@@ -507,8 +517,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         elif getattr(self.lm.model, "hf_quantizer", None) is not None and getattr(self, "hf_quantizer", None) is None:
             raise NotImplementedError(
                 "The backbone is quantized, and its weights cannot be read back from a checkpoint of the wrapper. Set "
-                "config.backbone_in_checkpoint=False: the memory is saved, and from_pretrained(..., "
-                "quantization_config=...) loads the backbone from config.backbone_name_or_path."
+                "config.backbone_in_checkpoint=False to save only the memory. from_pretrained(..., "
+                "quantization_config=...) then loads the backbone from config.backbone_name_or_path."
             )
         super().save_pretrained(save_directory, *args, state_dict=weights, **kwargs)
 
@@ -521,17 +531,17 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone_trust_remote_code: bool = False,
         **kwargs,
     ) -> "HMTWrapper":
-        """Load a checkpoint, and the backbone that it refers to if it contains only the memory.
+        """Load a checkpoint. If it contains only the memory, also load the backbone to which it refers.
 
         The arguments are the same as in transformers. `trust_remote_code` applies to this checkpoint, which includes
         the code of a FoX backbone. Code in the backbone's repository runs only with `backbone_trust_remote_code=True`.
 
-        With `output_loading_info=True` and a checkpoint of only the memory, the loading info describes the backbone,
-        under its own parameter names; the memory's weights must be complete.
+        For a checkpoint of only the memory, the loading info (`output_loading_info=True`) describes the backbone,
+        under the backbone's own parameter names. The weights of the memory must be complete.
 
         Raises:
             ValueError: settings and a configuration object are both given, the checkpoint is not an HMT, or the
-                backbone has custom code.
+                backbone has custom code that is not trusted.
         """
         path = pretrained_model_name_or_path
         hmt_config: Any = config  # Any, because remote code has its own HMTConfig
@@ -542,18 +552,18 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             hmt_config = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
-                f"{sorted(settings)} cannot be combined with a config object. Set them in the config, or leave the "
-                "config out to change the saved one."
+                f"{sorted(settings)} cannot be combined with a config object. Set them in the config, or omit "
+                "`config` to change the saved one."
             )
         if hmt_config.backbone_in_checkpoint:
             loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)
             model: HMTWrapper = loaded[0] if isinstance(loaded, tuple) else loaded
             model.settle_layout()
             return loaded
-        # arguments that apply to this checkpoint; AutoModel passes the commit and adapter arguments too
+        # Arguments that apply to this checkpoint and not to its backbone. AutoModel adds some of them.
         hmt_names = {"subfolder", "code_revision", "adapter_kwargs", "_commit_hash", *settings}
         backbone_kwargs = {
-            "attn_implementation": hmt_config._attn_implementation,  # where AutoModel stores its argument
+            "attn_implementation": hmt_config._attn_implementation,  # AutoModel stores its argument there
             "quantization_config": getattr(hmt_config, "quantization_config", None),
             **{name: value for name, value in kwargs.items() if name not in hmt_names},
             "revision": hmt_config.backbone_revision,
@@ -570,12 +580,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 "applies to this checkpoint. Read that code, then pass backbone_trust_remote_code=True."
             ) from error
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
-        hmt_config.name_or_path = str(path)  # as in transformers; PEFT reads the base model of an adapter from it
+        hmt_config.name_or_path = str(path)  # as in transformers; PEFT reads an adapter's base model from it
         model = cls.from_backbone(backbone, hmt_config)
         saved = load_file(str(cached_file(path, "model.safetensors", **hub)))
         weights: dict[str, Any] = {name.removeprefix("memory."): value for name, value in saved.items()}
         model.memory.load_state_dict(weights | {"_extra_state": model.memory.get_extra_state()})
-        with suppress(OSError):  # without a saved generation config, use the backbone's
+        with suppress(OSError):  # if none is saved, use the backbone's generation config
             model.generation_config = GenerationConfig.from_pretrained(path, **hub)
         if loading_info:  # with output_loading_info=True
             return model.eval(), *loading_info  # ty: ignore[invalid-explicit-return] - as transformers does

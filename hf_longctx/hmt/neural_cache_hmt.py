@@ -2,12 +2,12 @@
 
 A remembered token is likely to occur again after a similar context (Grave, Joulin and Usunier, arXiv 1612.04426, eq.
 3 to 5; unbounded: arXiv 1711.02604). The key of each token x_{i+1} of the remembered segments is the normalized last
-hidden state h_i from which it was predicted. With the last hidden state h_t:
+hidden state h_i from which it was predicted. At the last hidden state h_t, a token w has the probability p(w):
 
     p(w) = (1 - weight) p_LM(w) + weight p_cache(w)
     p_cache(w) ~ sum over all i with x_{i+1} = w of exp(SHARPNESS cos(h_t, h_i))
 
-The cache works without training and without positions of the backbone. Gradients reach h_t, but not the keys.
+The cache works without training and does not take positions of the backbone. Gradients reach h_t, but not the keys.
 """
 
 import math
@@ -21,13 +21,13 @@ from .configuration_hmt import HMTConfig
 from .retriever_hmt import Retriever, Segment, register_retriever, remember
 
 
-SHARPNESS = 30  # theta; the best value from 10 to 60 for SmolLM2-135M on Moby Dick
+SHARPNESS = 30  # theta in the paper; the best of the values from 10 to 60 for SmolLM2-135M on Moby Dick
 SCORES_AT_ONCE = 2**24  # maximum number of scores in memory
 
 
 @register_retriever("neural_cache")
 class NeuralCacheRetriever(Retriever):
-    """A neural cache of the tokens of the latest `memory_size` segments, mixed into the logits.
+    """A retriever that mixes a neural cache of the latest `memory_size` segments into the logits.
 
     Memory: `keys` (B, c, L' - 1, d), `ids` (B, c, L') and `ends` (B, c).
     """
@@ -53,7 +53,7 @@ class NeuralCacheRetriever(Retriever):
         return remember(state, segment, self.config.memory_size, keys=keys, ids=segment.ids[:, None])
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Mix the cache's distribution into the logits (B, n, V); rows without memories do not change."""
+        """Mix the cache's distribution into the logits (B, n, V); logits of rows without memories do not change."""
         keys = state["keys"]
         if not keys.shape[1]:
             return logits

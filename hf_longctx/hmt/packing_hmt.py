@@ -1,9 +1,9 @@
-"""Rows of unequal length: each row has its own segment boundaries, and gives the result of that row alone.
+"""Split rows of unequal length into segments, so that each row gives the same result as in a batch of its own.
 
-The tokens of a call are left-aligned in each row, after its sensory tokens and its open segment, with padding on the
-right. There, causality hides padding from every backbone (attention, recurrence or convolution), even without an
-attention mask. `PackedSegments` holds all tokens of a call, and a `Chunk` the tokens of a segment in the rows that are
-at the same position in theirs.
+Each row has its own segment boundaries. A row consists of its sensory tokens, the tokens of its open segment and its
+new tokens, and is padded on the right. There, causality hides the padding in every backbone (attention, recurrence or
+convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` contains the
+tokens of one segment in the rows that are at the same position in their segments.
 """
 
 from dataclasses import replace
@@ -30,11 +30,11 @@ def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Chunk(NamedTuple):
-    """The tokens of a segment in B rows that are at the same position in it.
+    """The tokens of one segment in each of B rows that are at the same position in their segments.
 
     rows: indices of the rows in the batch.
-    segments: index of the segment in the sequence of each row.
-    returned: the first token of each row whose logits the call returns.
+    segments: for each row, the index of the segment in the sequence.
+    returned: for each row, the first token of the segment whose logits the call returns.
     ids: the k tokens before the segment and its tokens so far, (B, k + count).
     targets: target token ids, (B, count), -100 where not scored; None without labels.
     mask: False on padding that the paper mode reads, (B, count), bool; None without padding.
@@ -55,12 +55,12 @@ class Chunk(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first token whose logits are computed, because a row returns or scores them."""
+        """Index of the first token of the segment whose logits are computed."""
         return min(self.returned) if self.targets is None else self.read
 
 
 def join_chunks(chunks: list[Chunk]) -> Chunk:
-    """Concatenate the rows of chunks, truncated to the tokens of the shortest one."""
+    """Concatenate chunks along the batch dimension, truncated to the number of tokens of the shortest one."""
     if len(chunks) == 1:
         return chunks[0]
     joined, (count, read) = chunks[0]._asdict(), map(min, zip(*((chunk.count, chunk.read) for chunk in chunks)))
@@ -87,13 +87,15 @@ class PackedSegments:
         first: first position of the call with logits.
 
     Attributes:
-        ids: (B, k + W); left-aligned, except for padding that the paper mode reads.
+        ids: token ids, (B, k + W), left-aligned, except for padding that the paper mode reads. Each row contains k
+            sensory tokens, and at most W tokens of its open segment and of this call.
         targets, mask: as in `Chunk`, (B, W).
         segments: index of each row's open segment.
         opened: number of tokens of each row's open segment that earlier calls have read.
         lengths: number of tokens of each row, from the start of its open segment.
-        padding: columns of padding before the new tokens.
-        n_scored, n_labelled: number of targets, and of targets before `score_from` and `loss_scope`.
+        padding: for each row, the number of padding columns before the new tokens.
+        n_scored: number of targets that the loss includes.
+        n_labelled: number of targets, including those that `score_from` and `loss_scope` exclude.
     """
 
     def __init__(
@@ -140,7 +142,7 @@ class PackedSegments:
             self.n_scored, self.targets = (targets != -100).sum(), targets
 
     def chunks(self) -> list[list[Chunk]]:
-        """Split the rows at their segment boundaries: for each n, the chunks of the rows' n-th segments."""
+        """Split the rows at their segment boundaries, and return for each n the chunks of the n-th segments."""
         length, k, bptt = self.config.segment_length, self.config.sensory_tokens, self.config.bptt_segments
         starts = [m + max(0, self.first - padding) for m, padding in zip(self.opened, self.padding)]
         chunks: list[list[Chunk]] = []
@@ -162,7 +164,7 @@ class PackedSegments:
         return chunks
 
     def new_tokens(self) -> Chunk:
-        """Return a chunk of only the new tokens of all rows, whose number must be the same in each row."""
+        """Return a chunk of only the new tokens. All rows must have the same number of new tokens."""
         count = self.lengths[0] - self.opened[0]
         places = long_tensor(self.opened, self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)
         ids = self.ids.gather(1, places + self.config.sensory_tokens)
@@ -171,7 +173,7 @@ class PackedSegments:
         return Chunk([*range(len(ids))], [*self.segments], returned, ids, targets, None, count, 0, False)
 
     def end(self, state: HMTState) -> HMTState:
-        """Set the tokens and lengths of `state`, which already has the memory after the call."""
+        """Return `state`, whose memory is already updated, with the tail and the lengths after the call."""
         k, length = self.config.sensory_tokens, self.config.segment_length
         lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
         opened = lengths % length
@@ -186,8 +188,8 @@ class PackedSegments:
         """Arrange logits by the positions of the call, (B, T - first, V), with zeros on padding.
 
         Args:
-            pieces: for each row, logits (n, V) by their place in the sequence.
-            like: any logits, (..., V).
+            pieces: for each row, logits (n, V) by (segment, first token).
+            like: logits (..., V), which determine the dtype and the device.
         """
         parts, tokens = [], self.tokens - self.first
         for row, padding in enumerate(self.padding):

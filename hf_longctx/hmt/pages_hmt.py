@@ -1,11 +1,11 @@
 """The second level of memory: embeddings dropped from the bank move to pages, and a recall selects pages.
 
-A page holds similar embeddings, from anywhere in the sequence, and its tag is their mean. A new embedding goes to the
-page with the nearest tag, by the angle around the mean of all embeddings, because embeddings of one sequence share a
-large common component. A page that grows beyond S embeddings is split in half along its principal component. A recall
-scores the tags as if they were embeddings, selects the best r pages of each row, and attends to their embeddings. It
-equals the recall of one flat memory without the embeddings of all other pages; with at most r pages, nothing is left
-out.
+A page contains similar embeddings, from anywhere in the sequence, and its tag is their mean. A new embedding goes to
+the page with the nearest tag. Distances are angles around the mean of all embeddings, because the embeddings of one
+sequence share a large common component. A page that grows beyond S embeddings is split in half along its principal
+component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and attends to
+their embeddings. With at most r pages, the result equals a recall from one flat memory. With more pages, the recall
+ignores the embeddings of the pages that were not selected.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. A page
 receives S / 2 embeddings between two splits, so there are at most 4 sqrt(r n) tags. The cost of a segment therefore
@@ -34,7 +34,7 @@ from .memory_hmt import mean_memory
 from .retriever_hmt import Retrieved, Segment, register_retriever
 
 
-_STORING = Lock()  # branches of one state share a file, also across threads
+_STORING = Lock()  # branches of a state may write to one file from several threads
 
 
 class PageFile:
@@ -47,15 +47,15 @@ class PageFile:
     def __init__(self, path: str | Path):
         Path(path).unlink(missing_ok=True)
         self.path, self.used = path, 0
-        self.file = Path(path).open("wb+")  # noqa: SIM115 - open as long as a state uses it
+        self.file = Path(path).open("wb+")  # noqa: SIM115 - the file stays open as long as a state uses it
         self._map(1)
 
     def store(self, block: Tensor) -> Tensor:
         """Copy `block` into the file; raise ValueError if this would lose a gradient."""
         if block.requires_grad:
             raise ValueError(
-                f"Memories that go to {self.path} lose their gradient. Read under torch.no_grad(), or start without a "
-                "page file: pages in RAM keep gradients."
+                f"Memories stored in {self.path} would lose their gradients. Call the model under torch.no_grad(), or "
+                "create the state without page_file: pages in RAM retain gradients."
             )
         size = block.numel() * block.element_size()
         with _STORING:
@@ -73,9 +73,9 @@ class PageFile:
 
 @dataclass
 class MemoryPages:
-    """The pages of the n memory embeddings that one row's bank has dropped.
+    """Pages of the n memory embeddings that the bank of one row has dropped.
 
-    They are immutable: `append` returns a new object, so states can branch, and rows can share pages.
+    This object is immutable: `append` returns a new object, so states can branch, and rows can share pages.
 
     page_size: initial maximum number of embeddings per page, and size of a block.
     recalled: r, the number of pages that a recall attends to.
@@ -103,12 +103,12 @@ class MemoryPages:
         recalled: int,
         file: PageFile | None = None,
     ) -> "MemoryPages":
-        """Return an object without pages. Tags will be on `device`, embeddings in CPU memory."""
+        """Return an empty object, which will store tags on `device` and embeddings in CPU memory or in `file`."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
     def __getstate__(self) -> dict:
-        """Copy blocks to RAM for pickles and deep copies: a second `PageFile` would overwrite the first."""
+        """Copy blocks to RAM for pickles and deep copies, because a second `PageFile` would overwrite the first."""
         return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class MemoryPages:
 
     @torch.no_grad()  # the choice of a page is not differentiable
     def _put(self, number: int, embedding: Tensor) -> None:
-        """Add the embedding (d,) with the next index to the page with the nearest tag, in place."""
+        """Add the embedding (d,) with index `number` to the page with the nearest tag, in place."""
         if number == 0:
             self.members, self.sums = ((0,),), embedding[None].clone()
             return
@@ -207,7 +207,7 @@ class MemoryPages:
         size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
         full = len(embeddings) // size * size
         if not isinstance(numbers["recalled"], int) or numbers["recalled"] < 1:
-            raise ValueError(f"a recall attends to {numbers['recalled']} pages")
+            raise ValueError(f"`recalled` must be a positive int, got {numbers['recalled']!r}")
         return cls(
             size,
             numbers["recalled"],
@@ -220,9 +220,9 @@ class MemoryPages:
 
 @register_retriever("pages")
 class Pages(Bank):
-    """A bank, and pages of the embeddings that it drops.
+    """A bank, and pages that store the embeddings that the bank drops.
 
-    Memory: as in `Bank`, and `pages`, a tuple of B `MemoryPages`.
+    Memory: `embeddings` and `ends` as in `Bank`; `pages`, a tuple of B `MemoryPages`.
     """
 
     takes_file = True
@@ -266,7 +266,7 @@ class Pages(Bank):
         pad = partial(pad_sequence, batch_first=True, padding_side="left")
         found = pad([embeddings for embeddings, _ in looked_up])
         ends = pad([self.config.segment_length * (numbers + 1) for _, numbers in looked_up])
-        # gradients of the origin flow to the attended embeddings
+        # gradients of the origin flow to the recalled embeddings
         total = sums + (found - found.detach()).to(sums).sum(1, keepdim=True)
         bank, ends = torch.cat([found, state["embeddings"]], 1), torch.cat([ends, state["ends"]], 1)
         of_all = mean_memory(state["embeddings"].to(sums), valid, total, counts)
@@ -275,7 +275,7 @@ class Pages(Bank):
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """List for each row the ends of the segments in its pages (the oldest ones) and in its bank."""
+        """For each row, list `Segment.ends` of the segments in the pages (the oldest ones) and in the bank."""
         rows = super().listed(state, length)
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 

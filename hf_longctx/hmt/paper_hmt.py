@@ -1,11 +1,12 @@
-"""The layout of the paper: per segment, a summary pass, and one pass between two prompts.
+"""The layout of the paper: each segment takes a summary pass, and a segment pass between two prompts.
 
     summary      summary token, x[:j], summary token     its last hidden state is the query
     segment      prompt, sensory tokens, x, prompt       logits; the hidden states of the second prompt are the memory
 
-Without recall, there is only the segment pass, and its prompt is the latest memory. Rows of a batch have the same
-length, because padding is read in place. Without `use_cache`, an incomplete last segment also ends with a prompt; its
-memory is reported, but not stored, as in the official code. A later call re-reads its open segment.
+Without recall, a segment takes only the segment pass, and the prompt is the latest memory. Rows of a batch have the
+same length, because padding is read in place. Without `use_cache`, an incomplete last segment also ends with a prompt;
+the call reports the memory of this segment, but does not store it, as in the official code. A later call re-reads an
+open segment.
 """
 
 from itertools import groupby
@@ -31,7 +32,7 @@ class Paper(Segments):
         return state
 
     def recall_queries(self, chunks: list[Chunk]) -> dict[int, Tensor]:
-        """Return the recall queries (B, 1, d) of the chunks that recall, by segment.
+        """Return the recall query (B, 1, d) of each chunk that recalls, by the index of its segment.
 
         Summary passes do not depend on memories, so several segments go through the backbone together.
         """
@@ -58,7 +59,7 @@ class Paper(Segments):
 
         Args:
             state, use_cache: as in `read`.
-            chunk: the tokens, which all rows have at the same position.
+            chunk: the tokens of the segment.
             query: recall query of the chunk, (B, 1, d), or None.
         """
         count, later, m = chunk.count, chunk.segments[0] > 0, self.config.memory_tokens

@@ -1,4 +1,4 @@
-"""A figure of HMT's recalls. It needs matplotlib, but no display."""
+"""Plot HMT's recalls with matplotlib; a display is not needed."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from .modeling_hmt import HMTOutput
 
 
 def plot_recall(output: HMTOutput, path: str | Path, *, row: int = 0, title: str | None = None) -> None:
-    """Draw which tokens of the sequence each segment of a call recalled, and their weights.
+    """Plot which tokens of the sequence each segment of a call recalled, with the recall weights.
 
     Args:
         output: output of a call with `output_recall=True`.

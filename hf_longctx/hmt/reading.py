@@ -1,4 +1,4 @@
-"""Read a document once into the memory of an HMT, and save this memory to a file of `HMTState.save`."""
+"""Read a document once with an HMT, and save the model's memory of the document to a file."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from .modeling_hmt import HMTWrapper
 from .state_hmt import HMTState
 
 
-STATE = "state.safetensors"  # file name in a Hub repository
+STATE = "state.safetensors"  # name of the state file in a Hub repository
 SEGMENTS = 16  # segments per call
 SAVE_EVERY = 60.0  # seconds
 
@@ -34,12 +34,12 @@ def read_text(
 
     Args:
         model: an HMT in eval mode.
-        tokenizer: a tokenizer of transformers; it adds its special tokens.
+        tokenizer: a tokenizer of transformers, which adds its special tokens.
         text: the document.
-        path: file to save the state to, every minute, at the end and after an error. If it contains the state of a
-            part of this document, read by this model, reading resumes from there.
-        name: name of the document, which errors about the file show.
-        progress: show a progress bar on stderr.
+        path: file in which the state is saved every minute, at the end and after an error. If it contains the state of
+            this model after a part of this document, reading resumes from that state.
+        name: name of the document, shown in errors and in the progress bar.
+        progress: whether to show a progress bar on stderr.
 
     Raises:
         ValueError: the model is not an HMT, the document is empty, or the file contains the memory of a different
@@ -80,7 +80,7 @@ def read_text(
                 if path is not None and time.monotonic() > saved + SAVE_EVERY:
                     save(state, model, Path(path), about)
                     saved = time.monotonic()
-        finally:  # also on Ctrl-C
+        finally:  # save the state on Ctrl-C too
             if path is not None and state is not None and state is not begun:
                 save(state, model, Path(path), about)
     assert state is not None
@@ -102,7 +102,7 @@ def load_state(name: str | Path, model: HMTWrapper) -> HMTState:
 
     Raises:
         ValueError: the model is not an HMT, or the file is damaged or was saved by a different model.
-        OSError: the file exists neither on this machine nor on the Hub.
+        OSError: the file is neither on this machine nor on the Hub.
     """
     check_memory(model)
     path = Path(name)

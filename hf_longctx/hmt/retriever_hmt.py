@@ -1,12 +1,12 @@
-"""The protocol and the registry of retrievers, which decide what a segment gets from the segments before it.
+"""The protocol and the registry of retrievers, which select what a segment reads from the previous segments.
 
 HMT uses retrievers only through this protocol. A retriever remembers full segments (`observe`), gives the next segment
-embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict that methods must
-not change, so that states of a stream can branch.
+embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict. Methods must
+not change this dict, so that states of a stream can branch.
 
-The values of this dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads their
-rows. If rows of a batch remember different numbers of segments, shorter ones are padded with zeros in front, so an
-entry exists where `ends` is not 0. `rows` lists the values that are not tensors.
+The values of the dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads the rows
+of these tensors. If rows remember different numbers of segments, the shorter rows are padded with zeros on the left,
+where `ends` is 0. Values that are not tensors are listed in `Retriever.rows`.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,13 @@ from .memory_hmt import HMTMemory
 
 
 RetrieverClass = TypeVar("RetrieverClass", bound=type["Retriever"])
-RETRIEVERS: dict[str, type["Retriever"]] = {}  # by name, in the order of their embeddings in a segment
+RETRIEVERS: dict[
+    str, type["Retriever"]
+] = {}  # retriever classes by name, in the order of their embeddings in a segment
 
 
 class Segment(NamedTuple):
-    """A full segment of each row, as a retriever observes it.
+    """A full segment of each row. `Retriever.observe` adds it to a memory.
 
     ids: token ids, (B, L'), long.
     memory: memory embeddings, (B, m, d).
@@ -40,7 +42,7 @@ class Segment(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """Number of tokens of the sequence up to the end of the segment, (B,), long."""
+        """Number of tokens of each row up to the end of the segment, (B,), long."""
         length = self.ids.shape[1]
         return long_tensor([length * (number + 1) for number in self.numbers], self.ids.device)
 
@@ -50,7 +52,7 @@ class Retrieved(NamedTuple):
 
     embeds: embeddings that the segment reads, (B, columns, d).
     weights: recall weights of the remembered segments, for `output_recall`, (B, c); or None.
-    ends: the ends of these segments, (B, c), long, 0 where a row does not have the segment; or None.
+    ends: `Segment.ends` of these segments, (B, c), long, 0 where a row does not have the segment; or None.
     """
 
     embeds: Tensor
@@ -59,7 +61,7 @@ class Retrieved(NamedTuple):
 
 
 class Retriever:
-    """The base class of retrievers, which remembers nothing.
+    """The base class of retrievers. Its memory is empty.
 
     Args:
         config: the model's configuration.
@@ -67,12 +69,13 @@ class Retriever:
         embed: function that embeds tokens, (B, T) -> (B, T, d).
 
     Attributes:
-        columns: number of embeddings that `retrieve` returns. The first embedding of all retrievers is the prompt,
-            which only tokens after the query see. The other `config.recall_tokens` follow it, and all tokens see them.
+        columns: number of embeddings that `retrieve` returns. The first embedding of the first retriever is the
+            prompt, to which only tokens after the query attend. The other `config.recall_tokens` embeddings follow the
+            prompt, and all tokens attend to them.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
         takes_file: whether `empty` accepts `file`, the path of a file in which to store the memory.
-        rows: classes of the values that are tuples with one object per row. They need the methods `map`, `to`, `pack`
-            and `unpack` of `MemoryPages`.
+        rows: for each value of the memory that is a tuple with one object per row, the class of these objects. The
+            class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
     """
 
     columns = 0
@@ -89,16 +92,16 @@ class Retriever:
         return False
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
-        """Return the memory of rows that have read nothing.
+        """Return the memory before the first segment.
 
         Args:
-            rows: B.
+            rows: number of rows, B.
             like: an embedding (..., d) with the dtype and device of memory embeddings.
         """
         return {}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return the embeddings that a segment reads before its tokens. Each row remembers at least one segment.
+        """Return the embeddings that a segment reads before its tokens. Each row must remember at least one segment.
 
         Args:
             state: the memory.
@@ -122,18 +125,18 @@ class Retriever:
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """List for each row the ends of the remembered segments of `length` tokens each, oldest first."""
+        """For each row, list `Segment.ends` of the remembered segments of `length` tokens, oldest first."""
         return [[end for end in row if end] for row in state["ends"].tolist()] if "ends" in state else []
 
 
 class Retrievers(Retriever):
-    """The retrievers of a model. Their memory is a dict of the memories of all, by name.
+    """All retrievers of a model. The memory is a dict that contains the memory of each retriever by its name.
 
     Args:
         config, memory, embed: as in `Retriever`.
 
     Raises:
-        ValueError: a name is not registered, or the retrievers do not match the other fields.
+        ValueError: a name is not registered, or the retrievers do not match the other fields of the config.
     """
 
     def __init__(self, config: HMTConfig, memory: HMTMemory, embed: Callable[[Tensor], Tensor]):
@@ -146,7 +149,8 @@ class Retrievers(Retriever):
             )
         if left_out := [name for name in asked_for if name not in names]:
             raise ValueError(
-                f"`retrievers` must list {left_out}, which other fields ask for, got {names}. Add or unset them."
+                f"`retrievers` must include {left_out}, which other fields require, got {names}. Add them, or "
+                "unset these fields."
             )
         self.parts = {name: RETRIEVERS[name](config, memory, embed) for name in names}
         self.columns = sum(part.columns for part in self.parts.values())
@@ -154,16 +158,16 @@ class Retrievers(Retriever):
         self.mixes = any(type(part).mix is not Retriever.mix for part in self.parts.values())
         if self.columns != 1 + (config.recall_tokens or 0):
             raise ValueError(
-                f"`retrievers` must give a prompt and `recall_tokens` more embeddings, 1 + {config.recall_tokens or 0}, "
-                f"got {self.columns} from {names}. Set recall_tokens, or the `columns` of a retriever."
+                f"`retrievers` must give a prompt and {config.recall_tokens or 0} more embeddings (recall_tokens), "
+                f"got {self.columns} in total from {names}. Set recall_tokens, or the `columns` of a retriever."
             )
 
     def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return the memory of rows that have read nothing. A retriever with `takes_file` stores it in `file`."""
+        """Return the memory before the first segment. A retriever with `takes_file` stores its memory in `file`."""
         files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
         if file is not None and not files:
             raise ValueError(
-                "`page_file` needs a model with pages; set config.recalled_pages, or leave page_file out."
+                "`page_file` is only supported for a model with pages. Set config.recalled_pages, or omit page_file."
             )
         return {name: part.empty(rows, like, **files.get(name, {})) for name, part in self.parts.items()}
 
@@ -179,7 +183,7 @@ class Retrievers(Retriever):
         return {name: part.observe(state[name], segment) for name, part in self.parts.items()}
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits after mixing in the predictions of all retrievers, in order."""
+        """Return the logits, mixed with the predictions of all retrievers in order."""
         for name, part in self.parts.items():
             logits = part.mix(state[name], logits, hidden)
         return logits
@@ -190,7 +194,7 @@ def register_retriever(name: str) -> Callable[[RetrieverClass], RetrieverClass]:
 
     def decorate(cls: RetrieverClass) -> RetrieverClass:
         if not name.isidentifier():
-            raise ValueError(f"`name` must be an identifier, which names tensors of a file, got {name!r}.")
+            raise ValueError(f"`name` must be a Python identifier, because it names tensors in a file, got {name!r}.")
         RETRIEVERS[name] = cls
         return cls
 
@@ -205,13 +209,13 @@ def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new
         size: maximum number of entries; None retains all.
         new: the entries to append, (B, 1, ...).
     """
-    kept = size or 1 + max(segment.numbers)  # otherwise each closing row would pad the others with an empty entry
+    kept = size or 1 + max(segment.numbers)  # a limit, because each row that ends a segment would pad the other rows
     new = {"ends": segment.ends[:, None], **new}
     return {name: torch.cat([state[name], x.to(state[name])], 1)[:, -kept:] for name, x in new.items()}
 
 
 def long_tensor(values: Sequence[int], device: torch.device) -> Tensor:
-    """Make a tensor (n,) of ints, without a copy (which synchronizes with a GPU) if they are equal or consecutive."""
+    """Return ints as a tensor (n,). Equal or consecutive ints are not copied, so a GPU is not synchronized."""
     first, count = values[0], len(values)
     if all(value == first for value in values):
         return torch.full((count,), first, device=device)

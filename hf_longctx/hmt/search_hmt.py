@@ -1,9 +1,9 @@
 """Search for tokens to re-read: `recall_tokens` of `HMTConfig`.
 
 The remembered segments are split into passages of r tokens. A query retrieves the passage with the highest BM25 score
-over token ids (Robertson and Zaragoza 2009, with Lucene's idf). All passages are equally long, so b has no effect. The
-next token depends most on the latest tokens of the query, so a token n positions before its end has weight
-exp(-n / 8).
+over token ids (Robertson and Zaragoza 2009, with Lucene's idf). All passages are equally long, so the length
+normalization of BM25 does not matter. The next token depends most on the latest tokens of the query, so a token n
+positions before the end of the query has weight exp(-n / 8).
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ FADE = 8  # distance in tokens at which the weight of a query token falls to 1 /
 
 @register_retriever("search")
 class Search(Retriever):
-    """A search over the tokens of the latest `memory_size` segments; each segment re-reads the best `recall_tokens`.
+    """A retriever that searches the tokens of the latest `memory_size` segments for the best passage to re-read.
 
     Memory: `ids` (B, c, L') and `ends` (B, c).
     """
@@ -51,21 +51,23 @@ class Search(Retriever):
 
 
 def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tensor:
-    """Return the passage of `length` tokens with the highest score for a query, (B, length); the latest of ties.
+    """Return the passage of `length` tokens with the highest BM25 score, (B, length). Ties go to the latest passage.
 
     Args:
         query: token ids, (B, n), long.
         ids: token ids of the remembered segments, oldest first, (B, c, L'), long; L' is a multiple of `length`.
         valid: False where a row does not have that segment, (B, c), bool.
     """
-    passages = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length)
+    passages = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length) with s passages per row
     valid = valid.repeat_interleave(passages.shape[1] // valid.shape[1], dim=1)  # (B, s)
-    # the stable sort puts the last of equal tokens first, and searchsorted finds the first
+    # The stable sort puts the last of equal query tokens first, and searchsorted finds that token.
     query, order = query.flip(1).sort(dim=1, stable=True)
     weights = (-order / FADE).exp()[:, None]
     place = torch.searchsorted(query, passages.flatten(1)).clamp(max=query.shape[1] - 1)  # indices in the query
     found = query.gather(1, place) == passages.flatten(1)
-    counts = torch.zeros(*valid.shape, query.shape[1], device=query.device)  # occurrences of each query token
+    counts = torch.zeros(
+        *valid.shape, query.shape[1], device=query.device
+    )  # number of occurrences of each query token in each passage
     counts.scatter_add_(2, place.view_as(passages), found.view_as(passages).to(counts))
     counts *= valid[..., None]
     containing, of_all = (counts > 0).sum(1, keepdim=True), valid.sum(1)[:, None, None]

@@ -1,9 +1,9 @@
 """The base class of the layouts in `single_pass_hmt.py` and `paper_hmt.py`, which read the segments of a call.
 
-The method `read` of a layout takes a state and the tokens of a call (`packing_hmt.py`), arranges embeddings as passes,
-runs them (`run_pass`), requests prompts from its retriever, passes it full segments (`close_segment`), and returns the
-state with the new memory. Logits, losses and recalls are collected in `pieces`, `losses`, `scored` and `reports`, from
-which `HMTWrapper.forward` builds its output.
+The method `read` of a layout takes a state and the tokens of a call (`packing_hmt.py`). It arranges embeddings as
+passes and runs these passes (`run_pass`). It gets prompts from the retriever, and lets the retriever observe full
+segments (`close_segment`). It returns the state with the new memory. Logits, losses and recalls are collected in
+`pieces`, `losses`, `scored` and `reports`, from which `HMTWrapper.forward` builds its output.
 """
 
 from collections import defaultdict
@@ -27,13 +27,15 @@ from .state_hmt import HMTState
 
 
 class Pass(NamedTuple):
-    """A pass of the backbone over a chunk: embeddings (B, P, d), and the location of the segment's tokens in them.
+    """A pass of the backbone over a chunk.
 
+    embeds: embeddings that the pass reads, (B, P, d).
     tokens: tokens of the segment that may get logits.
-    column: column of token 0, which may be negative.
+    column: column of token 0 of the segment in `embeds`; negative if the pass starts after token 0.
     positions: position ids, (1 or B, P), long. None: the backbone's own positions.
-    hidden_from: column 0 is a prompt, which the next `hidden_from` columns do not see. None: all columns see it.
-    last: whether no later pass extends the cache of this one.
+    hidden_from: number of columns after a prompt in column 0 that do not attend to the prompt. None: all columns
+        attend to column 0.
+    last: whether no later pass extends the cache of this pass.
     """
 
     chunk: Chunk
@@ -45,12 +47,12 @@ class Pass(NamedTuple):
     last: bool = False
 
     def from_token(self, token: int) -> range:
-        """Return the tokens that get logits if those before `token` do not."""
+        """Return the tokens of this pass that get logits if the tokens before `token` do not."""
         return range(min(max(self.tokens.start, token), self.tokens.stop), self.tokens.stop)
 
 
 class Report(NamedTuple):
-    """The recall of a segment in the rows of a chunk, or None, and its memory (B, m, d), or None."""
+    """The report of a chunk for `output_recall`: its recall or None, and its memory embeddings (B, m, d) or None."""
 
     chunk: Chunk
     recall: Retrieved | None
@@ -61,16 +63,16 @@ class Segments:
     """A layout that reads the segments of one call with a backbone and a memory.
 
     Args:
-        config, lm, memory, retriever: from the wrapper.
+        config, lm, memory, retriever: as in `HMTWrapper`.
         loss_function: computes the summed loss of logits, as in transformers.
         checkpoint: gradient checkpointing function, or None.
-        output_recall: whether to fill `reports`. Reports of n segments have up to n * n / 2 weights.
+        output_recall: whether to fill `reports`. Reports of n segments contain up to n * n / 2 weights.
 
     Attributes:
         pieces: for each row of the batch, the returned logits (n, V) by (segment, first token).
-        losses: summed losses.
-        scored: hidden states (n, d) and targets (n,) of losses to compute.
-        reports: for each n, the reports of the n-th segments of the rows.
+        losses: the summed loss of each pass with logits.
+        scored: hidden states (n, d) and targets (n,) whose loss is computed at the end of the call.
+        reports: for each n, the reports of the n-th segments of all rows.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Segments:
         self.loss_function, self.output_recall, self.embed = loss_function, output_recall, lm.embed
         self.length, self.j, self.k = config.segment_length, config.summary_length, config.sensory_tokens
         self.run: Callable[..., Any] = self.run_once if checkpoint is None else partial(checkpoint, self.run_once)
-        self.hide_prompt = cache(hide_prompt)  # the segments of a call share masks
+        self.hide_prompt = cache(hide_prompt)  # the segments of a call share their masks
         self.graphs = cache(lm.graphs.of)
         self.pieces: dict[int, dict[tuple, Tensor]] = defaultdict(dict)
         self.losses: list[Tensor] = []
@@ -95,19 +97,19 @@ class Segments:
         self.reports: list[list[Report]] = []
 
     def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
-        """Read the tokens of a call, and return the state before the call with the memory after it.
+        """Read the tokens of a call, and return `state` with the memory after the call.
 
         Args:
             state: state before the call.
             packed: tokens of the call.
-            use_cache: whether a later call may continue an incomplete segment.
+            use_cache: whether a later call may continue the last segment, if it is incomplete.
         """
         raise NotImplementedError
 
     def segments_per_batch(self, chunks: list[Chunk]) -> int:
-        """Return the number of segments whose memory-independent passes go through the backbone together."""
+        """Return how many segments share one pass of the backbone, for passes that do not depend on memories."""
         if self.retriever.mixes and any(chunk.first < self.j for chunk in chunks):
-            return 1  # logits depend on the memory of all previous segments
+            return 1  # the retriever mixes the memory of all previous segments into the logits
         return max(1, self.config.summary_batch // len(chunks[0].rows))
 
     def close_segment(self, state: HMTState, chunk: Chunk, memory: Tensor, hidden: Tensor | None = None) -> HMTState:
@@ -115,7 +117,7 @@ class Segments:
 
         Args:
             memory: memory embeddings of the segment, (B, m, d).
-            hidden: last hidden states of its tokens, (B, L', d), for retrievers that read them.
+            hidden: last hidden states of the segment's tokens, (B, L', d), for retrievers that read hidden states.
         """
         segment = Segment(chunk.ids[:, self.k :], memory, chunk.segments, hidden)
         state = replace(state, memory=self.retriever.observe(state.memory, segment))
@@ -127,12 +129,12 @@ class Segments:
         """Run a pass, and collect its logits and losses.
 
         Args:
-            kv_cache: cache to extend; a copy is extended, not the argument.
+            kv_cache: cache that the pass continues. It is copied, and the copy is extended.
             mask: (B, cached + P), bool, False on padding.
-            memory: memory of the retriever, for logits that it changes.
+            memory: memory of the retriever, if the retriever changes logits.
 
         Returns:
-            The last hidden states, (B, P, d), and the extended cache.
+            The last hidden states, (B, P, d), and the extended cache, or None.
         """
         chunk, embeds, targets, positions = one.chunk, one.embeds, one.chunk.targets, one.positions
         tokens, kept = one.from_token(chunk.first), one.from_token(min(chunk.returned))
@@ -150,7 +152,7 @@ class Segments:
             self.scored.append((hidden[:, columns].flatten(0, 1), targets.flatten()))
             tokens = kept
         else:
-            # without a prompt, transformers synchronizes with the GPU to inspect the mask
+            # Without a prompt, transformers would inspect the mask, which synchronizes with the GPU.
             captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
             arguments = (embeds, mask, columns, targets, kv_cache, positions)
             logits, hidden, loss, kv_cache = self.run(*arguments, bool(kept), memory, captures)
@@ -176,14 +178,14 @@ class Segments:
         """Run the backbone once. With gradient checkpointing, `run` recomputes this in the backward pass.
 
         Args:
-            columns: columns of `embeds` with logits.
-            captures: run the pass as a CUDA graph, which does not return a cache.
+            columns: columns of `embeds` whose logits are computed.
+            captures: whether to run the pass as a CUDA graph, which does not return a cache.
 
         The other arguments are as in `Backbone.run` and `run_pass`.
 
         Returns:
-            Logits of `columns`, (B, n, V), or None; last hidden states, (B, P, d); summed loss over `targets` (B, n),
-            or None; the extended cache, or None.
+            The logits of `columns`, (B, n, V), or None; the last hidden states, (B, P, d); the summed loss of
+            `targets` (B, n), or None; the extended cache, or None.
         """
         keep = long_tensor(columns, embeds.device) if columns else None
         if captures:

@@ -6,34 +6,35 @@ The backbone reads each token of a segment once:
     first part           sensory tokens    x[:j]        summary token
     second part prompt                                  x[j:], summary token
 
-The hidden state of the first summary token is the recall query. Its key and value are then cropped from the cache.
-Another pass extends this cache by the prompt and the second part. There, the prompt sees only itself, and the second
-part sees the prompt, the sensory tokens and x[:j]. Position ids place the prompt first; the order of the cached keys
-does not matter. The hidden state of the second summary token is the memory of the segment, so query and memory are the
-same function of a sequence. Adjacent tokens stay adjacent, and the prompt is a recalled hidden state, not random. An
-untrained HMT therefore predicts as its backbone does in a window of the same length. The first segment does not
-recall, and is read in one pass.
+The hidden state of the first summary token is the recall query. The key and the value of this token are then cropped
+from the cache. Another pass extends the cache by the prompt and the second part. In this pass, the prompt attends only
+to itself, and the second part attends to the prompt, the sensory tokens and x[:j]. Position ids place the prompt
+first; the order of the cached keys does not matter. The hidden state of the second summary token is the memory of the
+segment, so queries and memories are the same function of a sequence. Adjacent tokens stay adjacent, and the prompt is
+a recalled hidden state instead of a random vector. An untrained HMT therefore predicts as its backbone does in
+a window of the same length. The first segment does not recall, and is read in one pass.
 
-First parts do not depend on recalls, so several segments go through the backbone together; the second parts follow
-segment by segment. Where checkpointed layers skip the cache, the whole segment is read again as [prompt, sensory
-tokens, x, summary token], with a mask that hides the prompt from the sensory tokens and x[:j], which is the same
-function. With `reread=True`, this pass has no such mask, and x[:j] sees the prompt. That is a different function,
-which every backbone supports.
+First parts do not depend on recalls, so several segments go through the backbone together. The second parts follow
+segment by segment. If gradient checkpointing of layers disables the cache, the whole segment is read again as [prompt,
+sensory tokens, x, summary token], with a mask that hides the prompt from the sensory tokens and x[:j]. This computes
+the same function. With `reread=True`, the same pass does not mask the prompt, so x[:j] attends to the prompt too. This
+is a different function, which every backbone supports.
 
-Retrievers may give r more embeddings, such as re-read tokens. They follow the prompt and shift the rest by r
-positions, and the whole segment is read after them. A retriever that reads hidden states gets them for a whole
-segment, so a segment that was split over several calls is read again when it is full.
+Retrievers may give r embeddings in addition to the prompt, such as re-read tokens. These embeddings follow the prompt
+and shift all later positions by r, and the whole segment is read after them. A retriever that reads hidden states
+needs them for a whole segment, so a segment that was split over several calls is read again when it is full.
 
-`recurrence=False` makes memories without their recall. The first part is then the whole segment,
+`recurrence=False` computes the memory of a segment before the recall. The first part is then the whole segment,
 
     sensory tokens, x[:j], summary token, x[j:], summary token
 
-and its last hidden state is the memory. Segments do not depend on the previous ones, so second parts go through the
-backbone together too. A sequence of any length takes two calls, in groups of `summary_batch` segments times rows. A
-memory does not contain what its segment recalled, so a chain of n recalls takes n readings.
+and its last hidden state is the memory. Memories do not depend on previous segments, so several second parts go
+through the backbone together too. A sequence of any length takes two calls of the backbone, in groups of
+`summary_batch` segments times rows. A memory does not contain what its segment recalled, so a chain of n recalls takes
+n readings of the sequence.
 
-Rows at the same position of their segments are read together. Other rows are read separately, except for decoding
-steps, which use a joint cache.
+Rows at the same position of their segments are read together. Rows at different positions are read separately, except
+in decoding steps, which use a joint cache.
 """
 
 from dataclasses import replace
@@ -52,9 +53,12 @@ from .state_hmt import HMTState, join_memories
 
 
 class FirstPart(NamedTuple):
-    """The result of a first part: query and last hidden state, (B, 1, d), and a cache without the summary tokens.
+    """The result of reading the first part of a segment.
 
-    hidden: last hidden states of the tokens, (B, j, d), for retrievers that read them; else None.
+    query: hidden state of the first summary token, (B, 1, d).
+    end: last hidden state of the first part, (B, 1, d).
+    kv_cache: cache of the first part without summary tokens, or None.
+    hidden: last hidden states of the first j tokens, (B, j, d), for retrievers that read hidden states; else None.
     """
 
     query: Tensor
@@ -68,14 +72,14 @@ class SinglePass(Segments):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.n_prefix = self.retriever.columns  # a prompt, and the embeddings after it
+        self.n_prefix = self.retriever.columns  # number of retrieved embeddings, including the prompt
         reread, positions = self.config.reread, self.config.positions_per_segment
         self.cuts = not reread and self.n_prefix == 1 and not self.lm.checkpoints_layers
         if not reread:
-            self.lm.check_hides(positions)
+            self.lm.check_hides(positions, extends=self.cuts)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
-        self.hidden_from = None if reread else before_recall  # number of columns that do not see the prompt
-        self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, and the caches that they extend
+        self.hidden_from = None if reread else before_recall  # see `Pass.hidden_from`
+        self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, with the caches to extend
 
     def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
         """See `Segments.read`."""
@@ -116,7 +120,7 @@ class SinglePass(Segments):
         return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
 
     def is_step(self, state: HMTState, packed: PackedSegments) -> bool:
-        """Return whether rows only extend their cache by one number of tokens: none recalls or ends a segment."""
+        """Return whether a call only extends the cache of all rows by the same number of tokens, without a recall."""
         if state.kv_cache is None or torch.is_grad_enabled() or not self.lm.continues:
             return False
         rows = [*zip(packed.segments, packed.opened, packed.lengths)]
@@ -126,7 +130,7 @@ class SinglePass(Segments):
         return not recalls and len({count - read for _, read, count in rows}) == 1
 
     def step(self, state: HMTState, packed: PackedSegments) -> HMTState:
-        """Extend the cache of all rows, which may be at different positions, by new tokens in one pass."""
+        """Read new tokens in one pass that extends the cache of all rows, which may be at different positions."""
         chunk, mask = packed.new_tokens(), state.kv_mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(chunk.ids.shape)], 1)
@@ -141,7 +145,7 @@ class SinglePass(Segments):
     # ------------------------------------------------------------------------------------- rows at the same position
 
     def embed_part(self, chunk: Chunk, start: int, stop: int, ends: bool) -> Tensor:
-        """Embed the tokens `start` to `stop` - 1 (negative: sensory tokens), and a summary token if `ends`."""
+        """Embed tokens `start` to `stop` - 1 (below 0: sensory tokens), followed by a summary token if `ends`."""
         embeds = self.embed(chunk.ids[:, self.k + start : self.k + stop])
         if ends:
             embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(len(embeds), -1, -1)], 1)
@@ -150,7 +154,7 @@ class SinglePass(Segments):
     def build_pass(
         self, chunk: Chunk, embeds: Tensor, start: int, tokens: range, prefix: Tensor | None = None
     ) -> Pass:
-        """Build the pass over the retrieved `prefix` (B, n, d) and over `embeds`, which begin at token `start`."""
+        """Build a pass over `embeds`, which begin at token `start`, after the retrieved `prefix` (B, n, d), if any."""
         begin = start + (self.n_prefix + self.k) * (chunk.segments[0] > 0)
         positions = torch.arange(begin, begin + embeds.shape[1], device=embeds.device)[None]
         if prefix is None:
@@ -160,13 +164,13 @@ class SinglePass(Segments):
         return Pass(chunk, torch.cat([prefix, embeds], 1), tokens, n - start, positions, self.hidden_from)
 
     def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
-        """Read the first parts of segments whose rows are at the same position; parts of one shape share a pass."""
+        """Read the first parts of several segments. First parts of the same shape share a pass."""
         kv_cache, start = state.kv_cache, -self.k if state.kv_cache is None else chunks[0].read
         if kv_cache is None and self.cuts:
             kv_cache = DynamicCache(config=self.lm.model.config)
 
         def shape(chunk: Chunk) -> tuple[bool, int]:
-            """Return whether the whole segment is read, and the first token with logits."""
+            """Return whether the first part is the whole segment, and the first token with logits."""
             return not self.config.recurrence and chunk.count == self.length, min(chunk.first, self.j)
 
         firsts = []
@@ -182,7 +186,7 @@ class SinglePass(Segments):
             if cache is not None and self.cuts:
                 cache.crop(self.k + self.j - cache.get_seq_length())
                 caches = [*split(cache, len(same))]
-            # clones, because views would retain all hidden states
+            # Clones, because views would keep all hidden states in memory
             copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (self.j - start, -1))
             tokens: Any = [None] * len(same)
             if self.retriever.reads_hidden:
@@ -195,8 +199,8 @@ class SinglePass(Segments):
 
         Args:
             state: state of these rows.
-            first: the first part, if it has been read.
-            keeps: whether to retain the cache for a later call.
+            first: result of the first part, if it has already been read.
+            keeps: whether the new state contains the cache for a later call.
         """
         count, read, later, full = chunk.count, chunk.read, chunk.segments[0] > 0, chunk.count == self.length
         if count == read:
@@ -234,7 +238,7 @@ class SinglePass(Segments):
         return replace(state, kv_cache=kv_cache if keeps else None, kv_mask=None)
 
     def run_pending(self) -> None:
-        """Read the pending second parts together; the memories of their segments are already stored."""
+        """Read all pending second parts in one pass. The state already contains the memories of their segments."""
         parts: list[Any] = []
         for one, cache in self.pending:
             begin = parts[-1][0][-1] + 1 if parts else 0

@@ -19,16 +19,17 @@ from .retriever_hmt import RETRIEVERS
 
 @dataclass
 class HMTState:
-    """The state of a stream, from which the next call, another training step or another process continues.
+    """The state of a stream. The next call, another training step or another process can continue from it.
 
-    A call does not change its state, so several calls can branch from one state. Only `load` compares weights: within
-    a process, a state of another model with the same settings is accepted, although its memories are noise.
+    A call does not change its state, so several calls can branch from one state. Only `load` compares weights.
+    Within a process, a call accepts the state of another model with the same settings, although the
+    memories of one model are noise to another.
 
     Attributes:
         memory: memory of each retriever, by its name (`retriever_hmt.py`).
         tail: the last k tokens of the previous segment and the l tokens of the open segment, (B, k + l).
         lengths: number of tokens that each row has read. Every L'-th token ends a segment.
-        signature: architecture and settings of the model, which a call compares with its own.
+        signature: architecture and settings of the model. Each call compares them with those of its model.
         open_mask: False on padding of the open segment in the paper mode, (B, l), bool; None without padding.
         kv_cache: keys and values of the open segments, which speed up the next call. They are never saved. Without
             them, the open segments are read again.
@@ -81,7 +82,7 @@ class HMTState:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def without_kv_cache(self) -> "HMTState":
-        """Return a state without the key/value cache; the next call reads the open segment again."""
+        """Return a state without the key/value cache, so that the next call reads the open segment again."""
         return replace(self, kv_cache=None, kv_mask=None)
 
     def each(self, of_tensor: Callable[[Tensor], Tensor], of_rows: Callable[[tuple], tuple]) -> "HMTState":
@@ -109,10 +110,10 @@ class HMTState:
         """Return the state on another device. Pages stay in CPU memory.
 
         Raises:
-            TypeError: `device` is a dtype; a cast would round token ids too.
+            TypeError: `device` is a dtype. A cast would round token ids too.
         """
         if isinstance(device, torch.dtype):
-            raise TypeError(f"A state has the dtype of its model, and cannot be cast to {device}; cast the model.")
+            raise TypeError(f"`device` must be a device, got the dtype {device}. Cast the model instead of its state.")
         return self.each(lambda x: x.to(device), lambda rows: tuple(row.to(device) for row in rows))
 
     def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
@@ -169,7 +170,7 @@ class HMTState:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             is_own = model is None or metadata["weights"] == weights_hash(model)
-            if model is not None:  # weights in another dtype are the same weights
+            if model is not None:  # the hash does not depend on the dtype, so the memories are cast
                 dtype = memory_dtype(model)
                 for name, x in tensors.items():
                     if x.is_floating_point() and not name.endswith(".sums"):
@@ -202,26 +203,26 @@ class HMTState:
         return state
 
     def check(self) -> None:
-        """Raise ValueError if the fields do not belong to the same rows and tokens."""
+        """Raise ValueError if the fields differ in the number of rows or tokens."""
         length = self.signature["segment_length"]
         opened = max((n % length for n in self.lengths), default=0)
         shape = len(self.lengths), self.signature["sensory_tokens"] + opened
         ends = [row[-1].stop if row else n - n % length for row, n in zip(self.segments(), self.lengths)]
         if not ends or ends != [n - n % length for n in self.lengths] or self.tail.shape != shape:
             raise ValueError(
-                f"{self.lengths} tokens have memories up to {ends} and a tail of {tuple(self.tail.shape)}"
+                f"rows of {self.lengths} tokens have memories up to {ends} and a tail of {tuple(self.tail.shape)}"
             )
         for name, state in self.memory.items():
             if not state or any(len(value) != len(self.lengths) for value in state.values()):
                 raise ValueError(f"{name!r} does not have a memory of {len(self.lengths)} rows")
 
 
-# errors of a damaged file, such as a zero as the size of a page
+# Errors that a damaged file can cause, such as ZeroDivisionError for a page size of 0
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError, ValueError)
 
 
 def weights_hash(model: nn.Module | None) -> str:
-    """Hash about 64 values of each parameter in bfloat16; training changes it, a cast to float32 does not."""
+    """Hash about 64 values of each parameter in bfloat16. Training changes the hash; a cast to float32 does not."""
     digest = hashlib.sha256()
     for parameter in () if model is None else model.parameters():
         if not parameter.is_meta:
@@ -232,7 +233,7 @@ def weights_hash(model: nn.Module | None) -> str:
 
 
 def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
-    """Join tensors of some rows each to (batch, n, ...). Shorter ones are left-padded with 0; missing rows are 0.
+    """Join tensors of different rows into (batch, n, ...). Shorter rows are left-padded with 0; missing rows are 0.
 
     Args:
         parts: pairs of row indices and a tensor (rows, n, ...).
@@ -247,7 +248,7 @@ def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
 
 
 def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
-    """Join memories of some rows each, which together cover all rows of a batch."""
+    """Join memories of different rows, which together contain all rows of a batch."""
     order = sorted((row, part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows))
 
     def join(values: list[Any]) -> Any:
@@ -260,7 +261,7 @@ def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Any]]]]) -> d
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Select `rows` (n,), long, of x (B, ...). Copies of one row, such as the beams of a prompt, share its memory."""
+    """Select `rows` (n,), long, of x (B, ...). Copies of one row, such as beams, share storage."""
     alike = x.stride(0) == 0  # expanded already
     if not alike and (rows != rows[0]).any():
         return x.index_select(0, rows)

@@ -1,4 +1,4 @@
-"""Push models and metrics to the Hub, with the code that they need."""
+"""Push models and metrics to the Hub, together with the code that they need."""
 
 from .bundle import Bundle, build_bundle
 from .card import loading_lines, with_card

@@ -1,4 +1,4 @@
-"""The files of a push: known files of a folder, the code that the model needs, and their hashes."""
+"""Collect the files that a push uploads: model files, the code that the model needs, and hashes of both."""
 
 import fnmatch
 import hashlib
@@ -25,13 +25,13 @@ from ..metrics.result import Result, commit
 from .weights import check_safetensors, check_weights
 
 
-CONTENTS = "hf_longctx.json"  # versions and hashes
-NOTES = "card_notes.md"  # hand-written parts of the card
+CONTENTS = "hf_longctx.json"  # versions of the libraries, and the sha256 of every pushed file
+NOTES = "card_notes.md"  # hand-written sections of the model card
 ADAPTER = "adapter_model.safetensors"
 BASE = "base.json"  # name and hash of an adapter's base weights, written by `hf-longctx finetune`
-TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings and losses
+TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, settings and losses of training
 KNOWN = ("README.md", NOTES, "LICENSE", "LICENSE.md", "LICENSE.txt", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
-# Patterns of file names that are never pushed, and the reason.
+# File name patterns that a push rejects, with the reason.
 FORBIDDEN = {
     ("training_args.bin",): "a pickle of the training arguments, which can contain a token: remove it",
     ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*"): "the state of a training run: push the model's folder",
@@ -39,20 +39,25 @@ FORBIDDEN = {
     "load the model, and save it with save_pretrained, which writes safetensors",
     (".*",): "a hidden file, which can contain a secret: remove it",
 }
-LEFT_BY_TOOLS = (".git", ".gitattributes", ".cache", ".eval_results")  # files of git, `hf download` and the Hub
-MEASUREMENT = re.compile(r"[\w.-]+\.json")  # names that a card can link to
+LEFT_BY_TOOLS = (
+    ".git",
+    ".gitattributes",
+    ".cache",
+    ".eval_results",
+)  # ignored files of git, `hf download` and the Hub
+MEASUREMENT = re.compile(r"[\w.-]+\.json")  # file names that a card can link to
 PACKAGE_CODE = {
     path.name: path
     for package, suffix in ((fox, "fox"), (hmt, "hmt"))
     for path in Path(package.__path__[0]).glob(f"*_{suffix}.py")
 }
-# The classes of a custom backbone, written by `HMTConfig.save_pretrained`.
+# `HMTConfig.save_pretrained` writes the classes of a custom backbone into this file.
 BACKBONE_CODE = "custom_backbone_hmt.py"
 PEFT_TASKS = {
     "SEQ_CLS": "ForSequenceClassification",
     "TOKEN_CLS": "ForTokenClassification",
     "QUESTION_ANS": "ForQuestionAnswering",
-}  # in addition to CAUSAL_LM
+}  # CAUSAL_LM is the default
 AUTO_MAPS = {
     "fox": {"AutoConfig": "configuration_fox.FoxConfig", **AUTO_MAP},
     "hmt": {"AutoConfig": "configuration_hmt.HMTConfig", "AutoModelForCausalLM": "modeling_hmt.HMTWrapper"},
@@ -61,17 +66,17 @@ AUTO_MAPS = {
 
 @dataclass(frozen=True)
 class Bundle:
-    """The files of a push, and the parsed content of some.
+    """The files that a push uploads, and the information that we parsed from them.
 
     Attributes:
-        files: content or local path of each file, by its path in the repository.
+        files: content or local path of each file, by path in the repository.
         left_out: names of files in the folder that are not pushed.
-        config: config of the model or adapter; empty for a Space.
-        tensors: number of elements of each tensor, by its name.
+        config: parsed config of the model or adapter; empty for a Space.
+        tensors: number of elements of each tensor, by tensor name.
         results: results of metrics, by file name.
-        documents: JSON objects of the results and of the benchmarks in scripts/bench, by file name.
-        samples: prompt, generated text and settings, by file name.
-        base_has_code: whether the base model of an adapter has custom code.
+        documents: parsed JSON files with results of metrics or benchmarks, by file name.
+        samples: parsed JSON files with a prompt and the generated text, by file name.
+        base_has_code: whether the repository of an adapter's base model contains code.
     """
 
     files: dict[str, Path | bytes]
@@ -85,12 +90,12 @@ class Bundle:
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the bundle is an adapter."""
+        """Whether the bundle contains an adapter instead of a complete model."""
         return "adapter_config.json" in self.files
 
     @property
     def base(self) -> tuple[str, str | None] | None:
-        """Hub name and revision of an adapter's base model, or of a backbone that is not in an HMT's checkpoint."""
+        """Hub name and revision of an adapter's base model, or of an HMT's backbone; None if neither is needed."""
         if self.is_adapter:
             return self.config.get("base_model_name_or_path", ""), self.config.get("revision")
         if self.config.get("backbone_in_checkpoint", True):
@@ -110,14 +115,14 @@ class Bundle:
 
     @property
     def has_code(self) -> bool:
-        """Whether loading needs trust_remote_code, for code in this repository or in the base model's."""
+        """Whether loading needs trust_remote_code, because this repository or the base model's contains code."""
         return self.base_has_code or any(path.endswith(".py") for path in self.files)
 
     def text(self, path: str, errors: str = "strict") -> str:
         """Return a file as text, without a byte order mark; "" if the file does not exist.
 
         Args:
-            errors: as in `bytes.decode`.
+            errors: error handler of `bytes.decode`, such as "replace".
 
         Raises:
             ValueError: the file is not UTF-8, and `errors` is "strict".
@@ -132,9 +137,9 @@ class Bundle:
 def build_bundle(folder: str | os.PathLike) -> Bundle:
     """Collect the files to push from the folder of a model or an adapter.
 
-    These are known files: config, weights, tokenizer, card, figures and results of metrics. They include the modules
-    in `auto_map` and their imports: unmodified files of this package, and others from the folder. A FoX or HMT without
-    `auto_map` gets one. Unknown files are left out.
+    The config, weights, tokenizer, card, figures and results of metrics are pushed; unknown files are left out. The
+    modules in `auto_map` and their relative imports are pushed too, from this package if it contains a file of that
+    name, otherwise from the folder. A FoX or HMT without an `auto_map` gets one.
 
     Raises:
         ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a link out of
@@ -155,8 +160,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     files |= {name: folder / name for name in (*documents, *samples)}
     if {"config.json", "adapter_config.json"} <= set(names):
         raise ValueError(
-            f"{folder} contains an adapter and its base model, and a repository can contain only one of them. Train "
-            "with `--merge true`, or merge them by merge_and_unload of PEFT, and push the merged model."
+            f"{folder} contains an adapter and its base model, but a repository can contain only one of them. Train "
+            "with `--merge true`, or merge the adapter with PEFT's `merge_and_unload`, and push the merged model."
         )
     if "config.json" in names:
         config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)
@@ -184,19 +189,20 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return a configuration; raise ValueError if a model type, task type or architecture is not a name."""
+    """Read a config, and raise ValueError if its model type, task type or architectures are not strings."""
     config = read_json(path)
     classes = config.get("architectures") or []
     names = [config.get(name) for name in ("model_type", "task_type")]
     if not isinstance(classes, list) or not all(isinstance(name, str | None) for name in (*names, *classes)):
         raise ValueError(
-            f"model_type and task_type of {path} must be names, and architectures a list of names. Save the model again."
+            f"model_type and task_type in {path} must be strings, and architectures a list of strings. Save the model "
+            "again."
         )
     return config
 
 
 def check_base(folder: Path, bundle: Bundle) -> None:
-    """Raise ValueError if the base model of an adapter or HMT is not a name on the Hub."""
+    """Raise ValueError unless an adapter or HMT names its base model by a repository on the Hub."""
     base, _ = bundle.base or ("", None)
     is_name = isinstance(base, str) and not base.startswith(("/", ".", "~")) and not Path(base).exists()
     try:
@@ -204,13 +210,13 @@ def check_base(folder: Path, bundle: Bundle) -> None:
     except ValueError as error:
         key = "base_model_name_or_path" if bundle.is_adapter else "backbone_name_or_path"
         raise ValueError(
-            f"{folder} needs {base}, which is not a name on the Hub. Push that model first, and set {key} of the "
-            "config to its name."
+            f"{key} in {folder} must be the name of a repository on the Hub, got {base!r}. Push the base model first, "
+            "and set this field to its name."
         ) from error
 
 
 def check_names(folder, names):
-    """Raise ValueError for files that must not be pushed, and for links that leave the folder."""
+    """Raise ValueError for files that must not be pushed, and for symbolic links out of the folder."""
     errors = []
     for path in (folder / name for name in names):
         if path.is_symlink() and leads_outside(path, folder):
@@ -224,10 +230,10 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add the content of a JSON file that a metric, a benchmark or scripts.sample wrote, and skip other files.
+    """Parse a JSON file from a metric, a benchmark or scripts.sample into one of the dictionaries; skip other files.
 
     Raises:
-        ValueError: the card cannot show the values of a result.
+        ValueError: the file contains a result whose values the card cannot render.
     """
     try:
         document = read_json(path)
@@ -242,19 +248,19 @@ def read_measurement(path, results, documents, samples):
         elif not all(isinstance(row, dict) for row in document["rows"]):
             return
         documents[path.name] = document
-    except ValueError:  # not a measurement
+    except ValueError:  # the file does not contain a measurement
         return
     if path.name in results:
         result = results[path.name]
         try:
             for part in (result.summary, result.numbers, result.table):
                 part()
-        except Exception as error:  # a wrong value can raise anything
+        except Exception as error:  # an invalid value can raise any exception
             raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}). Measure it again.") from error
 
 
 def auto_map_and_code(folder, config):
-    """Return config.json, with an auto_map for FoX and HMT, and the code files that it and the tokenizer need."""
+    """Return config.json and the code files of model and tokenizer; a FoX or HMT without an auto_map gets one."""
     files = {"config.json": folder / "config.json"}
     auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
     if not config.get("auto_map") and auto_map:
@@ -263,9 +269,9 @@ def auto_map_and_code(folder, config):
 
 
 def code_files(folder, auto_map):
-    """Return the code files that the auto_maps of a model and of the tokenizer in its folder need.
+    """Return the modules in the auto_maps of the model and its tokenizer, and the modules that these import.
 
-    Code comes from the package if it has a file of that name, otherwise from the folder.
+    Each file comes from this package if it contains a file of that name, otherwise from the folder.
     """
     files, tokenizer = {}, folder / "tokenizer_config.json"
     tokenizer_map = read_json(tokenizer).get("auto_map", {}) if tokenizer.is_file() else {}
@@ -278,7 +284,7 @@ def code_files(folder, auto_map):
         path = folder / name
         if not (name == BACKBONE_CODE and path.is_file()):
             path = PACKAGE_CODE.get(name, path)
-        # get_relative_imports also finds what is not Python, such as `from ./home/x import y` in a docstring
+        # get_relative_imports also matches text in docstrings, such as `from ./home/x import y`.
         if not (module.isidentifier() and path.is_file()):
             raise ValueError(
                 f"{folder} does not contain {name}, which its auto_map names. Save the model again with save_pretrained."
@@ -289,25 +295,25 @@ def code_files(folder, auto_map):
 
 
 def module_names(file, auto_map):
-    """Return the modules that an auto_map names; raise ValueError for modules of another repository."""
+    """Return the names of the modules in an auto_map; raise ValueError for a module of another repository."""
     classes = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     modules = set()
     for name in [name for value in classes for name in (value if isinstance(value, list) else [value])]:
-        if name is None:  # a tokenizer without a slow version
+        if name is None:  # None stands for a missing slow tokenizer
             continue
         module, _, class_name = str(name).partition(".")
         if not (module.isidentifier() and class_name.isidentifier()):
             raise ValueError(
                 f"auto_map of {file} must name classes of files in the same folder, such as "
-                f"'modeling_fox.FoxForCausalLM', got {name!r}. Code in another repository changes without this one."
+                f"'modeling_fox.FoxForCausalLM', got {name!r}. Code in another repository can change at any time."
             )
         modules.add(module)
     return modules
 
 
 def with_contents(bundle: Bundle, files: Mapping[str, Path | bytes] | None = None) -> Bundle:
-    """Return the bundle with `files` replaced or added, and with the versions and the sha256 of every file."""
-    hashes = {} if files is None else json.loads(bundle.text(CONTENTS))["sha256"]  # do not hash the weights twice
+    """Add or replace `files` in a bundle, and update hf_longctx.json with their versions and sha256 hashes."""
+    hashes = {} if files is None else json.loads(bundle.text(CONTENTS))["sha256"]  # avoids hashing the weights twice
     for path, content in (bundle.files if files is None else files).items():
         with io.BytesIO(content) if isinstance(content, bytes) else content.open("rb") as file:
             hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()

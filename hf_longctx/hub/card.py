@@ -1,8 +1,8 @@
-"""The model card, README.md, rendered from the files of a folder with the jinja template model_card.md.
+"""Generate the model card, README.md, from the files in a model's folder and the jinja template model_card.md.
 
-A generated card contains a comment with its command, and every push regenerates it. A README.md without this comment
-is hand-written and never changed. Hand-written parts of a generated card come from card_notes.md, whose sections are
-inserted into the sections of the same name.
+A generated card contains a comment with the command that wrote it, and every push regenerates it. A README.md without
+this comment is hand-written, and a push does not change it. To add text to a generated card, write it into
+card_notes.md: each section of that file is inserted into the section of the same name.
 """
 
 import json
@@ -19,12 +19,12 @@ from .bundle import NOTES, PACKAGE_CODE, TRAINING, Bundle, with_contents
 
 
 CARD = "README.md"
-SOURCE = ""  # URL of the source repository; a release sets it (see CONTRIBUTING.md)
-# Settings of `hf-longctx train` and `finetune`, and their names in the card.
+SOURCE = ""  # URL of the source repository, set for a release (see CONTRIBUTING.md)
+# Names of settings in `hf-longctx train` and `finetune`, and in the card.
 NAMES = {"max_length": "sequence_length", "max_steps": "steps", "lr_scheduler_type": "schedule", "lora_r": "lora_rank"}
 TEMPLATE = Path(__file__).with_name("model_card.md")
 GENERATED = re.compile(r"<!-- written by: hf-longctx push DIR(?: ([\w./-]+))?(?: --tag ([\w./-]+))? --write-card[;\n]")
-UPSTREAM = "[More Information Needed]"  # placeholder in the cards that PEFT and transformers write
+UPSTREAM = "[More Information Needed]"  # placeholder in the template cards of PEFT and transformers
 SECTION = re.compile(r"^## (.+)\n", re.MULTILINE)
 EMBEDDINGS = re.compile(r"(embed_tokens|wte|wpe|embed_in|embed_out|lm_head)\.weight$")
 PIPELINES = {
@@ -37,17 +37,17 @@ PIPELINES = {
 
 
 def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -> Bundle:
-    """Return the bundle of a model with its card: an unchanged hand-written card, or a newly generated one.
+    """Add a generated card to the bundle of a model; a hand-written card is left unchanged.
 
-    A generated card also replaces the templates that PEFT and transformers save alongside weights. It retains license,
-    language, tags and datasets of the card that it replaces.
+    The generated card replaces an earlier generated card, or the template card that PEFT and transformers save
+    alongside the weights. It retains the license, language, tags and datasets of that card.
 
     Args:
-        repo: NAMESPACE/NAME in the loading code (default: the one in the current card).
+        repo: repository (NAMESPACE/NAME) in the loading code. Default: the repository in the current card.
         tag: revision that the loading code pins, if `repo` is given.
 
     Raises:
-        ValueError: the metadata of the card are not YAML, or a source file of the card is damaged.
+        ValueError: the metadata of the card is not valid YAML, or a file that the card is generated from is damaged.
     """
     text = bundle.text(CARD)
     generated = GENERATED.search(text)
@@ -59,10 +59,10 @@ def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -
 
 
 def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
-    """Return the generated card.
+    """Generate the text of the card.
 
     Args:
-        data: `ModelCardData` of the current card; updated with the metadata from the files.
+        data: `ModelCardData` of the current card. This function updates it from the files.
         repo: repository in the loading code.
         tag: revision in the loading code.
     """
@@ -84,10 +84,10 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
     card = ModelCard.from_template(
         data,
         str(TEMPLATE),
-        # from the files
+        # read from the files of the bundle
         bundle=bundle,
         config=bundle.config,
-        model=bundle.config.get("backbone_config") or bundle.config,  # the one with layers
+        model=bundle.config.get("backbone_config") or bundle.config,  # the config with the number of layers
         parameters=sum(bundle.tensors.values()),
         embeddings=sum(size for tensor, size in bundle.tensors.items() if EMBEDDINGS.search(tensor)),
         kinds=[result.kind for result in bundle.results.values()],
@@ -110,7 +110,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
 
 
 def model_index(bundle: Bundle) -> list[EvalResult]:
-    """Return the entries of the model-index, from the results and the `evaluations` of benchmarks.
+    """Return the model-index entries for the results of metrics and for `evaluations` in benchmark files.
 
     Raises:
         ValueError: an evaluation lacks a metric or dataset, or its value is not a number.
@@ -120,19 +120,19 @@ def model_index(bundle: Bundle) -> list[EvalResult]:
         evaluations = document.get("evaluations") or []
         for entry in evaluations if isinstance(evaluations, list) else [evaluations]:
             if not isinstance(entry, dict) or not isinstance(entry.get("metric_value"), int | float):
-                raise ValueError(f"evaluations of {file} must have a number as metric_value, got {str(entry)[:80]}.")
+                raise ValueError(f"evaluations in {file} must have a number as metric_value, got {str(entry)[:80]}.")
             try:
                 entries.append(EvalResult(**entry))
             except TypeError as error:
-                raise ValueError(f"evaluations of {file} must have the fields of EvalResult: {error}.") from error
+                raise ValueError(f"evaluations in {file} must have the fields of EvalResult: {error}.") from error
     return entries
 
 
 def read_card(text: str) -> ModelCard:
-    """Parse a card.
+    """Parse a model card and its metadata.
 
     Raises:
-        ValueError: the metadata are not YAML, or contain an invalid model-index.
+        ValueError: the metadata is not valid YAML, or contains an invalid model-index.
     """
     try:
         return ModelCard(text if text.startswith("---") else f"---\n\n---\n{text}")
@@ -141,7 +141,7 @@ def read_card(text: str) -> ModelCard:
 
 
 def read_settings(bundle: Bundle) -> dict:
-    """Return the settings in training.yaml, or {}.
+    """Return the settings in training.yaml; an empty dictionary without this file.
 
     Raises:
         ValueError: the file does not contain settings.
@@ -157,7 +157,7 @@ def read_settings(bundle: Bundle) -> dict:
 
 
 def last_losses(bundle: Bundle) -> dict[str, dict]:
-    """Return the last row with each loss in training_log.jsonl, from the last of several training runs.
+    """Return the last log entry with `loss`, and the last with `eval_loss`, of the last run in training_log.jsonl.
 
     Raises:
         ValueError: a line is not a JSON object.
@@ -169,16 +169,16 @@ def last_losses(bundle: Bundle) -> dict[str, dict]:
             step = row.get("step", 0)
         except (json.JSONDecodeError, AttributeError) as error:
             raise ValueError(
-                f'training_log.jsonl has {line[:40]!r}; its lines must be such as {{"step": 1}}.'
+                f'each line of training_log.jsonl must be a JSON object such as {{"step": 1}}, got {line[:40]!r}.'
             ) from error
-        if any(step < row["step"] for row in last.values()):  # another run, whose steps start at 0 again
+        if any(step < row["step"] for row in last.values()):  # a new run, whose steps start at 0 again
             last = {}
         last |= {name: row for name in ("loss", "eval_loss") if "step" in row and name in row}
     return last
 
 
 def loading_lines(bundle: Bundle, repo: str, revision: str | None) -> str:
-    """Return Python code that loads exactly this revision, including the repository's code."""
+    """Return Python code that loads the given revision of a pushed model."""
     options = f', revision="{revision}"' if revision else ""
     options += ", trust_remote_code=True" if bundle.has_code else ""
     library, name = "peft" if bundle.is_adapter else "transformers", bundle.auto_class
@@ -186,7 +186,7 @@ def loading_lines(bundle: Bundle, repo: str, revision: str | None) -> str:
 
 
 def show(value: object) -> str:
-    """Return a value as Markdown: floats rounded, integers with thousands separators, strings escaped."""
+    """Format a value as Markdown: round floats, separate thousands in integers, and escape strings."""
     if type(value) is int:
         return f"{value:,}"
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
-"""Checks of a bundle before a push: secrets, local paths, and the card's metadata.
+"""Check a bundle for secrets, local paths and errors in the card before it is pushed.
 
-The Hub rejects some of these too, but only after the repository was created. Secrets and paths are matched by regular
-expressions, so others remain undetected.
+The Hub makes some of these checks too, but only after the repository has been created. We find secrets and paths with
+regular expressions, so a secret in an unknown format remains undetected.
 """
 
 import json
@@ -19,19 +19,19 @@ from .bundle import Bundle
 from .card import CARD, model_index, read_card
 
 
-# The licenses that the Hub accepts.
+# Identifiers of the licenses that the Hub accepts.
 LICENSES = Path(__file__).with_name("licenses.txt").read_text().split()
-# The Hub's text tasks.
+# The text tasks (`pipeline_tag`) that the Hub defines.
 TASKS = [
     "feature-extraction", "fill-mask", "multiple-choice", "question-answering", "sentence-similarity", "summarization",
     "table-question-answering", "text-classification", "text-generation", "text-ranking", "text2text-generation",
     "token-classification", "translation", "zero-shot-classification",
 ]  # fmt: skip
 LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z0-9]{2,8})*|multilingual|code")
-# Binary files; and vocabularies, chat templates and code, which may contain any path.
+# BINARY files are not searched. Vocabularies, chat templates and code (ANY_PATH) may contain paths.
 BINARY = (".png", ".model")
 ANY_PATH = re.compile(r"(tokenizer\.|vocab|added_tokens|special_tokens_map|chat_template|merges).*|.*\.py")
-# Tokens and keys.
+# Access tokens, API keys and passwords.
 SECRET = re.compile(
     r"""(?<![A-Za-z0-9])(?:
     hf_[A-Za-z0-9]{30,} | gh[pousr]_[A-Za-z0-9]{30,} | github_pat_\w{40,} | glpat-[\w-]{20,}
@@ -53,25 +53,26 @@ MACHINE = re.compile(
     re.VERBOSE,
 )
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)  # without an end, to the end: otherwise quadratic
+# An unclosed comment extends to the end of the card; otherwise, the search would take quadratic time.
+COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 LINK = re.compile(r"""\]\(\s*<?([^)\s>]+)|\b(?:src|href)=["']([^"']+)["']""")
 TODO = re.compile(r"<!-- (Write\b(?:(?!<!--|-->).)*) -->", re.DOTALL)
 
 
 def check(bundle: Bundle) -> None:
-    """Raise ValueError with a list of everything that must not be published: tokens, local paths, an invalid card."""
+    """Raise ValueError with a list of all access tokens, local paths and errors in the card."""
     errors, secret = [], get_token()
     for path, content in sorted(bundle.files.items()):
         if path.endswith(BINARY):
             continue
         if path.endswith(".safetensors") and isinstance(content, Path):
-            with content.open("rb") as file:  # the header: metadata and tensor names
+            with content.open("rb") as file:  # only the header, with metadata and tensor names
                 text = file.read(int.from_bytes(file.read(8), "little")).decode(errors="replace")
         else:
             text = bundle.text(path, errors="replace")
         if SECRET.search(text) or (secret and secret in text):
             errors.append(f"{path} contains a token or key: remove it, and revoke it if it was ever published")
-        if path == "tokenizer_config.json":  # its chat template may contain any path too
+        if path == "tokenizer_config.json":  # the chat template may contain any path
             text = json.dumps({**json.loads(text), "chat_template": None})
         if not ANY_PATH.fullmatch(path) and (where := MACHINE.search(text)):
             errors.append(f"{path} names {where[0]}, a path of one machine: write a name that others can use")
@@ -82,7 +83,7 @@ def check(bundle: Bundle) -> None:
 
 
 def missing_fields(bundle: Bundle) -> list[str]:
-    """List what the card lacks: license, language, sections to write, and the commit of the base model."""
+    """List what is missing from the card: license, language, hand-written sections, or the base model's commit."""
     if CARD not in bundle.files:
         return [f"there is no {CARD}"]
     text = bundle.text(CARD)
@@ -96,7 +97,7 @@ def missing_fields(bundle: Bundle) -> list[str]:
 
 
 def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
-    """Yield the errors of a card in metadata, license, task, base model, model-index and links."""
+    """Yield a message for each error in a card's metadata, license, task, base model, model-index and links."""
     data = read_card(text).data
     yield from schema_errors(data)
     names = data.get("license") or []
@@ -127,7 +128,7 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
 
 
 def schema_errors(data: Any) -> Iterator[str]:
-    """Yield errors for metadata whose types differ from the annotations of huggingface_hub."""
+    """Yield a message for each metadata field whose type differs from huggingface_hub's type annotation."""
     results = [("model-index", EvalResult, entry) for entry in data.eval_results or ()]
     for place, kind, values in [("its metadata", ModelCardData.__init__, data), *results]:
         for name, hint in get_type_hints(kind).items():

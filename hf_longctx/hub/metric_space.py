@@ -1,9 +1,9 @@
-"""A metric as a Space on the Hub: `evaluate.load("NAMESPACE/NAME")` works without hf_longctx.
+"""Package a metric as a Hub Space, so that `evaluate.load("NAMESPACE/NAME")` works without hf_longctx.
 
 evaluate downloads the script of a Space, and the files that the script imports with `from .x import ...`, to a single
-folder. The modules that scoring needs are therefore copied next to the script under flat names, such as
-`longctx_curve_lengths.py` for `curve/lengths.py`, and the script imports a name from each. Code that runs a model is
-imported inside functions, from an installed hf_longctx.
+folder. We therefore copy the modules that scoring needs next to the script under flat names, such as
+`longctx_curve_lengths.py` for `curve/lengths.py`. The script imports a function or class from each copy, so that
+evaluate downloads all of them. Code that runs a model is imported inside functions, from an installed hf_longctx.
 """
 
 import re
@@ -21,7 +21,7 @@ DEFINITION = re.compile(r"^(?:def|class) (\w+)", re.MULTILINE)
 
 
 def build_space(name: str) -> Bundle:
-    """Return the files of a metric: its script, card and app, and the modules that scoring needs.
+    """Return the files of a metric's Space: script, card, app, and the modules that scoring needs.
 
     Raises:
         ValueError: the metric does not exist.
@@ -39,12 +39,12 @@ def build_space(name: str) -> Bundle:
 
 
 def absolute(module, dots, name):
-    """Resolve the relative import `from DOTSname import ...` in a module, relative to hf_longctx.metrics."""
+    """Return the module that `from DOTSname import ...` in `module` imports, relative to hf_longctx.metrics."""
     return ".".join([*module.split(".")[: -len(dots)], *filter(None, [name])])
 
 
 def scoring_modules(roots):
-    """Return the source of the roots and of their module-level imports, recursively, by module name."""
+    """Return the source code of the `roots` and of all modules that they import at module level, by module name."""
     sources, stack = {}, list(roots)
     while stack:
         module = stack.pop()
@@ -56,12 +56,12 @@ def scoring_modules(roots):
 
 
 def flat(module):
-    """Return the name of a module in the Space. The prefix avoids a clash with evaluate's package evaluate_modules."""
+    """Return a module's name in the Space, with a prefix because evaluate has a package `evaluate_modules`, too."""
     return f"longctx_{module.replace('.', '_')}"
 
 
 def flattened(module, sources):
-    """Return the source of a module with imports from the flat files, or from hf_longctx for modules not copied."""
+    """Redirect the relative imports of a module to the flat copies, or to hf_longctx if there is no copy."""
 
     def replace(match):
         target = absolute(module, match[2], match[3])

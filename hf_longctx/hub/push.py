@@ -1,4 +1,4 @@
-"""Push a bundle to the Hub in one commit."""
+"""Push a bundle to the Hub in a single commit."""
 
 import json
 import re
@@ -30,18 +30,18 @@ from .lint import check
 
 
 HUB_TIMEOUT_S = 10.0
-# Files that a push removes from a model's repository if the bundle does not contain them.
+# A push removes these files from a model's repository if the bundle does not contain them.
 REPLACED = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|adapter_model\.\w+|\w+_(fox|hmt)\.py")
-# Branches and tags. Names that look like a commit hash or an internal reference are ambiguous on the Hub.
+# Valid names of branches and tags. The Hub could confuse other names with a commit hash or an internal reference.
 REFERENCE = re.compile(r"(?!refs/|HEAD$|[0-9a-f]{40}$)[A-Za-z0-9_]+((-+|[./])[A-Za-z0-9_]+)*")
 
 
 @contextmanager
 def named_errors(left: str = "") -> Iterator[None]:
-    """Convert errors of the Hub and of the connection into built-in exceptions with a remedy.
+    """Convert authorization and connection errors of the Hub into built-in exceptions.
 
     Args:
-        left: sentence about the state of the repository if this step fails, appended to the message.
+        left: sentence for the end of the error message that describes the state of the repository.
 
     Raises:
         PermissionError: the token is invalid or lacks permission.
@@ -54,7 +54,7 @@ def named_errors(left: str = "") -> Iterator[None]:
     except HfHubHTTPError as error:
         if error.response.status_code in (401, 403):
             raise PermissionError(
-                f"The token is unknown or lacks permission; see `hf auth whoami`. {error}{left}"
+                f"Your token is invalid or lacks permission. Check it with `hf auth whoami`. {error}{left}"
             ) from error
         error.append_to_message(left)
         raise
@@ -63,7 +63,7 @@ def named_errors(left: str = "") -> Iterator[None]:
 
 
 def check_destination(repo: str, revision: str | None = None, tag: str | None = None, create_pr: bool = False) -> None:
-    """Raise ValueError for names and combinations that the Hub would reject or misinterpret."""
+    """Raise ValueError for a repository, branch or tag name that the Hub would reject or misinterpret."""
     try:
         validate_repo_id(repo if repo.count("/") == 1 else "")
     except ValueError as error:
@@ -74,31 +74,31 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
     for name in (revision, tag):
         if name is not None and not REFERENCE.fullmatch(name):
             raise ValueError(
-                f"{name!r} is not a name of a branch or tag. Use letters and digits with . - _ / between them, but "
-                "not a commit hash."
+                f"{name!r} is not a valid name of a branch or tag. Use letters and digits, separated by . - _ or "
+                "/, but not a commit hash."
             )
     if tag is not None and tag in (revision, "main"):
-        raise ValueError(f"the tag {tag} would have the name of a branch, which moves. Give another name, such as v1.")
+        raise ValueError(f"the tag {tag} would have the same name as a branch. Give another name, such as v1.")
     if tag is not None and create_pr:
-        raise ValueError(f"A pull request cannot be tagged. Omit the tag {tag}, and set it after the merge.")
+        raise ValueError(f"A pull request cannot be tagged. Omit the tag {tag}, and create it after the merge.")
 
 
 @named_errors()
 def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revision: str | None = None) -> list[str]:
-    """List the files of a repository that a push of the bundle removes.
+    """List the files that a push of the bundle removes from the repository.
 
-    These are old weights, because transformers prefers an old `model.safetensors` to new shards, and code of older
-    versions of this package.
+    A push removes old weights, because transformers prefers an old `model.safetensors` to new shards. It also removes
+    files of older versions of this package.
 
     Raises:
-        ValueError: the repository contains a model and the bundle an adapter, which would hide it, or vice versa.
-            Other errors: `named_errors`.
+        ValueError: the repository contains a model and the bundle contains an adapter, or vice versa. `named_errors`
+            lists further exceptions.
     """
     try:
-        # list_repo_files would retry for 20 seconds without a network
+        # Without a network, list_repo_files would retry for 20 seconds.
         info: Any = HfApi().repo_info(repo, repo_type=repo_type, revision=revision, timeout=HUB_TIMEOUT_S)
         present = {file.rfilename for file in info.siblings or ()}
-    except RevisionNotFoundError:  # a new branch begins with the files of main
+    except RevisionNotFoundError:  # a new branch starts from main
         return removed_files(bundle, repo, repo_type=repo_type)
     except RepositoryNotFoundError:
         return []
@@ -125,35 +125,35 @@ def push(
 ) -> CommitInfo:
     """Push a bundle in one commit, or without a commit if nothing has changed.
 
-    The repository and the branch are created if they do not exist. `removed_files` are removed in the same commit. The
-    token comes from `hf auth login` or from the environment variable HF_TOKEN.
+    The repository and the branch are created if they do not exist. The same commit deletes the files that
+    `removed_files` lists. The token comes from `hf auth login` or from the environment variable HF_TOKEN.
 
     Args:
-        repo: NAMESPACE/NAME.
+        repo: name of the repository, NAMESPACE/NAME.
         repo_type: "model", or "space" for a Gradio Space.
-        private: create a private repository.
+        private: whether to create a private repository.
         revision: branch (default: main).
-        create_pr: open a pull request instead of changing the branch.
-        tag: new tag for the commit.
+        create_pr: whether to open a pull request instead of changing the branch.
+        tag: name of a new tag for the commit.
 
     Raises:
-        ValueError: the bundle must not be published (`lint.check`), the token is missing, a name is not allowed
-            (`check_destination`), the repository is public although `private` is set, the tag or branch already
-            exists, or the repository contains another kind of model (`removed_files`).
-        HfHubHTTPError: the Hub rejects the request, for example because of a concurrent commit. Other errors:
-            `named_errors`.
+        ValueError: the bundle must not be published (`lint.check`), the token is missing, a name is not valid
+            (`check_destination`), the repository is public although `private` is set, the tag already exists, the
+            branch has the name of a tag, or the repository contains another kind of model (`removed_files`).
+        HfHubHTTPError: the Hub rejects the request, for example because of a concurrent commit. `named_errors` lists
+            further exceptions.
     """
     check(bundle)
     check_destination(repo, revision, tag, create_pr)
     if get_token() is None:
-        raise ValueError("There is no token for the Hub. Run `hf auth login`, or set HF_TOKEN.")
+        raise ValueError("No Hub token was found. Run `hf auth login`, or set HF_TOKEN.")
     api = HfApi(library_name="hf_longctx", library_version=__version__)
     with named_errors():
         is_new = not api.repo_exists(repo, repo_type=repo_type)
         if is_new:
             sdk = "gradio" if repo_type == "space" else None
             api.create_repo(repo, repo_type=repo_type, space_sdk=sdk, private=private or None)
-    with named_errors(f"{repo} was created, and stays without these files." if is_new else ""):
+    with named_errors(f"{repo} was created, but the files were not pushed." if is_new else ""):
         if private and not api.repo_info(repo, repo_type=repo_type).private:
             raise ValueError(f"{repo} is public. Make it private in its settings, or push to another name.")
         if revision is not None or tag is not None:
@@ -179,7 +179,7 @@ def push(
             create_pr=create_pr,
         )
     if tag is not None:
-        with named_errors(f"{repo} has the files, in commit {commit.oid}; only the tag is missing."):
+        with named_errors(f"The files were pushed to {repo} in commit {commit.oid}, but the tag was not created."):
             api.create_tag(repo, repo_type=repo_type, tag=tag, revision=commit.oid)
     return commit
 
@@ -190,7 +190,8 @@ def pin_base(bundle: Bundle) -> Bundle:
 
     Raises:
         ValueError: the repository or revision does not exist on the Hub.
-        PermissionError: the repository is gated, and the token does not have access. Other errors: `named_errors`.
+        PermissionError: the repository is gated, and the token does not have access. `named_errors` lists further
+            exceptions.
     """
     if bundle.base is None:
         return bundle
@@ -199,10 +200,10 @@ def pin_base(bundle: Bundle) -> Bundle:
         base = HfApi().model_info(name, revision=revision)
     except GatedRepoError as error:
         raise PermissionError(
-            f"the base {name} is gated. Ask for access on its page, with the account of this token."
+            f"the base model {name} is gated. Request access on its Hub page, with the account of your token."
         ) from error
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise ValueError(f"the base {name} (revision {revision}) is not on the Hub. Push it first.") from error
+        raise ValueError(f"the base model {name} (revision {revision}) is not on the Hub. Push it first.") from error
     path, field = ("adapter_config.json", "revision") if bundle.is_adapter else ("config.json", "backbone_revision")
     config = json.loads(bundle.text(path)) | {field: base.sha}
     has_code = bundle.is_adapter and any(file.rfilename.endswith(".py") for file in base.siblings or ())

@@ -1,4 +1,4 @@
-"""Weight checks. transformers loads NaN without a warning, and initializes missing weights at random."""
+"""Check weights before a push, because transformers loads NaN and initializes missing weights at random."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from ..fox.checkpoint_files import Checkpoint, open_safetensors
 def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class: str) -> None:
     """Load the model with transformers, if its class is installed, and check that no tensor is missing.
 
-    With accelerate, the model is loaded to the meta device, which does not take memory.
+    If accelerate is installed, the model is created on the meta device, without memory for its weights.
 
     Args:
         config: content of config.json.
         auto_class: name of the Auto class of transformers that loads the model.
 
     Raises:
-        ValueError: a tensor is missing, has a wrong shape, or contains NaN; transformers cannot load the model.
+        ValueError: a tensor is missing, has a wrong shape, or contains NaN; or transformers cannot load the model.
     """
     for file in sorted(set(checkpoint.files.values())):
         check_safetensors(file)
@@ -34,21 +34,21 @@ def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class
             ignore_mismatched_sizes=True,
             device_map="meta" if is_accelerate_available() else None,
         )
-    except Exception as error:  # a wrong value in config.json can raise anything
+    except Exception as error:  # an invalid value in config.json can raise any exception
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ValueError(f"transformers cannot load the model of {folder} ({reason}).") from error
+        raise ValueError(f"transformers cannot load the model in {folder} ({reason}).") from error
     if info["missing_keys"]:
         name = min(info["missing_keys"])
-        raise ValueError(f"no file of {folder} has {name}, which the model needs. Save the model again.")
+        raise ValueError(f"{folder} does not contain the tensor {name}, which the model needs. Save the model again.")
     for name, found, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
-            f"{name} of {folder} has the shape {tuple(found)}, and config.json needs {tuple(expected)}. Save the "
-            "model again."
+            f"{name} must have shape {tuple(expected)} according to config.json, got {tuple(found)} in {folder}. Save "
+            "the model again."
         )
 
 
 def check_safetensors(path: Path) -> dict[str, int]:
-    """Return the number of elements of each tensor in a file.
+    """Return the number of elements of each tensor in a safetensors file.
 
     Raises:
         ValueError: the file does not exist, is damaged, or contains NaN.
@@ -63,7 +63,7 @@ def check_safetensors(path: Path) -> dict[str, int]:
             tensor = tensors.get_tensor(name)
             if tensor.is_floating_point() and tensor.float().isnan().any():
                 raise ValueError(
-                    f"{path} has NaN in {name}: training diverged, or the file is damaged. Push other weights."
+                    f"{path} contains NaN in {name}: training diverged, or the file is damaged. Push other weights."
                 )
             sizes[name] = tensor.numel()
     return sizes

@@ -1,11 +1,11 @@
-"""Register metrics with the evaluate library: `evaluate.load("forgetting_curve")` works after `register()`.
+"""Implement modules for the evaluate library, and register them for `evaluate.load("forgetting_curve")`.
 
-A module is a folder `modules/NAME/NAME.py` with a card, as in a Hub Space. evaluate loads it from a path
-(`module_path`), a Space, or its own cache. A bare name refers to a Space of evaluate's organisation. If that Space
-does not exist, evaluate looks into its cache, where `register` writes a file that imports the module. The file stays
-valid when this package is upgraded.
+A module is a folder with a script `modules/NAME/NAME.py` and a card, as in a Hub Space. evaluate loads modules from a
+path (`module_path`), a Space, or its own cache. For a name without a namespace, evaluate first looks for a Space in
+its own organization, and then in the cache. `register` writes files to this cache that import the modules, so they
+remain valid when this package is upgraded.
 
-This file implements the modules: `compute` measures a model, or scores predictions that were made elsewhere.
+The `compute` method of a module calls functions of this file. It measures a model, or scores given predictions.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from .tasks.curve import ForgettingCurve
 
 MODULES = Path(__file__).with_name("modules")
 NAMES = ("forgetting_curve", "rope_base_check")
-# from_pretrained keywords that the config and the tokenizer need as well.
+# Keywords of `from_pretrained` that we also pass to the config and the tokenizer.
 SOURCE = ("revision", "code_revision", "token", "trust_remote_code", "cache_dir", "local_files_only", "subfolder")
 
 
 def module_path(name: str) -> str:
-    """Return the folder of a module; `evaluate.load(module_path(NAME))` works without `register` and offline.
+    """Return the folder of a module, for `evaluate.load(module_path(NAME))`, which works offline without `register`.
 
     Raises:
-        ValueError: no module has this name.
+        ValueError: there is no module of this name.
     """
     if name not in NAMES:
         raise ValueError(f"the evaluate module must be one of {', '.join(NAMES)}, got {name!r}.")
@@ -44,14 +44,14 @@ def module_path(name: str) -> str:
 
 
 def register() -> list[Path]:
-    """Let `evaluate.load` find our modules by their bare names, in this and all later processes of the user.
+    """Register our modules, so that `evaluate.load` finds them by name in this and all later processes.
 
-    This writes one file per module into evaluate's module cache (`HF_MODULES_CACHE`). Calling it again is a no-op.
-    Behind a firewall that drops requests to the Hub, evaluate waits minutes before it looks into its cache: set
-    HF_EVALUATE_OFFLINE=1, or load the module by `module_path`.
+    We write one file per module into evaluate's module cache (`HF_MODULES_CACHE`). Calling this function again is
+    safe. If a firewall drops requests to the Hub, evaluate waits minutes before it looks into its cache. In this case,
+    set HF_EVALUATE_OFFLINE=1, or load the module by `module_path`.
 
     Returns:
-        paths of the files.
+        paths of the written files.
 
     Raises:
         ImportError: evaluate is not installed.
@@ -59,8 +59,8 @@ def register() -> list[Path]:
     try:
         from evaluate.loading import init_dynamic_modules
     except ImportError as error:
-        raise ImportError("the evaluate library is missing: pip install 'hf-longctx[metrics]'") from error
-    cache = Path(init_dynamic_modules()) / "metrics"  # evaluate caches all module types under "metrics"
+        raise ImportError("evaluate is not installed. Run: pip install 'hf-longctx[metrics]'") from error
+    cache = Path(init_dynamic_modules()) / "metrics"  # evaluate stores modules of all types under "metrics"
     written = []
     for name in NAMES:
         class_name = name.title().replace("_", "")
@@ -69,7 +69,7 @@ def register() -> list[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{name}.{os.getpid()}.partial")
         partial.write_text(line)
-        partial.replace(file)  # atomic for other processes; rewritten because evaluate takes the newest
+        partial.replace(file)  # atomic; rewritten each time, because evaluate loads the newest file
         written.append(file)
     return written
 
@@ -78,30 +78,32 @@ def register() -> list[Path]:
 
 
 def measures(module: Any, model: Any, *scored: Any) -> bool:
-    """Return whether `compute` measures a model; otherwise it scores predictions passed now or added before.
+    """Return whether `compute` measures a model, or scores predictions that were passed now or added before.
 
     Raises:
-        ValueError: `compute` got both a model and something to score, or neither.
+        ValueError: `compute` got both a model and predictions, or neither.
     """
     if (model is not None) == (len(module) > 0 or any(rows is not None for rows in scored)):
         got = "neither" if model is None else "both"
-        raise ValueError(f"compute() takes either model=... or predictions and references, got {got}.")
+        raise ValueError(f"compute() takes either a model, or predictions and references, got {got}.")
     return model is not None
 
 
 def source_of(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the `model_kwargs` that the config and the tokenizer need as well.
+    """Return the entries of `model_kwargs` that we also pass to the config and the tokenizer.
 
     Raises:
-        ValueError: `model_kwargs` are set, but the model is not given by its name.
+        ValueError: `model_kwargs` is not empty, but the model is not given by its name.
     """
     if model_kwargs and not isinstance(model, str):
-        raise ValueError(f"model must be a name if model_kwargs are set, got a {type(model).__name__}.")
+        raise ValueError(f"model must be a name if model_kwargs is set, got a {type(model).__name__}.")
     return {key: value for key, value in model_kwargs.items() if key in SOURCE}
 
 
 def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
-    """Return a document, several documents joined by blank lines, or the content of a text file given by its path.
+    """Return the text of a corpus: a document, a list of documents, or the path of a text file.
+
+    Documents are joined by blank lines.
 
     Raises:
         ValueError: the path is not a plain text file.
@@ -114,8 +116,8 @@ def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
     path = Path(corpus)
     if not is_file or path.suffix in (".json", ".jsonl", ".csv", ".parquet", ".gz"):
         raise ValueError(
-            f"corpus must be a text or the path of one, got {os.fspath(corpus)!r}, which is not a plain text file. Other "
-            "formats: hf_longctx.corpus.load_text(PATH)."
+            f"corpus must be a document or the path of a plain text file, got {os.fspath(corpus)!r}. Load other "
+            "formats with hf_longctx.corpus.load_text(PATH)."
         )
     return path.read_text(encoding="utf-8")
 
@@ -126,30 +128,31 @@ def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
 def score_predictions(
     predictions: Sequence[Sequence[Sequence[int]]], references: Sequence[Sequence[int]]
 ) -> ForgettingCurve:
-    """Make a curve from greedy predictions that were made elsewhere with the protocol of `curve`.
+    """Return the forgetting curve of greedy predictions that another program made with the protocol of `curve`.
 
     Args:
-        predictions: a pair [copy, lm] for each target S of n tokens: the ids predicted for the n tokens of the last S
-            in `[bos] S [bos] S [eos]` and in `[bos] I [bos] S [eos]`, by teacher forcing. The second half counts.
-        references: the ids of each target S. Targets of equal length are the repeats of one point.
+        predictions: a pair [copy, lm] for each target S of n tokens. `copy` contains the n ids predicted for the last
+            S in `[bos] S [bos] S [eos]` with teacher forcing, and `lm` those in `[bos] I [bos] S [eos]`. Only the
+            second half of the ids is scored.
+        references: token ids of each target S. Targets of equal length are repeats of the same point.
 
     Raises:
-        ValueError: the lists are empty, or a row has the wrong shape.
+        ValueError: the lists are empty, or their shapes do not match.
 
     >>> score_predictions([[[9, 5, 6, 7], [9, 5, 0, 7]]], [[4, 5, 6, 7]]).points[0].copy_mean
     1.0
     """
     if len(predictions) != len(references) or not len(references):
         raise ValueError(
-            f"got {len(predictions)} predictions for {len(references)} references; there must be one pair of "
-            "predictions [copy, lm] for each reference, and at least one."
+            f"predictions must contain one pair [copy, lm] for each of one or more references, got {len(predictions)} "
+            f"predictions for {len(references)} references."
         )
     counts = defaultdict(lambda: ([], []))
     for i, (pair, target) in enumerate(zip(predictions, references)):
         if len(pair) != 2 or not len(target) or any(len(row) != len(target) for row in pair):
             raise ValueError(
-                f"predictions[{i}] has rows of {[len(row) for row in pair]} ids and references[{i}] has {len(target)}; "
-                "there must be two rows, [copy, lm], with one predicted id for each id of the target."
+                f"predictions[{i}] must be two lists, [copy, lm], with one id for each of the {len(target)} ids of "
+                f"references[{i}], got lists of lengths {[len(row) for row in pair]}."
             )
         begin = len(target) - scored_tokens(len(target))
         for kind, row in zip(counts[len(target)], pair):
@@ -165,21 +168,21 @@ def measure_curve(
     model_kwargs: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure a forgetting curve.
+    """Measure the forgetting curve of a model for `evaluate`.
 
     Args:
         model: a causal language model, or its name or folder.
-        corpus: a document or its path, a list of documents, or token ids; None for data_type="random".
+        corpus: a document, the path of a text file, a list of documents, or token ids; None for data_type="random".
         tokenizer: tokenizer for the corpus, or its name (default: the model's).
-        model_kwargs: keywords of `from_pretrained` for a model given by its name. The tokenizer gets those in
-            `SOURCE`.
-        options: keywords of `forgetting_curve` and fields of `Run`.
+        model_kwargs: keywords of `from_pretrained` for a model given by its name. Those in `SOURCE` are also passed to
+            the tokenizer.
+        options: keywords of `forgetting_curve`, or fields of `Run`.
 
     Returns:
         the result as plain JSON types; see `curve_result`.
 
     Raises:
-        ValueError: a corpus in words is missing a tokenizer, or an argument is invalid.
+        ValueError: an argument is invalid, or the tokenizer of a text corpus is missing.
         TypeError: an argument is unknown.
     """
     from transformers import AutoTokenizer
@@ -200,13 +203,13 @@ def measure_curve(
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, **(source if tokenizer == name else {}))
     if is_text:
         if not callable(tokenizer):
-            raise ValueError(f"a text needs tokenizer=..., a tokenizer or its name, got {tokenizer!r}.")
+            raise ValueError(f"tokenizer must be a tokenizer or its name if corpus is a text, got {tokenizer!r}.")
         corpus = tokenizer(read_text(corpus), add_special_tokens=False, verbose=False)["input_ids"]
     return curve_result(forgetting_curve(model, corpus, tokenizer=tokenizer, run=run, **options))
 
 
 def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
-    """Return a curve as plain JSON types: summary, intervals, the paper's lengths, and the input of `from_json`."""
+    """Convert a curve to plain JSON types, with a summary, confidence intervals and the paper's memory lengths."""
     fine, coarse = curve.fine_length, curve.coarse_length
     intervals = {
         f"{method}_{end}": getattr(curve.interval(method), end) for method in METHODS for end in ("low", "high")
@@ -235,9 +238,10 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
 
 
 def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Run `rope_report` on a model, a config or the name of either; return plain JSON types.
+    """Run `rope_report` on a model, a config or a name, and return the report as plain JSON types.
 
-    `holds` is None if the bound is inconclusive, or if the model does not use RoPE; a note then gives the reason.
+    `holds` is None if the bound is inconclusive or if the model does not use RoPE, in which case a note gives the
+    reason.
     """
     from .rope.config import NoRopeError
     from .rope.report import rope_report
@@ -253,24 +257,26 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
     """Check whether RoPE bases satisfy B_m >= 0 for m = 0 .. context length - 1 (arXiv 2405.14591, eq. 17 and 18).
 
     Args:
-        bases: RoPE bases (rope_theta).
+        bases: RoPE bases (rope_theta) to check.
         context_lengths: context length for each base, in tokens.
-        head_dim: dimensions of a query or key head, all of which rotate.
+        head_dim: number of dimensions of a query or key head. All of them rotate.
 
     Returns:
-        plain JSON types: `holds`, the share of pairs that hold, and for each pair `verdicts`, `context_bounds` (the
-        distance that the base supports; None if unlimited), `minimum_bases` (the smallest base for the context; some
-        larger bases fail) and `settled_bases` (the base from which all bases hold, up to 16 times the minimum; None
-        if there is none).
+        a dictionary of plain JSON types. `holds` is the share of bases that satisfy the bound. These entries are
+        lists with one element per base: `verdicts`, `context_bounds` (the largest distance that the base supports;
+            None
+        if unlimited), `minimum_bases` (the smallest base for the context; some larger bases fail) and `settled_bases`
+        (the base from which all bases up to 16 times the minimum satisfy the bound; None if there is none).
 
     Raises:
-        ValueError: a number is out of range, or the lists differ in length.
+        ValueError: a number is out of range, or the two lists have different lengths.
     """
     from .rope.bound import rope_base_bound, rope_context_bound
 
     if len(bases) != len(context_lengths) or not len(bases):
         raise ValueError(
-            f"got {len(bases)} bases for {len(context_lengths)} contexts; give one context for each base, and at least one."
+            f"context_lengths must have one entry for each of one or more bases, got {len(bases)} bases for "
+            f"{len(context_lengths)} contexts."
         )
     context_lengths = [as_int("a context", n, 2) for n in context_lengths]
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]

@@ -1,4 +1,4 @@
-"""Pretraining and fine-tuning; a stopped run resumes from its output folder.
+"""Pretraining and fine-tuning. A stopped run resumes from its output folder.
 
 from hf_longctx.training import PretrainConfig, train
 

@@ -11,18 +11,18 @@ from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from .config import FinetuneConfig, nearest
 
 
-BASE = "base.json"  # fingerprint of the adapter's base weights, in the adapter's folder
-# PEFT 0.21 reads a property that transformers 5.23 has renamed
+BASE = "base.json"  # file with the fingerprint of the base model, in an adapter's folder
+# Hide a warning: PEFT 0.21 reads a property that transformers 5.23 renamed
 warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
 
 def add_lora(model, args: FinetuneConfig) -> PeftModel:
-    """Add a new LoRA adapter to a model. The adapter and the fully trained modules are float32.
+    """Add a new LoRA adapter to a model. The adapter and the modules trained in full are float32.
 
     Raises:
-        ValueError: a named module does not exist in the model, or merging would corrupt tied embeddings.
+        ValueError: the settings name a module that the model does not have, or merging would corrupt tied embeddings.
     """
-    config = getattr(model.config, "backbone_config", model.config)  # an HMT wraps a backbone
+    config = getattr(model.config, "backbone_config", model.config)  # the model inside an HMT has its own config
     targets, in_full = args.lora_target_modules or ["all-linear"], args.lora_modules_to_save
     if in_full is None:
         in_full = modules_of_recipe(model, args.recipe)
@@ -34,7 +34,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
     if config.tie_word_embeddings and embeddings & set(targets):
         raise ValueError(
             f"This model ties its input and output embeddings, so merging an adapter of "
-            f"{' or '.join(sorted(embeddings))} would change both. Name them in --lora_modules_to_save instead."
+            f"{' or '.join(sorted(embeddings))} would change both. Train these embeddings in full instead, by --lora_modules_to_save."
         )
     lora = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -50,7 +50,10 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
 
 
 def modules_of_recipe(model, recipe: str | None) -> list[str]:
-    """Return the modules to train in full: new modules, or norms and embeddings for rope-extend (arXiv 2309.12307)."""
+    """Return the names of the modules that a recipe trains in full, alongside LoRA.
+
+    fox-from-llama and hmt train their new modules. rope-extend trains norms and embeddings (arXiv 2309.12307).
+    """
     if recipe == "rope-extend":
         norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
         return sorted(norms | {_leaf_name(model, model.get_input_embeddings())})
@@ -58,17 +61,19 @@ def modules_of_recipe(model, recipe: str | None) -> list[str]:
 
 
 def embedding_names(model) -> set[str]:
-    """Return the names of the input and output embeddings."""
+    """Return the module names of the input and output embeddings."""
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     return {_leaf_name(model, module) for module in modules if module is not None}
 
 
 def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
-    """Return a base model's architecture and a hash of sampled weights, rounded to bfloat16.
+    """Return a dict that identifies a base model: its architecture, and a hash of sampled weights.
+
+    Weights are rounded to bfloat16, so that the dtype of the base does not matter.
 
     Args:
-        names: names of the hashed parameters. Default: eight unquantized parameters, so that a quantized base and its
-            original share a fingerprint.
+        names: names of the parameters to hash. Default: about eight unquantized parameters, so that quantizing the
+            base does not change its fingerprint.
     """
     config, digest, parameters = model.config, hashlib.sha256(), dict(model.named_parameters())
     if names is None:
@@ -101,8 +106,8 @@ def load_adapter(model, folder: str | Path) -> PeftModel:
         differing = [f"{name} {saved[name]}, not {base[name]}" for name in saved if saved[name] != base[name]]
         if differing:
             raise ValueError(
-                f"The adapter in {folder} was trained on another model ({'; '.join(differing)}). Load the base that "
-                "its adapter_config.json names."
+                f"The adapter in {folder} was trained on another model ({'; '.join(differing)}). Load the base "
+                "model that its adapter_config.json names."
             )
     adapter: Any = PeftConfig.from_pretrained(str(folder))
     _widen(model, adapter.modules_to_save or ())
@@ -110,7 +115,7 @@ def load_adapter(model, folder: str | Path) -> PeftModel:
 
 
 def _widen(model, names):
-    """Cast the named modules to float32: PEFT casts only LoRA weights, and copies other modules in their own dtype."""
+    """Cast the named modules to float32. PEFT casts LoRA weights only."""
     for name, module in _leaves(model):
         if name in names:
             module.float()

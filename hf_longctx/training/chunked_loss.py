@@ -1,7 +1,7 @@
-"""Chunked cross entropy for any causal language model: with a large vocabulary, logits dominate memory.
+"""Chunked cross entropy for any causal language model. With a large vocabulary, unchunked logits dominate memory.
 
 The model's forward pass is unchanged, except that its head returns the hidden states. The loss computes the logits one
-chunk of tokens at a time and recomputes them in the backward pass, so only one chunk is in memory.
+chunk of tokens at a time and recomputes them in the backward pass, so memory contains one chunk of logits at a time.
 """
 
 from typing import Any
@@ -13,21 +13,21 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 
-LOGITS_AT_ONCE = 2**24  # 64 MiB in float32; with a large vocabulary, smaller chunks slow down the matmuls
+LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast matmul
 
 
 def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
-    """Let a model compute its loss in chunks, and return hidden states instead of logits.
+    """Replace a model's loss by a chunked loss. The model then returns hidden states instead of logits.
 
-    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. We compare the
-    loss on random decoder states with the model's own loss.
+    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. First, we
+    compare the chunked loss with the model's own loss on random decoder states.
 
     Args:
         model: a causal language model.
-        logits_at_once: chunk size in logits; a chunk has at least one token.
+        logits_at_once: maximum number of logits in a chunk. A chunk always has at least one token.
 
     Returns:
-        whether the losses are equal; otherwise the model is unchanged.
+        True if both losses are equal. Otherwise False, and the model is unchanged.
     """
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None or decoder is model or model.loss_function is not ForCausalLMLoss:
@@ -50,7 +50,7 @@ def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
         return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
 
     def loss(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs) -> torch.Tensor:
-        """Compute transformers' `ForCausalLMLoss` from the input of the head; a scalar, fp32."""
+        """Return the loss of transformers' `ForCausalLMLoss`, a float32 scalar, computed from the head's input."""
         hidden_states = inputs.pop().flatten(0, -2)  # (tokens, hidden)
         if shift_labels is None:
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=-100)
@@ -73,7 +73,7 @@ def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
             head.forward, model.loss_function = remember, loss
             is_equal = torch.allclose(own, model(input_ids=ids, labels=ids, use_cache=False).loss, rtol=1e-5)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-        is_equal = False  # the model computes its loss in another way
+        is_equal = False  # this model computes its loss differently
     finally:
         del decoder.forward
     if not is_equal:
@@ -83,7 +83,7 @@ def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """A decoder output with hidden states only: other fields, such as Mamba's cache, are None."""
+    """A decoder output that contains hidden states only. Other fields, such as Mamba's cache, are None."""
 
     def __getattr__(self, name):
         return None

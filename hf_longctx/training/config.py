@@ -1,4 +1,4 @@
-"""Settings of a run: transformers' `TrainingArguments` with additional fields."""
+"""Settings of a training run: transformers' `TrainingArguments` with additional fields."""
 
 import argparse
 import difflib
@@ -50,18 +50,18 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def required(text: str) -> Any:
-    """Make a required field with its help text."""
+    """Return a required dataclass field with a help text."""
     return field(kw_only=True, metadata={"help": text})
 
 
 def option(default: Any, text: str, **parser_options: Any) -> Any:
-    """Make a field with its default, its help text and other arguments of `add_argument`."""
+    """Return a dataclass field with a default, a help text and further arguments for `add_argument`."""
     return field(default=default, metadata={"help": text, **parser_options})
 
 
 @dataclass
 class RunConfig(TrainingArguments):
-    """The settings of every run. Optimizer and schedule defaults follow FoX (arXiv 2503.02130, appendix B.1)."""
+    """Settings of every run. Optimizer and schedule defaults follow FoX (arXiv 2503.02130, appendix B.1)."""
 
     output_dir: str = required("Folder of the run")
     lr_scheduler_type: str = option("cosine", "Learning-rate schedule")
@@ -78,22 +78,23 @@ class RunConfig(TrainingArguments):
     save_steps: float = option(100, "Steps between checkpoints")
     save_total_limit: int | None = option(2, "Number of checkpoints to keep, at least 2")
     eval_steps: float | None = option(500, "Steps between evaluations on `eval_data`")
-    logging_steps: float = option(1, "Steps between entries of the log")
+    logging_steps: float = option(1, "Steps between log entries")
     disable_tqdm: bool | None = option(True, "Print log lines instead of a progress bar")
     prediction_loss_only: bool = option(True, "Return only the loss from evaluations")
     logging_nan_inf_filter: bool = option(False, "Omit non-finite losses from the log")
     ddp_find_unused_parameters: bool | None = option(False, "Detect parameters without a gradient in DDP")
     ddp_timeout: int = option(
-        7 * 24 * 3600, "Timeout of collectives in seconds; packing the data in one process must fit into it"
+        7 * 24 * 3600,
+        "Timeout of collectives in seconds; must exceed the time that one process needs to pack the data",
     )
 
     data: str = required(
         "Training data: a .txt, .md, .jsonl, .parquet or .csv file, a folder, a dataset, token ids (.npy) or stdlib; "
         "several sources with shares: books=0.7,web.jsonl=0.3"
     )
-    eval_data: str | None = option(None, "Evaluation data, like `data`")
+    eval_data: str | None = option(None, "Evaluation data, in any format of `data`")
     text_column: str | None = option(
-        None, "Table column to train on (default: conversations if there are any, else `text`)"
+        None, "Table column to train on (default: the conversations if the table has any, else `text`)"
     )
     tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's)")
     max_length: int = option(2048, "Tokens per sequence")
@@ -102,25 +103,25 @@ class RunConfig(TrainingArguments):
         None, "Attention implementation (default: the model's; for a FoX on a GPU, auto)"
     )
     sequence_parallel: int = option(1, "Number of processes that share each sequence of a FoX")
-    recipe: str | None = option(None, "Recipe with other defaults")
+    recipe: str | None = option(None, "Recipe that sets other defaults")
     set: list[str] = field(
         default_factory=list,
         metadata={"help": "Fields of the model's config, such as forget_gate=fixed hidden_size=64"},
     )
 
-    command = ""  # of hf-longctx, which selects the recipes
+    command = ""  # subcommand of hf-longctx, which selects the recipes
 
     def __post_init__(self):
         names = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
-        # explicitly set values that differ from the defaults
+        # settings whose values differ from the defaults
         self.given = {n: v for n, v in vars(self).items() if n in names and v is not None and v != names[n]}
         if self.recipe is not None and self.recipe not in RECIPES[self.command]:
             raise ValueError(f"`recipe` must be one of {', '.join(RECIPES[self.command])}, got {self.recipe!r}.")
         logs = self.logging_strategy == "steps" and self.logging_steps == 1
         if not logs or self.save_only_model or self.save_total_limit == 1:
             raise ValueError(
-                "`logging_steps` must be 1, `logging_strategy` steps, `save_only_model` false and `save_total_limit` at "
-                "least 2. Otherwise a killed run loses its log or its last checkpoint."
+                "`logging_steps` must be 1, `logging_strategy` must be steps, `save_only_model` must be false and "
+                "`save_total_limit` must be at least 2. Otherwise a killed run loses its log or its last checkpoint."
             )
         if self.resume_from_checkpoint not in (None, "true", "True", True):
             raise ValueError(
@@ -130,16 +131,18 @@ class RunConfig(TrainingArguments):
         if self.max_length < 1:
             raise ValueError(f"`max_length` must be positive, got {self.max_length}.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
-            raise ValueError("`max_steps`, or `num_train_epochs` where `max_steps` is -1, must be positive.")
+            raise ValueError("`max_steps` must be positive, or -1 together with a positive `num_train_epochs`.")
         if not self.packing and self.sequence_parallel > 1:
-            raise ValueError("--packing false does not support --sequence_parallel.")
+            raise ValueError(
+                f"`packing` must be true with `sequence_parallel`={self.sequence_parallel}, got false. Leave out one of them."
+            )
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
             self.bf16 = not (self.use_cpu or self.fp16)
         if self.torch_compile is None:
             on_cuda = torch.cuda.is_available() and not self.use_cpu
             self.torch_compile = self.command == "train" and on_cuda and self.sequence_parallel == 1
-        # Trainer would compile the whole model, which makes the first step slower.
+        # We compile single layers. Trainer would compile the whole model, which makes the first step slower.
         self.compile_layers = self.torch_compile and not (self.torch_compile_backend or self.torch_compile_mode)
         self.torch_compile = self.torch_compile and not self.compile_layers
         if self.per_device_eval_batch_size is None:
@@ -147,23 +150,27 @@ class RunConfig(TrainingArguments):
         if self.eval_data is not None and self.eval_strategy == "no":
             self.eval_strategy = "steps"
         if self.data_seed is None:
-            self.data_seed = self.seed  # the order is the same in all processes, unlike dropout
+            self.data_seed = self.seed  # all processes need the same data order, but different dropout
         super().__post_init__()
         for name, number in (("`max_length`", self.max_length), ("the number of processes", self.world_size)):
             if number % self.sequence_parallel:
-                raise ValueError(f"`sequence_parallel` must divide {name}, {number}, got {self.sequence_parallel}.")
+                raise ValueError(f"`sequence_parallel` must divide {name} ({number}), got {self.sequence_parallel}.")
         processes = self.world_size // self.sequence_parallel
         self.sequences_per_step = self.per_device_train_batch_size * self.gradient_accumulation_steps * processes
 
     @classmethod
     def from_recipe(cls: type[Config], name: str, **values: Any) -> Config:
-        """Return a recipe's settings; `values` take precedence."""
-        file = RECIPES[cls.command].get(name)  # the class reports an unknown name
+        """Create the settings of a recipe; `values` take precedence over the recipe."""
+        file = RECIPES[cls.command].get(name)  # `__post_init__` raises an error for an unknown name
         settings: dict[str, Any] = {"recipe": name, **(read_yaml(file, cls) if file else {}), **values}
         return cls(**settings)
 
     def config_fields(self, kind: type[PreTrainedConfig]) -> dict[str, Any]:
-        """Return the fields of a config class that `set` overrides; raise ValueError if the class lacks one."""
+        """Return the model-config fields that `set` overrides, with their new values.
+
+        Raises:
+            ValueError: the config class `kind` does not have one of these fields.
+        """
         values = dict(self.set) if isinstance(self.set, dict) else {}
         for entry in [] if values else self.set:
             name, equals, value = entry.partition("=")
@@ -179,19 +186,21 @@ class RunConfig(TrainingArguments):
 
 @dataclass
 class PretrainConfig(RunConfig):
-    """The settings of pretraining."""
+    """Settings for pretraining."""
 
     learning_rate: float = option(1e-3, "Peak learning rate")
 
     tokenizer: str = required("Folder or Hub name of a tokenizer that has an EOS token")
-    model: str = option("fox-tiny", f"A config.json, a folder or Hub name with one, or one of {', '.join(PRESETS)}")
+    model: str = option(
+        "fox-tiny", f"Config of the new model: a config.json, a folder or Hub name, or one of {', '.join(PRESETS)}"
+    )
 
     command = "train"
 
 
 @dataclass
 class FinetuneConfig(RunConfig):
-    """The settings of fine-tuning; `FinetuneConfig.from_recipe(name, ...)` starts from a recipe's settings.
+    """Settings for fine-tuning. `FinetuneConfig.from_recipe(name, ...)` creates the settings of a recipe.
 
     LoRA and quantization settings are named as in TRL's `ModelConfig`.
     """
@@ -211,7 +220,7 @@ class FinetuneConfig(RunConfig):
     lora_modules_to_save: list[str] | None = field(
         default=None, metadata={"help": "Names of the modules to train in full alongside LoRA (default: the recipe's)"}
     )
-    merge: bool = option(False, "Merge the adapter into the saved model; after QLoRA, into the unquantized one")
+    merge: bool = option(False, "Merge the adapter into the saved model; after QLoRA, into the unquantized base")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Data type of frozen weights")
     load_in_4bit: bool = option(False, "Quantize the base to NF4 (QLoRA); needs bitsandbytes")
     load_in_8bit: bool = option(False, "Quantize the base to int8; needs bitsandbytes")
@@ -249,9 +258,9 @@ def nearest(name: str, names: Any) -> str:
 
 
 def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
-    """Return a parser for all settings; its help shows our own fields and those in `SHOWN`."""
+    """Return a parser for all settings. Its help shows our own settings and those in `SHOWN`."""
     parser = HfArgumentParser(kind, allow_abbrev=False, formatter_class=HelpFormatter, **options)  # ty: ignore[invalid-argument-type]
-    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; options take precedence")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings; command-line options take precedence")
     inherited = TrainingArguments.__dataclass_fields__.keys() - SHOWN
     for action in parser._actions:
         if action.dest in inherited or action.option_strings[0].startswith("--no_"):
@@ -259,7 +268,9 @@ def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
         elif action.dest == "recipe":
             action.help = f"{action.help}: {', '.join(RECIPES[kind.command])}"
         if action.dest in kind.__dataclass_fields__:
-            action.option_strings = action.option_strings[:1]  # hyphens are accepted but not shown
+            action.option_strings = action.option_strings[
+                :1
+            ]  # the help omits the spelling with hyphens, which is also accepted
             action.metavar = {int: "N", float: "X"}.get(action.type, "BOOL" if action.nargs == "?" else None)
     return parser
 

@@ -1,4 +1,4 @@
-"""Tokenization of conversations; only the assistant's tokens are scored."""
+"""Tokenization of conversations. Only the assistant's tokens are scored, i.e. contribute to the loss."""
 
 import json
 import re
@@ -13,8 +13,8 @@ from jinja2 import Environment, TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 
-TOKEN: Any = np.dtype([("id", np.uint32), ("first", bool), ("scored", bool)])  # `first`: a document begins
-PROBE = "hf-longctx-probe"  # placeholder content that locates a turn in the rendered template
+TOKEN: Any = np.dtype([("id", np.uint32), ("first", bool), ("scored", bool)])  # `first` marks a document's first token
+PROBE = "hf-longctx-probe"  # placeholder content that locates a turn in the rendered conversation
 QUESTION = {"role": "user", "content": "Who?"}
 
 
@@ -22,17 +22,17 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
     """Encode a conversation, or a prompt and its completion, as TRL does.
 
     Args:
-        row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two strings or two such lists.
-            With lists, "tools" and "chat_template_kwargs" are also passed to the template.
+        row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two strings or two lists of
+            that form. With lists, "tools" and "chat_template_kwargs" of the row are also passed to the template.
         tokenizer: a transformers tokenizer; messages require a chat template.
 
     Returns:
-        `TOKEN` records, (T,). Tokens that overlap the assistant's turns, or the completion's, are scored. The template
-        marks these turns by `{% generation %}`; otherwise `find_answer` locates them.
+        `TOKEN` records, (T,). Tokens that overlap the assistant's turns, or the completion, are scored. We take these
+        turns from the template's `{% generation %}` marks. Without marks, `find_answer` locates them.
 
     Raises:
         ValueError: the tokenizer does not have a chat template, the turns are malformed, or the assistant's turns
-            cannot be found in the rendered prompt.
+            cannot be found in the rendered conversation.
     """
     if "messages" not in row and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
         text = row["prompt"] + row["completion"]
@@ -49,8 +49,9 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
             or not all(isinstance(turn, dict) and "role" in turn for turn in turns)
         ):
             raise ValueError(
-                f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. Convert the table: ShareGPT\'s "from" '
-                'and "value" become "role" and "content", and "human" and "gpt" become "user" and "assistant".'
+                f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. For ShareGPT, rename '
+                'the fields "from" and "value" to "role" and "content", and the roles "human" and "gpt" to "user" and '
+                '"assistant".'
             )
         turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
         tools = [parse_json(tool) for tool in parse_json(row.get("tools")) or []]
@@ -75,7 +76,7 @@ def without_nulls(value: Any) -> Any:
 
 
 def encode_spans(text: str, spans: list[tuple[int, int]], tokenizer, **options) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids, and a mask of the tokens that overlap the character spans."""
+    """Return the token ids of a text, and a boolean mask of the tokens that overlap the character spans."""
     if tokenizer.is_fast:
         encoded = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
         starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
@@ -101,7 +102,7 @@ def common_length(a: Sequence, b: Sequence) -> int:
 
 
 def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tuple[str, list[tuple[int, int]]]:
-    """Render turns, and return the text with the spans of the assistant's turns from turn `first` on."""
+    """Render a conversation. Return its text, and character spans of the assistant's turns from index `first` on."""
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     words = [token[1:] for token in Environment().lex(template) if token[1] != "whitespace"]
     if any(word[0] == "block_begin" and follower[1] == "generation" for word, follower in pairwise(words)):
@@ -132,28 +133,29 @@ def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tup
 
 
 def special_tokens(tokenizer) -> list[str]:
-    """Return the special tokens, longest first."""
+    """Return the tokenizer's special tokens as strings, longest first."""
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(added.union(tokenizer.all_special_tokens), key=len, reverse=True)
 
 
 def with_probe(turn: dict) -> dict:
-    """Return a turn whose content is the probe, in a list if the original content is a list."""
+    """Replace a turn's content by `PROBE`, in a list if the content was a list."""
     return {**turn, "content": [{"type": "text", "text": PROBE}] if isinstance(turn.get("content"), list) else PROBE}
 
 
 def find_answer(
     text: str, turns: list[dict], number: int, after: int, render: Callable[..., str], special: str
 ) -> tuple[int, int]:
-    """Return the span of the assistant's turn `number` in the rendered text.
+    """Return the character span of the assistant's turn `number` in the rendered text.
 
-    We render the conversation again with a probe as this turn. The answer begins after the last header (the text that
-    `add_generation_prompt` adds) before the probe, or at the probe without a header. It includes the end-of-turn text
-    that also ends a conversation. The rest must be unchanged.
+    We render the conversation again with `PROBE` as the content of this turn. The header is the text that
+    `add_generation_prompt` adds. The answer begins after the last header before the probe, or at the probe if there is
+    no header. The answer includes the end-of-turn text if a conversation also ends with this text. All other text must
+    be the same in both renderings.
 
     Args:
         text: rendered text of all turns.
-        after: end of the assistant's previous turn.
+        after: character index of the end of the assistant's previous turn.
         render: function that renders turns.
         special: regular expression that matches special tokens.
     """
@@ -170,7 +172,10 @@ def find_answer(
             head, tail = render([*before, probe, *later]).split(PROBE)
             written = render([*before, turn, *later])
             other = render([*before, turn, with_probe(later[0]), *later[1:]]) if later else text
-        except (TemplateError, ValueError):  # a tool response requires a tool call, which the probe lacks
+        except (
+            TemplateError,
+            ValueError,
+        ):  # the template requires a tool call before a tool response, but the probe is not a tool call
             continue
         if header and header in head[after:]:
             begin = head.rfind(header, after)
@@ -186,8 +191,8 @@ def find_answer(
         if is_same and after <= start <= end and text.startswith(written[:end]) and other.startswith(written[:end]):
             return start, end
     raise ValueError(
-        f"The assistant's turn {number + 1} cannot be found in the rendered chat template, because the turn changes other "
-        "turns or the template rewrites it. Mark assistant turns in the template by "
+        f"The assistant's turn {number + 1} cannot be found in the rendered chat template, because this turn changes "
+        "how other turns are rendered, or the template rewrites its content. Mark assistant turns in the template by "
         "{% generation %}...{% endgeneration %}."
     )
 
@@ -195,7 +200,7 @@ def find_answer(
 def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray]:
     """Encode conversations, and drop conversations without a scored token.
 
-    Warns once on stderr if an answer does not end with a special token.
+    Prints one warning to stderr if an answer does not end with a special token.
     """
     special, is_reported = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))), False
     for number, row in enumerate(rows, 1):
@@ -203,7 +208,7 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray
             tokens = encode_conversation(row, tokenizer)
         except TemplateError as error:
             raise ValueError(
-                f"The chat template raises an error for conversation {number}: {error}. Remove or correct it."
+                f"The chat template raises an error for conversation {number}: {error}. Remove or correct this conversation."
             ) from error
         except ValueError as error:
             raise ValueError(f"Conversation {number}: {error}") from error

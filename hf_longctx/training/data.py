@@ -1,7 +1,7 @@
 """Packing of documents into token sequences, and mixtures of sources.
 
-Each document ends with the tokenizer's EOS, which marks document boundaries in any file of token ids (`.npy`, 1D or 2D
-integers). Labels do not cross a boundary, and positions restart at each one.
+Each document ends with the tokenizer's EOS. A file of token ids (`.npy`, 1D or 2D integers) must also mark document
+boundaries by the EOS. Labels do not cross a boundary, and positions restart at 0 after each boundary.
 """
 
 import hashlib
@@ -27,19 +27,19 @@ DOCUMENTS_AT_ONCE = 256  # fast tokenizers encode a batch in parallel
 
 
 class TokenDataset(Dataset):
-    """A dataset of sequences of `length` tokens from a token file.
+    """A dataset that splits a token file into sequences of `length` tokens.
 
-    Sequences without a scored label are dropped, and so is an incomplete last sequence.
+    With packing, an incomplete last sequence is dropped. Sequences without a scored token are always dropped.
 
     Args:
         path: memory-mapped `.npy` file of token ids, or of `TOKEN` records as `pack` writes them.
         length: T, tokens per sequence.
         eos_token_id: id of the token that ends a document. None: the file is one document.
         vocab_size: exclusive upper bound on the token ids.
-        packing: False: a sequence is at most `length` tokens of one document, right-padded to `length`.
+        packing: if False, a sequence contains tokens of one document only, and is right-padded to `length`.
 
-    An item is {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`. Without packing, it has
-    an "attention_mask" instead of "position_ids".
+    Each item is a dict, {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`. Without
+    packing, it has an "attention_mask" instead of "position_ids".
 
     Raises:
         ValueError: the file does not contain integers, is shorter than a sequence, or has out-of-vocabulary tokens.
@@ -101,7 +101,7 @@ class TokenDataset(Dataset):
 
 
 def mark_documents(ids: Any, eos_token_id: int | None) -> np.ndarray:
-    """Return token ids, (T,), as `TOKEN` records: each is scored, and a document begins after each EOS."""
+    """Convert token ids, (T,), to `TOKEN` records. All tokens are scored, and a document begins after each EOS."""
     tokens = np.empty(len(ids), TOKEN)
     tokens["id"], tokens["scored"] = ids, True
     tokens["first"] = np.append(True, tokens["id"][:-1] == (-1 if eos_token_id is None else eos_token_id))
@@ -113,11 +113,11 @@ def make_sequence(tokens: np.ndarray, is_one_document: bool = False) -> dict[str
 
     Args:
         tokens: (T,), `TOKEN` records.
-        is_one_document: do not restart the positions within the sequence.
+        is_one_document: treat the tokens as one document, so that positions do not restart.
 
     Returns:
-        input_ids; position_ids, which restart at 0 in every document; labels, equal to input_ids, with -100 at
-        unscored tokens and at the first token of each document. Each (T,), int64.
+        input_ids; position_ids, which restart at 0 in every document; labels, which are input_ids with -100
+        at unscored tokens and at the first token of each document. Each (T,), int64.
     """
     ids, index = torch.from_numpy(tokens["id"].astype(np.int64)), torch.arange(len(tokens))
     first = torch.from_numpy(tokens["first"] & (not is_one_document))
@@ -130,13 +130,13 @@ def make_sequence(tokens: np.ndarray, is_one_document: bool = False) -> dict[str
 def encode(source: str, tokenizer, part: str = "train", column: str | None = None) -> Iterator[np.ndarray]:
     """Yield the documents of a source as `TOKEN` records, (T,).
 
-    A text document starts with the BOS, if the tokenizer has one that differs from its EOS, and ends with the EOS.
+    A document of text ends with the EOS. It starts with the BOS if the tokenizer has a BOS that differs from its EOS.
 
     Args:
         source: as for `hf_longctx.corpus.load_text`, or a table of conversations.
         tokenizer: a transformers tokenizer with an EOS.
-        part: "train" or "held_out", for a source that has both.
-        column: table column to read. Default: conversations if there are any, else "text".
+        part: "train" or "held_out": the part to read, if the source has both parts.
+        column: table column to read. Default: the conversations if the table has any, else "text".
 
     Raises:
         ValueError: the source cannot be read, or the tokenizer does not have an EOS.
@@ -164,13 +164,15 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
         path: `.npy` file to write.
 
     Raises:
-        ValueError: as for `encode`, or there is no scored token.
+        ValueError: as for `encode`, or the source does not contain a scored token.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     count, unfinished = 0, path.with_suffix(".unfinished")
     header = {"descr": np.lib.format.dtype_to_descr(TOKEN), "fortran_order": False}
     with open(unfinished, "wb") as file:
-        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})  # padded, so that the count fits in
+        np.lib.format.write_array_header_1_0(
+            file, header | {"shape": (count,)}
+        )  # numpy pads the header, so the final count fits into it
         for tokens in tqdm(encode(source, tokenizer, part, column), f"packing {source}", disable=None):
             file.write(tokens.data)
             count += len(tokens)
@@ -182,10 +184,14 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
 
 
 def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[Any, Any, str]:
-    """Return the training sequences, the evaluation sequences or None, and a hash of the training data.
+    """Load the datasets of a run.
 
     Args:
-        is_one_document: treat each sequence as one document, for models with memory, which read across boundaries.
+        is_one_document: treat each sequence as one document, for models with a memory, which read across document
+            boundaries.
+
+    Returns:
+        the training dataset, the evaluation dataset or None, and a hash of the training data.
 
     Raises:
         ValueError: there are too few sequences for an optimizer step.
@@ -199,7 +205,7 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
         for source in sources:
             path = Path(source)
             if path.suffix != ".npy":
-                # a file of the source's tokens, named by everything that they depend on
+                # The file name is a hash of everything that the packed tokens depend on.
                 key = [tokenizer.get_vocab(), tokenizer.chat_template, args.text_column, part, digest_of_source(path)]
                 path = Path(str(args.output_dir), "data", f"{digest_of(key)[:16]}.npy")
                 if not path.exists():
@@ -209,14 +215,14 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
     train = loaded["train"]
     if len(train) < args.sequences_per_step:
         raise ValueError(
-            f"{args.data} has {len(train)} sequences of {args.max_length} tokens, fewer than the "
-            f"{args.sequences_per_step} of an optimizer step. Give more data, or lower --gradient_accumulation_steps."
+            f"{args.data} has {len(train)} sequences of {args.max_length} tokens, but an optimizer step "
+            f"needs {args.sequences_per_step}. Give more data, or lower --gradient_accumulation_steps."
         )
     return train, loaded.get("held_out"), digest_of([hashes, shares if len(shares) > 1 else None])
 
 
 def digest_of_source(path: Path) -> str:
-    """Return a hash of a file or of a folder's files; for a dataset, its name."""
+    """Return a hash of a file or of a folder's files; for a dataset of the Hub, return its name."""
     if path.is_file():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -230,9 +236,9 @@ def digest_of(value: Any) -> str:
 
 
 def mix(parts: list[TokenDataset], shares: tuple[float | None, ...]) -> Any:
-    """Mix datasets by their shares, with each sequence at least once; without shares, exactly once.
+    """Concatenate datasets in proportion to their shares, or without repetition if there are no shares.
 
-    Datasets too small for their share are repeated. Trainer shuffles all sequences.
+    Datasets that are too small for their share are repeated; no sequence is left out. Trainer shuffles all sequences.
     """
     if None in shares:
         return ConcatDataset(parts)
@@ -248,7 +254,7 @@ def collate(
     """Collate sequences into model inputs, (B, T).
 
     Args:
-        options: other arguments of the model.
+        options: further model arguments, which are added to the batch.
         flat: concatenate the sequences to (1, B * T); FlashAttention then separates documents by position ids.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

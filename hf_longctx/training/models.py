@@ -1,4 +1,4 @@
-"""Creation of the model to train: new, or pretrained and adapted by a recipe."""
+"""Creation of the model to train: a new model, or a pretrained model that a recipe adapts."""
 
 import functools
 import inspect
@@ -24,11 +24,11 @@ from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest
 
 
 GATE = re.compile(r"\bf_proj\b")
-base_bound = functools.cache(rope_base_bound)  # a run needs the same bound several times
+base_bound = functools.cache(rope_base_bound)  # a run computes the same bound several times
 
 
 def make_config(args: RunConfig, tokenizer) -> Any:
-    """Return the config of the model to train, with the overrides of the recipe and of `set`, without loading weights.
+    """Return the config of the model to train, without loading weights. The recipe and `set` override its fields.
 
     Raises:
         ValueError: the settings do not match the model.
@@ -56,11 +56,11 @@ def make_config(args: RunConfig, tokenizer) -> Any:
 
 
 def new_config(args: PretrainConfig, tokenizer) -> Any:
-    """Return the config of a new model, from a preset, a file or another model, with the overrides of `set`.
+    """Return the config of a new model, read from a preset, a file or another model. `set` overrides its fields.
 
-    The vocabulary size and special token ids come from the tokenizer; the context is at least `max_length`.
+    The vocabulary size and the special token ids come from the tokenizer. The context is at least `max_length`.
     """
-    choices = f"one of {', '.join(PRESETS)}, a config.json, or a folder or Hub name with one"
+    choices = f"one of {', '.join(PRESETS)}, a config.json, or a folder or Hub name of a model"
     try:
         values, _ = PreTrainedConfig.get_config_dict(PRESETS.get(args.model, args.model))
         kind: Any = type(AutoConfig.for_model(values.pop("model_type")))
@@ -75,9 +75,9 @@ def new_config(args: PretrainConfig, tokenizer) -> Any:
 
 
 def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
-    """Return the config of an HMT for the next training stage (arXiv 2405.06067, section 4).
+    """Return the config of an HMT for its next training stage (arXiv 2405.06067, section 4).
 
-    Adds a memory without recall to a backbone, or the recall to a first-stage HMT.
+    The first stage adds a memory without recall to a backbone. The second stage enables recall in the resulting HMT.
     """
     fields = args.config_fields(HMTConfig)
     if config.model_type != "hmt":
@@ -86,8 +86,8 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
     for name, value in fields.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"{args.model} was trained with {name}={getattr(config, name)!r}; both stages need the same, got {value!r}. "
-                f"Remove {name} from --set."
+                f"`{name}` must be {getattr(config, name)!r}, as in the first stage of {args.model}, got {value!r}. Remove "
+                f"{name} from --set."
             )
     config.recall = True
     return config
@@ -98,20 +98,20 @@ def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
     size = getattr(config, "backbone_config", config).get_text_config().vocab_size
     if len(tokenizer) > size:
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, the model {size}. Use the model's own tokenizer."
+            f"The tokenizer has {len(tokenizer)} tokens, but the model has only {size}. Use the model's own tokenizer."
         )
     if args.merge and getattr(config, "quantization_config", None):
-        raise ValueError("An adapter of a quantized checkpoint must not be merged: give --merge false.")
+        raise ValueError("The adapter of a quantized checkpoint cannot be merged. Give --merge false.")
 
 
 def make_model(args: RunConfig, config: Any) -> Any:
-    """Create a model in float32 from the config of `make_config`, or load a pretrained one.
+    """Create a model in float32 from the config of `make_config`, or load a pretrained model with this config.
 
     Raises:
         ValueError: weights are missing, or the model cannot be trained on these sequences.
     """
-    torch.manual_seed(args.seed)  # every call creates the same new memory
-    # Build the whole model, to convert and check it before ZeRO-3 partitions it: Trainer registers DeepSpeed again.
+    torch.manual_seed(args.seed)  # new parameters get the same values in every call
+    # Load the whole model, to convert and check it before ZeRO-3 partitions it. Trainer registers DeepSpeed again.
     unset_hf_deepspeed_config()
     if not isinstance(args, FinetuneConfig):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -123,7 +123,7 @@ def make_model(args: RunConfig, config: Any) -> Any:
         if is_converted:
             open_gates(model, args.decay_time or float(args.max_length))
         check_length(model, args.max_length)
-    if not isinstance(model, HMTWrapper):  # HMT reads segments causally, and across boundaries
+    if not isinstance(model, HMTWrapper):  # an HMT is causal, and must read across document boundaries
         check_sequences(model, args.packing)
     attention = args.attn_implementation
     if attention is None and config.model_type == "fox" and torch.cuda.is_available():
@@ -134,7 +134,7 @@ def make_model(args: RunConfig, config: Any) -> Any:
 
 
 def base_dtype(args: FinetuneConfig, config: Any) -> torch.dtype:
-    """Return the dtype of the loaded weights; trained weights are always cast to float32."""
+    """Return the dtype in which to load the weights. Trained weights are cast to float32 afterwards."""
     if not args.use_peft or args.dtype == "float32":
         return torch.float32
     is_half = config.dtype in (torch.bfloat16, torch.float16)
@@ -142,7 +142,7 @@ def base_dtype(args: FinetuneConfig, config: Any) -> torch.dtype:
 
 
 def quantization(args: FinetuneConfig) -> dict[str, Any]:
-    """Return the quantization arguments of `from_pretrained`, if any."""
+    """Return the quantization arguments for `from_pretrained`, or {} without quantization."""
     if not (args.load_in_4bit or args.load_in_8bit):
         return {}
     compute: Any = torch.bfloat16 if args.bf16 else torch.float32
@@ -152,7 +152,7 @@ def quantization(args: FinetuneConfig) -> dict[str, Any]:
 
 
 def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
-    """Load a model and add a memory, or load an HMT."""
+    """Load an HMT with recall, or load a backbone and add a memory."""
     saved = read_config(str(args.model))
     if saved.model_type != "hmt":
         return HMTWrapper.from_backbone(load_whole(args, saved, config.dtype), config)
@@ -162,7 +162,10 @@ def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
 
 
 def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates: bool = False) -> Any:
-    """Load a pretrained model, and check that its checkpoint has all weights except `new_gates`.
+    """Load a pretrained model, and check that its checkpoint contains all weights.
+
+    Args:
+        new_gates: allow missing forget gates.
 
     Raises:
         ValueError: weights are missing, or their shapes differ from the config's.
@@ -180,7 +183,7 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates:
     lacking = sorted(absent) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
     if lacking:
         raise ValueError(
-            f"{args.model} lacks weights that its config.json describes, and they would be random: "
+            f"{args.model} lacks weights that its config.json describes, so they would be random: "
             f"{', '.join(lacking[:3])}{' ...' if lacking[3:] else ''}. Use the config.json and the weights of one model."
         )
     return model
@@ -188,7 +191,7 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates:
 
 @torch.no_grad()
 def open_gates(model: Any, decay_time: float) -> None:
-    """Initialize the gates as `from_llama` does, in float32 for every model dtype."""
+    """Initialize the forget gates as `from_llama` does, in float32 even if the model has another dtype."""
     for module in model.modules():
         if isinstance(module, FoxForgetGate):
             module.float()
@@ -215,12 +218,11 @@ def extend_rope(config, args: FinetuneConfig) -> str:
     claimed, old = config.max_position_embeddings, rope["rope_theta"]
     context = max(args.max_length, claimed)
     reach = rope_context_bound(base=old, head_dim=head_dim)
-    if args.max_length <= claimed and (
-        reach is None or reach >= claimed - 1
-    ):  # the reach is a distance, one less than a context
+    # `reach` is a distance between tokens, so the matching context is one token longer.
+    if args.max_length <= claimed and (reach is None or reach >= claimed - 1):
         raise ValueError(
-            f"--max_length {args.max_length} does not extend the context of {claimed} tokens, and base {old:g} suffices "
-            "for it. Give a larger --max_length, or --recipe lora."
+            f"--max_length {args.max_length} does not extend the context of {claimed} tokens, whose RoPE base "
+            f"{old:g} already suffices. Give a larger --max_length, or --recipe lora."
         )
     bound = base_bound(context - 1, head_dim)
     base = bound.settled_base or bound.base
@@ -235,7 +237,9 @@ def extend_rope(config, args: FinetuneConfig) -> str:
 def read_config(name: str) -> Any:
     """Read a model's config from a folder or the Hub; raise ValueError for an adapter or an encoder-decoder."""
     if (Path(name) / "adapter_config.json").exists():
-        raise ValueError(f"{name} contains an adapter; merge it first, by merge_and_unload of PEFT.")
+        raise ValueError(
+            f"{name} contains an adapter. Merge it into its base model first, by PEFT's merge_and_unload()."
+        )
     config = AutoConfig.from_pretrained(name)
     check_decoder(config)
     return config
@@ -243,18 +247,20 @@ def read_config(name: str) -> Any:
 
 @torch.no_grad()
 def check_sequences(model, packing: bool) -> None:
-    """Raise ValueError if a model sees what it should not see in a sequence.
+    """Raise ValueError if tokens attend to later tokens or, with packing, to other documents.
 
     Bidirectional models such as BERT would copy the labels from their input. With packing, a document must have the
-    logits that it has alone, with the tolerance of `check_causal`. The cache is disabled, as in training, because
-    transformers ignores document boundaries with a cache.
+    same logits as without packing, within the tolerance of `check_causal`. The cache is disabled, as in training,
+    because transformers ignores document boundaries with a cache.
     """
     ids = torch.arange(1, 16, device=model.device)[None]
     check_causal(model, ids.cpu().numpy(), model(ids).logits, lambda x: model(torch.from_numpy(x).to(ids)).logits)
     if not packing:
         return
     position_ids = torch.cat([torch.arange(6), torch.arange(9)])[None].to(model.device)
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters  # Trainer drops them otherwise
+    takes_positions = (
+        "position_ids" in inspect.signature(model.forward).parameters
+    )  # Trainer drops arguments that `forward` does not accept
     positions = {"position_ids": position_ids} if takes_positions else {}
     packed = model(ids, use_cache=False, **positions).logits[0, 6:].float()
     alone = model(ids[:, 6:], use_cache=False).logits[0].float()
@@ -269,18 +275,18 @@ def check_length(model, length: int) -> None:
     """Raise ValueError if the sequences exceed the model's maximum positions."""
     table = position_limit(model)
     if table is not None and length > table:
-        raise ValueError(f"--max_length {length} exceeds the {table} positions of this model.")
+        raise ValueError(f"--max_length must be at most {table}, the number of positions of this model, got {length}.")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None):
         raise ValueError(
-            f"--max_length {length} exceeds the context of {limit} tokens of this model; extend it first by --recipe "
-            "rope-extend."
+            f"--max_length must be at most {limit}, the context of this model, got {length}. Extend the context first, by "
+            "--recipe rope-extend."
         )
 
 
 @torch.no_grad()
 def check_flash_attention(model: Any) -> None:
-    """Raise ValueError if a model does not pass position ids to FlashAttention, which separates documents by them.
+    """Raise ValueError if a model does not pass position ids to FlashAttention, which separates documents by position.
 
     The model reads two tokens with a stub instead of the kernel, so the check runs on any device.
     """
@@ -292,7 +298,9 @@ def check_flash_attention(model: Any) -> None:
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters  # Trainer drops them otherwise
+    takes_positions = (
+        "position_ids" in inspect.signature(model.forward).parameters
+    )  # Trainer drops arguments that `forward` does not accept
     positions = {"position_ids": ids} if takes_positions else {}
     ALL_ATTENTION_FUNCTIONS[name] = look
     try:
@@ -301,7 +309,7 @@ def check_flash_attention(model: Any) -> None:
         ALL_ATTENTION_FUNCTIONS[name] = attention
     if not (seen and all(seen)):
         raise ValueError(
-            f"{type(model).__name__} does not pass position_ids to {name}, so packed documents would see each other. "
+            f"{type(model).__name__} does not pass position_ids to {name}, so packed documents would attend to each other. "
             "Give --packing false."
         )
 

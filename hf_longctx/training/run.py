@@ -35,8 +35,8 @@ def train(args: RunConfig) -> int:
         0 if training finished, else the number of the signal that stopped the run.
 
     Raises:
-        ValueError: the folder contains unrelated files or a run with other settings, another process trains in it, or
-            the data are too short.
+        ValueError: the folder contains unrelated files or a run with other settings, another process is training
+            in it, or the data are too short.
         FloatingPointError: a loss or a gradient is not finite.
         OSError: the disk is full, or a file cannot be read.
     """
@@ -44,13 +44,13 @@ def train(args: RunConfig) -> int:
     if args.n_gpu > 1:
         raise ValueError(
             f"One process sees {args.n_gpu} GPUs. Start `torchrun --nproc-per-node {args.n_gpu} -m hf_longctx "
-            f"{args.command} ...` to use all, or set CUDA_VISIBLE_DEVICES=0."
+            f"{args.command} ...` to use all of them, or set CUDA_VISIBLE_DEVICES=0."
         )
     settings: Any = args  # both config classes have a `model`
     tokenizer: Any = AutoTokenizer.from_pretrained(args.tokenizer or settings.model)
     config = make_config(args, tokenizer)
     with args.main_process_first(local=False):
-        in_use = claim(folder)  # closing the file would release the folder
+        in_use = claim(folder)  # closing this file would unlock the folder
         if (folder / "model").exists():
             PartialState().print(f"{folder} is finished: the model is in {folder / 'model'}.", file=sys.stderr)
             return 0
@@ -69,7 +69,7 @@ def train(args: RunConfig) -> int:
         (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
     if args.should_save:
         given = {name: value for name, value in args.given.items() if not name.endswith("_token")}  # no secrets
-        # JSON has no enum members
+        # the JSON round trip replaces enum members by strings
         (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(given))))
     trained, total = (model.num_parameters(only_trainable=flag) for flag in (True, False))
     PartialState().print(
@@ -94,7 +94,7 @@ def train(args: RunConfig) -> int:
         )
         return stop.signal
     save_model(args, config, trainer, tokenizer, base)
-    trainer.accelerator.wait_for_everyone()  # a second stage may read the model in all processes
+    trainer.accelerator.wait_for_everyone()  # a second training stage may load the model in all processes
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     PartialState().print(f"wrote {folder / 'model'}; the last loss is {losses[-1]:.4f}", file=sys.stderr)
     if in_use is not None:
@@ -103,7 +103,7 @@ def train(args: RunConfig) -> int:
 
 
 def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) -> LongContextTrainer:
-    """Return a run's Trainer, with a collator for the arguments that the model accepts."""
+    """Create the Trainer of a run, with the collator that the model needs."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     options: dict[str, Any] = {}
     if args.label_smoothing_factor == 0 and getattr(base, "reads_in_segments", False):
@@ -111,7 +111,7 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
     flat = args.packing and base.config.model_type not in ("fox", "hmt") and is_flash_attention_requested(base.config)
     if flat:
         check_flash_attention(base)
-        args.per_device_eval_batch_size = 1  # Trainer would weight a flat batch as one sequence
+        args.per_device_eval_batch_size = 1  # in evaluation, Trainer would count a flat batch as one sequence
     collator: Any = partial(collate, options=options, flat=flat)
     kind: Any = LongContextTrainer
     if args.sequence_parallel > 1:
@@ -131,21 +131,23 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
     for name in ("cp_size", "sp_size"):
         if (size := getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)) > 1:
             raise ValueError(
-                f"accelerate's parallelism_config must have {name}=1, got {size}: it splits sequences without the gates, "
-                f"token shift and memory of the other parts. For a FoX, use --sequence_parallel {size}."
+                f"accelerate's parallelism_config must have {name}=1, got {size}. It splits sequences without exchanging "
+                f"gates, token shift and memory. For a FoX, use --sequence_parallel {size}."
             )
     makes_logits = not options and args.label_smoothing_factor == 0
     if args.compile_layers:
         compile_layers(model)
-    if makes_logits and not trainer.is_deepspeed_enabled:  # ZeRO-3 gathers the head's weights only in its own forward
+    if (
+        makes_logits and not trainer.is_deepspeed_enabled
+    ):  # ZeRO-3 gathers the head's weights only in the head's own forward
         chunk_loss(base)
     return trainer
 
 
 def compile_layers(model: Any) -> None:
-    """Compile the decoder layers in place: they share one graph, which compiles faster than the whole model.
+    """Compile each decoder layer in place. The layers share one graph, which compiles faster than the whole model.
 
-    Decoder layers are the modules in transformers' `_no_split_modules`.
+    Decoder layers are the modules whose classes are listed in transformers' `_no_split_modules`.
     """
     names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     for module in model.modules():
@@ -156,11 +158,12 @@ def compile_layers(model: Any) -> None:
 def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokenizer, base: dict | None) -> None:
     """Save the model and its tokenizer atomically in RUN/model.
 
-    An adapter is saved in RUN/model, with its base if the recipe changes the base, or in RUN/adapter if it is merged.
+    A merged adapter is also saved in RUN/adapter. An unmerged adapter is saved in RUN/model, together with the base
+    if the recipe changes the base.
     """
     folder = Path(args.output_dir)
     unfinished = folder / ".model"
-    if trainer.is_fsdp_enabled:  # its checkpoints are sharded by process
+    if trainer.is_fsdp_enabled:  # otherwise FSDP saves one shard per process
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("FULL_STATE_DICT")
     model: Any = trainer.model
@@ -168,7 +171,7 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
     trainer.save_state()
     if not trainer.is_world_process_zero():
         return
-    (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle; do not make users trust it
+    (unfinished / "training_args.bin").unlink(missing_ok=True)  # loading this pickle could run any code
     if isinstance(args, FinetuneConfig) and args.use_peft:
         (unfinished / BASE).write_text(json.dumps(base, indent=1) + "\n")
         if args.merge:
@@ -176,29 +179,31 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
             unfinished.rename(folder / "adapter")
             is_plain = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
             if is_plain and not (args.load_in_4bit or args.load_in_8bit):
-                # free it: two copies of the base may not fit into memory
+                # free the model, because two copies of the base may not fit into memory
                 trainer.accelerator.unwrap_model(model).to("meta")
             save_base(args, config, unfinished, adapter=folder / "adapter")
         elif args.recipe != "lora":
             save_base(args, config, unfinished)
-            file = unfinished / "adapter_config.json"  # PEFT loads the base by this name
+            file = unfinished / "adapter_config.json"  # PEFT loads the base that this file names
             name = {"base_model_name_or_path": str((folder / "model").resolve())}
             file.write_text(json.dumps(json.loads(file.read_text()) | name, indent=2, sort_keys=True))
-    tokenizer.model_max_length = max(tokenizer.model_max_length, args.max_length)  # the model now has this context
+    tokenizer.model_max_length = max(
+        tokenizer.model_max_length, args.max_length
+    )  # the model was trained on sequences of this length
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder / "model")
 
 
 def save_base(args: FinetuneConfig, config: Any, folder: Path, adapter: Path | None = None) -> None:
     """Reload the base, apply the recipe, merge the adapter if one is given, and save the model."""
-    if adapter is not None:  # an adapter of a quantized base is merged into the original weights
+    if adapter is not None:  # merge into the unquantized weights
         args.load_in_4bit = args.load_in_8bit = False
     model, dtype = make_model(args, copy.deepcopy(config)), config.dtype
     if adapter is not None:
         model = load_adapter(model, adapter).merge_and_unload()
     model.save_pretrained(folder)
     saved = AutoConfig.from_pretrained(folder)
-    saved.dtype = dtype  # transformers writes the dtype of the first parameter
+    saved.dtype = dtype  # save_pretrained wrote the dtype of the first parameter
     saved.save_pretrained(folder)
 
 

@@ -3,7 +3,7 @@
 config.yaml         settings that differ from the defaults
 run.json            everything that affects the losses, see `fingerprint`
 data/               packed tokens
-checkpoint-N/       checkpoint of Trainer; `COMPLETE` is written last
+checkpoint-N/       Trainer's checkpoint; the file `complete` is written last
 trainer_state.json  losses of all steps, written at the end
 model/              model and tokenizer, written at the end
 adapter/            adapter that was merged into the model
@@ -26,8 +26,8 @@ from .data import digest_of
 
 
 RUN, IN_USE = "run.json", ".in_use"
-COMPLETE = "complete"  # name of an empty file
-# Settings that do not affect the losses, or are covered by another entry of the fingerprint
+COMPLETE = "complete"  # empty file that marks a checkpoint as complete
+# Settings that do not affect the losses, or that another entry of the fingerprint covers
 MAY_CHANGE = {
     "output_dir", "run_name", "data", "model", "tokenizer", "text_column", "set", "recipe", "merge",
     "resume_from_checkpoint", "sequence_parallel", "gradient_accumulation_steps", "attn_implementation", "use_cpu",
@@ -48,7 +48,7 @@ def claim(folder: Path) -> TextIO | None:
         an open file, locked until it is closed or the process ends; None in all processes but the main one.
 
     Raises:
-        ValueError: the folder contains unrelated files, or another process trains in it.
+        ValueError: the folder contains unrelated files, or another process is training in it.
     """
     if os.path.lexists(folder) and not folder.is_dir():
         raise ValueError(f"--output_dir must be a folder, got {folder}, which is a file or a broken link.")
@@ -57,11 +57,13 @@ def claim(folder: Path) -> TextIO | None:
     if not PartialState().is_main_process:
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    in_use = open(folder / IN_USE, "w")  # noqa: SIM115 - held open during the run
+    in_use = open(folder / IN_USE, "w")  # noqa: SIM115 - stays open during the run
     try:
         fcntl.lockf(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(f"Another process trains in {folder}; wait for it, or give a new --output_dir.") from error
+        raise ValueError(
+            f"Another process is training in {folder}. Wait until it ends, or give a new --output_dir."
+        ) from error
     shutil.rmtree(folder / ".model", ignore_errors=True)
     for path in folder.glob("checkpoint-*"):
         if path.name.removeprefix("checkpoint-").isdigit() and not (path / COMPLETE).exists():
@@ -70,7 +72,7 @@ def claim(folder: Path) -> TextIO | None:
 
 
 def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, sharded_by: str) -> dict[str, Any]:
-    """Return everything that affects a run's losses.
+    """Return a dict of the settings and hashes that determine a run's losses.
 
     Args:
         data: hash of the training data.
@@ -93,7 +95,7 @@ def fingerprint(args: RunConfig, tokenizer, data: str, config: Any, base: Any, s
 
 
 def check_fingerprint(folder: Path, found: dict[str, Any]) -> None:
-    """Raise ValueError if the run in the folder has a different fingerprint."""
+    """Raise ValueError if the folder contains a run with a different fingerprint."""
     try:
         before = dict(json.loads((folder / RUN).read_text()))
     except (ValueError, TypeError) as error:
@@ -103,13 +105,13 @@ def check_fingerprint(folder: Path, found: dict[str, Any]) -> None:
     ]
     if changed:
         raise ValueError(
-            f"{folder} holds a run with other settings ({'; '.join(changed)}). Resume with the old settings, or give "
+            f"{folder} contains a run with other settings ({'; '.join(changed)}). Resume with the old settings, or give "
             "another --output_dir."
         )
 
 
 class MarkComplete(TrainerCallback):
-    """Mark a checkpoint as complete when all processes have written their files."""
+    """Mark a checkpoint as complete after all processes have written their files."""
 
     def on_save(self, args, state, control, **kwargs):
         PartialState().wait_for_everyone()

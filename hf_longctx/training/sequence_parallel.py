@@ -1,11 +1,11 @@
 """Sequence parallelism: N processes share each sequence, which can be N times as long (Ulysses, arXiv 2309.14509).
 
-Each process has one of N equal parts of every sequence. Embeddings, projections, MLPs and the loss are local. For
-attention, an all-to-all exchanges parts for heads, so that each process has whole sequences of H / N heads. Gates are
-exchanged with their heads, so cumulative sums, packed documents and windows match a single process. The token shift
-needs the last token of the previous part.
+Each process stores one of N equal parts of every sequence. Embeddings, projections, MLPs and the loss need only this
+part. For attention, an all-to-all exchange gives each process whole sequences of H / N of the H heads. Gates are
+exchanged with their heads, so cumulative sums, packed documents and windows are computed as in a single process. The
+token shift also needs the last token of the previous part.
 
-Gradients do not need extra communication: Trainer divides a process's summed loss by the total number of labels, and
+Gradients do not need extra communication. Trainer divides a process's summed loss by the total number of labels, and
 DDP and FSDP add the gradients of all processes.
 """
 
@@ -21,9 +21,10 @@ from .trainer import LongContextTrainer
 
 
 class SequenceShard:
-    """The part of each sequence in this process, and its exchange with the other parts.
+    """This process's part of each sequence, and the exchanges with the processes of the other parts.
 
-    Passed to FoX as `shard` (fox/state_fox.py); t = T / N.
+    `collate` adds the shard to each batch, and FoX uses it for attention (fox/state_fox.py). In the shapes below, T is
+    the length of a sequence, and t = T / N is the length of a part.
 
     Args:
         size: N, the number of processes that share a sequence; their ranks are consecutive.
@@ -37,8 +38,9 @@ class SequenceShard:
         self.size, self.rank = size, dist.get_rank(self.group)
 
     def collate(self, rows: list[dict[str, torch.Tensor]], options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Collate the output of `make_sequence`: this part's ids and labels, (B, t), and all positions, (B, T).
+        """Collate outputs of `make_sequence` into a batch for this process.
 
+        The batch contains the ids and labels of this part, (B, t), and the positions of the whole sequence, (B, T).
         Labels are shifted before the split, because the last token of a part predicts the first token of the next.
         """
         batch = collate(rows)
@@ -57,7 +59,7 @@ class SequenceShard:
         return x.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def token_before(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the last token of the previous part, (B, 1, ...), for x, (B, t, ...); 0 for the first part."""
+        """Return the last token of the previous part, (B, 1, ...), or zeros for the first part. `x` is (B, t, ...)."""
         ranks = torch.arange(self.size, device=x.device).view(-1, *[1] * x.ndim)
         to_next = torch.where(ranks == self.rank + 1, x[None, :, -1:], 0.0)  # (N, B, 1, ...)
         return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the first part receives zeros from the last
@@ -92,7 +94,7 @@ class SequenceParallelTrainer(LongContextTrainer):
         return self.share_rows(super().get_eval_dataloader(eval_dataset))
 
     def share_rows(self, loader: Any) -> Any:
-        """Give all processes of a group the same sequences; accelerate would split the loader among all processes."""
+        """Give all processes of a group the same sequences; accelerate would split the batches among all processes."""
         sampler = loader.batch_sampler
         sampler.num_processes //= self.shard.size
         sampler.process_index //= self.shard.size
@@ -107,7 +109,7 @@ class SequenceParallelTrainer(LongContextTrainer):
         """Gather per-sequence losses of all groups from the per-part losses of each process.
 
         Args:
-            losses: (B,), loss summed over the part, divided by the mean number of labels per process.
+            losses: (B,), each sequence's loss summed over this part, divided by the mean number of labels per process.
 
         Returns:
             (groups * B,), or fewer for the last batch.
@@ -119,7 +121,7 @@ class SequenceParallelTrainer(LongContextTrainer):
 
 
 class AllToAll(torch.autograd.Function):
-    """An all-to-all exchange: x[i] of (N, ...) goes to process i; the result, (N, ...), is ordered by sender.
+    """An all-to-all exchange of x, (N, ...): process i receives x[i]. The result, (N, ...), is ordered by sender.
 
     The backward pass reverses the exchange.
     """
@@ -146,7 +148,7 @@ def check_model(model, size: int) -> None:
         )
     if config.num_key_value_heads % size:
         raise ValueError(
-            f"--sequence_parallel must divide the number of key heads, {config.num_key_value_heads}, got {size}. Each "
+            f"--sequence_parallel must divide the number of key heads ({config.num_key_value_heads}), got {size}. Each "
             "process computes an equal number of heads."
         )
 

@@ -1,4 +1,4 @@
-"""A subclass of transformers' Trainer, and callbacks to stop and resume a run."""
+"""A subclass of transformers' Trainer, and callbacks that stop a run and print its progress."""
 
 import math
 import re
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_LINES = 10
 
 
 class LongContextTrainer(Trainer):
-    """A Trainer with `FinetuneConfig`'s `gate_lr_ratio` and `lr_decay_every`, which can resume after the last step."""
+    """A Trainer with the settings `gate_lr_ratio` and `lr_decay_every`. It can resume a run after its last step."""
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
@@ -28,7 +28,7 @@ class LongContextTrainer(Trainer):
             gates = dict.fromkeys(p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad)
             if not gates:
                 raise ValueError(
-                    "--gate_lr_ratio needs trainable forget gates. Leave it out; for LoRA on a FoX, train the gates by "
+                    "--gate_lr_ratio needs trainable forget gates. Leave it out. For LoRA on a FoX, train the gates by "
                     "--lora_modules_to_save f_proj."
                 )
             for group in optimizer.param_groups:
@@ -42,7 +42,7 @@ class LongContextTrainer(Trainer):
     def _run_epoch(self, *args, **kwargs):
         if self.state.global_step < self.state.max_steps:
             return super()._run_epoch(*args, **kwargs)
-        self.control.should_training_stop = True  # Trainer would take another step when it resumes after the last one
+        self.control.should_training_stop = True  # Trainer would take another step when it resumes after the last step
 
 
 class StopAtNaN(TrainerCallback):
@@ -59,13 +59,13 @@ class StopAtNaN(TrainerCallback):
 
 
 class StopAtSignal(TrainerCallback):
-    """Save a checkpoint and stop after the step in which SIGTERM or Ctrl-C arrives; a second Ctrl-C interrupts.
+    """Save a checkpoint and stop after the step in which SIGTERM or Ctrl-C arrives. A second Ctrl-C stops immediately.
 
     Further SIGTERMs are ignored: a scheduler may signal all processes, and torchrun also forwards the signal to its
-    workers. Always call `restore` after training, even if it fails.
+    workers. Always call `restore` after training, even if training fails.
 
     Attributes:
-        signal: signal number, or 0; the highest one if processes received different signals.
+        signal: number of the received signal, or 0. If processes received different signals, it is the highest number.
     """
 
     def __init__(self):

@@ -1,31 +1,31 @@
-"""FoX for vLLM: a plugin that vLLM finds by its entry point `vllm.general_plugins`; see README.md."""
+"""A plugin that adds FoX to vLLM, which finds it by the entry point `vllm.general_plugins`; see README.md."""
 
 import logging
 
 
-TESTED, READ = "0.32", "0.33"  # READ: reviewed but never run
-logger = logging.getLogger("vllm.hf_longctx")  # a child of vLLM's logger, so its messages are shown
+TESTED, READ = "0.32", "0.33"  # vLLM versions; we tested the first, and only reviewed the second
+logger = logging.getLogger("vllm.hf_longctx")  # a child of vLLM's logger, so that vLLM prints its messages
 
 
 def release() -> str:
-    """Return the release of vLLM, such as 0.32."""
+    """Return the major and minor version of vLLM, such as 0.32."""
     from vllm import __version__
 
     return ".".join(__version__.split(".")[:2])
 
 
 def register() -> None:
-    """Register FoX with vLLM, which calls this in each of its processes, possibly more than once.
+    """Register FoX with vLLM, which calls this function in each of its processes, possibly more than once.
 
-    vLLM calls it for every served model and would exit on an error, so errors become warnings. The model is imported
-    only if a FoX is served.
+    vLLM calls it for every served model and exits if it raises an exception. We therefore log exceptions as warnings.
+    vLLM imports the model class only if it serves a FoX.
     """
     try:
         _register()
     except Exception as error:
         logger.warning(
-            "hf-longctx cannot serve a FoX here: it needs vLLM %s or %s and its own dependencies, but found: %s. Other models "
-            "are not affected.",
+            "hf-longctx cannot serve FoX models, because it requires vLLM %s or %s and its own dependencies, but "
+            "found: %s. Other models are not affected.",
             *(TESTED, READ, error),
         )
 
@@ -47,6 +47,6 @@ def _register():
     ModelRegistry.register_model("FoxForCausalLM", "hf_longctx.vllm.model:FoxForCausalLM")
     MODELS_CONFIG_MAP["FoxForCausalLM"] = FoxChecks
     for architecture in known:
-        if architecture.startswith("Transformers"):  # these run transformers models
+        if architecture.startswith("Transformers"):  # architectures that run transformers models
             MODELS_CONFIG_MAP[architecture] = not_by_transformers(MODELS_CONFIG_MAP.get(architecture))
     MODEL_ARCH_CONFIG_CONVERTORS[FoxConfig.model_type] = FoxSizes

@@ -1,7 +1,8 @@
-"""Forgetting attention with vLLM's attention layer: the decay is folded into a few extra dimensions of the keys.
+"""Forgetting attention with vLLM's attention layer: the decay is stored in a few extra dimensions of the keys.
 
-`../fox/attention_fox.py` explains the folding. Here the cumulative sum comes from `FoxState`, and the gradient column
-is omitted. The N tokens of all requests share one dimension. Head counts are per rank.
+`../fox/attention_fox.py` explains how the decay is folded into the keys. Unlike that file, we compute the cumulative
+sum with `FoxState`, and omit the column for gradients. Tensors contain the N tokens of all requests along one
+dimension, and the heads of one rank.
 """
 
 from copy import copy
@@ -25,10 +26,12 @@ from .widths import gates_per_key, vllm_head_size
 
 
 class FoxAttention(nn.Module):
-    """`FoxAttention` of modeling_fox.py, with the same weights; vLLM's `LlamaDecoderLayer` constructs it.
+    """vLLM's counterpart of `FoxAttention` in modeling_fox.py, with the same weights.
+
+    vLLM's `LlamaDecoderLayer` creates it.
 
     Raises:
-        ValueError: the checkpoint has a quantized KV cache.
+        ValueError: the checkpoint requires a quantized KV cache.
     """
 
     def __init__(
@@ -40,14 +43,14 @@ class FoxAttention(nn.Module):
         quant_config=None,
         cache_config=None,
         prefix: str = "",
-        **kwargs,  # further arguments of a Llama
+        **kwargs,  # further arguments of a Llama attention layer, not used
     ):
         super().__init__()
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        local = copy(config)  # with this rank's heads
+        local = copy(config)  # config with the number of heads on this rank
         local.num_attention_heads, local.num_key_value_heads = num_heads // ranks, max(1, num_kv_heads // ranks)
         if config.forget_gate == "fixed":
-            local.forget_gate = "bias_only"  # vLLM loads parameters, but not buffers
+            local.forget_gate = "bias_only"  # vLLM loads fixed gates only if they are parameters
         self.config, self.head_dim = local, config.head_dim
         self.scaling = self.head_dim**-0.5
         self.q_size, self.kv_size = (n * self.head_dim for n in (local.num_attention_heads, local.num_key_value_heads))
@@ -102,10 +105,10 @@ class FoxAttention(nn.Module):
             per_layer_sliding_window=config.sliding_window,
             prefix=f"{prefix}.attn",
         )
-        check_cache_dtype(self.attn.kv_cache_dtype)  # of the checkpoint, if it sets one
+        check_cache_dtype(self.attn.kv_cache_dtype)  # the checkpoint can set a cache dtype
 
     def columns_of_queries(self):
-        """Return the extra columns of each query, (Hq, D' - D): factors of its own gate's parts, and zeros."""
+        """Return the extra query dimensions, (Hq, D' - D), which select the decay of each query head's gate."""
         columns = torch.zeros(self.config.num_attention_heads, self.width - self.head_dim)
         if self.gates_per_key:
             parts = torch.eye(self.gates_per_key).repeat_interleave(GATE_PARTS, dim=1)  # (G, G * parts)
@@ -125,11 +128,11 @@ class FoxAttention(nn.Module):
         o = self.attn(q.flatten(1), k.flatten(1), v.flatten(1))
         o = self.o_norm(o.view(n, -1, self.width)[..., : self.head_dim]).flatten(1)
         if self.g_proj is not None:
-            o = o * self.g_act(self.g_proj(x)[0])  # ty: ignore[not-callable] (both are there or neither)
+            o = o * self.g_act(self.g_proj(x)[0])  # ty: ignore[not-callable] (set if g_proj is)
         return self.o_proj(o)[0]
 
     def look_back(self, x, kv):
-        """Return the cumulative sum of log f, None without gates, and the shifted keys and values (eq. 14)."""
+        """Return the cumulative sum of log f (None without a state), and the shifted keys and values (eq. 14)."""
         c, shifts = None, self.k_shift_proj is not None or self.v_shift_proj is not None
         log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
         if self.f_proj is not None:

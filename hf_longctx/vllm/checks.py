@@ -1,4 +1,4 @@
-"""Checks of FoX options in the main process, because errors in vLLM's workers do not reach the user."""
+"""Check vLLM's options for a FoX in the main process, because errors in worker processes do not reach the user."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from . import READ, TESTED, logger, release
 from .sums import TOKENS_PER_STATE
 
 
-# Cache dtypes that represent the parts of the cumulative sum exactly.
+# Cache dtypes that store the cumulative sum without additional rounding.
 EXACT = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -16,13 +16,14 @@ def check_cache_dtype(dtype: str) -> None:
     """Raise ValueError for a quantized KV cache."""
     if dtype not in EXACT:
         raise ValueError(
-            f"kv_cache_dtype is {dtype!r}; a FoX stores the cumulative sum of its gates in the keys, which would round it. "
-            "Omit --kv-cache-dtype; if the checkpoint sets it by a kv_cache_scheme, give --kv-cache-dtype bfloat16."
+            f"kv_cache_dtype must not be quantized for a FoX, got {dtype!r}. The keys store the cumulative sum of the "
+            "gates, which quantization would round. Omit --kv-cache-dtype, or give --kv-cache-dtype bfloat16 if the "
+            "checkpoint contains a kv_cache_scheme."
         )
 
 
 class FoxChecks(VerifyAndUpdateConfig):
-    """Checks that vLLM runs before starting workers."""
+    """Checks of the options, which vLLM runs before it starts the workers."""
 
     @staticmethod
     def verify_and_update_config(vllm_config):
@@ -31,36 +32,37 @@ class FoxChecks(VerifyAndUpdateConfig):
         cache = vllm_config.cache_config
         if release() == READ:
             logger.warning(
-                "hf-longctx was tested with vLLM %s, and has not run with %s: compare some responses with transformers.",
+                "hf-longctx was tested with vLLM %s, but not with %s. Compare some responses with transformers.",
                 *(TESTED, READ),
             )
         check_cache_dtype(cache.cache_dtype)
         if cache.kv_offloading_size is not None or vllm_config.kv_transfer_config is not None:
             raise ValueError(
-                "kv_offloading_size or kv_transfer_config is set; vLLM's connectors move a key and a value for each token, "
-                f"and the state that a FoX has for {TOKENS_PER_STATE} tokens would stay behind. Omit both."
+                "kv_offloading_size and kv_transfer_config are not supported for a FoX. vLLM's connectors move keys "
+                f"and values, but not the state that a FoX stores for every {TOKENS_PER_STATE} tokens. Omit "
+                "both options."
             )
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name) > 1:
                 raise ValueError(
-                    f"{name} is {getattr(parallel, name)}; the gates of a FoX are summed over all earlier tokens, so one "
-                    f"process has to see them all. Omit {name}; tensor_parallel_size divides the heads."
+                    f"{name} must be 1 for a FoX, got {getattr(parallel, name)}. The gates are summed over all "
+                    "earlier tokens, so each process needs all tokens. Use tensor_parallel_size instead."
                 )
         ranks, heads = parallel.tensor_parallel_size, config.num_key_value_heads
-        if heads % ranks and ranks % heads:  # vLLM checks query heads
+        if heads % ranks and ranks % heads:  # vLLM itself checks only the query heads
             raise ValueError(
-                f"tensor_parallel_size is {ranks}; it must divide the {heads} key heads, or be a multiple of their number."
+                f"tensor_parallel_size must divide the {heads} key heads or be a multiple of {heads}, got {ranks}."
             )
         if config.hidden_act != "silu":
             raise ValueError(
-                f"hidden_act is {config.hidden_act!r}; vLLM's Llama MLP, which a FoX shares, supports 'silu' only. "
+                f"hidden_act must be 'silu', the only activation of vLLM's Llama MLP, got {config.hidden_act!r}. "
                 "Serve this model with: hf-longctx serve FOLDER."
             )
         check_rope(config, vllm_config.model_config.max_model_len)
 
 
 def check_rope(config, length: int) -> None:
-    """Raise ValueError if RoPE frequencies would depend on the sequence length, because vLLM fixes them."""
+    """Raise ValueError if RoPE frequencies depend on the sequence length, because vLLM computes them only once."""
     rope = config.rope_parameters or {}
     limits = {
         "dynamic": config.max_position_embeddings,
@@ -69,23 +71,23 @@ def check_rope(config, length: int) -> None:
     limit = limits.get(rope.get("rope_type", ""), length)
     if length > limit:
         raise ValueError(
-            f"max_model_len is {length}, beyond the {limit} positions of a FoX with {rope['rope_type']!r} RoPE; from there on "
-            "its frequencies depend on the sequence length, and vLLM fixes them for the engine. Give "
-            f"--max-model-len {limit}, or serve it with: hf-longctx serve FOLDER."
+            f"max_model_len must be at most {limit} for a FoX with {rope['rope_type']!r} RoPE, got {length}. Beyond "
+            "this length, the RoPE frequencies depend on the sequence length, but vLLM computes them only once. Give "
+            f"--max-model-len {limit}, or serve the model with: hf-longctx serve FOLDER."
         )
 
 
 def not_by_transformers(checks: Any = None) -> Any:
-    """Return a subclass of `checks`, vLLM's checks of an architecture for transformers models, that rejects FoX."""
+    """Return a subclass of `checks`, vLLM's checks for a transformers architecture, that rejects FoX models."""
 
     class NotByTransformers(checks or VerifyAndUpdateConfig):
         @classmethod
         def verify_and_update_model_config(cls, model_config):
-            """Raise ValueError if vLLM would run transformers' FoX, because vLLM's attention omits the gate."""
+            """Raise ValueError for a FoX, because vLLM would run the transformers model without its forget gate."""
             if model_config.hf_config.model_type == "fox":
                 raise ValueError(
                     "--model-impl transformers cannot run a FoX, because vLLM's attention would omit the forget gate. "
-                    "Omit --model-impl: hf_longctx.vllm has the architecture FoxForCausalLM, for causal language models."
+                    "Omit --model-impl to use hf_longctx.vllm, which supports the architecture FoxForCausalLM."
                 )
             super().verify_and_update_model_config(model_config)
 

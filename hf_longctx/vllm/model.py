@@ -1,4 +1,4 @@
-"""vLLM's Llama with forgetting attention."""
+"""The FoX model for vLLM: vLLM's Llama with forgetting attention."""
 
 import torch
 from vllm.compilation.decorators import support_torch_compile

@@ -1,7 +1,7 @@
-"""Tensor parallelism of weights with one or more rows per head.
+"""Tensor parallelism for weights with one or more rows per head, such as those of gates and token shifts.
 
-vLLM's linear layers shard the large matrices. Gates and token shifts do not use these layers and are thus never
-quantized, because errors of a gate accumulate over the whole context.
+vLLM's linear layers shard the large matrices. Gates and token shifts do not use these layers, because vLLM could
+quantize them, and the errors of a quantized gate accumulate over the whole context.
 """
 
 from functools import partial
@@ -11,23 +11,25 @@ from torch import nn
 
 
 def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
-    """Copy this rank's rows of a checkpoint weight; a `weight_loader` of vLLM. Ranks can share the rows of a key head.
+    """Copy this rank's rows of a checkpoint weight, as a `weight_loader` of vLLM.
+
+    With more ranks than key heads, several ranks copy the same rows.
 
     Raises:
-        ValueError: number or width of the heads in the checkpoint differ from its config.
+        ValueError: the shape of the weight does not match the config.
     """
     total, local = len(loaded), len(parameter)
     if loaded.shape[1:] != parameter.shape[1:] or total % local or ranks % (total // local):
         raise ValueError(
-            f"a weight of a gate, token shift or norm is {tuple(loaded.shape)}; config.json says {tuple(parameter.shape)} "
-            f"on each of {ranks} ranks. Save the model again with save_pretrained."
+            f"a weight of a gate, token shift or norm has shape {tuple(loaded.shape)}, but config.json requires "
+            f"{tuple(parameter.shape)} on each of {ranks} ranks. Save the model again with save_pretrained."
         )
     first = rank * (total // local) // ranks * local
     parameter.data.copy_(loaded[first : first + local])
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
-    """Set the weight loader of a module's parameters, which contain one rank's rows."""
+    """Let `load_rows` load the parameters of a module, which contain only the rows of this rank."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
         setattr(parameter, "weight_loader", partial(load_rows, rank=rank, ranks=ranks))  # noqa: B010 (vLLM's protocol)

@@ -1,7 +1,7 @@
-"""The state of a FoX layer as a vLLM cache, in the same blocks as the keys.
+"""The state of a FoX layer, which vLLM stores as a second cache in the same blocks as the keys.
 
-vLLM's scheduler thus shares and frees it together with the keys in chunked prefill, prefix caching, preemption and
-forking, independently of the attention backend. `sums.py` describes its rows.
+vLLM's scheduler therefore shares and frees the state together with the keys, in chunked prefill, prefix caching,
+preemption and forking. It does not depend on the attention backend. `sums.py` describes the content of the state.
 """
 
 from typing import ClassVar
@@ -20,11 +20,11 @@ from .sums import TOKENS_PER_STATE, Step, carry, read_step, row_width
 
 
 class FoxState(nn.Module, AttentionLayerBase):
-    """A cached layer without weights.
+    """A layer without weights that stores the state of a FoX layer in a vLLM cache.
 
     Args:
-        gates: number of forget gates of this rank; may be 0.
-        shifted: number of elements per token that the token shift caches on this rank; may be 0.
+        gates: number of forget gates on this rank; may be 0.
+        shifted: number of key and value elements that the token shift caches on this rank; may be 0.
         dtype: dtype of the keys.
         sliding_window: as in `FoxConfig`.
         prefix: name of the layer in vLLM.
@@ -37,19 +37,19 @@ class FoxState(nn.Module, AttentionLayerBase):
         config = get_current_vllm_config()
         self.width = row_width(gates, shifted, dtype)
         self.dtype, self.sliding_window, self.prefix = dtype, sliding_window, prefix
-        # A rejected draft has overwritten the row of the tokens before it.
+        # In speculative decoding, a rejected draft token would overwrite a row that earlier tokens share.
         self.tokens_per_state = TOKENS_PER_STATE if config.speculative_config is None else 1
         self.kv_cache = torch.tensor([])
         compilation = config.compilation_config
         if prefix in compilation.static_forward_context:
-            raise ValueError(f"two layers have the name {prefix}.")
+            raise ValueError(f"two layers cannot have the same name, {prefix}.")
         compilation.static_forward_context[prefix] = self
-        # A CUDA graph would capture the step that it is recorded with, so graphs end before the op, as for attention.
+        # A CUDA graph would replay the step in which it was captured, so graphs are split at this op, as at attention.
         if compilation.splitting_ops and CARRY not in compilation.splitting_ops:
             compilation.splitting_ops.append(CARRY)
 
     def forward(self, log_f: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return c of every token and `tokens` of the token before it; see `sums.carry`."""
+        """Return the cumulative sum `c` of each token and the keys and values of its predecessor; see `sums.carry`."""
         c, before = torch.empty_like(log_f), torch.empty_like(tokens)
         torch.ops.hf_longctx.fox_carry(log_f, tokens, c, before, _encode_layer_name(self.prefix))
         return c, before
@@ -57,10 +57,8 @@ class FoxState(nn.Module, AttentionLayerBase):
     def get_kv_cache_spec(self, vllm_config):
         block_size = vllm_config.cache_config.block_size
         if block_size % self.tokens_per_state:
-            raise ValueError(
-                f"block_size is {block_size}; for a FoX it must be a multiple of {self.tokens_per_state}."
-            )
-        # In the dtype of the keys, because vLLM would fill every new block with zeros in a cache of two dtypes.
+            raise ValueError(f"block_size must be a multiple of {self.tokens_per_state} for a FoX, got {block_size}.")
+        # The cache has the dtype of the keys: with two dtypes, vLLM would fill every new block with zeros.
         size = dict(
             block_size=block_size,
             num_kv_heads=1,
@@ -73,7 +71,7 @@ class FoxState(nn.Module, AttentionLayerBase):
             return SlidingWindowSpec(sliding_window=self.sliding_window, **size)
         return FullAttentionSpec(**size)
 
-    def bind_kv_cache(self, kv_cache):  # (blocks, 1, places, head_size), in any memory layout
+    def bind_kv_cache(self, kv_cache):  # (blocks, 1, rows per block, head_size), with any strides
         self.kv_cache = kv_cache.view(torch.float32).squeeze(1)
 
     def get_attn_backend(self):
@@ -81,7 +79,7 @@ class FoxState(nn.Module, AttentionLayerBase):
 
 
 class FoxStateBackend(AttentionBackend):
-    """Description of the cache and of a step for vLLM; it computes no attention."""
+    """A vLLM backend that describes the state cache and builds a `Step`, but does not compute attention."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
 
@@ -95,7 +93,7 @@ class FoxStateBackend(AttentionBackend):
 
     @staticmethod
     def get_impl_cls():
-        raise NotImplementedError("the state of a FoX does not compute attention.")
+        raise NotImplementedError("FoxStateBackend does not compute attention.")
 
     @staticmethod
     def get_builder_cls():
@@ -103,7 +101,7 @@ class FoxStateBackend(AttentionBackend):
 
 
 class FoxStateBuilder(AttentionMetadataBuilder[Step]):
-    # Graphs of whole steps would need the tensors of a `Step` at fixed addresses.
+    # A CUDA graph of a whole step would require the tensors of a `Step` at fixed addresses.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
@@ -127,7 +125,7 @@ def fox_carry(
 ) -> None:
     context, name = get_forward_context(), _resolve_layer_name(layer_name)
     steps = context.attn_metadata
-    if steps is None:  # vLLM measures memory
+    if steps is None:  # while vLLM measures its memory use
         c.zero_()
         before.zero_()
         return
@@ -140,9 +138,9 @@ def fox_carry_fake(
     return
 
 
-# An op, because compiled code cannot read the forward context. It writes into its arguments, because piecewise CUDA
-# graphs read their inputs at fixed addresses.
+# fox_carry is a custom op because compiled code cannot read the forward context. It writes its outputs into arguments
+# because piecewise CUDA graphs read their inputs at fixed addresses.
 CARRY = "hf_longctx::fox_carry"
-NAMESPACE = library.Library("hf_longctx", "FRAGMENT")  # keeps the operator registered
+NAMESPACE = library.Library("hf_longctx", "FRAGMENT")  # this reference keeps the operator registered
 options = dict(mutates_args=["c", "before"], fake_impl=fox_carry_fake, target_lib=NAMESPACE)
 direct_register_custom_op("fox_carry", fox_carry, **options)

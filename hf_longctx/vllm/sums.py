@@ -1,15 +1,15 @@
-"""The cumulative sum of log f, and the previous token, for all requests of one vLLM step.
+"""Compute the cumulative sum of log f and look up the previous token, for all requests of one vLLM step.
 
 A step computes the next tokens of R requests, which are concatenated to a flat batch of N tokens. Each request
-continues from its last computed token, whose state is in a cache with the block table of the keys: a float32 row per
-`tokens_per_state` tokens, which contains the state of the token that was written last.
+continues from the state of its last computed token. The states are in a cache that uses the block table of the keys.
+Each group of `tokens_per_state` tokens has one float32 row, with the state of the token that was written last.
 
-That token can also be in the same batch: prefix caching assigns a block as soon as another request is scheduled to
-fill it. Such requests form chains, along which sums have to be added before any of them is stored.
+The last computed token of a request can be in the same batch, because prefix caching assigns a block to a request as
+soon as another request is scheduled to fill it. Such requests form chains, and we add up the sums along each chain.
 
-Sums are float64, also in the cache, and are rounded when they are folded into the keys. Token-by-token decoding thus
-gives the same sum as one prefill, e.g. after preemption. In float32, adding an open gate's -0.003 to -70000 would not
-change it.
+The sums are float64, also in the cache, and are rounded when they are folded into the keys. Token-by-token decoding
+therefore gives the same sum as a single prefill, for example after preemption. In float32, adding the -0.003 of an
+open gate to a sum of -70000 would not change the sum.
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,24 @@ import torch
 import torch.nn.functional as F
 
 
-TOKENS_PER_STATE = 16  # the smallest block of vLLM's attention backends; requests share whole blocks
+TOKENS_PER_STATE = 16  # the smallest block size of vLLM's attention backends; requests share whole blocks only
 
 
 @dataclass
 class Step:
-    """The predecessor of each token, the same for all layers. Indices are int64.
+    """Indices (int64) of the predecessor and the cache position of each token, which are the same for all layers.
 
     Attributes:
         request: index of each token's request, (N,).
         first: index of each request's first token, (R,).
-        writes: block, and place in it, that each token writes its state to, (N,) each; 0, 0, in vLLM's unused null
-            block, if a later token writes to the same place.
-        reads: block and place of the state that a request continues from, (R,) each.
-        begins: True if a request does not continue from a cached token, (R, 1) bool.
-        in_batch: True if it continues from a token of this batch, (R, 1) bool.
-        parent: index of that token in the batch, (R,).
-        chains: (R, R) float64, 1 for each request and all its direct and indirect parents; None if no request
-            continues from another.
+        writes: block, and row in this block, to which each token writes its state, (N,) each. If a later token writes
+            to the same row, both are 0, which is a row in vLLM's unused null block.
+        reads: block and row of the state from which each request continues, (R,) each.
+        begins: whether each request does not continue from a cached token, (R, 1) bool.
+        in_batch: whether each request continues from a token of this batch, (R, 1) bool.
+        parent: index of the token in this batch from which each request continues, (R,); arbitrary if not in_batch.
+        chains: (R, R) float64 with a 1 in the row of each request for the request itself and all its direct and
+            indirect parents; may be None if no request continues from this batch.
     """
 
     request: torch.Tensor
@@ -53,12 +53,12 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 
     Args:
         query_start: cumulative query lengths, starting at 0, (R + 1,), strictly ascending.
-        seq_lens: number of tokens of each request, both computed ones and those of this batch, (R,).
-        block_table: blocks of each request in the cache, (R, blocks).
-        slots: slot of each token in the cache, block * block_size + place, (N,); -1 for uncached tokens: padding at
-            the end of the batch, and rejected drafts at the end of a request.
-        block_size: tokens per block, a multiple of tokens_per_state.
-        tokens_per_state: tokens per row of the state.
+        seq_lens: number of tokens of each request, including those in this batch, (R,).
+        block_table: indices of the cache blocks of each request, (R, blocks).
+        slots: slot of each token in the cache, block * block_size + position in the block, (N,). It is -1 for tokens
+            that are not cached: padding at the end of the batch, and rejected drafts at the end of a request.
+        block_size: number of tokens per block, a multiple of tokens_per_state.
+        tokens_per_state: number of tokens that share a row of the state.
     """
     boundaries, slots = query_start.long(), slots.long()
     every = torch.arange(len(seq_lens), device=slots.device)
@@ -77,7 +77,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
     parent = order[torch.searchsorted(ascending, last_slot).clamp(max=len(slots) - 1)]
     in_batch = (slots[parent] == last_slot) & (computed > 0)
     chains = None
-    if slots.device.type != "cpu" or in_batch.any():  # on a GPU, reading `in_batch` would synchronize
+    if slots.device.type != "cpu" or in_batch.any():  # on a GPU, in_batch.any() would synchronize
         chains = ancestors(request[parent], in_batch)
     return Step(
         request,
@@ -92,9 +92,10 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 
 
 def ancestors(up, has_one):
-    """Return (R, R) float64 with a 1 for each request and all its ancestors; `up` (R,) is its parent, if it `has_one`.
+    """Return (R, R) float64 with a 1 in the row of each request for the request itself and all its ancestors.
 
-    Each iteration doubles the number of generations in a row.
+    `up` (R,) is the parent of each request, and `has_one` (R,) is whether the request has a parent. Each iteration
+    doubles the number of generations that a row includes.
     """
     rows = torch.eye(len(up), dtype=torch.float64, device=up.device)
     for _ in range((len(up) - 1).bit_length()):
@@ -104,23 +105,23 @@ def ancestors(up, has_one):
 
 
 def carry(step: Step, states, log_f, tokens, c, before) -> None:
-    """Add up the gates, look up the previous tokens, and store the state that the next step continues from.
+    """Add up the gates, look up the previous tokens, and store the states for the next step.
 
     Args:
-        step: the predecessors.
-        states: the cache, (blocks, places, `row_width`) float32 with any strides.
+        step: indices of the predecessors and cache positions, from `read_step`.
+        states: state cache, (blocks, rows per block, `row_width`) float32 with any strides; updated in place.
         log_f: log of the forget gates, (M, G) fp32, M >= N.
-        tokens: keys and values for the token shift, (M, S) of any dtype; S may be 0.
-        c: output, c_t = log f_1 + ... + log f_t of each token, (M, G) fp32.
-        before: output, `tokens` of the previous token, 0 if there is none, (M, S).
+        tokens: keys and values of each token for the token shift, (M, S) of any dtype; S may be 0.
+        c: output for the cumulative sum of each token, c_t = log f_1 + ... + log f_t, (M, G) fp32.
+        before: output for the keys and values of the previous token, (M, S); zeros for the first token of a sequence.
 
-    The sum runs over the whole batch, and the part before each request is subtracted.
+    We compute one cumulative sum over the whole batch, and subtract the sum before each request.
     """
     n, gates = len(step.request), log_f.shape[1]
     log_f, tokens, before = log_f[:n].double(), tokens[:n], before[:n]
-    one_each = n == len(step.first)  # decoding, which is launch-bound
+    one_each = n == len(step.first)  # one token per request, i.e. decoding, which is launch-bound
     total = log_f if one_each else log_f.cumsum(0)
-    others = total[:0] if one_each else (total - log_f)[step.first]  # (R, G), sums of the requests before
+    others = total[:0] if one_each else (total - log_f)[step.first]  # (R, G), sum over earlier requests
     rows = states[step.reads].masked_fill_(step.begins, 0.0)  # (R, width)
     past = rows[:, : 2 * gates].view(torch.float64)  # (R, G)
     if step.chains is not None:
@@ -142,5 +143,8 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
-    """Return the width of a row in float32 numbers, which is even: float64 sums, then keys and values of a token."""
+    """Return the number of float32 elements in a row of the state, which is even.
+
+    A row contains the float64 sums, followed by the keys and values of a token.
+    """
     return 2 * gates + -(-shifted * dtype.itemsize // 8) * 2

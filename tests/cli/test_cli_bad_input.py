@@ -63,11 +63,11 @@ FILES = [
     ("convert {fox} {new} --to official --decay-time 5", "decay"),
     ("push {fox} fox --dry-run", "Give NAMESPACE/NAME"),
     ("push forgetting_curve https://huggingface.co/alice/curve --dry-run", "Give NAMESPACE/NAME"),
-    ("push {fox} alice/fox --revision= --dry-run", "'' is not a name of a branch or tag"),
+    ("push {fox} alice/fox --revision= --dry-run", "'' is not a valid name of a branch or tag"),
     ("compare", "give either result files or --counts FILE.csv"),
     ("compare {empty}", "empty"),
     ("compare {curve} {loss}", "ForgettingCurve, PositionLoss; give results of one metric"),
-    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different one"),
+    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different name"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
     ("compare --counts {text} --names a", "is for result files"),
 ]

@@ -41,7 +41,7 @@ for name, folder, again in json.loads(sys.argv[1]):
         try:
             model.set_attn_implementation("forgetting_triton")
         except ImportError as error:
-            assert "need triton: pip install" in str(error)
+            assert "require Triton: pip install" in str(error)
         else:
             raise AssertionError("no triton, no error")
     assert transformers.AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "fox"

@@ -108,7 +108,7 @@ def test_states_and_checkpoints(make_added, tokens, tmp_path, names):
     [
         (["fadin"], {}, r"`retrievers` must be names among .*'fading'.*got \['fadin'\]"),
         (["seen"], {}, "`retrievers` must give a prompt"),
-        (["bank"], {"recall_tokens": 4}, r"must list \['search'\]"),
+        (["bank"], {"recall_tokens": 4}, r"must include \['search'\]"),
     ],
     ids=str,
 )

@@ -95,7 +95,11 @@ def changed(model, **settings):
 CONFIG = [
     refused(name, lambda settings=settings: HMTConfig(**settings), says)
     for name, settings, says in [
-        ("a segment no longer than what it repeats", {"segment_length": 33}, "must be above sensory_tokens . memory"),
+        (
+            "a segment no longer than what it repeats",
+            {"segment_length": 33},
+            "must be greater than sensory_tokens . memory",
+        ),
         ("half a token", {"segment_length": 64.5}, "segment_length"),
         (
             "two memory tokens with recall",
@@ -180,7 +184,7 @@ BUILD = [
     refused(
         "a setting and a config",
         lambda it: HMTWrapper.from_pretrained(it.folder / "hmt", config=it.model.config, memory_size=9),
-        "'memory_size'.*leave the config out",
+        "'memory_size'.*omit `config`",
     ),
     refused("a pointer to nowhere", pointer_to_nowhere, "backbone_name_or_path` must be set"),
     refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown .'typo'"),
@@ -210,15 +214,15 @@ READ = [
     for name, arguments, says in [
         ("one dimension", lambda it: {"input_ids": it.tokens[0]}, "at least one token"),
         ("a text of no token", lambda it: {"input_ids": it.tokens[:, :0]}, "at least one token"),
-        ("short labels", lambda it: {"labels": it.tokens[:, 1:]}, "labels` must have the shape"),
+        ("short labels", lambda it: {"labels": it.tokens[:, 1:]}, "labels` must have the same shape"),
         ("a hole in the mask", lambda it: {"attention_mask": HOLE}, "between tokens"),
         ("a row of padding", lambda it: {"attention_mask": EMPTY}, "all padding"),
         ("an additive mask", lambda it: {"attention_mask": (LEFT - 1) * 1e30}, "must be 1 .* and 0"),
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "not support the argument lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep` must be .* got -1"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep` must be .* got 1.5"),
-        ("score_from without labels", lambda it: {"score_from": 4}, "needs labels, got 4"),
-        ("two states", lambda it: {"state": it.state, "cache": it.state}, "Give only one of them"),
+        ("score_from without labels", lambda it: {"score_from": 4}, "got 4. It also needs labels"),
+        ("two states", lambda it: {"state": it.state, "cache": it.state}, "Pass only one of them"),
         (
             "score_from of a text",
             lambda it: {"labels": it.tokens, "score_from": 100},
@@ -253,8 +257,8 @@ READ += [
         lambda it: changed(build(recall=False, recall_mode="paper"), memory_tokens=3)(it.tokens),
         "built with another value",
     ),
-    refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "cannot be cast to torch.bfloat16"),
-    refused("no rows", lambda it: it.model.new_state(0), "batch_size must be at least 1, got 0"),
+    refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "got the dtype torch.bfloat16"),
+    refused("no rows", lambda it: it.model.new_state(0), "`batch_size` must be at least 1, got 0"),
     refused(
         "a state in the wrong dtype",
         lambda it: copy.deepcopy(it.model).float()(it.tokens, state=it.state),
@@ -272,7 +276,7 @@ READ += [
         "not a complete file of HMTState",
     ),
     refused(
-        "a page file without pages", lambda it: it.model.new_state(2, it.folder / "p"), "set config.recalled_pages"
+        "a page file without pages", lambda it: it.model.new_state(2, it.folder / "p"), "Set config.recalled_pages"
     ),
     refused(
         "a page file with gradients",

@@ -90,7 +90,7 @@ def test_the_former_name_of_the_cache(make_wrapper, tokens):
     for name in ("cache", "past_key_values"):
         torch.testing.assert_close(model(tokens[:, 19:], **{name: state}).logits, whole[:, 19:])
         assert torch.equal(model.generate(tokens, **{name: state}, **options), model.generate(tokens, **options))
-    with pytest.raises(ValueError, match="Give only one"):
+    with pytest.raises(ValueError, match="Pass only one"):
         model(tokens[:, 19:], cache=state, past_key_values=state)
 
 

@@ -7,9 +7,11 @@ from gradients import assert_same_gradients, gradients
 from plain_hmt import plain_single
 from streams import CHUNKS, stream
 from test_hmt_backbones import BACKBONES
-from tiny_hmt import ROUNDING
+from tiny_hmt import ROUNDING, tiny_llama
 from transformers import AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.hmt.backbone_hmt import Backbone
@@ -155,14 +157,62 @@ def test_the_dtype_does_not_decide(kind):
     assert empty.config.reread is None  # decided when there are weights
 
 
-def test_attention_without_masks_is_refused(make_wrapper, llama, tokens):
-    ALL_ATTENTION_FUNCTIONS.register("like_flash", ALL_ATTENTION_FUNCTIONS["sdpa"])
-    llama.config._attn_implementation = "like_flash"
-    model = make_wrapper()
-    assert model.config.reread is False and llama.config._attn_implementation == "like_flash"
-    with pytest.raises(ValueError, match=r"reread=False is not supported with attention 'like_flash'.*'sdpa'"):
-        model(tokens)
+def like_flash(module, query, key, value, attention_mask, position_ids=None, **options):
+    """Compute attention as FlashAttention does: without a mask, and with packed sequences where positions jump."""
+    assert attention_mask is None
+    if position_ids is not None and len(query) == 1:
+        assert (position_ids.diff() == 1).all()
+    visible = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, visible, **options)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """The name of an attention function without masks, which is registered for one test."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "like_flash", like_flash)
+    monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "like_flash", lambda *args, **kwargs: None)
+    return "like_flash"
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("settings", [{}, {"num_key_value_heads": 1}, {"recurrence": False}], ids=str)
+def test_attention_without_masks_lets_the_prompt_see_itself_alone(tokens, settings, rows, flash):
+    settings, tokens = dict(settings), tokens[:rows]
+    torch.manual_seed(0)
+    llama = tiny_llama(**{name: settings.pop(name) for name in ["num_key_value_heads"] if name in settings})
+    config = HMTConfig(segment_length=8, sensory_tokens=3, memory_size=4, **settings)
+    results = []
+    for attention in ("sdpa", flash):
+        llama.config._attn_implementation = attention
+        torch.manual_seed(1)
+        model = HMTWrapper.from_backbone(llama, config)
+        assert model.config.reread is False and llama.config._attn_implementation == attention
+        results.append(logits_and_gradients(model, tokens))
+    assert_same_results(*results)
+    with pytest.raises(AssertionError):  # the backbone alone gets its position ids as before
+        llama(tokens[:1], position_ids=torch.arange(43)[None] * 2)
+
+
+def test_attention_without_masks_is_refused_where_a_mask_is_needed(make_wrapper, llama, tokens, monkeypatch, flash):
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "no_masks", like_flash)
+    for attention, settings in ((flash, {"recall_tokens": 2}), ("no_masks", {})):
+        llama.config._attn_implementation = attention
+        with pytest.raises(ValueError, match=f"reread=False is not supported with attention '{attention}'.*'sdpa'"):
+            make_wrapper(**settings)(tokens)
+    llama.config._attn_implementation = flash
+    monkeypatch.setattr(Backbone, "checkpoints_layers", True)
+    with pytest.raises(ValueError, match="without gradient checkpointing"):
+        make_wrapper()(tokens)
     assert make_wrapper(reread=True)(tokens).logits.isfinite().all()
+
+
+def test_attention_that_is_not_of_the_interface_is_refused(make_wrapper, llama, tokens, monkeypatch, flash):
+    """Falcon and GPT-Neo call FlashAttention themselves."""
+    model = make_wrapper()
+    monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *args: like_flash)
+    llama.config._attn_implementation = flash
+    with pytest.raises(RuntimeError, match="prompt would see other tokens"):
+        model(tokens)
 
 
 def test_a_failing_probe_decides_nothing(make_wrapper, llama, tokens, monkeypatch):

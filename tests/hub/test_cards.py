@@ -370,7 +370,9 @@ MISTAKES = [
     refused(
         "code in settings", writing_the_card("a: !!python/name:os.system", "training.yaml"), "no constructor|could not"
     ),
-    refused("a number in the log", writing_the_card("3\n", "training_log.jsonl"), "training_log.jsonl has '3'"),
+    refused(
+        "a number in the log", writing_the_card("3\n", "training_log.jsonl"), "training_log.jsonl must be .* got '3'"
+    ),
     refused(
         "an unknown licence",
         replacing("license: apache-2.0", "license: apache2"),

@@ -108,11 +108,11 @@ def test_texts_copied_wholly_or_not_fool_nobody(repeats):
     [
         (COUNTS, {"rule": "HELMET"}, "rule must be one of ours, RULER, NoLiMa"),
         (COUNTS, {"confidence": 95}, "confidence must lie between 0 and 1"),
-        ([], {}, "one row for each of one or more lengths"),
-        ([COUNTS[0], COUNTS[0]], {}, r"one row for each of one or more lengths, got lengths \[512, 512\]"),
-        ([(512, 6, 5)], {}, "length 512: 6 right of 5 answers is impossible"),
-        ([(512, 0.9, 1)], {}, "as whole numbers"),
-        ([(512, 5)], {}, r"rows of \(length, right answers, answers\)"),
+        ([], {}, "at least one row and a single row for each length"),
+        ([COUNTS[0], COUNTS[0]], {}, r"a single row for each length, got lengths \[512, 512\]"),
+        ([(512, 6, 5)], {}, "got 6 correct of 5 answers at length 512"),
+        ([(512, 0.9, 1)], {}, "whole numbers with"),
+        ([(512, 5)], {}, r"rows of \(length, correct answers, answers\)"),
         (PositionLoss.of_mean([1.0], 2), {}, "must have right answers by length, got PositionLoss"),
     ],
 )
@@ -128,8 +128,8 @@ def test_tables_of_others_are_read(tmp_path):
     table.write_text("length,correct,total\n4096,480,500\n")
     assert read_counts(table) == {"the model": [(4096, 480, 500)]}
     for text, message in (
-        ("length,score\n4096,0.9\n", "lacks the column correct and total"),
-        ("length,correct,total\n", "has no row"),
+        ("length,score\n4096,0.9\n", "lacks correct and total"),
+        ("length,correct,total\n", "does not contain rows"),
         ("length,correct,total\n4096,0.96,500\n", "line 2: length, correct and total must be whole numbers"),
     ):
         table.write_text(text)

@@ -52,7 +52,7 @@ def test_several_models(figures, count):
     names = [f"{i} {NAMES[i % len(NAMES)]}" for i in range(count)]
     points = [CurvePoint(n, [n // 2] * 6, [0] * 6) for n in (64, 128)]
     curves = {name: ForgettingCurve.of_points(points, {"tokenizer": name, "train_length": 90}) for name in names}
-    compare(curves, "x.png", title=names[-1])
+    compare(curves, "x.png", title=names[0])
     compare({name: PositionLoss.of_mean([3.0, 2.5], 4, {"model": name}) for name in names}, "x.png")
     compare_counts({name: [(64, 5, 9), (128, 3, 9)] for name in names}, "x.png")
     for figure in figures:

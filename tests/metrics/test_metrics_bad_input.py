@@ -174,7 +174,7 @@ def module(name, **options):
 
 CURVE_MODULE = partial(module, "forgetting_curve")
 EVALUATE = [
-    refused("evaluate: nothing", CURVE_MODULE(), "either model=.* got neither"),
+    refused("evaluate: nothing", CURVE_MODULE(), "either a model, .* got neither"),
     refused("evaluate: both", CURVE_MODULE(model="gpt2", predictions=[[[1], [1]]], references=[[1]]), "got both"),
     refused(
         "evaluate: an unknown module",

@@ -119,7 +119,7 @@ def pictures():
         refused("picture of no curve", plotted(ForgettingCurve.of_points([])), "nothing was measured"),
         refused("unknown ending of a curve", plotted(CURVE, "x.xyz"), "Format 'xyz' is not supported"),
         refused("folder that does not exist", plotted(CURVE, "no/x.png"), "No such file or directory"),
-        refused("comparison of nothing", compared({}), "these results are none"),
+        refused("comparison of nothing", compared({}), "must be from one metric .*got none"),
     ]
 
 

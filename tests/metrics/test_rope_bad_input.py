@@ -71,32 +71,36 @@ PARAMETERS = [
         ("default", {"partial_rotary_factor": 1.5}, "partial_rotary_factor . head_dim must be .* got 1.5"),
         ("linear", {}, "'linear' are not complete.*'factor'"),
         ("linear", {"factor": 0}, "Its numbers must be positive"),
-        ("linear", {"factor": 2.0, "zeta": 1.0}, "rope_parameters has zeta, which linear RoPE"),
-        ("dynamic", {"factor": 1.0, "alpha": 8.0}, "rope_parameters has alpha"),
-        ("Yarn", {}, "'Yarn' is not supported; supported are default, .*yarn"),
+        ("linear", {"factor": 2.0, "zeta": 1.0}, "rope_parameters contains zeta, which linear RoPE"),
+        ("dynamic", {"factor": 1.0, "alpha": 8.0}, "rope_parameters contains alpha"),
+        ("Yarn", {}, "rope_type must be one of default, .*yarn.* got 'Yarn'"),
     )
 ]
 CONFIGS = [
     refused(
-        "no context", report(llama(max_position_embeddings=None)), "no max_position_embeddings.*pass context_length"
+        "no context",
+        report(llama(max_position_embeddings=None)),
+        "does not set max_position_embeddings.*Pass context_length",
     ),
     refused(
         "context 0", report(llama(max_position_embeddings=0)), "max_position_embeddings must be at least 1, got 0"
     ),
     refused("context of a distance", report(llama(), context_length=1), "to check .given. must be at least 2"),
     refused("a context that takes days", report(llama(), context_length=10**12), "must be at most 100000000 tokens"),
-    refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "no num_hidden_layers.*No default"),
+    refused(
+        "no layers", report(Remote(rope_theta=300.0), context_length=9), "must set num_hidden_layers, which the bound"
+    ),
     *[
         refused(f"{name} = {value!r}", report(json_of(**{name: value})), message)
         for name, value, message in (
             ("sliding_window", 1, "sliding_window must be at least 2, got 1"),
             ("layer_types", ["full_attention"], "layer_types must be a list with the type of each of 2 layers"),
             ("rope_scaling", {"type": "linear", "factor": "4"}, "a value of the wrong type or size"),
-            ("rope_scaling", {"type": "ntk", "factor": 4.0}, "'ntk' is not supported; supported are default"),
+            ("rope_scaling", {"type": "ntk", "factor": 4.0}, "rope_type must be one of default, .* got 'ntk'"),
             ("rope_scaling", "yarn", "rope_parameters must be a JSON object, got 'yarn'"),
         )
     ],
-    refused("a tokenizer", report(None), "got a NoneType; it needs a PreTrainedModel, .*or the name of a model"),
+    refused("a tokenizer", report(None), "must be a PreTrainedModel, .*or the name of a model, got a NoneType"),
     refused(
         "an unknown type without RoPE", report({"model_type": "new", **SIZES}), "does not know the model type 'new'"
     ),
@@ -128,7 +132,7 @@ BOUNDS = [
     refused(
         "half a pair at rest",
         lambda: rope_base_bound(9, 8, non_rotary_dims=3),
-        "non_rotary_dims must be an even integer from 0, got 3",
+        "non_rotary_dims must be an even integer >= 0, got 3",
     ),
     refused("no search", lambda: rope_base_bound(9, 8, search_ratio=1.0), "must be a finite number above 1, got 1.0"),
     refused("no digits", lambda: rope_base_scan([10], 128, digits=0), "digits must be at least 1"),

@@ -203,7 +203,7 @@ def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
     ids=lambda value: type(value).__name__ if isinstance(value, tf.PreTrainedConfig) else value.split()[0],
 )
 def test_models_without_rope_say_so(config, reason):
-    with pytest.raises(ValueError, match=f"no rotary position embedding.*{reason}"):
+    with pytest.raises(ValueError, match=f"does not describe a rotary position embedding.*{reason}"):
         rope_report(config)
 
 

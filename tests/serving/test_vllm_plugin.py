@@ -18,4 +18,4 @@ def test_another_vllm_is_a_warning(monkeypatch, caplog, release, found):
     monkeypatch.setattr(plugin.logger, "propagate", False)
     plugin.register()
     (message,) = caplog.messages
-    assert "needs vLLM 0.32 or 0.33" in message and found in message and "Other models are not affected" in message
+    assert "requires vLLM 0.32 or 0.33" in message and found in message and "Other models are not affected" in message

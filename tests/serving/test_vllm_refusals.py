@@ -29,19 +29,19 @@ def configured(folder, **options):
 DYNAMIC = dict(rope_type="dynamic", factor=4.0, rope_theta=1e4)
 LONGROPE = dict(rope_type="longrope", factor=4.0, rope_theta=1e4, original_max_position_embeddings=256)
 LONGROPE |= dict(short_factor=[1.0] * 16, long_factor=[2.0] * 16)
-BEYOND = r"max_model_len is 512, beyond the 256 positions .* --max-model-len 256"
+BEYOND = r"max_model_len must be at most 256 .*got 512.* --max-model-len 256"
 PARALLEL = dict(tensor_parallel_size=2, decode_context_parallel_size=2)
 
 
 @pytest.mark.parametrize(
     "config, options, message",
     [
-        ({}, dict(kv_cache_dtype="fp8"), "kv_cache_dtype is 'fp8'.*--kv-cache-dtype bfloat16"),
-        ({}, dict(kv_offloading_size=1), "state that a FoX has for 16 tokens .* Omit both"),
+        ({}, dict(kv_cache_dtype="fp8"), "kv_cache_dtype must not be quantized.*'fp8'.*--kv-cache-dtype bfloat16"),
+        ({}, dict(kv_offloading_size=1), "state that a FoX stores for every 16 tokens.* Omit both options"),
         ({}, dict(model_impl="transformers", trust_remote_code=True), "omit the forget gate.*FoxForCausalLM"),
-        (GROUPED, dict(tensor_parallel_size=3), "tensor_parallel_size is 3; it must divide the 2 key heads"),
-        (dict(num_key_value_heads=1), PARALLEL, "decode_context_parallel_size is 2; .* Omit"),
-        (dict(hidden_act="gelu"), {}, "hidden_act is 'gelu'.*hf-longctx serve"),
+        (GROUPED, dict(tensor_parallel_size=3), "tensor_parallel_size must divide the 2 key heads .*got 3"),
+        (dict(num_key_value_heads=1), PARALLEL, "decode_context_parallel_size must be 1.*got 2.* Use tensor"),
+        (dict(hidden_act="gelu"), {}, "hidden_act must be .*got 'gelu'.*hf-longctx serve"),
         (dict(max_position_embeddings=256, rope_parameters=DYNAMIC), dict(max_model_len=512), BEYOND),
         (dict(rope_parameters=LONGROPE), dict(max_model_len=512), BEYOND),
     ],

@@ -59,8 +59,8 @@ def files(folder):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        (dict(gradient_accumulation_steps=2**10), "sequences of 64 tokens, fewer than the 1024"),
-        (dict(learning_rate=0.1), "holds a run with other settings .learning_rate: 0.001 -> 0.1"),
+        (dict(gradient_accumulation_steps=2**10), "sequences of 64 tokens, but an optimizer step needs 1024"),
+        (dict(learning_rate=0.1), "contains a run with other settings .learning_rate: 0.001 -> 0.1"),
         (dict(seed=1), "data_seed: 42 -> 1.* seed: 42 -> 1"),
         (dict(set=[*SMALL, "attention_dropout=0.5"]), r"other settings .model: "),
         (dict(model="fox-tiny"), r"other settings .*model: "),

@@ -88,7 +88,7 @@ def without_eos(kit):
 
 
 def in_use(kit):
-    """Another process trains in the folder."""
+    """Another process is training in the folder."""
     (kit.path / "run").mkdir()
     lock = "import fcntl, sys; fcntl.lockf(f := open(sys.argv[1], 'w'), fcntl.LOCK_EX); print('', flush=True); input()"
     command = [sys.executable, "-c", lock, str(kit.path / "run" / ".in_use")]
@@ -115,15 +115,17 @@ SETTINGS = [
         "misspelt field", run(set=["hidden_sise=8"]), "hidden_sise, which FoxConfig does not have. Did you mean hid"
     ),
     refused("a log that a kill would tear", settings(logging_steps=2), "`logging_steps` must be 1"),
-    refused("no log", settings(logging_strategy="no"), "`logging_strategy` steps"),
-    refused("no step", settings(max_steps=0), "`max_steps`.* must be positive"),
-    refused("one checkpoint only", settings(save_total_limit=1), "`save_total_limit` at least 2"),
-    refused("checkpoints without optimizer", settings(save_only_model=True), "`save_only_model` false"),
+    refused("no log", settings(logging_strategy="no"), "`logging_strategy` must be steps"),
+    refused("no step", settings(max_steps=0), "`max_steps` must be positive"),
+    refused("one checkpoint only", settings(save_total_limit=1), "`save_total_limit` must be at least 2"),
+    refused("checkpoints without optimizer", settings(save_only_model=True), "`save_only_model` must be false"),
     refused("negative length", settings(max_length=-64), "`max_length` must be positive, got -64"),
     refused("another checkpoint", settings(resume_from_checkpoint="x"), "Delete the later checkpoints to resume"),
-    refused("rows in unequal parts", settings(sequence_parallel=3), "must divide `max_length`, 2048, got 3"),
+    refused("rows in unequal parts", settings(sequence_parallel=3), r"must divide `max_length` \(2048\), got 3"),
     refused(
-        "processes in unequal groups", settings(sequence_parallel=2), "must divide the number of processes, 1, got 2"
+        "processes in unequal groups",
+        settings(sequence_parallel=2),
+        r"must divide the number of processes \(1\), got 2",
     ),
 ]
 
@@ -179,24 +181,28 @@ FINETUNING = [
     refused(
         "rows beyond the context",
         finetune(max_length=128),
-        "128 exceeds the context of 64 tokens.*--recipe rope-extend",
+        "must be at most 64, the context .* got 128.*--recipe rope-extend",
     ),
     refused("nothing to extend", finetune(recipe="rope-extend"), "32 does not extend the context of 64 tokens"),
     refused("rate of gates of a Llama", finetune(gate_lr_ratio=2.0), "needs trainable forget gates"),
     refused(
         "an adapter as a model",
         lambda kit: finetune(model=str(kit.adapted / "model"))(kit),
-        "contains an adapter; merge it first",
+        "contains an adapter. Merge it into its base",
     ),
     refused("encoder-decoder", other_model(T5ForConditionalGeneration, T5Config, d_model=8), "is an encoder-decoder"),
     refused(
         "rows beyond a table of positions",
         other_model(GPT2LMHeadModel, GPT2Config, n_embd=8, n_positions=16, num_hidden_layers=1),
-        "32 exceeds the 16 positions",
+        "must be at most 16, the number of positions of this model, got 32",
     ),
     refused("other weights for a run", other_weights, r"other settings \(model: "),
-    refused("merging into a quantized base", merged_into_a_quantized_base, "quantized checkpoint must not be merged"),
-    refused("tokenizer of another model", larger_tokenizer, f"has {VOCABULARY + 1} tokens, the model {VOCABULARY}"),
+    refused("merging into a quantized base", merged_into_a_quantized_base, "quantized checkpoint cannot be merged"),
+    refused(
+        "tokenizer of another model",
+        larger_tokenizer,
+        f"has {VOCABULARY + 1} tokens, but the model has only {VOCABULARY}",
+    ),
     refused("adapter of a deeper base", adapter_on(num_hidden_layers=2), "num_hidden_layers 1, not 2"),
 ]
 RUNS = [
@@ -211,12 +217,10 @@ RUNS = [
         run({"far.npy": np.full(999, 70000)}, data="./far.npy"),
         f"has token ids from 70000 to 70000, but the tokenizer has {VOCABULARY}",
     ),
-    refused(
-        "another column", run({"a.jsonl": '{"conversations": []}'}, data="./a.jsonl"), "--text_column .*.messages"
-    ),
+    refused("another column", run({"a.jsonl": '{"conversations": []}'}, data="./a.jsonl"), "--text_column.*.messages"),
     refused("damaged tokens", damaged("data/*.npy"), "npy is not a complete"),
     refused("damaged run", damaged("run.json"), "run.json is damaged"),
-    refused("two trainings in one folder", in_use, "Another process trains in .*run; wait for it"),
+    refused("two trainings in one folder", in_use, "Another process is training in .*run. Wait until it ends"),
     refused("output is a file", run({"text.txt": ""}, output_dir="./text.txt"), "is a file or a broken link"),
     refused("folder of something else", run({"run/thesis.tex": ""}), "contains files that do not belong to a run"),
     refused("tokenizer without an EOS", without_eos, "must have an EOS token"),

@@ -1,1 +1,1 @@
-"""Combine several results into an HTML page, a model card or a comparison."""
+"""Combine results of metrics into an HTML page, model card metadata, or a comparison of models."""

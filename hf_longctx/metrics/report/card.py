@@ -1,4 +1,4 @@
-"""Convert results to the evaluation metadata of a model card (`model-index`), which the Hub shows with the model."""
+"""Convert results to the `model-index` metadata of a model card, which the Hub displays with the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..result import Result
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
-    """Return an entry for each number with a metric name on the Hub: memory lengths, perplexity, answer rates."""
+    """Return a model-index entry for each number that has a metric name on the Hub, such as perplexity."""
     return [
         EvalResult(
             task_type="text-generation",
@@ -30,7 +30,7 @@ def eval_results(results: Sequence[Result]) -> list[EvalResult]:
 
 
 def plain(text: str) -> str:
-    """Escape a string so that Markdown renders it verbatim, on one line.
+    """Escape a string for Markdown, and join its lines.
 
     >>> print(plain("a_b\\n--- <script>[x](y)"))
     a\\_b --- &lt;script>\\[x\\](y)

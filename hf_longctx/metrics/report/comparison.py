@@ -1,4 +1,4 @@
-"""Compare several models on one metric, in a figure and a table."""
+"""Compare several models on one metric in a figure or a table."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ Counts = list[tuple[int, int, int]]
 
 
 def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> str:
-    """Draw the results of several models in one figure, or write their table to a file.
+    """Compare the results of several models, and write a figure or a Markdown file.
 
     Args:
-        results: results of one metric by model name, in the order of the figure: `curve`, `loss`, or any metric that
-            counts right answers by length.
-        path: path of a PNG, SVG or PDF, or of a Markdown file (.md) for the title and the returned text.
-        title: title of the figure.
+        results: results of one metric by model name: `curve`, `loss`, or any metric that counts correct answers by
+            length.
+        path: path of a PNG, SVG or PDF for the figure, or of a Markdown file (.md) for the title and the returned
+            text.
+        title: title of the figure or the Markdown file (default: name of the metric).
 
     Returns:
-        sentences on which model remembers more, followed by the numbers as a Markdown table, a warning for each
-        setting that differs, the tests of `paired_text`, and effective lengths under three rules.
+        Markdown text with the conclusions on which model remembers more, a table of the results, a warning for each
+        setting that differs, the paired tests, and the effective lengths under three rules.
 
     Raises:
-        ValueError: the results are from different metrics, or from one that cannot be compared, or one is empty.
+        ValueError: a result is empty, the results are from different metrics, or their metric cannot be compared.
         ImportError: matplotlib is missing.
     """
     kinds = {type(result) for result in results.values()}
     if len(kinds) != 1 or not issubclass(next(iter(kinds)), TaskResult):
         names = ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"
-        raise ValueError(f"these results are {names}; give results of one metric: curve, loss, needle, lines.")
+        raise ValueError(f"`results` must be from one metric (curve, loss, needle or lines), got {names}.")
     check_measured(results)
     first = next(iter(results.values()))
     conclusions, tests = paired_text(results)
@@ -58,15 +59,15 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
 
 
 def compare_counts(models: Mapping[str, Counts], path: str | PathLike, *, title: str | None = None) -> str:
-    """Draw right answers by length, from any benchmark, and return effective lengths under three rules.
+    """Compare numbers of correct answers by length, from any benchmark, in a figure or a Markdown file.
 
     Args:
-        models: rows of (length in tokens, right answers, answers) by model name; see `read_counts`.
+        models: for each model name, rows of (length in tokens, correct answers, answers). See `read_counts`.
         path: see `compare`.
         title: see `compare`.
 
     Returns:
-        a Markdown table.
+        a Markdown table of the effective lengths under three rules.
 
     Raises:
         ValueError: counts are impossible, or matplotlib does not support the extension.
@@ -77,7 +78,7 @@ def compare_counts(models: Mapping[str, Counts], path: str | PathLike, *, title:
 
 
 def write(text: str, models: Mapping[str, Any], path: str | PathLike, title: str) -> None:
-    """Write the text to a Markdown file, or the models' figure to any other."""
+    """Write `text` if the path ends with .md; otherwise, write the figure of the models."""
     if Path(path).suffix == ".md":
         Path(path).write_text(f"# {title}\n\n{text}", encoding="utf-8")
     else:
@@ -85,7 +86,7 @@ def write(text: str, models: Mapping[str, Any], path: str | PathLike, title: str
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """Return the metrics of several models as a Markdown table."""
+    """Return the results of several models as a Markdown table."""
     first = next(iter(results.values()))
     if isinstance(first, ForgettingCurve):
         return comparison_table(results)
@@ -98,7 +99,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
-    """Return sentences on how each model differs from the first, and Markdown tables of the tests."""
+    """Return sentences that compare each model with the first, and Markdown tables of the paired tests."""
     (name, first), *others = results.items()
     said, text = [], ""
     for other, second in others:
@@ -133,7 +134,7 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
 
 
 def reaches(results: Mapping[str, TaskResult]) -> str:
-    """Describe how far each of several curves reaches; an empty string for other results."""
+    """Describe the coarse length of each forgetting curve; return an empty string for other results."""
     ends = []
     for name, curve in results.items():
         if isinstance(curve, ForgettingCurve):
@@ -145,16 +146,16 @@ def reaches(results: Mapping[str, TaskResult]) -> str:
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
-    """Raise ValueError if `results` is empty, or a result does not contain measurements."""
+    """Raise ValueError if there are no results, or one of them does not contain measurements."""
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
         raise ValueError(f"`results` must contain measurements, got none from {', '.join(empty) or 'an empty list'}.")
 
 
 def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
-    """Return results by the last part of the model's name, with the file name appended if two models share it.
+    """Return results by model name without the namespace; equal names are followed by the name of the result file.
 
-    A model without a name gets the name of its file.
+    If a result does not contain the name of its model, we use the file name.
     """
     names = [
         result.model_name.rpartition("/")[2] if result.settings.get("model") else path.stem or "a model"
@@ -170,7 +171,7 @@ def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
 
 
 def conditions(result: TaskResult) -> dict[str, str]:
-    """Return the settings of a result that must match when models are compared."""
+    """Return the settings of a result that must be equal in a fair comparison."""
     settings = {name: str(value) for name, value in result.settings.items() if value is not None}
     names = {"data_type": "data", "corpus": "texts", "tokenizer": "tokenizers", "protocol": "protocols"}
     same = {words: settings[name] for name, words in names.items() if name in settings}
@@ -180,25 +181,25 @@ def conditions(result: TaskResult) -> dict[str, str]:
 
 
 def differences(results: Mapping[str, TaskResult]) -> list[str]:
-    """Describe the settings in which the measurements of these results differ.
+    """List the settings that differ between the results of several models.
 
     >>> def curve(data):
     ...     return PositionLoss.of_mean([1.0], 4, {"data_type": data, "tokenizer": "models/" + data})
     >>> differences({"fox": curve("order"), "llama": curve("random")})
     ['data (order, random)', 'tokenizers, whose tokens differ in size (order, random)']
     """
-    values: dict[str, dict[str, None]] = {}  # values of each setting; a dictionary serves as an ordered set
+    values: dict[str, dict[str, None]] = {}  # values of each setting; the inner dictionary serves as an ordered set
     for result in results.values():
         for words, value in conditions(result).items():
             values.setdefault(words, {})[Path(value).name] = None
     if len({result.settings.get("corpus_sha256", index) for index, result in enumerate(results.values())}) == 1:
-        values.pop("tokenizers", None)  # same token hash, so two names of one tokenizer
+        values.pop("tokenizers", None)  # with equal token hashes, the tokenizers only differ in their names
     comment = {"tokenizers": ", whose tokens differ in size"}
     return [f"{w}{comment.get(w, '')} ({', '.join(several)})" for w, several in values.items() if len(several) > 1]
 
 
 def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """Return a Markdown table, with bars in cells escaped."""
+    """Format a Markdown table, and escape vertical bars in its cells."""
     lines = [[str(cell).replace("|", r"\|") for cell in row] for row in (columns, *rows)]
     header, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([header, "|---" * len(lines[0]) + "|", *body]) + "\n"
@@ -208,7 +209,7 @@ def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
     """Return the memory lengths of several models in tokens, as a Markdown table.
 
     Raises:
-        ValueError: `curves` is empty, or a curve does not have points.
+        ValueError: `curves` is empty, or a curve does not contain points.
     """
     check_measured(curves)
     rows = []
@@ -228,7 +229,7 @@ def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
 
 
 def loss_table(losses: Mapping[str, PositionLoss]) -> str:
-    """Return the per-token losses of several models as a Markdown table, in nats, smoothed, with standard errors."""
+    """Return the smoothed per-token losses of several models as a Markdown table, in nats with standard errors."""
     columns = ("model", "loss in the middle", "loss at the end", "perplexity", "tokens", "sequences")
     rows = [
         (
@@ -241,7 +242,7 @@ def loss_table(losses: Mapping[str, PositionLoss]) -> str:
 
 
 def shares_by_length(counts: TaskResult | Counts) -> dict[int, float]:
-    """Return the mean share of right answers by length."""
+    """Return the mean share of correct answers by length."""
     if isinstance(counts, ForgettingCurve):
         return {point.length: point.copy_mean for point in counts.points}
     if isinstance(counts, TaskResult):
@@ -250,13 +251,13 @@ def shares_by_length(counts: TaskResult | Counts) -> dict[int, float]:
 
 
 def plot_comparison(models: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> None:
-    """Draw the right answers of several models by length, or their losses; the figure lists settings that differ.
+    """Plot the share of correct answers by length, or the loss by position, for several models.
 
-    A dotted line shows a forgetting curve's LM accuracy. A vertical line marks where both readings fill the training
-    context of a model.
+    The figure lists the settings that differ. For a forgetting curve, dotted lines show the LM accuracy, and vertical
+    lines mark the length at which a prompt fills the model's training context.
 
     Args:
-        models: results of one metric by model name, or counts as for `compare_counts`.
+        models: results of one metric by model name, or rows of counts as in `compare_counts`.
         path: path of a PNG, SVG or PDF.
         title: title of the figure (default: the metric).
 

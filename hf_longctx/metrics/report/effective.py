@@ -1,19 +1,24 @@
-"""Effective length: the longest context with enough right answers, under three rules, with a confidence interval.
+"""Effective length: the longest context with enough correct answers, under three rules, with a confidence interval.
 
-The effective length is the largest tested length whose share of right answers reaches a threshold:
+The effective length is the largest tested length at which the share of correct answers reaches a threshold:
 
 - "ours": 85 %.
 - "RULER": 85.6 %, the score of Llama-2-7B at 4,096 tokens (Hsieh et al. 2024).
 - "NoLiMa": 85 % of the base score, i.e. of the best share at lengths up to 1,000 tokens, or at the shortest length if
   all are longer (Modarressi et al. 2025).
 
-These benchmarks do not report intervals. We compute confidence limits for the share at each length, at a level at
-which all claims hold jointly with 95 % confidence, for any curve. For single answers, we use the exact Clopper-Pearson
-limits. Answers about the same sample (a target, or a haystack with several questions) are dependent, so we use the
-median over samples with the limits of a sign test. The lower end is the largest length significantly above the
-threshold. Lengths share the error rate, and a significant length passes its share on to the next one (fallback
-procedure, Wiens 2003). The upper end is the smallest length from which all lengths are significantly below the
-threshold, tested from the longest down. Under NoLiMa's rule, half of the error rate is spent on the base score.
+These benchmarks do not report confidence intervals. We compute confidence limits for the share at each length, and
+correct them for multiple lengths, so that the interval has a joint confidence of 95 %:
+
+- If each sample has one answer, we use the exact Clopper-Pearson limits of the share. Several answers about the same
+  sample (a target, or a haystack with several questions) are dependent, so we use the median over samples with the
+  limits of a sign test.
+- The lower end of the interval is the largest length at which the share is significantly above the threshold. All
+  lengths share the error rate, and each significant length passes its part on to the next (fallback procedure, Wiens
+  2003).
+- The upper end is the smallest length from which the share at all lengths is significantly below the threshold. We
+  test from the longest length down.
+- Under NoLiMa's rule, half of the error rate is spent on the base score.
 """
 
 from __future__ import annotations
@@ -30,17 +35,18 @@ from ..task import TaskResult
 
 
 RULES = {"ours": 0.85, "RULER": 0.856, "NoLiMa": 0.85}
-BASE_LENGTH = 1000  # longest length of NoLiMa's base score, in tokens
+BASE_LENGTH = 1000  # in tokens; NoLiMa's base score is measured up to this length
 
 
 class EffectiveLength(NamedTuple):
-    """The effective length under one rule.
+    """The effective length under one rule, with its confidence interval.
 
     Attributes:
-        tokens: the largest tested length that reaches the threshold; 0 if none does.
-        low: the largest tested length that is significantly above the threshold; 0 if none is.
-        high: the smallest tested length from which all are significantly below the threshold; None if none is.
-        threshold: share of right answers, from 0 to 1.
+        tokens: the largest tested length whose share of correct answers reaches the threshold; 0 if none does.
+        low: the largest tested length whose share is significantly above the threshold; 0 if none is.
+        high: the smallest tested length from which all shares are significantly below the threshold; None if there is
+            none.
+        threshold: required share of correct answers, from 0 to 1.
     """
 
     tokens: int
@@ -50,7 +56,7 @@ class EffectiveLength(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """Describe the interval of the length.
+        """Describe the confidence interval in words.
 
         >>> EffectiveLength(8192, 4096, 16384, 0.85).interval, EffectiveLength(64, 0, None, 0.85).interval
         ('4,096 to below 16,384', 'unknown: more answers are needed')
@@ -61,14 +67,14 @@ class EffectiveLength(NamedTuple):
 
 
 class Shares(NamedTuple):
-    """The share of right answers at one length.
+    """The share of correct answers at one length.
 
     Attributes:
         length: length in tokens.
-        share: share of right answers, or its median over samples.
-        texts: shares of the samples, ascending; None for single answers.
-        right: number of right single answers.
-        answers: number of single answers.
+        share: share of correct answers, or its median over samples.
+        texts: share of each sample, in ascending order; None if each sample has one answer.
+        right: number of correct answers, if each sample has one answer.
+        answers: number of answers, if each sample has one answer.
     """
 
     length: int
@@ -78,21 +84,21 @@ class Shares(NamedTuple):
     answers: int = 0
 
     def limit(self, level: float, direction: int) -> float:
-        """Return the lower (direction -1) or upper (1) confidence limit of the share, with error rate `level`."""
+        """Return the lower (direction=-1) or upper (direction=1) confidence limit for an error rate of `level`."""
         if self.texts is None:
             wrong = self.answers - self.right
             if direction < 0:
                 return float(betaincinv(self.right, wrong + 1, level)) if self.right else 0.0
             return float(betaincinv(self.right + 1, wrong, 1 - level)) if wrong else 1.0
         n = len(self.texts)
-        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of samples that may lie beyond the limit
+        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of samples that lie beyond the limit
         if not beyond:
             return 0.0 if direction < 0 else 1.0
         return float(self.texts[beyond - 1 if direction < 0 else n - beyond])
 
 
 def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Shares]:
-    """Return the shares at each length, ascending.
+    """Return the share at each length, in ascending order of length.
 
     Raises:
         ValueError: counts are missing, impossible, or duplicated for a length.
@@ -107,29 +113,29 @@ def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Share
     shares = []
     for row in rows:
         if len(row) != 3:
-            raise ValueError(f"counts must be rows of (length, right answers, answers), got {row!r}.")
+            raise ValueError(f"counts must be rows of (length, correct answers, answers), got {row!r}.")
         length, right, answers = int(row[0]), int(row[1]), int(row[2])
         if [length, right, answers] != [*row] or not (length > 0 and 0 <= right <= answers and answers > 0):
             raise ValueError(
-                f"length {row[0]}: {row[1]} right of {row[2]} answers is impossible; give the numbers of right answers and "
-                "of all answers as whole numbers."
+                f"counts must be whole numbers with 0 <= correct answers <= answers, got {row[1]} correct of {row[2]} "
+                f"answers at length {row[0]}."
             )
         shares.append(Shares(length, right / answers, None, right, answers))
     lengths = [s.length for s in shares]
     if not shares or len(set(lengths)) < len(lengths):
-        raise ValueError(f"counts must have one row for each of one or more lengths, got lengths {lengths}.")
+        raise ValueError(f"counts must have at least one row and a single row for each length, got lengths {lengths}.")
     return sorted(shares)
 
 
 def effective_length(
     counts: TaskResult | Sequence[tuple[int, int, int]], rule: str = "ours", confidence: float = 0.95
 ) -> EffectiveLength:
-    """Find the longest context with enough right answers, and a confidence interval for it.
+    """Return the longest context with enough correct answers, and a confidence interval for it.
 
     Args:
-        counts: rows of (length in tokens, right answers, answers) from any benchmark; or a forgetting curve, needle
-            or line retrieval result.
-        rule: "ours", "RULER" or "NoLiMa"; see the module docstring.
+        counts: a forgetting curve, needle or line retrieval result, or rows of (length in tokens, correct answers,
+            answers) from any benchmark.
+        rule: threshold for "enough": "ours", "RULER" or "NoLiMa". See the module docstring.
         confidence: confidence level, between 0 and 1.
 
     Raises:
@@ -148,7 +154,7 @@ def effective_length(
         risk /= 2
         base = [s for s in shares if s.length <= BASE_LENGTH] or shares[:1]
         threshold *= max(s.share for s in base)
-        most *= max(s.limit(risk, 1) for s in base)  # upper limit of the base score
+        most *= max(s.limit(risk, 1) for s in base)  # upper confidence limit of the base score
         least *= max(s.limit(risk / len(base), -1) for s in base)
     low, high, level = 0, None, 0.0
     for s in shares:
@@ -165,10 +171,10 @@ def effective_length(
 
 
 def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
-    """Read a CSV with the columns length, correct and total, and a column model if it covers several models.
+    """Read a CSV file with the columns length, correct and total, and optionally model.
 
     Returns:
-        rows for `effective_length`, by model name.
+        rows of (length, correct answers, answers) for `effective_length`, by model name.
 
     Raises:
         ValueError: a column is missing, or a value is not a whole number; the message names the line.
@@ -180,9 +186,9 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
         missing = {"length", "correct", "total"} - {*table.fieldnames}
         if missing:
             raise ValueError(
-                f"{path} lacks the column {' and '.join(sorted(missing))}; its first line must be length,correct,total, "
-                "or model,length,correct,total. A score in per cent (RULER's summaries) is correct = score / 100 * total, with a "
-                "row for each length."
+                f"the first line of {path} must be length,correct,total or model,length,correct,total, but lacks "
+                f"{' and '.join(sorted(missing))}. For scores in per cent, as in RULER's summaries, write "
+                "correct = score / 100 * total into a row for each length."
             )
         for row in table:
             try:
@@ -193,14 +199,14 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
                 ) from None
             models.setdefault(row.get("model") or "the model", []).append(counts)
     if not models:
-        raise ValueError(f"{path} has no row below its first line. Add one for each length.")
+        raise ValueError(f"{path} does not contain rows below its first line. Add a row for each length.")
     return models
 
 
 def effective_rows(
     results: Mapping[str, TaskResult] | Mapping[str, list[tuple[int, int, int]]],
 ) -> tuple[tuple[str, ...], list]:
-    """Return the columns and rows of a table of effective lengths, with a row for each model and rule."""
+    """Return the column names and rows of a table of effective lengths, with one row per model and rule."""
     columns = ("model", "rule", "threshold", "effective length", "95 % CI", "tested")
     rows = []
     for name, counts in results.items():
@@ -208,7 +214,7 @@ def effective_rows(
         for rule in RULES:
             length = effective_length(counts, rule)
             tested = f"{shares[0].length} to {shares[-1].length}"
-            base = length.threshold / RULES[rule]  # NoLiMa's rule takes 85 % of any base score, even a low one
+            base = length.threshold / RULES[rule]  # under NoLiMa's rule, a low base score results in a low threshold
             tokens = f"{length.tokens} (base score {base:.0%}: cannot do the task)" if base < 0.5 else length.tokens
             rows.append((name, rule, f"{length.threshold:.1%}", tokens, length.interval, tested))
     return columns, rows

@@ -1,4 +1,4 @@
-"""Run all tasks on one model, and write the results into one folder.
+"""Run all tasks on a model, and write a report with the results into a folder.
 
 report = measure_all(model, tokenizer, tokens, "report", corpus_name="my text")
 """
@@ -25,16 +25,16 @@ from ..task import Subject, Task
 from .page import write_report
 
 
-# Exceptions that a metric raises if it does not support the model, the corpus or the installation.
+# Exceptions of a metric that does not support the model, the corpus or the installed packages.
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError, NotImplementedError)
 
 
 class Report(NamedTuple):
-    """The page that `measure_all` wrote, and its contents."""
+    """The report page that `measure_all` wrote, and the results on it."""
 
     page: Path  # report.html
-    results: dict[str, Result]  # results by task name; each has a NAME.json and a figure NAME.png
-    missing: dict[str, str]  # by title, why a metric was not measured or not completed
+    results: dict[str, Result]  # by task name; saved as NAME.json with the figure NAME.png
+    missing: dict[str, str]  # by title of a metric, why it was not measured or not completed
 
 
 def measure_all(
@@ -52,38 +52,39 @@ def measure_all(
 ) -> Report | None:
     """Run all tasks (curve, lines, loss, needle) on a model, and check its RoPE bound.
 
-    This writes a self-contained report.html into `folder`, with NAME.json and NAME.png for each metric. If the model,
-    corpus or installation does not support a metric, the page gives the reason.
+    We write a self-contained report.html into `folder`, and NAME.json and NAME.png for each metric. If a metric does
+    not support the model, the corpus or the installed packages, the page gives the reason.
 
-    After an interruption, call it again to resume from the journals in `folder`/journals. With torch.distributed, each
-    process measures a share.
+    After an interruption, call this function again to resume from the journals in `folder`/journals. With
+    torch.distributed, the processes share the work.
 
     Args:
-        model: a causal language model, in its own dtype, on its own device; or a reader, such as `ServedModel`.
+        model: a causal language model, or a reader such as `ServedModel`. We do not change its dtype or device.
         tokenizer: tokenizer of the model.
-        tokens: the corpus, a flat sequence of ids, encoded without special tokens.
-        context_length: longest input to measure with, in tokens. Default: the claimed context.
-        train_length: training context in tokens, marked in the figures.
-        repeats: targets per length of the forgetting curve.
+        tokens: token ids of the corpus, a flat sequence without special tokens.
+        context_length: length of the longest input, in tokens (default: the claimed context).
+        train_length: training context in tokens, which the figures mark.
+        repeats: number of targets per length in the forgetting curve.
         seed: random seed of all metrics.
-        corpus_name: name of the corpus, for settings and model card.
-        progress: whether to print the current metric and progress bars on stderr.
+        corpus_name: name of the corpus in the settings of the results and in the model card.
+        progress: whether to print the current metric and a progress bar to stderr.
 
     Returns:
-        `Report` in the first process, None in the others.
+        `Report` in the first process, None in all other processes.
 
     Raises:
-        ValueError: nothing could be measured, or the folder contains journals of another model, corpus or argument.
+        ValueError: no metric could be measured, or the folder contains journals of a run with another model, corpus or
+            argument.
     """
     folder, rank = Path(folder), process_rank()
     log = partial(print, file=sys.stderr) if progress and rank == 0 else lambda line: None
     names: dict[str, Any] = {"corpus_name": corpus_name, "train_length": train_length}
     subject = Subject(model, tokenizer, tokens, context=context_length, **names)
-    # a served model has the config that is saved with its tokenizer
+    # The config of a served model is read from the folder or repository of its tokenizer.
     config = getattr(getattr(subject.reader, "model", None), "config", None) or getattr(tokenizer, "name_or_path", "")
 
     def check_rope(run: Run) -> RopeReport:
-        return rope_report(config)  # at the claimed context, even if the measured one is shorter
+        return rope_report(config)  # checks the claimed context, even if context_length is shorter
 
     metrics: dict[str, Any] = {
         name: (task.result.title, partial(run_task, task.in_report(repeats=repeats, seed=seed), subject))

@@ -1,7 +1,7 @@
-"""Render a model's results as one HTML page: three sentences, an overview, figures, tables and settings.
+"""Render the results of a model as an HTML page with conclusions, an overview, figures, tables and settings.
 
-The page is self-contained, with inline SVG figures, and every string from a result is escaped. Rendering requires
-matplotlib and jinja2.
+The page is self-contained: figures are inline SVG. All strings from results are escaped. Rendering requires matplotlib
+and jinja2.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def write_report(
     """Write an HTML page with the results of one model.
 
     Args:
-        results: results of any metrics, in page order.
+        results: results of any metrics, in the order in which the page shows them.
         path: path of the HTML file.
         title: heading (default: the name of the model).
-        missing: reason why a metric was not measured or not completed, by title.
+        missing: for the title of a metric, the reason why it was not measured or not completed.
 
     Raises:
         ImportError: matplotlib or jinja2 is missing.
@@ -62,7 +62,7 @@ def write_report(
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
-    """Return up to three sentences on one model: how far it copies roughly and word for word, and what it finds."""
+    """Return up to three sentences on how far the model copies, roughly and exactly, and on what it retrieves."""
     measured = [result for result in results if result.measured]
     curve = next((result for result in measured if isinstance(result, ForgettingCurve)), None)
     losses = [result for result in measured if isinstance(result, PositionLoss)]
@@ -78,7 +78,7 @@ def conclusion(results: Sequence[Result]) -> list[str]:
 
 
 def found(result: Retrieval) -> str:
-    """Describe the length up to which the model answers most questions."""
+    """Describe the largest length at which the model answers at least 85 % of the questions."""
     what, scores = result.hidden, result.by_length()
     good = [score for score in scores if score.right >= RULES["ours"] * score.asked]
     score = good[-1] if good else scores[0]
@@ -89,7 +89,7 @@ def found(result: Retrieval) -> str:
 
 
 def facts(results: Sequence[Result]) -> str:
-    """Return model size, dtype and hardware on one line, as far as they are known.
+    """Return the number of parameters, the dtype and the hardware on one line, if they are known.
 
     >>> facts([ForgettingCurve.of_points([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
     '5.3 million parameters, float32, AMD EPYC'
@@ -106,29 +106,29 @@ def facts(results: Sequence[Result]) -> str:
 
 
 def overview(result: Result) -> list[tuple[str, str, str, str]]:
-    """Return name, value, interval and sample of each number in a result; unknown entries are empty."""
+    """Return name, value, interval and sample of each number in a result; missing entries are empty strings."""
     rows = [(n.name, rounded(n.value), n.interval(), n.sample) for n in result.numbers()]
     return rows or [("", "nothing measured", "", "")]
 
 
 def template() -> Template:
-    """Return the page's jinja2 template, with autoescaping."""
+    """Return the page's jinja2 template, which escapes all values."""
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError as error:
-        raise ImportError("The report needs jinja2: pip install 'hf-longctx[plot]'") from error
+        raise ImportError("The report requires jinja2. Install it with: pip install 'hf-longctx[plot]'") from error
     loader = PackageLoader(__name__.rpartition(".")[0], package_path="")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     return environment.get_template("page.html.j2")
 
 
 def settings(result: Result) -> list[tuple[str, str]]:
-    """Return the settings of a result as strings."""
+    """Return the names and values of a result's settings as strings."""
     return [(name, value if isinstance(value, str) else json.dumps(value)) for name, value in result.settings.items()]
 
 
 def svg(result: Result) -> str | None:
-    """Return the figure of a result as SVG in base64; None if nothing was measured."""
+    """Return the figure of a result as base64-encoded SVG; None if nothing was measured."""
     if not result.measured:
         return None
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,18 @@
-"""Paired tests of two models on the same targets, haystacks or records, length by length.
+"""Paired tests of two models on the same targets, haystacks or records, at each length.
 
-If both models read the same samples, the difference on each sample does not depend on its difficulty. At each length
-we run two tests on the differences, and report the larger p value:
+If both models read the same samples, we can test the differences between their scores on each sample, which removes
+the variation in difficulty between samples. At each length we run two tests, and report the larger p value:
 
-- The paired t test, with a standard error of at least one token (or question) in total.
-- The sign-flip test (Fisher 1935): if the models do not differ, each difference is equally likely with the other sign.
-  Its p value is exact for any distribution. If targets are copied completely or not at all, three identical outcomes
-  are common, yet a t test calls them significant. For single questions, this is McNemar's exact test.
+- The paired t test, where the standard error of the total is at least one token (or question).
+- The sign-flip test (Fisher 1935): if the models do not differ, each difference is as likely as its negative. The p
+  value is exact for any distribution. It is needed because a t test reports a significant difference after a few
+  identical outcomes, which are common if models copy a target either completely or not at all. With one question per
+  sample, this test is McNemar's exact test.
 
-A difference at one length therefore takes at least six samples to be significant. The interval is the smallest one
-that contains the intervals of both tests; the sign-flip interval lies between subset means (Hartigan 1969). With
-Holm's correction, the familywise error rate over all lengths and their mean is 5 %.
+With the sign-flip test, a difference at one length can be significant only with at least six samples. The reported
+confidence interval is the smallest interval that contains the intervals of both tests; the ends of the sign-flip
+interval are means of subsets (Hartigan 1969). With Holm's correction, the familywise error rate over all lengths and
+their mean is 5 %.
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ from ..tasks.curve import ForgettingCurve
 
 
 RISK = 0.05
-MAX_EXACT = 13  # maximum differences for which we enumerate all signs; beyond, we draw `SIGN_DRAWS` of them
+MAX_EXACT = 13  # up to this many differences, we enumerate all signs; above it, we draw `SIGN_DRAWS` of them
 SIGN_DRAWS = 10_000
 
 
 class Difference(NamedTuple):
-    """The difference in right answers between two models, at one length.
+    """The difference between two models in the share of correct answers at one length.
 
     Attributes:
         length: length in tokens or lines; None for the mean over all lengths.
-        first, second: shares of right answers of the two models, from 0 to 1.
-        low, high: 95 % confidence interval of second - first; infinite for fewer than six pairs.
+        first, second: shares of correct answers of the two models, from 0 to 1.
+        low, high: 95 % confidence interval of second - first; infinite with fewer than six pairs.
         p: p value under the null hypothesis that the models do not differ.
-        holm: p value corrected for all lengths and their mean (Holm).
-        pairs: number of samples.
+        holm: p value after Holm's correction for all lengths and their mean.
+        pairs: number of samples that both models read.
     """
 
     length: int | None
@@ -61,9 +63,10 @@ class Difference(NamedTuple):
 
 
 def signs(pairs: int) -> np.ndarray:
-    """Return signs to multiply differences by, (F, pairs): all sign patterns up to a common sign, or random ones.
+    """Return sign patterns for the sign-flip test, (F, pairs): all patterns, or random ones for many pairs.
 
-    The first row does not flip any sign, and the first column is never flipped.
+    The first pattern does not flip any sign. The sign of the first pair is never flipped, because the test is
+    two-sided.
     """
     if pairs <= MAX_EXACT:
         return np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=pairs - 1)])
@@ -73,18 +76,18 @@ def signs(pairs: int) -> np.ndarray:
 
 
 def flip_test(differences: np.ndarray) -> np.ndarray:
-    """Return the two-sided p value of the sign-flip test, for differences (..., R) to (...)."""
+    """Return two-sided p values of the sign-flip test for differences (..., R), as an array (...)."""
     flips = signs(differences.shape[-1])
     sums = np.abs(differences @ flips.T)
     return (sums >= sums[..., :1] - 1e-9).mean(-1)
 
 
 def flip_interval(differences: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of the centre of differences (R,) from means of subsets; infinite for R < 6."""
+    """Return the 95 % interval for the centre of R differences, from means of subsets; infinite if R < 6."""
     flips = signs(len(differences))
     subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
     subsets = subsets[subsets.any(-1)]
-    outside = math.floor(RISK / 2 * (len(subsets) + 1))  # the subset means divide the line into equally likely parts
+    outside = math.floor(RISK / 2 * (len(subsets) + 1))  # all gaps between subset means are equally likely
     if not outside:
         return -math.inf, math.inf
     means = np.sort(subsets @ differences / subsets.sum(-1))
@@ -92,13 +95,13 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
 
 
 def t_error(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the standard error of the mean of differences (..., R), with at least `least` for their sum."""
+    """Return the standard error of the mean of differences (..., R). The standard error of their sum is >= `least`."""
     pairs = differences.shape[-1]
     return np.sqrt(differences.var(-1) * pairs**2 / max(pairs - 1, 1) + least**2) / pairs
 
 
 def p_values(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the larger of the two-sided p values of t test and sign-flip test, for differences (..., R) to (...)."""
+    """Return the larger of the two-sided p values of both tests for differences (..., R), as an array (...)."""
     pairs = differences.shape[-1]
     if pairs < 2:
         return np.ones(differences.shape[:-1])
@@ -107,7 +110,7 @@ def p_values(differences: np.ndarray, least: float) -> np.ndarray:
 
 
 def interval(differences: np.ndarray, least: float) -> tuple[float, float]:
-    """Return the smallest interval that contains the intervals of both tests, for differences (R,)."""
+    """Return the smallest interval that contains the intervals of both tests for R differences."""
     low, high = flip_interval(differences)
     if low == -math.inf:
         return low, high
@@ -116,7 +119,7 @@ def interval(differences: np.ndarray, least: float) -> tuple[float, float]:
 
 
 def holm(p: np.ndarray) -> np.ndarray:
-    """Apply Holm's correction (1979) to p values (..., m).
+    """Apply Holm's correction (1979) to groups of m p values, (..., m).
 
     >>> holm(np.array([0.01, 0.04, 0.03])).round(2).tolist()
     [0.03, 0.06, 0.06]
@@ -129,20 +132,20 @@ def holm(p: np.ndarray) -> np.ndarray:
 
 
 def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference]:
-    """Test at each length how many more right answers the second model gives than the first, on the same samples.
+    """Test at each length whether two models differ in their share of correct answers on the same samples.
 
     Args:
-        first: a forgetting curve (share of tokens copied), needle or line retrieval (share of right answers).
-        second: a result of the same kind.
+        first: result of the first model: a forgetting curve (share of tokens copied), needle or line retrieval result.
+        second: result of the second model on the same metric.
 
     Returns:
-        one `Difference` for each common length, and one for their mean if there are several.
+        a `Difference` for each common length, followed by one for the mean over lengths if there are several.
 
     Raises:
         ValueError: the results are from two metrics or different samples; the message names the setting that differs.
     """
     if type(first) is not type(second):
-        raise ValueError(f"the results must be from one metric, got {first.kind} and {second.kind}.")
+        raise ValueError(f"both results must be from one metric, got {first.kind} and {second.kind}.")
     reason = first.unlike(second)
     if reason is not None:
         raise ValueError(f"the differences cannot be paired: {reason}.")
@@ -155,16 +158,16 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
         pairs = min(len(one[n].shares), len(other[n].shares))
         a, b = (place[n][:pairs] if first.kind != "needle" else place[n] for place in places)
         if a != b:
-            raise ValueError(f"the differences cannot be paired: the texts of length {n} are not the same.")
-        kept = first.distinct(n, pairs)  # keep one of several overlapping samples
+            raise ValueError(f"the differences cannot be paired: the samples of length {n} are not the same.")
+        kept = first.distinct(n, pairs)  # of several overlapping samples, keep one
         shares = one[n].shares[kept], other[n].shares[kept]
         units.append(shares[1] - shares[0])
         tests.append((n, shares, units[-1], 1 / one[n].questions))
     if not tests:
-        raise ValueError("the differences cannot be paired: the results have no length in common.")
+        raise ValueError("the differences cannot be paired: the results do not have a common length.")
     if len(tests) > 1:
         means = tuple(np.array([np.mean(shares[i]) for _, shares, *_ in tests]) for i in (0, 1))
-        weights = [len(tests) ** -1 * sum(map(len, units)) / len(d) for d in units]  # weight all lengths equally
+        weights = [len(tests) ** -1 * sum(map(len, units)) / len(d) for d in units]  # equal weight for each length
         together = np.concatenate([d * weight for d, weight in zip(units, weights)])
         least = max(weight * test[-1] for weight, test in zip(weights, tests))
         tests.append((None, means, together, least))
@@ -176,7 +179,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
 
 
 def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, differences: Sequence[Difference]) -> str:
-    """Return one or two sentences on which of two models is right more often, and where significantly."""
+    """Return one or two sentences on which model is significantly better, and at which lengths."""
     verb, size = first.verb, first.size_unit
     sentences = further(name, other, first, second)
     claims = []
@@ -199,7 +202,7 @@ def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, dif
 
 
 def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
-    """Format some of the tested lengths, abbreviating runs of neighbours.
+    """Format a selection of the tested lengths, and write consecutive lengths as a range.
 
     >>> spans([8, 16, 32, 64, 128], [8, 32, 64, 128])
     '8 and 32 to 128'
@@ -212,10 +215,10 @@ def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
 
 
 def further(name: str, other: str, first: TaskResult, second: TaskResult) -> list[str]:
-    """Describe which model has the larger fine and coarse length, if significant; the results need not be paired.
+    """Describe which model has the significantly larger fine or coarse length; the results need not be paired.
 
-    Lengths under different tokenizers are compared in bytes. Two methods, two models and two directions share the
-    error rate of 5 %.
+    With different tokenizers, we compare lengths in bytes. The error rate of 5 % is split between two methods, two
+    models and two directions.
     """
     sentences = []
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):

@@ -1,1 +1,1 @@
-"""The RoPE base bound, and a check of models against it."""
+"""Compute the RoPE base bound, and check models against it."""

@@ -1,23 +1,25 @@
-"""The bound of a rotary position embedding on the context, and of a context on the base (arXiv 2405.14591).
+"""Compute the longest context that RoPE frequencies support, and the smallest base for a context (arXiv 2405.14591).
 
 With frequencies theta_i = base^(-2i/d), i < d/2, a query at relative distance m prefers a similar key to a random one
 by an amount proportional to
 
     B_m = sum_i cos(m theta_i)                                                     (eq. 16)
 
-which the paper requires to be non-negative. That bounds the context for given frequencies, and the base for a context:
+The paper requires B_m to be non-negative. This requirement gives an upper bound on the context for given frequencies,
+and a lower bound on the base for a given context:
 
     L_theta = sup { L : B_m >= 0 for m = 0..L }                                    (eq. 17)
     base_L = inf { base > 1 : B_m >= 0 for m = 0..L }                              (eq. 18)
 
-m is a distance: a context of N tokens needs m <= N - 1. The bound is a screening number: stacked layers see further
-than one layer (sec. 4.3). All arithmetic is numpy float64.
+m is a distance: a context of N tokens needs m <= N - 1. The bound is only a first estimate, because it considers a
+single layer, and stacked layers see further (sec. 4.3). All arithmetic is numpy float64.
 
-The admissible bases are not an interval. They begin with windows that can be 1e-5 wide and are interrupted far above
-base_L, so a grid search reports a larger value. `rope_base_bound` finds the infimum itself, and three practical
-numbers: the width of the first window, the first base with two digits, and the base above which none fails. Taylor's
-theorem proves every step between two evaluations; the evaluations themselves carry rounding errors (below 1e-8 in B_m
-at m = 1e6), which are not enclosed.
+A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval: the first ones lie
+in windows that can be as narrow as 1e-5, and bases far above base_L can still fail. A grid search misses such windows,
+and therefore reports a larger minimum. `rope_base_bound` finds the infimum itself and three numbers for practical use:
+the width of the first window, the first admissible base with two digits, and the base above which none fails. By
+Taylor's theorem, no violation between two evaluations is missed. This proof does not include the rounding errors of
+the evaluations (below 1e-8 in B_m at m = 1e6).
 """
 
 from __future__ import annotations
@@ -36,9 +38,9 @@ from ..checks import as_int
 
 
 EPS = float(np.finfo(np.float64).eps)
-WIDTH = 256  # consecutive distances in a row of a matrix product
-BATCH = 32  # rows that are re-evaluated together
-MAX_CONTEXT = 10**8  # in tokens; longer contexts take minutes
+WIDTH = 256  # number of consecutive distances in one row of a matrix product
+BATCH = 32  # number of rows that are re-evaluated together
+MAX_CONTEXT = 10**8  # longest context in tokens; longer ones take minutes
 TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
 
 
@@ -51,13 +53,13 @@ def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
     Raises:
         ValueError: base is not a finite number above 1, or head_dim is not an even positive integer.
     """
-    if isinstance(base, str) or not 1 < base < math.inf:  # False for NaN
+    if isinstance(base, str) or not 1 < base < math.inf:  # this comparison is False for NaN
         raise ValueError(f"base must be a finite number above 1, so that frequencies decrease, got {base!r}.")
     return float(base) ** -exponents(head_dim)
 
 
 def exponents(head_dim: int) -> np.ndarray:
-    """Return x_i = 2i / head_dim, (head_dim / 2,)."""
+    """Return the exponents x_i = 2i / head_dim of the frequencies, (head_dim / 2,)."""
     if head_dim < 2 or head_dim % 2:
         raise ValueError(f"head_dim must be an even positive integer, because RoPE rotates pairs, got {head_dim!r}.")
     return np.arange(0, head_dim, 2) / head_dim
@@ -77,8 +79,8 @@ def rope_decay(
             2 sqrt(n) sines per frequency and one matrix product instead of n cosines; see `_decay_range`.
         base: rope_theta of plain RoPE.
         head_dim: dimensions of a head, all of which rotate.
-        inv_freq: frequencies in radians per token, (n,), instead of base and head_dim. Zeros stand for dimensions that
-            do not rotate.
+        inv_freq: frequencies in radians per token, (n,), instead of base and head_dim. A zero stands for a pair of
+            dimensions that does not rotate.
 
     Returns:
         float64, of the shape of m; a float if m is a number. The error is about 2e-16 * m * sqrt(sum theta^2).
@@ -93,7 +95,7 @@ def rope_decay(
     if isinstance(m, range):
         return _decay_range(theta, m.start, m.step, len(m))
     m = np.asarray(m, dtype=np.float64)
-    chunks = np.array_split(m.ravel(), m.size // 65536 + 1)  # bounds the (m, n) table of angles
+    chunks = np.array_split(m.ravel(), m.size // 65536 + 1)  # limits the size of the table of angles
     decay = np.concatenate([np.cos(np.multiply.outer(chunk, theta)).sum(-1) for chunk in chunks])
     return decay.reshape(m.shape)[()]
 
@@ -105,7 +107,7 @@ def rope_context_bound(
     inv_freq: Sequence[float] | np.ndarray | None = None,
     limit: int = 1 << 22,
 ) -> int | None:
-    """Compute L_theta of eq. 17: the largest distance up to which no B_m is negative.
+    """Compute L_theta of eq. 17: the largest distance such that B_m >= 0 at all distances up to it.
 
     Args:
         base: see `rope_decay`.
@@ -114,17 +116,17 @@ def rope_context_bound(
         limit: last distance to evaluate, in tokens.
 
     Returns:
-        L_theta, so that B_m < 0 at m = L_theta + 1 and a context of L_theta + 1 tokens is covered; or None if
-        B_m >= 0 for all m up to and including limit. Values within float64 rounding of 0 count as 0.
+        L_theta; a context of L_theta + 1 tokens satisfies the bound, and B_m < 0 at m = L_theta + 1. None if B_m >= 0
+        for all m up to and including limit. Values within float64 rounding of 0 count as 0.
 
     Raises:
-        ValueError: as `rope_decay`.
+        ValueError: see `rope_decay`.
 
     >>> rope_context_bound(base=10_000, head_dim=128)
     1706
     """
     theta = _frequencies(base, head_dim, inv_freq)
-    first, size = 0, 1024  # doubling blocks stop early
+    first, size = 0, 1024  # ranges that double, so that the search can stop early
     while first <= limit:
         size = min(size, limit + 1 - first)
         decay = _decay_range(theta, first, 1, size)
@@ -139,14 +141,14 @@ def rope_context_bound(
 def _frequencies(
     base: float | None, head_dim: int | None, inv_freq: Sequence[float] | np.ndarray | None
 ) -> np.ndarray:
-    """Return the frequencies as float64, (n,)."""
+    """Check the arguments, and return the frequencies as float64, (n,)."""
     if inv_freq is None:
         if base is None or head_dim is None:
             raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq.")
         return rope_inv_freq(base, head_dim)
     theta = np.asarray(inv_freq, dtype=np.float64)
     if base is not None or head_dim is not None:
-        raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq, not both.")
+        raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq, not both of them.")
     if theta.ndim != 1 or not len(theta) or not (np.isfinite(theta) & (theta >= 0)).all():
         raise ValueError(
             f"inv_freq must be a vector of finite frequencies >= 0 in radians per token, got an array of shape "
@@ -159,10 +161,10 @@ def _frequencies(
 
 
 def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndarray:
-    """Return B at first, first + step, ..., (size,).
+    """Return B_m at the distances m = first, first + step, ..., (size,).
 
-    m = a + b with a on a coarse and b on a fine grid of about sqrt(size) each: cos(m t) = cos(a t) cos(b t) -
-    sin(a t) sin(b t), summed over t, is one (A, 2n) @ (2n, B) product.
+    We write m = a + b, where a is from a coarse grid and b from a fine grid of about sqrt(size) points each. The sum
+    over the frequencies t of cos(m t) = cos(a t) cos(b t) - sin(a t) sin(b t) is then one matrix product.
     """
     width = 1 << (size.bit_length() // 2)
     coarse = rotations(theta, first, step * width, -(-size // width))
@@ -171,7 +173,7 @@ def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndar
 
 
 def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np.complex128]:
-    """Return exp(i (first + k step) theta) for k < size, (n, size) complex; each doubling needs n sines."""
+    """Return exp(i (first + k step) theta) for k < size, (n, size) complex, by repeated doubling."""
     z = np.empty((len(theta), size), dtype=np.complex128)
     z[:, :1] = complex_exponential(first * theta[:, None])
     done = 1
@@ -191,12 +193,12 @@ def complex_exponential(angle: np.ndarray) -> NDArray[np.complex128]:
 
 
 def real_product(coarse: NDArray[np.complex128], fine: NDArray[np.complex128]) -> np.ndarray:
-    """Return Re(coarse^T fine), (A, B): cosines of summed angles, summed over frequencies."""
+    """Return Re(coarse^T fine), the sum over frequencies of the cosine of a coarse plus a fine angle."""
     return np.concatenate([coarse.real, -coarse.imag]).T @ np.concatenate([fine.real, fine.imag])
 
 
 def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
-    """Return a bound on the float64 error of B_m: each angle m theta_i and each cosine has one or two roundings."""
+    """Return an upper bound on the rounding error of B_m in float64."""
     return 4 * EPS * (m * theta.sum() + len(theta))
 
 
@@ -205,17 +207,20 @@ def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RopeBaseBound:
-    """The bases that satisfy B_m >= 0 for all m <= context_length. Bases are above 1; widths are relative.
+    """The result of `rope_base_bound`. A base above 1 is admissible if B_m >= 0 for all m <= context_length.
 
     Attributes:
-        context_length: L, in tokens of distance.
-        head_dim: number of rotating dimensions, with head_dim / 2 frequencies.
+        context_length: L, the largest distance in tokens.
+        head_dim: number of dimensions that rotate; each pair of them has one frequency.
         non_rotary_dims: number of additional dimensions that do not rotate; they add non_rotary_dims / 2 to every B_m.
         base: base_L of eq. 18, the infimum of the admissible bases.
-        critical_distance: the m with B_m = 0 at base and B_m < 0 just below; None if base is 1.
-        window_end: end of the first window [base, window_end]; None if it extends beyond search_limit.
+        critical_distance: the distance m at which B_m is 0 for `base` and negative for slightly smaller bases; None if
+            base is 1.
+        window_end: end of the first interval of admissible bases, [base, window_end]; None if it extends beyond
+            search_limit.
         two_digit_base: the smallest admissible base with two significant digits.
-        settled_base: every base from here to search_limit is admissible; None if search_limit itself is not.
+        settled_base: the base from which all bases up to search_limit are admissible; None if search_limit itself is
+            not admissible.
         search_limit: the largest base searched.
     """
 
@@ -231,27 +236,27 @@ class RopeBaseBound:
 
     @property
     def window_width(self) -> float | None:
-        """(window_end - base) / base."""
+        """Relative width of the first window, (window_end - base) / base."""
         return None if self.window_end is None else (self.window_end - self.base) / self.base
 
 
 def rope_base_bound(
     context_length: int, head_dim: int, *, non_rotary_dims: int = 0, search_ratio: float = 16.0
 ) -> RopeBaseBound:
-    """Find the smallest base for a context length (eq. 18) exactly, and bases for use in practice.
+    """Find the exact minimum base for a context length (eq. 18), and bases for use in practice.
 
     Args:
         context_length: L in tokens: B_m must be >= 0 for m = 0..L. A context of N tokens needs only L = N - 1.
-        head_dim: dimensions that rotate, even, at least 4.
-        non_rotary_dims: dimensions of the head that do not rotate (partial rotary embeddings), even.
-        search_ratio: end of the search for window_end and settled_base, as a multiple (above 1) of base. This search
-            takes most of the time; `rope_base_table` omits it.
+        head_dim: number of dimensions that rotate, even and at least 4.
+        non_rotary_dims: number of dimensions that do not rotate (partial rotary embeddings), even.
+        search_ratio: the search for window_end and settled_base ends at search_ratio * base. It takes most of the
+            time; `rope_base_table` omits it.
 
     Returns:
-        RopeBaseBound. `base` is correct to one unit in the last place of a float64.
+        RopeBaseBound, whose `base` is correct to one unit in the last place of a float64.
 
     Raises:
-        ValueError: an argument is out of range. head_dim=2 is too, because B_m = cos(m) does not depend on the base.
+        ValueError: an argument is out of range. With head_dim=2, B_m = cos(m) does not depend on the base.
 
     >>> bound = rope_base_bound(1000, 128)
     >>> round(bound.base, 6), bound.two_digit_base, round(bound.settled_base, 6)
@@ -265,13 +270,13 @@ def rope_base_bound(
         raise ValueError(
             f"context_length must be at most {MAX_CONTEXT:,}, got {length:,}. Longer contexts take minutes."
         )
-    # In u = ln base: the infimum, the first violation above it, and the last one below the end of the search.
+    # With u = ln base, find the infimum, then the first violation above it, then the last one before the search ends.
     ((_, start, critical),) = _infima(family, [length])
     base = family.base_at_root(start, critical)
     end = start + math.log(search_ratio)
     window = _next_root(family, start, end, length)
     settled = (start, critical) if window is None else _next_root(family, end, start, length)
-    assert settled is not None  # the infimum itself is a root on the way down
+    assert settled is not None  # a search downwards at least finds the infimum
     return RopeBaseBound(
         context_length=length,
         head_dim=head_dim,
@@ -286,9 +291,9 @@ def rope_base_bound(
 
 
 def rope_base_table(context_lengths: Iterable[int], head_dim: int, *, non_rotary_dims: int = 0) -> dict[int, float]:
-    """Find base_L of eq. 18 for several lengths in one sweep, at the cost of the largest length alone.
+    """Find base_L of eq. 18 for several lengths, in the time that the largest length takes alone.
 
-    Arguments and errors are those of `rope_base_bound`; the result maps each length to its infimum.
+    See `rope_base_bound` for the arguments and exceptions. The result maps each length to its base_L.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
     return {length: family.base_at_root(u, m) for length, u, m in _infima(family, _lengths(context_lengths))}
@@ -299,17 +304,18 @@ def rope_base_scan(
 ) -> dict[int, float]:
     """Find the first admissible base with a given number of significant digits, for several lengths.
 
-    Such a base is suitable for a config. Larger bases may still fail.
-    Arguments and errors are those of `rope_base_bound`; the result maps each length to a base.
+    Such a base is suitable for a config, but larger bases may still fail. See `rope_base_bound` for the arguments and
+    exceptions. The result maps each length to a base.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
     return _scan(family, _lengths(context_lengths), as_int("digits", digits, 1), 1.0)
 
 
 class _DecayFamily:
-    """B_m as a function of u = ln base: sum_i cos(m theta_i) + constant, theta_i = exp(-u x_i), x_i = 2i/d.
+    """B_m as a function of u = ln base: B = sum_i cos(m theta_i) + constant, theta_i = exp(-u x_i), x_i = 2i/d.
 
-    dB/du = m sum x theta sin(m theta), and |d2B/du2| <= K = m^2 sum (x theta)^2 + m sum x^2 theta, which falls with u.
+    The slope is dB/du = m sum x theta sin(m theta). The curvature is bounded by K, which decreases with u:
+    |d2B/du2| <= K = m^2 sum (x theta)^2 + m sum x^2 theta.
     """
 
     def __init__(self, head_dim: int, non_rotary_dims: int):
@@ -317,35 +323,35 @@ class _DecayFamily:
         if head_dim < 4:
             raise ValueError("head_dim must be at least 4, got 2. Its single frequency is 1 for every base.")
         if non_rotary_dims < 0 or non_rotary_dims % 2:
-            raise ValueError(f"non_rotary_dims must be an even integer from 0, got {non_rotary_dims!r}.")
+            raise ValueError(f"non_rotary_dims must be an even integer >= 0, got {non_rotary_dims!r}.")
         self.head_dim, self.constant = head_dim, non_rotary_dims // 2
 
     def at(self, m: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return B, dB/du and K at u, each (k,), for distances m, (k,)."""
+        """Return B_m, its slope dB/du and the curvature bound K at u, each (k,), for distances m, (k,)."""
         theta = np.exp(-u * self.x)
         angle = np.multiply.outer(m, theta)
         value = np.cos(angle).sum(-1) + self.constant
         return value, m * (np.sin(angle) @ (self.x * theta)), self.curvature(m, theta)
 
     def at_rows(self, starts: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return B, dB/du, K and m, each (k, WIDTH), for the distances m = start + 0..WIDTH-1."""
+        """Return B_m, dB/du, K and m, each (k, WIDTH), for WIDTH consecutive distances m from each start."""
         theta = np.exp(-u * self.x)
         coarse, fine = complex_exponential(np.multiply.outer(theta, starts)), rotations(theta, 0, 1, WIDTH)
         m = starts[:, None] + np.arange(WIDTH)
-        slope = m * real_product(-1j * coarse, fine * (self.x * theta)[:, None])  # the imaginary part
+        slope = m * real_product(-1j * coarse, fine * (self.x * theta)[:, None])  # selects the imaginary part
         return real_product(coarse, fine) + self.constant, slope, self.curvature(m, theta), m
 
     def curvature(self, m: np.ndarray, theta: np.ndarray) -> np.ndarray:
-        """Return the curvature bound K at the distances m, in the shape of m."""
+        """Return the curvature bound K for each distance in m."""
         x_theta = self.x * theta
-        return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # above 0 at m = 0 too
+        return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # positive also at m = 0
 
     def rounding(self, m: np.ndarray, u: float) -> np.ndarray:
-        """Return a bound on the rounding error of B at u."""
+        """Return an upper bound on the rounding error of B_m at u."""
         return rounding_error(m, np.exp(-u * self.x))
 
     def first_negative(self, u: float, length: int) -> np.ndarray:
-        """Return distances m <= length with B_m < 0 at u, (k,), from ranges that double until one contains some."""
+        """Return distances m <= length with B_m < 0 at u, (k,), from the first of several ranges that contains any."""
         theta = np.exp(-u * self.x)
         fine = rotations(theta, 0, 1, WIDTH)
         row, rows = 0, 8
@@ -358,12 +364,12 @@ class _DecayFamily:
                 return negative
 
     def _negative(self, value: np.ndarray, starts: np.ndarray, u: float, length: int) -> np.ndarray:
-        """Return the distances m <= length at which B_m, re-evaluated by cosines, is negative beyond rounding."""
+        """Return distances m <= length at which B_m, evaluated again, is more negative than its rounding error."""
         row, column = np.nonzero(value < 0)
         m = starts[row] + column
         m = m[m <= length]
         negative = m[:0]
-        for sample in (m[:: len(m) // 64 + 1], m):  # one violation suffices, so a sample first
+        for sample in (m[:: len(m) // 64 + 1], m):  # one violation suffices, so try a sample first
             negative = sample[self.at(sample, u)[0] < -self.rounding(sample, u)]
             if len(negative):
                 break
@@ -388,13 +394,13 @@ class _DecayFamily:
 
 
 def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int, float, int | None]]:
-    """Find the infimum for each length, ascending.
+    """Find base_L of eq. 18 for each length, in ascending order.
 
-    u sweeps upwards from 0. If some B_m < 0 with m <= L, no base is admissible while Taylor's bound keeps this B_m
-    negative, so the sweep follows m to its root. Otherwise, u is the infimum.
+    u = ln base increases from 0. If B_m < 0 at some m <= L, no base is admissible up to the next root of this B_m, so
+    we move u to that root. If there is no such m, exp(u) is base_L.
 
     Yields:
-        (L, u, m): exp(u) is base_L, where B_m rises through 0; m is None if u is 0.
+        (L, u, m): base_L is exp(u), and B_m rises through 0 there; m is None if u is 0.
     """
     u, critical = 0.0, None
     for length in lengths:
@@ -404,13 +410,13 @@ def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int,
 
 
 def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple[float, int]:
-    """Move u to a base at which one of the violated distances is no longer violated.
+    """Return the next root of B_m above u for one of several distances m with B_m < 0.
 
     Args:
-        m: distances with B_m < 0 at u, (k,). The step follows the distance that provably stays negative for longest.
+        m: distances with B_m < 0 at u, (k,). We choose the distance whose B_m provably stays negative for longest.
 
     Returns:
-        the next root of its B_m above u, and that distance.
+        the root, and the chosen distance.
     """
     furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
     m = m[furthest : furthest + 1]
@@ -419,21 +425,21 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
         step = _sign_keeping_step(value, slope, curvature)[0]
         if value[0] >= 0 or step <= EPS * u:
             return u, int(m[0])
-        u += step  # every base up to here violates the bound at m
+        u += step  # B_m < 0 for every base up to here
 
 
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
-    """Find the first point from u towards end at which some B_m with m <= length falls through 0.
+    """Find the first point between u and end at which B_m becomes negative for some m <= length.
 
-    Each row of distances is proven non-negative up to some step from u. The rows with the shortest proven step are
-    re-evaluated at its end.
+    For each row of distances, `proven` is the step from u over which B_m is proven to be non-negative. We repeatedly
+    evaluate the rows with the shortest such steps, and extend their steps.
 
     Returns:
-        the point and the distance m, or None.
+        the point and the distance m; None if there is no such point.
     """
     towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
     proven = np.zeros(len(starts))
-    stride = 0.05  # of ln base; to the left K grows by at most exp(2 stride) over it
+    stride = 0.05  # longest step in u; for smaller u, K grows by at most exp(2 stride) over it
     while True:
         rows = np.argpartition(proven, min(BATCH, len(starts)) - 1)[:BATCH]
         v = u + towards * proven[rows].min()
@@ -442,7 +448,7 @@ def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple
         value, slope, curvature, m = family.at_rows(starts[rows], v)
         step = _sign_keeping_step(np.maximum(value, 0), towards * slope, curvature * math.exp(2 * stride))
         step[value < -family.rounding(m, v)] = 0
-        step[m > length] = np.inf  # the last row may reach beyond the length
+        step[m > length] = np.inf  # the last row may extend beyond the length
         nearest = np.unravel_index(step.argmin(), step.shape)
         if step[nearest] <= 4 * EPS * v:
             return v, int(m[nearest])
@@ -450,16 +456,17 @@ def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple
 
 
 def _sign_keeping_step(value: np.ndarray, slope: np.ndarray, curvature: np.ndarray) -> np.ndarray:
-    """Return the largest z such that f keeps its sign on [0, z] if f(0) = value, f'(0) = slope and |f''| <= curvature.
+    """Return the largest z such that f provably keeps its sign on [0, z].
 
-    By Taylor, f keeps its sign while |value| + away z - curvature z^2 / 2 > 0, `away` being the slope away from 0.
+    Here f(0) = value, f'(0) = slope and |f''| <= curvature. By Taylor's theorem, f keeps its sign as long as
+    |value| + away z - curvature z^2 / 2 > 0, where `away` is the slope in the direction away from 0.
     """
     away = np.where(value < 0, -slope, slope)
     return (away + np.sqrt(away**2 + 2 * curvature * np.abs(value))) / curvature
 
 
 def _scan(family: _DecayFamily, lengths: Sequence[int], digits: int, start: float) -> dict[int, float]:
-    """Return {L: first base >= start with these digits and B_m >= 0 for m = 0..L}, for ascending lengths."""
+    """Map each length L to the first admissible base >= start with `digits` significant digits."""
     table, left = {}, list(lengths)
     at_rest = np.zeros(family.constant)
     bases = _bases_of(digits, start)
@@ -473,7 +480,7 @@ def _scan(family: _DecayFamily, lengths: Sequence[int], digits: int, start: floa
 
 
 def _bases_of(digits: int, start: float) -> Iterator[float]:
-    """Yield all numbers with these significant digits that are above 1 and not below start, ascending."""
+    """Yield all numbers > 1 and >= start with `digits` significant digits, in ascending order."""
     for exponent in count(math.floor(math.log10(start))):
         for mantissa in range(10 ** (digits - 1), 10**digits):
             base = float(f"{mantissa}e{exponent - digits + 1}")
@@ -482,5 +489,4 @@ def _bases_of(digits: int, start: float) -> Iterator[float]:
 
 
 def _lengths(context_lengths: Iterable[int]) -> list[int]:
-    """Return the unique lengths, sorted."""
     return sorted({as_int("context_lengths", length, 1) for length in context_lengths})

@@ -1,11 +1,12 @@
-"""Read the rotary embeddings of any model from its config: the claimed context, and the frequencies of its layers.
+"""Read the claimed context and the RoPE frequencies of each layer from a model's config.
 
-A model is given by its name, its folder, a JSON object, a config or the model itself. transformers reads the model
-types that it supports, and computes the frequencies of every scaling type. For any other type, we read the plain
-fields as for a Llama, under the names that code on the Hub uses. The model's own code runs only with
-`trust_remote_code`.
+The input is a model, a config, the parsed content of a config.json, or the name or folder of a model. transformers
+parses the config if it supports the model type, and computes the frequencies of every RoPE scaling type. For other
+model types, we read the config fields of a Llama, including alternative names that code on the Hub uses. The model's
+own code runs only with `trust_remote_code`.
 
-Full attention must distinguish tokens up to distance claimed context - 1, sliding attention up to window - 1.
+With a claimed context of N tokens, full attention attends over distances up to N - 1. Sliding-window attention attends
+over distances up to window - 1.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..checks import as_int, public_name
 from .bound import MAX_CONTEXT, rope_inv_freq
 
 
-# Settings by their names in transformers, with alternative names in config.json.
+# Names of settings in transformers, and alternative names in config.json.
 SPELLINGS = {
     "hidden_size": ("n_embd", "d_model", "dim", "model_dim"),
     "num_attention_heads": ("n_head", "n_heads", "num_heads"),
@@ -44,13 +45,13 @@ TEXT_PARTS = (
     *("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "decoder"),
     *("llm", "language_model", "text_model"),
 )
-# A model does not use RoPE if one of these settings has another value.
+# A model does not use RoPE if one of these settings has a value that is not listed here.
 ROPE_UNLESS = {
     **dict.fromkeys(("alibi", "use_alibi", "no_rope"), (False, None)),
     **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
     **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
 }
-# Settings with the same meaning in types unknown to transformers.
+# Settings that have the same meaning in model types that transformers does not support.
 SHARED_FIELDS = (
     *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers", "rope_condense_ratio"),
     *("original_max_position_embeddings", "dual_chunk_attention_config"),
@@ -59,14 +60,14 @@ SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
 LLAMA_BASE = 10_000.0
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
-# Facts that only modeling code contains; `python -m scripts.rope_types` derives the types from transformers' code.
+# Model types with settings that only their code contains. `python -m scripts.rope_types` finds them in transformers.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
 ROPE_ON_SLIDING_LAYERS_ONLY = (
     *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
 )
-NTK_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")  # dynamic: base * alpha ** (d / (d - 2))
+NTK_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")  # dynamic scaling: base * alpha ** (d / (d - 2))
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
-# Parameters that each rope type reads, and parameters that do not change any frequency.
+# Parameters that determine the frequencies of each rope type, and parameters that do not affect any frequency.
 READS = {
     "default": "",
     "linear": "factor",
@@ -81,26 +82,26 @@ CHANGES_NO_FREQUENCY = (
     "long_mscale llama_4_scaling_beta finetuned original_max_position_embeddings max_position_embeddings mrope_section "
     "mrope_interleaved interleaved"
 )
-MIN_TRAINING_LENGTH = 2048  # tokens; see `scaled_length`
+MIN_TRAINING_LENGTH = 2048  # in tokens; see `scaled_length`
 
 
 class NoRopeError(ValueError):
-    """The model does not use a rotary position embedding.
+    """Raised if a model does not use a rotary position embedding.
 
     Args:
         config: config of the model.
-        reason: evidence in the config.
+        reason: why we conclude this, for the error message.
     """
 
     def __init__(self, config: Any, reason: str):
         super().__init__(
-            f"{type(config).__name__} has no rotary position embedding that its config describes, so RoPE bounds "
-            f"nothing: {reason}."
+            f"{type(config).__name__} does not describe a rotary position embedding, so the bound does not apply: "
+            f"{reason}."
         )
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of a group of layers; inv_freq (n,) float64 rotates the first 2n dimensions of a head."""
+    """The rotary embedding of a group of layers. inv_freq (n,) float64 rotates the first 2n dimensions of a head."""
 
     type: str
     base: float
@@ -113,14 +114,14 @@ class Rope(NamedTuple):
 
 @dataclass
 class Source:
-    """The information about a model that does not need its weights.
+    """Information about a model from its config and tokenizer files, without the weights.
 
     Attributes:
         config: copy of the text decoder's config.
-        name: portable name; for a local model, the last component of its path.
-        file: content of config.json, with the text decoder's fields on top; empty if it is not on this machine.
-        tokenizer: content of tokenizer_config.json; empty if it is not on this machine.
-        notes: assumptions.
+        name: name for the report; for a local model, the last component of its path.
+        file: parsed config.json, with the text decoder's fields at the top level; empty if it is not on this machine.
+        tokenizer: parsed tokenizer_config.json; empty if it is not on this machine.
+        notes: sentences about the assumptions that we made.
         known: whether transformers has a config class for the model type.
     """
 
@@ -132,7 +133,7 @@ class Source:
     known: bool = True
 
     def names(self, setting: str) -> bool:
-        """Return whether config.json sets a setting of the text decoder; True if the file is not available."""
+        """Return whether config.json contains a setting of the text decoder; True if the file is not available."""
         parts = [self.file, self.file.get("rope_parameters"), self.file.get("rope_scaling")]
         parts += [part for rope in parts[1:] if isinstance(rope, dict) for part in rope.values()]
         keys = {key for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}
@@ -140,11 +141,12 @@ class Source:
 
 
 def read_source(model: Any, **options: Any) -> Source:
-    """Read the `Source` of a model, without its weights.
+    """Read a model's config and tokenizer config, without its weights.
 
     Args:
-        model: a model or config of transformers, the content of config.json, or a name, a folder or a config.json.
-        options: keywords of `from_pretrained` for a name, such as revision.
+        model: a model or config of transformers, the parsed content of a config.json, or the name, folder or
+            config.json of a model.
+        options: keywords of `from_pretrained` for a model given by its name, such as revision.
 
     Raises:
         ValueError: the config cannot be read.
@@ -165,8 +167,8 @@ def read_source(model: Any, **options: Any) -> Source:
         model = getattr(model, "config", model)
         if not isinstance(model, PreTrainedConfig):
             raise ValueError(
-                f"rope_report got a {type(model).__name__}; it needs a PreTrainedModel, a PreTrainedConfig, the content "
-                "of a config.json, or the name of a model."
+                f"the model must be a PreTrainedModel, a PreTrainedConfig, the content of a config.json, or the name "
+                f"of a model, got a {type(model).__name__}."
             )
         name = model.name_or_path or type(model).__name__
         if model.name_or_path:
@@ -178,15 +180,15 @@ def read_source(model: Any, **options: Any) -> Source:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Turn any error from a value of the wrong type or size into a ValueError."""
+    """Convert exceptions from invalid values in a config into a ValueError."""
     try:
         yield
     except (ValueError, NotImplementedError, ImportError, OSError):
         raise
-    except Exception as error:  # the content of a file can break any line that reads it
+    except Exception as error:  # an invalid value in a file can raise any exception
         raise ValueError(
-            f"the config contains a value of the wrong type or size ({type(error).__name__}: {error}). Compare its "
-            "config.json with one that transformers has saved."
+            f"the config contains a value of the wrong type or size ({type(error).__name__}: {error}). Compare "
+            "config.json with a file that transformers has saved."
         ) from error
 
 
@@ -204,13 +206,13 @@ def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any
 
 
 def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[str, Any]) -> Source:
-    """Return the `Source` of a config object or of the content of a config.json."""
+    """Select the text decoder of a config object or a parsed config.json, and return its `Source`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     file = with_part_on_top(file)
     if not isinstance(model, dict):
         decoder = model.get_text_config(decoder=True)
-        if isinstance(decoder, dict):  # a part that the config class does not know
+        if isinstance(decoder, dict):  # the config class does not define this sub-config
             model = {"model_type": model.model_type, **decoder}
         elif decoder.model_type in CONFIG_MAPPING:
             return Source(copy.deepcopy(decoder), name, file, tokenizer)
@@ -230,42 +232,42 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
     decoder = config.get_text_config(decoder=True)
     layers = {"num_hidden_layers", *SPELLINGS["num_hidden_layers"]}
     if decoder is not config and (model is not whole or not layers.isdisjoint(fields)):
-        # the fields are those of the text decoder, in a class for several parts
+        # The fields describe the text decoder, and the config class is for a multimodal model.
         decoder = type(decoder).from_dict({key: value for key, value in fields.items() if key != "model_type"})
     return Source(decoder, name, file, tokenizer)
 
 
 def text_part(file: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the part of a config.json that describes the text decoder; None if there is none."""
+    """Return the sub-config for the text decoder in a parsed config.json; None if there is none."""
     return next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)
 
 
 def with_part_on_top(file: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of config.json with the text decoder's fields moved to the top level."""
+    """Move the fields of the text decoder to the top level of a parsed config.json."""
     while (part := text_part(file)) is not None:
         file = {key: value for key, value in file.items() if value is not part} | part
     return file
 
 
 def read_rope(value: Any) -> dict[str, Any]:
-    """Return RoPE parameters, nested ones included, without null and with transformers' names of rope types."""
+    """Normalize RoPE parameters, flat or per layer type: drop null values, and use rope types of transformers."""
     if not isinstance(value, dict):
         raise ValueError(f"rope_parameters must be a JSON object, got {value!r}.")
-    if any(isinstance(entry, dict) for entry in value.values()):  # by layer type; null for layers without RoPE
+    if any(isinstance(entry, dict) for entry in value.values()):  # by layer type, null for layers without RoPE
         return {key: read_rope(entry) if isinstance(entry, dict) else entry for key, entry in value.items()}
     rope = {key: entry for key, entry in value.items() if entry is not None}
     return rope | {key: SAME_ROPE_TYPE.get(rope[key], rope[key]) for key in ("type", "rope_type") if key in rope}
 
 
 def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
-    """Return a config with the plain fields of a type unknown to transformers; adds notes on assumptions."""
+    """Convert the config of a model type that transformers does not support; add a note on each assumption."""
     from transformers import PreTrainedConfig
 
     kind = file.get("model_type")
     notes.append(f"transformers does not know the model type {kind!r}; its config.json is read as a Llama would")
     file = {key: value for key, value in file.items() if value is not None}
     fields = {name: file[name] for name in LENGTHS if name in file}
-    if fields:  # transformers' own functions ask for this name
+    if fields:  # functions of transformers read this name
         fields.setdefault("max_position_embeddings", next(iter(fields.values())))
     for name, others in SPELLINGS.items():
         spelling = next((spelling for spelling in (name, *others) if spelling in file), None)
@@ -276,7 +278,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         rope |= {"factor": 1.0} | read_rope(file["rotary"])
         rope["factor"] = rope.pop("scaling_factor", rope["factor"])
     base = fields.get("rope_theta", rope.pop("base", rope.get("rope_theta")))
-    if kind == "chatglm":  # rotates half of each head, by code that config.json does not repeat
+    if kind == "chatglm":  # its code rotates half of each head, which config.json does not mention
         fields.setdefault("partial_rotary_factor", 0.5)
     if "qk_rope_head_dim" in file:  # multi-head latent attention
         fields["head_dim"] = file["qk_rope_head_dim"]
@@ -306,9 +308,9 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
 
 
 def claimed_context(source: Source) -> tuple[int, str]:
-    """Return the context that a model claims, in tokens, and the setting that claims it; adds to `source.notes`.
+    """Return the context length that a model claims, and the setting that claims it; add notes to `source.notes`.
 
-    This is the largest claim in the config or the tokenizer's config.
+    The claimed context is the largest length in the config or the tokenizer's config.
 
     Raises:
         ValueError: no setting claims a length, or a claim is not a number of tokens.
@@ -322,10 +324,10 @@ def claimed_context(source: Source) -> tuple[int, str]:
         claims["rope_condense_ratio"] = int(condensed * stated)
         notes.append(f"rope_condense_ratio = {condensed:g} needs code of FastChat: plain RoPE is judged")
     of_tokenizer: Any = source.tokenizer.get("model_max_length")
-    if isinstance(of_tokenizer, int | float) and 1 < of_tokenizer <= MAX_CONTEXT:  # 1e30 stands for no limit
+    if isinstance(of_tokenizer, int | float) and 1 < of_tokenizer <= MAX_CONTEXT:  # 1e30 means unlimited
         claims["model_max_length of the tokenizer"] = int(of_tokenizer)
     if not claims:
-        raise ValueError(f"{type(config).__name__} has no max_position_embeddings; pass context_length instead.")
+        raise ValueError(f"{type(config).__name__} does not set max_position_embeddings. Pass context_length instead.")
     by = max(claims, key=lambda name: claims[name])
     if by in LENGTHS and not any(map(source.names, LENGTHS)):
         notes.append(f"{by} = {claims[by]} is the default of {type(config).__name__}; config.json names none")
@@ -342,7 +344,7 @@ def claimed_context(source: Source) -> tuple[int, str]:
 
 
 def stated_lengths(source: Source) -> dict[str, int]:
-    """Return a config's lengths by name; class defaults only count if config.json does not set any length."""
+    """Return the lengths in a config by name; class defaults count only if config.json does not set any length."""
     config, lengths = source.config, {}
     named = any(map(source.names, LENGTHS))
     for name in LENGTHS:
@@ -356,15 +358,15 @@ def stated_lengths(source: Source) -> dict[str, int]:
 
 
 def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str, int]:
-    """Return the scaled length, i.e. the scaling factor times the original length; adds a note if it is a guess.
+    """Return the scaled length, i.e. the scaling factor times the original length; add a note if it is a guess.
 
-    If a config does not name the original length, max_position_embeddings may be the original or the scaled length. We
-    take it as the original with dynamic scaling and YaRN, like transformers, and with linear scaling if the model
-    would otherwise have been trained on 2048 tokens or fewer.
+    If a config does not contain the original length, max_position_embeddings may be the original or the scaled length.
+    With dynamic scaling and YaRN, we assume the original length, like transformers. With linear scaling, we assume the
+    original length only if the model would otherwise have been trained on 2048 tokens or fewer.
 
     Args:
         stated: max_position_embeddings.
-        longer: whether the config states a longer length under another name, which makes a guess unnecessary.
+        longer: whether another setting contains a longer length, in which case we do not guess.
     """
     rope, notes = source.config.rope_parameters, source.notes
     nested = [value for value in rope.values() if isinstance(value, dict)]
@@ -397,7 +399,7 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
 
 
 def with_rope_parameters(source: Source) -> Any:
-    """Return the config of a source, with RoPE settings of any spelling in `rope_parameters`.
+    """Return the config of a source, with its RoPE settings collected in `rope_parameters`.
 
     Raises:
         NoRopeError: the model does not use RoPE.
@@ -421,7 +423,7 @@ def with_rope_parameters(source: Source) -> Any:
 
 
 def may_rotate(config: Any) -> bool:
-    """Return whether a model type may apply RoPE: its config class in transformers then has a field for it."""
+    """Return whether a model type may use RoPE, i.e. whether its config class has a field for RoPE settings."""
     settings = {"rope_parameters", "rope_theta"} & getattr(type(config), "__dataclass_fields__", {}).keys()
     of_transformers = type(config).__module__.startswith("transformers.models.")
     return bool(settings) or not of_transformers or config.model_type in BASE_IN_CODE
@@ -434,7 +436,7 @@ def parameters_of(config: Any, kind: str) -> dict[str, Any]:
 
 
 def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
-    """Return the indices of the attention layers by layer type and base; base 0 stands for no RoPE."""
+    """Group the indices of the attention layers by layer type and RoPE base; base 0 stands for no RoPE."""
     nested = [key for key, value in config.rope_parameters.items() if isinstance(value, dict)]
     kinds, count = getattr(config, "layer_types", None), required_int(config, "num_hidden_layers")
     if not kinds:
@@ -442,7 +444,7 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
         kinds = ["sliding_attention" if sliding else "full_attention"] * count
     if not isinstance(kinds, list) or len(kinds) != count or not all(isinstance(kind, str) for kind in kinds):
         raise ValueError(f"layer_types must be a list with the type of each of {count} layers, got {kinds!r}.")
-    if nested and not set(nested) & set(kinds):  # named after something else, like DeepSeek-V4's "main" and "compress"
+    if nested and not set(nested) & set(kinds):  # keys such as DeepSeek-V4's "main" and "compress"
         return {(key, required_base(config.rope_parameters[key])): [] for key in nested}
 
     groups: dict[tuple[str, float], list[int]] = {}
@@ -450,7 +452,7 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
         if kind in NOT_ATTENTION or i in (getattr(config, "cross_attention_layers", None) or ()):
             continue
         if nested and kind not in config.rope_parameters:
-            raise ValueError(f"rope_parameters has no entry for layer type {kind!r}; it has {', '.join(nested)}.")
+            raise ValueError(f"rope_parameters must have an entry for layer type {kind!r}, got {', '.join(nested)}.")
         parameters = config.rope_parameters[kind] if nested else config.rope_parameters
         base = 0 if parameters is None or not rotates(config, i, kind) else required_base(parameters)
         if getattr(config, "layer_rope_theta", None):
@@ -460,9 +462,9 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
 
 
 def rotates(config: Any, i: int, kind: str) -> bool:
-    """Return whether layer i rotates queries and keys, according to the config or the model type's code."""
+    """Return whether layer i applies RoPE, according to the config or the code of the model type."""
     if getattr(config, "no_rope_layers", None):
-        return bool(config.no_rope_layers[i])  # 1 where there is RoPE, despite the name
+        return bool(config.no_rope_layers[i])  # despite its name, this list contains 1 for layers with RoPE
     if config.model_type in ROPE_ON_SLIDING_LAYERS_ONLY and getattr(config, "sliding_window", None):
         prefix = getattr(config, "prefix_dense_sliding_window_pattern", None)
         return kind == "sliding_attention" or (prefix == 1 and config.mlp_layer_types[i] == "dense")
@@ -470,12 +472,12 @@ def rotates(config: Any, i: int, kind: str) -> bool:
 
 
 def layer_config(config: Any, layers: list[int]) -> Any:
-    """Return the config of these layers: configs such as Gemma 4's give layers their own dimensions."""
+    """Return the config of a group of layers; in models such as Gemma 4, layers have different dimensions."""
     return config.per_layer_config[layers[0]] if layers and getattr(config, "is_heterogeneous", False) else config
 
 
 def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
-    """Return the window of such layers in tokens; None for full attention."""
+    """Return the attention window of a group of layers in tokens; None for full attention."""
     name = "sliding_window" if "sliding" in kind else "attention_chunk_size" if "chunked" in kind else None
     tokens = getattr(layer_config(config, layers), name, None) if name else None
     return None if tokens is None else as_int(str(name), tokens, 2)
@@ -485,10 +487,10 @@ def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
 
 
 def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], claimed: int) -> Rope:
-    """Compute the frequencies of a group by its rope type; adds a note on each assumption.
+    """Compute the RoPE frequencies of a group of layers, and add a note on each assumption.
 
     Args:
-        claimed: tokens of context, for types whose frequencies depend on the length.
+        claimed: context length in tokens, for rope types whose frequencies depend on it.
 
     Raises:
         ValueError: the parameters are incomplete, or their frequencies are not valid.
@@ -514,19 +516,20 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
             frequencies, _ = ROPE_INIT_FUNCTIONS[rope_type](config, "cpu", seq_len=claimed, layer_type=layer_type)
         except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
             raise ValueError(
-                f"rope_parameters of type {rope_type!r} are not complete, or one has the wrong type or length: {error!r} "
-                f"in {parameters}."
+                f"rope_parameters of type {rope_type!r} are not complete, or a value has the wrong type or length "
+                f"({error!r}): {parameters}."
             ) from error
         inv_freq = frequencies.double().numpy()
         if not (np.isfinite(inv_freq) & (inv_freq >= 0)).all():
             raise ValueError(
-                f"rope_parameters must give finite frequencies >= 0, got {parameters}. Its numbers must be positive."
+                f"rope_parameters must result in finite frequencies >= 0, got {parameters}. "
+                "Its numbers must be positive."
             )
     return Rope(rope_type, float(base), inv_freq, getattr(layer, "qk_head_dim", None) or head_dim)
 
 
 def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
-    """Add notes on assumed parameters of a group, and on parameters that its rope type does not use.
+    """Add notes on parameters that we assume, and on parameters that the rope type does not use.
 
     Raises:
         ValueError: transformers does not define a parameter, so its effect on the frequencies is unknown.
@@ -534,7 +537,7 @@ def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
     """
     config, notes, rope_type = source.config, source.notes, parameters["rope_type"]
     if rope_type not in READS:
-        raise NotImplementedError(f"rope type {rope_type!r} is not supported; supported are {', '.join(READS)}.")
+        raise NotImplementedError(f"rope_type must be one of {', '.join(READS)}, got {rope_type!r}.")
     readable = {*" ".join(READS.values()).split()} - {"alpha"}
     reads = set(READS[rope_type].split())
     if source.known and config.model_type not in NTK_ALPHA:
@@ -548,8 +551,8 @@ def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
         )
     if others - readable:
         raise ValueError(
-            f"rope_parameters has {', '.join(sorted(others - readable))}, which {rope_type} RoPE of "
-            f"{config.model_type or 'transformers'} does not read. Remove it if the model's code ignores it too."
+            f"rope_parameters contains {', '.join(sorted(others - readable))}, which {rope_type} RoPE of "
+            f"{config.model_type or 'transformers'} does not use. Remove it if the model's code ignores it too."
         )
     base = parameters.get("rope_theta")
     if base == getattr(type(config), "default_theta", None) and not source.names("rope_theta"):
@@ -559,7 +562,7 @@ def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
 
 
 def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) -> int:
-    """Return how many dimensions of a head rotate in plain RoPE."""
+    """Return the number of dimensions of a head that rotate in plain RoPE."""
     share = parameters.get("partial_rotary_factor", 1.0)
     rotary_dim = int(head_dim * share) if 0 < share <= 1 else 0
     if config.model_type in BASE_IN_CODE:
@@ -573,16 +576,14 @@ def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) ->
 
 
 def required_int(config: Any, name: str) -> int:
-    """Return a required positive integer from the config."""
     value = getattr(config, name, None)
     if value is None:
-        raise ValueError(f"{type(config).__name__} has no {name}, which the bound needs. No default is assumed.")
+        raise ValueError(f"{type(config).__name__} must set {name}, which the bound depends on.")
     return as_int(name, value, 1)
 
 
 def required_base(parameters: dict[str, Any]) -> float:
-    """Return the required rope_theta from the parameters."""
     if parameters.get("rope_theta") is None:
-        raise ValueError(f"rope_theta is missing in {parameters}. No default is assumed.")
-    rope_inv_freq(parameters["rope_theta"], 2)  # raises for an invalid base
+        raise ValueError(f"rope_theta is missing in {parameters}. Add it to the config.")
+    rope_inv_freq(parameters["rope_theta"], 2)  # raises ValueError for an invalid base
     return parameters["rope_theta"]

@@ -1,4 +1,4 @@
-"""Draw a RoPE bound: B_m over the distance m, its first negative value, and the range of the claimed context."""
+"""Plot B_m over the distance m, with its first negative value and the largest distance of the claimed context."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-BINS = 800  # on the x axis; each shows the range of B_m within it
-MAX_EXCESS = 8  # the figure ends at this multiple of the distance needed
+BINS = 800  # number of bins on the x axis; each bin shows the minimum and maximum of B_m
+MAX_EXCESS = 8  # the x axis ends at this multiple of max_distance at the latest
 
 
 def plot_bound(
     report: Any, path: str | PathLike, *, train_length: int | None = None, title: str | None = None
 ) -> None:
-    """Draw B_m (eq. 16) of each group of layers with RoPE in a `RopeReport`, one below the other.
+    """Plot B_m (eq. 16) for each group of layers with RoPE in a `RopeReport`.
 
-    A dashed line marks the last distance that the claimed context needs, a dotted line the first distance with B_m <
-    0, and dots mark all such distances. If some dimensions do not rotate, a thin line marks 0 for the rotating ones
-    alone.
+    A dashed line marks the largest distance that the claimed context needs. Dots mark the distances with B_m < 0, and
+    a dotted line marks the first of them. If some dimensions do not rotate, a thin line marks where B_m would be 0
+    without these dimensions.
     """
     groups = [group for group in report.groups if group.rope_type is not None]
     figure = style.figure(style.WIDTH, 1 + 3.8 * len(groups))
@@ -45,10 +45,10 @@ def plot_bound(
 
 
 def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:
-    """Draw B_m of one group of layers, with the distances that are needed and found."""
+    """Plot B_m for one group of layers, with its distance limits."""
     needed, bound = group.max_distance, group.context_bound
     right = needed if bound is None else min(max(needed, bound), MAX_EXCESS * needed)
-    # a linear axis would hide a bound far below the claimed context at its left edge
+    # On a linear axis, a bound far below the claimed context would not be visible.
     logarithmic = bound is not None and bound < needed / 50
     edges = np.geomspace(1, right * 1.1 + 2, BINS + 1) if logarithmic else np.linspace(0, right * 1.1 + 2, BINS + 1)
     at, lowest, highest = decay_range(group, np.unique(edges.astype(int)))
@@ -78,7 +78,7 @@ def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:
 
 
 def decay_range(group: Any, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the start of each range between two edges, and the smallest and the largest B_m in it."""
+    """Return the start of each range between two edges, and the minimum and maximum of B_m in the range."""
     theta = np.append(group.inv_freq, np.zeros(group.head_dim // 2 - len(group.inv_freq)))
     ranges = [rope_decay(range(first, end), inv_freq=theta) for first, end in pairwise(edges)]
     return edges[:-1], np.array([part.min() for part in ranges]), np.array([part.max() for part in ranges])

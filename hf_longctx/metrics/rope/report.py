@@ -1,10 +1,10 @@
-"""Check the rotary embeddings of a model, read from its config, against the bound of arXiv 2405.14591.
+"""Check the rotary embeddings in a model's config against the bound of arXiv 2405.14591.
 
 print(rope_report("meta-llama/Llama-3.1-8B"))
 
-Layers with the same rotary embedding and reach form a group. Dimensions of a head that do not rotate count as
-frequency 0, as in Theorem 1 of the paper with those dimensions kept; the bound without them is reported too. If they
-are half of the head or more, no base makes B_m negative, and the bound is inconclusive.
+We check groups of layers with the same rotary embedding and attention window. Dimensions of a head that do not rotate
+are included with frequency 0, and we also report the bound without them. If at least half of the dimensions do not
+rotate, B_m is never negative for any base, and the bound is inconclusive.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .bound import MAX_CONTEXT, rope_base_bound, rope_context_bound, rope_decay
 from .config import (
     NoRopeError,
     Rope,
+    Source,
     attention_window,
     claimed_context,
     layer_groups,
@@ -34,9 +35,9 @@ from .config import (
 )
 
 
-SEARCHED = 1 << 22  # minimum distances to search for the first B_m < 0
+SEARCHED = 1 << 22  # search at least this many distances for the first B_m < 0
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-MINIMUM_BASE_UP_TO = 1 << 20  # tokens; eq. 18 takes minutes beyond
+MINIMUM_BASE_UP_TO = 1 << 20  # in tokens; for longer contexts, eq. 18 takes minutes
 CAVEAT = (
     "A screening number. It considers one layer and assumes that all components of q and k have the same distribution. "
     "Stacked layers see further, so the paper calls the boundary not very strict, and many good models violate it at the "
@@ -47,29 +48,30 @@ CAVEAT = (
 
 @dataclass(frozen=True)
 class RopeLayers:
-    """The bound for layers that share a rotary embedding and a reach. Distances are in tokens.
+    """The bound for a group of layers with the same rotary embedding and window. Distances are in tokens.
 
     Attributes:
-        layer_type: layer type as in the config's layer_types, or its key in rope_parameters.
-        layers: number of layers; None if the config does not say.
-        rope_type: the scaling type; None if these layers do not use RoPE, in which case the rest is None too.
+        layer_type: name of the layer type in layer_types or rope_parameters of the config.
+        layers: number of layers; None if the config does not specify it.
+        rope_type: RoPE scaling type. If the layers do not use RoPE, this and all following attributes except
+            max_distance are None.
         base: rope_theta.
         head_dim: dimensions of a query or key head.
         rotary_dim: dimensions of a head that rotate.
-        max_distance: the largest distance these layers attend over at the claimed context.
-        context_bound: L_theta of eq. 17, so that B_m < 0 first at context_bound + 1; None if there is no violation up
-            to m = 4194304 and max_distance.
-        rotary_only_bound: the same over the rotating dimensions alone.
-        negative_distances: how many m in 0..max_distance have B_m < 0.
-        last_negative: the last of these distances; None if there is none.
-        lowest_decay: the smallest B_m of m in 0..max_distance, to three decimals; B_0 = head_dim / 2.
-        minimum_base: eq. 18 for max_distance, for plain RoPE on the same dimensions; None if every base satisfies the
-            bound (half of the head or more does not rotate) or if not computed (not requested, more than 1048576
-            tokens, or proportional RoPE, whose exponents differ). Above it, bases that hold alternate with bases that
-            fail.
-        two_digit_base: the first base with two significant digits that holds.
-        settled_base: every base from here to search_limit holds; None as for minimum_base, or if search_limit fails.
-        search_limit: the largest base searched, 16 times minimum_base.
+        max_distance: largest distance that these layers attend over at the claimed context.
+        context_bound: L_theta of eq. 17; the first distance with B_m < 0 is context_bound + 1. None if B_m >= 0 up to
+            m = 4194304 and up to max_distance.
+        rotary_only_bound: context_bound computed from only the dimensions that rotate.
+        negative_distances: number of distances m in 0..max_distance with B_m < 0.
+        last_negative: the largest of these distances; None if there are none.
+        lowest_decay: minimum of B_m for m in 0..max_distance, to three decimals; B_0 = head_dim / 2.
+        minimum_base: base_L of eq. 18 for L = max_distance and plain RoPE on the same dimensions. None if every base
+            satisfies the bound (at least half of the head does not rotate), or if it was not computed (not requested,
+            more than 1048576 tokens, or proportional RoPE, whose exponents differ). Some larger bases fail.
+        two_digit_base: smallest base with two significant digits that satisfies the bound.
+        settled_base: base from which all bases up to search_limit satisfy the bound; None if search_limit does not, or
+            if minimum_base is None.
+        search_limit: largest base searched, 16 times minimum_base.
         inv_freq: the rotary_dim / 2 frequencies, in radians per token.
     """
 
@@ -93,7 +95,7 @@ class RopeLayers:
 
     @property
     def verdict(self) -> str:
-        """Either 'no RoPE', 'inconclusive' (half of the head or more does not rotate), 'violated' or 'holds'."""
+        """'no RoPE', 'inconclusive' (at least half of the head does not rotate), 'violated' or 'holds'."""
         if self.rotary_dim is None or self.head_dim is None:
             return "no RoPE"
         if 2 * self.rotary_dim <= self.head_dim:
@@ -102,7 +104,7 @@ class RopeLayers:
 
     @property
     def detail(self) -> str:
-        """The reason for the verdict."""
+        """Explain the verdict of this group in a few words."""
         if self.verdict == "violated":
             assert self.negative_distances is not None and self.context_bound is not None
             share = f"{self.negative_distances} of {self.max_distance + 1} distances"
@@ -116,7 +118,7 @@ class RopeLayers:
 
 @dataclass(frozen=True)
 class RopeReport(Result):
-    """The bound of a model, with `RopeLayers` for each group of layers: print it, or use `to_dict` or `to_json`."""
+    """The RoPE bound of a model, with `RopeLayers` for each group of layers."""
 
     kind = "rope"
     title = "RoPE bound"
@@ -130,9 +132,9 @@ class RopeReport(Result):
 
     @property
     def verdict(self) -> str:
-        """The worst verdict of its groups: 'violated', 'inconclusive' or 'holds'.
+        """The worst verdict of all groups: 'violated', 'inconclusive', 'holds' or 'holds within windows'.
 
-        It is 'holds within windows' if no layer with RoPE sees the whole claimed context.
+        The last one means that no layer with RoPE attends over the whole claimed context.
         """
         verdicts = {group.verdict for group in self.groups}
         worst = next(verdict for verdict in ("violated", "inconclusive", "holds", "no RoPE") if verdict in verdicts)
@@ -141,7 +143,7 @@ class RopeReport(Result):
 
     @property
     def passed(self) -> bool | None:
-        """Whether the bound holds in every group of layers with RoPE, also within windows; None if inconclusive."""
+        """Whether the bound holds in all layers with RoPE, within their attention windows; None if inconclusive."""
         return {"holds": True, "holds within windows": True, "violated": False}.get(self.verdict)
 
     holds = passed
@@ -189,7 +191,7 @@ class RopeReport(Result):
         )
 
     def to_dict(self) -> dict:
-        """Return everything as plain JSON types, verdicts included."""
+        """Return the report as plain JSON types, including the verdicts."""
         groups = [{**asdict(group), "verdict": group.verdict} for group in self.groups]
         notes = list(self.notes)
         return {**asdict(self), "groups": groups, "notes": notes, "verdict": self.verdict, "holds": self.passed}
@@ -222,7 +224,6 @@ def _up_to(bound: int | None) -> str:
     return f"up to m = {bound} ({bound + 1} tokens)" if bound is not None else "at every m searched"
 
 
-@readable()
 def rope_report(
     model_or_config: Any,
     *,
@@ -232,28 +233,33 @@ def rope_report(
 ) -> RopeReport:
     """Check whether a model's rotary embedding satisfies B_m >= 0 over its context, and find the bases that do.
 
-    Reads `rope_parameters` of transformers 5, flat or per layer type, and the older rope_theta with rope_scaling; the
-    rope types default, linear, dynamic, yarn, longrope, llama3 and proportional; partial rotary embeddings; sliding
-    windows; layers without RoPE. In a model of several parts it reads the text decoder. The plain fields of a type
-    that transformers does not know are read as a Llama would.
+    The config may contain `rope_parameters` of transformers 5 (flat or per layer type), or `rope_theta` and
+    `rope_scaling` of earlier versions. Supported are the rope types default, linear, dynamic, yarn, longrope, llama3
+    and proportional, partial rotary embeddings, sliding windows, and layers without RoPE. In multimodal models, we
+    check the text decoder. If transformers does not support the model type, we read the config fields of a Llama.
 
     Args:
         model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, the content of a config.json, or the name, folder
             or config.json of a model.
-        context_length: context to check, in tokens. Default: the largest that the config or the tokenizer's config
-            claims; see `config.claimed_context`. Dynamic and longrope frequencies depend on it.
-        minimum_base: whether to compute eq. 18 too, which takes most of the time (half a minute for 128k tokens).
+        context_length: context to check, in tokens. Dynamic and longrope frequencies depend on it. Default: the
+            largest length in the config or the tokenizer's config; see `config.claimed_context`.
+        minimum_base: whether to also find the minimum base (eq. 18), which takes half a minute for 128k tokens.
         model_kwargs: keywords of `from_pretrained` for a model given by its name, such as revision.
 
     Returns:
-        RopeReport. Its notes name the assumptions, such as defaults of the config class.
+        RopeReport, whose notes list the assumptions, such as defaults of the config class.
 
     Raises:
-        NoRopeError: the model does not use RoPE; a ValueError.
-        ValueError: the config misses a setting or has an unknown one, or an argument is out of range.
+        NoRopeError: the model does not use RoPE. This exception is a ValueError.
+        ValueError: a setting is missing or unknown, or an argument is out of range.
         NotImplementedError: the rope type is unknown.
     """
-    source = read_source(model_or_config, **(model_kwargs or {}))
+    with readable():
+        return _report(read_source(model_or_config, **(model_kwargs or {})), context_length, minimum_base)
+
+
+def _report(source: Source, context_length: int | None, minimum_base: bool) -> RopeReport:
+    """Check each group of layers in a config."""
     config, notes = with_rope_parameters(source), source.notes
     claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
     claimed = as_int(f"the context to check ({claimed_by})", claimed, 2)
@@ -284,7 +290,7 @@ def rope_report(
 
 
 def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -> RopeLayers:
-    """Compute the bound of one group of layers up to distance `reach`."""
+    """Compute the bound of one group of layers, which attend over distances up to `reach`."""
     rotating = rope.inv_freq[rope.inv_freq > 0]
     at_rest = rope.head_dim // 2 - len(rotating)
     theta = np.append(rotating, np.zeros(at_rest))
@@ -316,9 +322,9 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
 
 
 def _negative_distances(theta: np.ndarray, reach: int) -> tuple[int, int | None, float]:
-    """Return how many B_m of m = 0..reach are below 0, the last such m, and the smallest B_m."""
+    """Return the number of m in 0..reach with B_m < 0, the largest such m, and the minimum of B_m."""
     negative, last, lowest = 0, None, math.inf
-    for first in range(0, reach + 1, SEARCHED):  # limits the memory
+    for first in range(0, reach + 1, SEARCHED):  # chunks limit the memory use
         decay = rope_decay(range(first, min(first + SEARCHED, reach + 1)), inv_freq=theta)
         below = np.flatnonzero(decay < 0)
         negative, lowest = negative + len(below), min(lowest, float(decay.min()))

@@ -68,12 +68,12 @@ def check_a_dry_run_sends_nothing():
 
 def check_a_push_that_fails_says_what_the_hub_keeps():
     turn(fail="/commit/")
-    assert "alice/failed was created, and stays without these files" in push(DEMO, "alice/failed", code=1)
+    assert "alice/failed was created, but the files were not pushed" in push(DEMO, "alice/failed", code=1)
     turn(fail="/tag/")
     text = push(DEMO, "alice/failed", "--tag", "v1", code=1)
     turn()
     sha = api.repo_info("alice/failed").sha
-    assert f"alice/failed has the files, in commit {sha}; only the tag is missing" in text
+    assert f"The files were pushed to alice/failed in commit {sha}, but the tag was not created" in text
     assert "was created" not in text and push(DEMO, "alice/failed", "--tag", "v1")
 
 
@@ -156,7 +156,7 @@ def check_an_adapter_pins_its_base_and_never_hides_a_model():
         assert "alice/adapter contains an adapter, and" in push(DEMO, "alice/adapter", *words, code=2)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(api.list_repo_files("alice/adapter"))
     Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/no-such"}')
-    assert "the base alice/no-such (revision None) is not on the Hub" in push("adapter", "alice/adapter", code=2)
+    assert "the base model alice/no-such (revision None) is not on the Hub" in push("adapter", "alice/adapter", code=2)
 
 
 def check_a_memory_is_read_from_the_hub():
