@@ -125,7 +125,7 @@ def option(
 
     Args:
         default: default value; None if the default depends on the model or the corpus (see `Task.prepare`).
-        text: help text without the default, which the command adds.
+        text: help text. The command appends the default, unless it is None.
         least: minimum of a number, or of each number in a list. Lists must be in ascending order.
         most: maximum of a number, or of each number in a list.
         choices: allowed values.
@@ -415,7 +415,7 @@ class TaskResult(Result):
         inches: width and height of the figure.
         size_unit: unit of the lengths in `by_length`.
         verb: verb for a right answer, such as "copies".
-        same_texts: settings that are equal in two results only if both have read the same samples.
+        same_texts: names of settings that are equal in all results with the same samples.
     """
 
     version = 2

@@ -48,7 +48,7 @@ MODELS = [
     ("read {half_weights} {text}", "cannot be loaded.*damaged"),
     ("read {llama_hidden_act=bogus} {text}", "cannot be loaded.*bogus"),
     ("read {no_tokenizer} {text}", "does not contain a tokenizer that can be loaded"),
-    ("rope {fox}", "RoPE"),
+    ("rope {fox}", "rotary position embedding"),
 ]
 
 # -- gates, convert, compare

@@ -17,7 +17,7 @@ before n. Each test therefore pools the targets of a window of 1, 2, 4, 8 ... le
 all windows, we take the smallest p value after a Bonferroni correction. This can detect that a model copies no better
 than it guesses over many long lengths, even if no single length is significant. The unit of a test is the target, not
 the token, because the tokens of a target are correlated. Targets that share scored tokens are correlated too, so a
-test uses the largest subset of targets that do not share any.
+test uses the largest subset of targets without shared tokens.
 
 For a curve of the adaptive protocol, we test single lengths only, because the protocol measures few lengths with
 significant results. The Bonferroni correction is for the number of lengths and for repeated looks: a protocol that

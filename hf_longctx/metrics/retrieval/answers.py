@@ -83,7 +83,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to several prompts of the same size (and depth), and their rates from 0 to 1.
+    """The answers to several prompts of the same kind, e.g. of one length and depth. All rates are from 0 to 1.
 
     A subclass adds fields. The fields named in `key` are the key of the answers in a result. The other fields are
     saved alongside the answers.
@@ -241,7 +241,7 @@ class Retrieval(TaskResult):
         raise NotImplementedError
 
     def tokens(self, size: int) -> int:
-        """Return the number of tokens in a prompt of a size."""
+        """Return the number of tokens in a prompt, given its size."""
         return size
 
     def by_length(self, replies=True, overlapping=False):

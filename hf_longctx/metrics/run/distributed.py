@@ -29,8 +29,8 @@ def exchange(scores: dict, failure: BaseException | None) -> tuple[dict, BaseExc
     """Gather the scores of all processes.
 
     Returns:
-        the scores, and the exception of this process, otherwise a RuntimeError with the exception of the first process
-        that failed, otherwise None.
+        the scores, and an exception or None. If this process failed, it is the exception of this process. If only
+        other processes failed, it is a RuntimeError about the first of them.
     """
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (scores, repr(failure) if failure else None))

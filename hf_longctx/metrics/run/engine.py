@@ -146,7 +146,7 @@ class Engine:
         The ids are added to the cache.
 
         Yields:
-            the logits (B, n, V) of the next n positions, for the last `scored` positions of the ids.
+            the logits (B, n, V) of the next n positions, until the last `scored` positions are done.
         """
         length, unscored, start = ids.shape[1], ids.shape[1] - scored, 0
         step = max(1, self.tokens_per_pass // len(ids))

@@ -147,9 +147,11 @@ class GreedyCompletions:
         return verdicts[: stop - start]
 
     def ask(self, ids: list[int], start: int, stop: int, **options: Any) -> tuple[int, str]:
-        """Request ids[start:stop], and return how many of them are predicted right before the first other verdict.
+        """Request predictions of ids[start:stop] with the prompt ids[:start].
 
-        Also returns that verdict: "wrong", "unsure", or "" if all requested tokens are right.
+        Returns:
+            the number of right predictions before the first other verdict, and this verdict: "wrong" or "unsure". The
+            verdict is an empty string if the response does not contain another verdict.
         """
         if not self.form.returns_ids:
             return self.ask_for_text(ids[:start], ids[start], **options)
@@ -221,7 +223,7 @@ class GreedyCompletions:
 
     @cached_property
     def ids_of_text(self) -> Counter[str]:
-        """For each string, the number of ids that decode to it within a sequence."""
+        """The number of ids that decode to each string, if they follow another token."""
         before = self.encode("a")
         texts = [self.decode([*before, token]) for token in range(len(self.tokenizer))]
         return Counter(text.removeprefix(self.decode(before)) for text in texts)

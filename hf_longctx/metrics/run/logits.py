@@ -13,7 +13,7 @@ from .model import first_parameter
 
 
 OPTIONS = ("use_cache", "logits_to_keep")
-# Names of the cache argument: the new name as of transformers 5.24, and the old name, which remote code still uses
+# Name of the cache argument since transformers 5.24, and its older name, which remote code still uses
 CACHES = ("cache", "past_key_values")
 
 

@@ -29,7 +29,7 @@ class PromptReader(Reader):
         raise NotImplementedError
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """See `Reader.predict`. The last token of an input does not have a prediction."""
+        """See `Reader.predict`. Positions must be below T - 1, because vLLM does not report what follows a prompt."""
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         reported = slice(positions.start + 1, positions.stop + 1)
         best = np.array([[likeliest(entry) for entry in row[reported]] for row in self.prompt_entries(rows)])

@@ -1,4 +1,4 @@
-"""Run a task: measure its trials, record them in a journal, and return the result, or a partial one on errors."""
+"""Run a task: measure its trials, record their scores in a journal, and return the complete or partial result."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 For each prompt token, vLLM reports the log-probabilities of the token and of the most likely token
 (`prompt_logprobs`). On other servers we only measure forgetting curves, by greedy completions.
 
-Before measuring, we send prompts that differ in the last token only. The log-probability of the most likely token at
-the last position must be the same for all of them, unless the server reports it one position late.
+Before measuring, we send prompts that differ in the last token only. The prediction of the last token must be the same
+for all of these prompts. If it is not, the server reports predictions one position late, and is not supported.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
