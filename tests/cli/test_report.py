@@ -55,4 +55,8 @@ def test_processes_write_one_report(folder, tmp_path):
     curve = json.loads((output / "curve.json").read_text())["settings"]
     assert (curve["seed"], curve["repeats"]) == (3, 1)
     pictures = {path.stem for path in output.glob("*.png")}
-    assert pictures & {"curve", "loss", "rope", "needle", "lines"} == {"curve", "loss", "rope"}  # 100 tokens are too few for needles and lines
+    assert pictures & {"curve", "loss", "rope", "needle", "lines"} == {
+        "curve",
+        "loss",
+        "rope",
+    }  # 100 tokens are too few for needles and lines
