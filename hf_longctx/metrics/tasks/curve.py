@@ -347,7 +347,7 @@ class Curve(Task):
                 if getattr(self, other) is not None and getattr(self, other) is not False:
                     raise ValueError(f"{name} cannot be combined with {other}. Drop one of them.")
         if self.preset and (self.protocol, self.repeats) != ("reference", 10):
-            raise ValueError("preset=paper requires protocol=reference and repeats=10. Drop the other value.")
+            raise ValueError("preset=paper requires protocol=reference and repeats=10. Drop protocol and repeats.")
         if self.id_range is not None and len(self.id_range) != 2:
             raise ValueError(f"id_range must be two ids, the lowest and the highest, got {self.id_range}.")
         if self.protocol == "adaptive" and self.confidence is None:
