@@ -75,7 +75,7 @@ def check(bundle: Bundle) -> None:
         if path == "tokenizer_config.json":  # the chat template may contain any path
             text = json.dumps({**json.loads(text), "chat_template": None})
         if not ANY_PATH.fullmatch(path) and (where := MACHINE.search(text)):
-            errors.append(f"{path} names {where[0]}, a path of one machine: write a name that others can use")
+            errors.append(f"{path} contains the local path {where[0]}: replace it by a name that others can use")
     if CARD in bundle.files:
         errors += [f"{CARD}: {error}" for error in card_errors(bundle, bundle.text(CARD))]
     if errors:
@@ -89,10 +89,10 @@ def missing_fields(bundle: Bundle) -> list[str]:
     text = bundle.text(CARD)
     data = read_card(text).data
     fields = ("license", "language") if bundle.config else ("license",)
-    missing = [f"its metadata lack `{name}`" for name in fields if not data.get(name)]
+    missing = [f"the metadata lacks `{name}`" for name in fields if not data.get(name)]
     missing += [" ".join(hint.split()) for hint in TODO.findall(text)]
     if bundle.base is not None and not bundle.base[1]:
-        missing.append(f"the base {bundle.base[0]} has no fixed commit")
+        missing.append(f"the base model {bundle.base[0]} is not pinned to a commit")
     return [f"{CARD}: {line}" for line in missing]
 
 
@@ -103,9 +103,9 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
     names = data.get("license") or []
     for name in names if isinstance(names, list) else [names]:
         if name not in LICENSES:
-            yield f"`license` must be one of the Hub's, such as apache-2.0, or other with `license_name`, got {name!r}"
+            yield f"`license` must be one that the Hub lists, or other with a `license_name`, got {name!r}"
         if name == "other" and not data.get("license_name"):
-            yield "`license` is other, and `license_name` is missing"
+            yield "`license_name` is missing, although `license` is other"
     if bundle.config and data.get("pipeline_tag") not in (None, *TASKS):
         yield f"`pipeline_tag` must be a text task, such as text-generation, got {data['pipeline_tag']!r}"
     for field in ("base_model", "datasets"):

@@ -139,7 +139,7 @@ def test_a_new_card_shows_all_that_its_files_hold(llama):
     check(bundle)
     missing = missing_fields(bundle)
     assert [line for line in missing if 'under "## Training": the training data' in line]
-    assert "README.md: its metadata lack `license`" in missing
+    assert "README.md: the metadata lacks `license`" in missing
 
 
 def test_the_model_index_is_that_of_the_results(llama):
@@ -207,7 +207,7 @@ def test_the_template_of_peft_is_replaced(tmp_path):
     assert (data["library_name"], data.base_model, data.base_model_relation) == ("peft", "alice/llama", "adapter")
     assert "| base | alice/llama, without a fixed commit |" in text and "| LoRA | rank 2, alpha 8 |" in text
     assert 'AutoPeftModelForCausalLM.from_pretrained("alice/adapter", revision="v1")' in text
-    assert "README.md: the base alice/llama has no fixed commit" in missing_fields(bundle)
+    assert "README.md: the base model alice/llama is not pinned to a commit" in missing_fields(bundle)
 
 
 def test_a_person_s_card_stays_as_it_is(folder, capsys):
@@ -279,7 +279,7 @@ def test_the_command_writes_the_card_and_says_what_it_lacks(folder, capsys):
     (folder / "README.md").unlink()
     assert cli.main(["push", str(folder), "alice/llama", "--tag", "v1", "--write-card"]) == 0
     out = capsys.readouterr().out
-    assert "missing: README.md: its metadata lack `license`" in out and "intended use" in out
+    assert "missing: README.md: the metadata lacks `license`" in out and "intended use" in out
     text = (folder / "README.md").read_text()
     for encoding in ("utf-8", "utf-8-sig"):  # some editors begin with a byte order mark
         (folder / "README.md").write_text(text, encoding=encoding)
@@ -421,11 +421,15 @@ MISTAKES = [
         "no list of evaluations", replacing('"evaluations": [', '"evaluations": 3, "x": [', "speed.json"), "got 3"
     ),
     refused("an evaluation of a number", replacing('"evaluations": [', '"evaluations": [3, ', "speed.json"), "got 3"),
-    refused("a path in a result", replacing('"a novel"', '"/scratch/novel"', "curve.json"), "names /scratch/novel"),
+    refused(
+        "a path in a result",
+        replacing('"a novel"', '"/scratch/novel"', "curve.json"),
+        "contains the local path /scratch/novel",
+    ),
     refused(
         "a path in the config of a tokenizer",
         adding('{"special_tokens_map_file": "/home/alice/x.json"}', "tokenizer_config.json"),
-        "tokenizer_config.json names /home/alice/x.json",
+        "tokenizer_config.json contains the local path /home/alice/x.json",
     ),
 ]
 
@@ -437,7 +441,7 @@ def test_mistakes(mistake, folder, record_property):
 
 def test_secrets_and_paths_of_a_machine_are_refused(folder):
     bundle = build_bundle(folder)
-    key, path = "contains a token or key: remove it, and revoke it", "names .*, a path of one machine"
+    key, path = "contains a token or key: remove it, and revoke it", "contains the local path .*: replace it"
     for words, says in [*((secret, key) for secret in SECRETS), *((f"--data {name}", path) for name in PATHS)]:
         commands = {"training.txt": f"python train.py {words}\n".encode()}
         with pytest.raises(ValueError, match=rf"training\.txt {says}"):

@@ -30,5 +30,5 @@ def test_ranks_load_the_rows_of_their_heads(rows, ranks, expected):
 @pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3, 3), (4, 3)])
 def test_weights_of_other_shapes_are_refused(shape):
     module = sharded(nn.Linear(3, 2, bias=False), 0, 1)
-    with pytest.raises(ValueError, match=r"config\.json says"):
+    with pytest.raises(ValueError, match=r"config\.json requires"):
         module.weight.weight_loader(module.weight, torch.ones(shape))
