@@ -68,7 +68,7 @@ def test_recorded_curve_on_a_short_corpus(trained, tokens, recorded):
     options = settings_of(run)
     assert_reproduces(forgetting_curve(trained, tokens[:1200], **options), run, tolerance=5)
     options["lengths"] = core.linear_lengths(700, 8)
-    with pytest.raises(ValueError, match=r"1200 tokens; length 700 needs 2100.*longest possible length is 400"):
+    with pytest.raises(ValueError, match=r"at least 2100 tokens.*got 1200.*Drop the lengths above 400"):
         forgetting_curve(trained, tokens[:1200], **options)
 
 

@@ -116,7 +116,7 @@ def order_samples(
     longest = max(lengths)
     if len(corpus) < 3 * longest:
         raise ValueError(
-            f"the corpus must have at least three times as many tokens as the longest length, {3 * longest}, got "
+            f"the corpus must have at least {3 * longest} tokens, three times the longest length, got "
             f"{len(corpus)}. Drop the lengths above {len(corpus) // 3}, or pass a longer corpus."
         )
     irrelevant = corpus if irrelevant is None else irrelevant
