@@ -104,7 +104,9 @@ def test_what_fails_is_named_and_tried_again(tokenizer, tokens, tmp_path):
         ]
     page = report.page.read_text()
     assert (
-        page.count("Not measured") == 4 and "does not describe a rotary" in page and "too few for 10 passages" in page
+        page.count("Not measured") == 4
+        and "does not describe a rotary" in page
+        and "at least 117 tokens for 10 repeats" in page
     )
     assert {path.name for path in tmp_path.glob("*.json")} == {"loss.json"}
 

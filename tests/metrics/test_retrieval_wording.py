@@ -146,4 +146,4 @@ def test_command(tmp_path, capsys):
         cli.main(["needle", str(DEMO), *options, *own, "--chat-template", "--chat-template-kwargs", "{"])
     assert "--chat-template-kwargs: invalid json_object value: '{'" in capsys.readouterr().err
     assert cli.main(["needle", str(DEMO), *options, "--answer", "x"]) == 2
-    assert "Give both, --question and --answer" in capsys.readouterr().err
+    assert "Pass both --question and --answer" in capsys.readouterr().err
