@@ -101,7 +101,7 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
         if kernel in ("split_sum", "forward"):
             fox.launch_forward(q, k, v, c, first, first, torch.empty(B, H) if bounded else None, scale)
         else:
-            fox.launch_backward(do, lse, q, k, v, c, first, first, o, lse, scale)
+            fox.launch_backward(do, q, k, v, c, first, first, o, lse, scale)
     else:
         gates = keys[..., D : D + GATE_PARTS * group].unflatten(-1, (group, GATE_PARTS)).transpose(2, 3)
         q, end = torch.empty(B, H, 1, D, dtype=dtype), torch.tensor([T])

@@ -116,7 +116,7 @@ class Problem:
             return fox.fox_forward(*self.inputs, self.bound, self.scale)
         if self.saved is None:
             self.saved = self.run("forward")
-        return fox.fox_backward(self.do, torch.zeros_like(self.saved[1]), *self.inputs, *self.saved, self.scale)
+        return fox.fox_backward(self.do, *self.inputs, *self.saved, self.scale)
 
     def rate(self, kernel, seconds):
         if kernel == "decode":
