@@ -1,6 +1,6 @@
 """Lossless converters between FoX and other implementations of the same architecture.
 
-One table of names for each implementation is used in both directions. `convert_folder.py` converts files.
+Each implementation has one table of names, which is used in both directions. `convert_folder.py` converts files.
 """
 
 import copy
@@ -61,7 +61,7 @@ FIELDS = {
     "use_k_shift": "k_shift",
     "use_v_shift": "v_shift",
 }
-# Default values that the three configuration classes share. Each `Layout` adds those of its class.
+# Default values that the three configuration classes share. Each `Layout` adds the defaults of its own class.
 DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -156,15 +156,15 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
 
     Args:
         state_dict: the tensors of the checkpoint by name. `lm_head.weight` may be missing if the embeddings are tied.
-        config_dict: the content of its config.json. Missing fields have the authors' defaults.
+        config_dict: the content of its config.json. Missing fields default to the authors' values.
 
     Returns:
         The model in the `common_dtype` of `state_dict`, on the CPU, in evaluation mode. Its logits equal those of the
         authors' implementation.
 
     Raises:
-        ValueError: FoX does not support the configuration, or tensors are missing, unknown or of another shape. The
-            message lists all such tensors.
+        ValueError: FoX does not support the configuration, or tensors are missing or unknown or have another shape.
+            The message lists all such tensors.
     """
     return build(read_config("official", config_dict), OFFICIAL_MODULES, state_dict)
 
@@ -177,7 +177,7 @@ def from_fla(state_dict: dict[str, torch.Tensor], config_dict: dict) -> FoxForCa
 def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxForCausalLM:
     """Turn a causal LM of the Llama, Mistral, Qwen2 or Qwen3 family into a FoX, ready to be fine-tuned.
 
-    The FoX retains RoPE of any type, grouped heads, the biases of Qwen2, the QK-norm of Qwen3 and a sliding window.
+    The FoX retains all types of RoPE, grouped heads, the biases of Qwen2, the QK-norm of Qwen3 and a sliding window.
     Each query head gets a forget gate with weight 0 and a bias for which f = exp(-1 / decay_time).
 
     Args:
@@ -221,7 +221,7 @@ def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
-    """Build a FoX with the tensors of another implementation. `modules` maps our module names to its names."""
+    """Build a FoX with the tensors of another implementation. `modules` maps our module names to theirs."""
     tensors = tensors_of_fox(config, modules, state_dict)
     dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # f_proj is always float32
     with no_init_weights():
@@ -248,7 +248,7 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def tensors_of_fox(
     config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Convert the state dict of another implementation to FoX. `modules` maps our module names to its names.
+    """Convert the state dict of another implementation to FoX. `modules` maps our module names to theirs.
 
     The tensors share memory with `state_dict`, except for new forget gates.
     """
@@ -279,7 +279,7 @@ def tensors_of_others(
 def check_tensors(
     config: FoxConfig, shapes: dict[str, tuple[int, ...]], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise ValueError if tensors are missing, unknown, or not of the shape in `shapes`. List all of them."""
+    """Raise a ValueError that lists all tensors that are missing or unknown or whose shape is not as in `shapes`."""
     # Old Llama checkpoints contain RoPE frequencies, which the configuration determines.
     names = {name for name in state_dict if not name.endswith("rotary_emb.inv_freq")}
     problems = [f"missing: {name}" for name in shapes.keys() - names]
@@ -309,7 +309,7 @@ def correspondence(config, modules):
     if config.tie_word_embeddings:
         del ours["lm_head.weight"]
     for x in ("k", "v"):
-        if getattr(config, f"{x}_shift"):  # with a token shift, their projection is a module of two layers
+        if getattr(config, f"{x}_shift"):  # with a token shift, their projection is a module with two layers
             modules = modules | {f"{x}_proj": f"{x}_proj.linear"}
     theirs, places = {}, {}
     for name, (rows, *columns) in ours.items():
@@ -318,7 +318,7 @@ def correspondence(config, modules):
             places[name] = None
             continue
         their_name = ".".join(parts)
-        if config.forget_gate != "full":  # then their gate is a parameter, not a projection
+        if config.forget_gate != "full":  # in this case, their gate is a parameter, not a projection
             their_name = their_name.replace("fgate_proj.bias", "fgate_bias")
         first = theirs[their_name][0] if their_name in theirs else 0
         theirs[their_name] = (first + rows, *columns)
@@ -431,7 +431,7 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
     elif not 0 < decay_time < float("inf"):
         raise ValueError(f"decay_time must be a positive number of tokens, got {decay_time}.")
     fields = {name: getattr(config, name) for name in FoxConfig.__annotations__ if hasattr(config, name)}
-    if fields["pad_token_id"] == -1:  # the first Llama configurations use -1 for None
+    if fields["pad_token_id"] == -1:  # early Llama configurations use -1 for None
         fields["pad_token_id"] = None
     fields |= dict(
         attention_dropout=config.attention_dropout or 0.0,
