@@ -21,7 +21,7 @@ REPAIR = (
 )
 
 # When a saved folder is loaded, this file comes first, so the warning about an untested version precedes any failure.
-require_version(f"transformers>={OLDEST}", "FoX is tested from there on: pip install -U transformers")
+require_version(f"transformers>={OLDEST}", "FoX does not support older versions. Run: pip install -U transformers")
 if tuple(map(int, transformers.__version__.split(".")[:2])) > TESTED[1]:
     # all copies of this file share this logger and message, so the warning appears once
     logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
@@ -197,7 +197,9 @@ class FoxConfig(PreTrainedConfig):
             hint = f"; did you mean {closest[0]!r}?" if closest else "."
             raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint} help(FoxConfig) lists all fields.")
         if not kwargs.get("is_causal", True):
-            raise ValueError("is_causal must be True, got False, because forget gates act on the past. Leave it out.")
+            raise ValueError(
+                "is_causal must be True, because forget gates require causal attention, got False. Leave it unset."
+            )
 
     def _check_heads(self):
         if self.num_key_value_heads is None:

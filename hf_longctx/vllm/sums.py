@@ -31,7 +31,7 @@ class Step:
         writes: block, and row in this block, to which each token writes its state, (N,) each. If a later token writes
             to the same row, both are 0, which is a row in vLLM's unused null block.
         reads: block and row of the state from which each request continues, (R,) each.
-        begins: whether each request does not continue from a cached token, (R, 1) bool.
+        begins: whether each request starts without a cached token, (R, 1) bool.
         in_batch: whether each request continues from a token of this batch, (R, 1) bool.
         parent: index in the batch of the token from which each request continues, (R,); arbitrary if not in_batch.
         chains: (R, R) float64 with a 1 in the row of each request for the request itself and all its direct and

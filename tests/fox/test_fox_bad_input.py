@@ -42,7 +42,7 @@ CONFIG = [
         rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
     ),
     config("layer types", "Leave layer_types out", layer_types=["full_attention", "sliding_attention"]),
-    config("both directions", "is_causal must be True.*the past", is_causal=False),
+    config("both directions", "is_causal must be True.*causal attention", is_causal=False),
     config("letters swapped", "'k_shfit' is not a field.*mean 'k_shift'", k_shfit=True),
     config("a name of nothing", "'frobnicate' is not a field", frobnicate=True),
     refused(
