@@ -60,7 +60,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
     SDPA handles everything else: decoding, dropout, torch.func transforms, a static `PrunedCache`, and padding with a
-    growing one.
+    dynamic one.
 
     Args:
         config: the `FoxConfig`.
@@ -139,7 +139,7 @@ def logit_bound_of_norms(attention, heads):
     if any(type(norm).__name__ not in ("FoxRMSNorm", "FoxHeadRMSNorm") for norm in norms):
         return None, 1.0
     weights = (norm.weight.detach() for norm in norms)
-    # under tensor parallelism, each process holds the weights of its heads
+    # under tensor parallelism, each process has the weights of its own heads
     q, k = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights)
     if config.qk_norm_shared:
         heads = group = 1

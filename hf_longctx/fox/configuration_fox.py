@@ -56,7 +56,7 @@ class FoxConfig(PreTrainedConfig):
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
         qkv_bias: a bias on the query, key and value projections, as in Qwen2.
-        qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as
+        qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector across the heads, as
             the released checkpoints do. `qk_norm_eps` is its epsilon.
         output_gate: activation of an output gate, a projection of the input that multiplies the attention output:
             "sigmoid", "silu" or None.
@@ -242,7 +242,7 @@ class FoxConfig(PreTrainedConfig):
 
     @classmethod
     def pro(cls, **kwargs):
-        """Return FoX (Pro): output gate and norm, QK-norm, token shifts (Figure 1); overridden by `kwargs`."""
+        """Return a FoX (Pro): output gate and norm, QK-norm, token shifts (Figure 1). `kwargs` override its fields."""
         switches: dict[str, Any] = dict(
             qk_norm=True, output_gate="sigmoid", output_norm=True, k_shift=True, v_shift=True
         )

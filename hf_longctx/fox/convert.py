@@ -19,7 +19,7 @@ from .configuration_fox import FoxConfig
 from .modeling_fox import FoxForCausalLM, decay_time_bias
 
 
-# Module names: {ours: theirs}. All other modules have the same name in every implementation.
+# Module names: {name in FoX: name in the other implementation}. Modules not listed here have the same names.
 FLA_MODULES = {
     "embed_tokens": "embeddings",
     "input_layernorm": "attn_norm",
@@ -32,11 +32,12 @@ OFFICIAL_MODULES = FLA_MODULES | {
     "o_norm": "output_norm",
     "k_shift_proj": "k_proj.shift_proj",
     "v_shift_proj": "v_proj.shift_proj",
-    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, followed by the rows of our up_proj
+    "up_proj": "gate_proj",  # one matrix: the rows of FoX's gate_proj, followed by its up_proj
 }
 LLAMA_MODULES = {"f_proj": None}  # a Llama has no forget gate
 
-# Configuration fields: {theirs: ours}. `read_config` and `write_config` compute all other fields.
+# Configuration fields: {name in the other implementation: name in FoX}. `read_config` and `write_config` compute the
+# fields that are not listed.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -90,8 +91,8 @@ class Layout:
     modules: dict[str, str]
     defaults: dict[str, Any]
     activations: tuple[str, ...] = ("swish",)
-    constants: dict[str, object] = field(default_factory=dict)  # {our field: its fixed value}
-    refused: dict[str, str] = field(default_factory=dict)  # {their field that must be None: reason}
+    constants: dict[str, object] = field(default_factory=dict)  # {FoX field: fixed value}
+    refused: dict[str, str] = field(default_factory=dict)  # {other field that must be None: reason}
 
 
 OFFICIAL = Layout(
@@ -193,8 +194,8 @@ def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxFo
         The model in the dtype and on the device of `model`, in evaluation mode, with its generation settings.
 
     Raises:
-        ValueError: the model belongs to another family, has biases in the output projection or the MLP, has a window
-            in some layers only, or has an unsupported RoPE.
+        ValueError: the model belongs to another family, has biases in the output projection or the MLP, has a sliding
+            window in only some layers, or has an unsupported RoPE.
     """
     config = read_llama_config(model.config.to_dict(), decay_time)
     fox = build(config, LLAMA_MODULES, model.state_dict())
@@ -221,7 +222,7 @@ def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
-    """Build a FoX with the tensors of another implementation. `modules` maps our module names to theirs."""
+    """Build a FoX with the tensors of another implementation. `modules` maps FoX's module names to the other names."""
     tensors = tensors_of_fox(config, modules, state_dict)
     dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # f_proj is always float32
     with no_init_weights():
@@ -248,7 +249,7 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def tensors_of_fox(
     config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Convert the state dict of another implementation to FoX. `modules` maps our module names to theirs.
+    """Convert the state dict of another implementation to FoX. `modules` maps FoX's module names to the other names.
 
     The tensors share memory with `state_dict`, except for new forget gates.
     """
@@ -300,16 +301,16 @@ def check_tensors(
 
 
 def correspondence(config, modules):
-    """Return three dictionaries: the shapes of our tensors, the shapes of theirs, and the locations of ours in theirs.
+    """Return {name: shape} for FoX, {name: shape} for the other implementation, and {FoX name: location}.
 
-    A location is (their name, first row, end row), or None for a new forget gate.
+    A location is (name, first row, end row) in the other implementation, or None for a new forget gate.
     """
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:
         del ours["lm_head.weight"]
     for x in ("k", "v"):
-        if getattr(config, f"{x}_shift"):  # with a token shift, their projection is a module with two layers
+        if getattr(config, f"{x}_shift"):  # in the other implementations, the projection then has two layers
             modules = modules | {f"{x}_proj": f"{x}_proj.linear"}
     theirs, places = {}, {}
     for name, (rows, *columns) in ours.items():
@@ -318,7 +319,7 @@ def correspondence(config, modules):
             places[name] = None
             continue
         their_name = ".".join(parts)
-        if config.forget_gate != "full":  # in this case, their gate is a parameter, not a projection
+        if config.forget_gate != "full":  # in the other implementations, the gate is then a parameter
             their_name = their_name.replace("fgate_proj.bias", "fgate_bias")
         first = theirs[their_name][0] if their_name in theirs else 0
         theirs[their_name] = (first + rows, *columns)

@@ -115,7 +115,7 @@ def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) 
     """Invert `Call.predecessor`, (1 or B, T); each real token has one predecessor."""
     length = predecessor.shape[1]
     has_none = predecessor <= 0 if token_mask is None else (predecessor <= 0) | ~token_mask
-    index = torch.where(has_none, length, predecessor - 1)  # of the predecessor, or of an extra last slot
+    index = torch.where(has_none, length, predecessor - 1)  # index of the predecessor, or an extra slot
     tokens = torch.arange(length, device=predecessor.device).expand_as(predecessor)
     successor = predecessor.new_full((predecessor.shape[0], length + 1), -1).scatter(1, index, tokens)
     return successor[:, :-1].contiguous()
@@ -246,13 +246,13 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     query = torch.arange(length, device=mask.device)[:, None] + cached  # (T, 1)
     if not compiling and (visible & (key > query)).any():
         raise ValueError(
-            "attention_mask must be causal, because forget gates act on the past, but a token can see a later one. Hide "
-            "the keys above the diagonal: mask.tril()."
+            "attention_mask must be causal, because forget gates act on the past, but a token attends to a later one. "
+            "Hide the keys above the diagonal: mask.tril()."
         )
     if config.sliding_window is not None and not compiling and visible.sum(-1).max() > config.sliding_window:
         raise ValueError(
             f"attention_mask must hide all but the last {config.sliding_window} tokens (sliding_window), got a token that "
-            f"sees {visible.sum(-1).max()}."
+            f"attends to {visible.sum(-1).max()}."
         )
     before = torch.where(visible[:, 0] & (key < query), key, -1).amax(-1)  # (1 or B, T)
     predecessor = torch.where(before < 0, -1, before - cached + 1)

@@ -37,7 +37,7 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cach
         cache: the paged cache.
         kwargs: positions of tokens in the pages, as transformers passes them to attention functions.
     """
-    x, mask = hidden_states, attention_mask > MASKED  # boolean, because a decay can exceed the minimum of float16
+    x, mask = hidden_states, attention_mask > MASKED  # boolean, because a decay can be below float16's minimum
     position_embeddings = None if model.rotary_emb is None else model.rotary_emb(x, position_ids)
     for layer in model.layers:
         x = x + paged_attention(layer.self_attn, layer.input_layernorm(x), position_embeddings, mask, cache, **kwargs)

@@ -87,7 +87,7 @@ def _unit(*tensors: Tensor) -> int:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy if its rows are strided or offsets within 128 rows exceed 32 bits."""
+    """Return x, or a contiguous copy if its last dimension is strided or offsets within 128 rows exceed 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 
 

@@ -3,7 +3,7 @@
 import logging
 
 
-TESTED, READ = "0.32", "0.33"  # vLLM versions: we tested the first, but only reviewed the code of the second
+TESTED, READ = "0.32", "0.33"  # vLLM versions; of the second, we tested only the Python code
 logger = logging.getLogger("vllm.hf_longctx")  # a child of vLLM's logger, so that vLLM prints its messages
 
 

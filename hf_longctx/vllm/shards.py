@@ -29,7 +29,7 @@ def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
-    """Let `load_rows` load the parameters of a module, which contain only the rows of this rank."""
+    """Set `load_rows` as the weight loader of a module's parameters, which contain only this rank's rows."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
         setattr(parameter, "weight_loader", partial(load_rows, rank=rank, ranks=ranks))  # noqa: B010 (vLLM's protocol)

@@ -94,7 +94,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 def ancestors(up, has_one):
     """Return (R, R) float64 with a 1 in the row of each request for the request itself and all its ancestors.
 
-    `up` (R,) is the parent of each request, and `has_one` (R,) is whether the request has a parent. Each iteration
+    `up` (R,) is the parent of each request, and `has_one` (R,) is True if the request has a parent. Each iteration
     doubles the number of generations that a row includes.
     """
     rows = torch.eye(len(up), dtype=torch.float64, device=up.device)

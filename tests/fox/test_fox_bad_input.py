@@ -109,7 +109,7 @@ CALLS = [
     call("dense mask of other tokens", r"must be \(2, 1, 9, 9\)", attention_mask=DENSE[:, :, :7, :7]),
     call("dense mask per head", r"the same for all heads", attention_mask=DENSE.expand(-1, 4, -1, -1)),
     call("dense mask of 1 and 0", r"got torch.float32.*mask.bool\(\)", attention_mask=DENSE.float()),
-    call("dense mask that shows the future", "see a later one", attention_mask=torch.ones_like(DENSE)),
+    call("dense mask that shows the future", "attends to a later one", attention_mask=torch.ones_like(DENSE)),
     call("dense mask over a pruned cache", "PrunedCache has dropped", attention_mask=DENSE, cache=pruned),
     call("positions of other tokens", r"must be \(2, 9\) or \(1, 9\)", position_ids=torch.arange(7)[None]),
     call(
