@@ -242,7 +242,7 @@ class FoxConfig(PreTrainedConfig):
 
     @classmethod
     def pro(cls, **kwargs):
-        """Return a FoX (Pro): output gate and norm, QK-norm, token shifts (Figure 1). `kwargs` override its fields."""
+        """Return a configuration of FoX (Pro): output gate and norm, QK-norm, token shifts. Override with `kwargs`."""
         switches: dict[str, Any] = dict(
             qk_norm=True, output_gate="sigmoid", output_norm=True, k_shift=True, v_shift=True
         )

@@ -112,7 +112,7 @@ def read_call(
 
 
 def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
-    """Invert `Call.predecessor`, (1 or B, T); each real token has one predecessor."""
+    """Compute `Call.successor` from `Call.predecessor`, (1 or B, T). Each token has at most one successor."""
     length = predecessor.shape[1]
     has_none = predecessor <= 0 if token_mask is None else (predecessor <= 0) | ~token_mask
     index = torch.where(has_none, length, predecessor - 1)  # index of the predecessor, or an extra slot

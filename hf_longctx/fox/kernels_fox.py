@@ -460,7 +460,7 @@ def dq_kernel(
 
     With dS = p * (do.v - delta), the part of dc that comes from queries is the row sums of dS, which are 0 in exact
     arithmetic. They are added nevertheless, because delta contains the rounding error of o. The error of row i then
-    affects only the gates that row i remembers, not all gates before i.
+    affects only the gates of keys that row i has not forgotten, not all gates before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m

@@ -343,7 +343,7 @@ class FoxPreTrainedModel(PreTrainedModel):
 
 
 class FoxModel(FoxPreTrainedModel):
-    """The decoder without a head: token ids or embeddings in, final hidden states out."""
+    """The decoder without a head. It maps token ids or embeddings to final hidden states."""
 
     def __init__(self, config: FoxConfig):
         super().__init__(config)

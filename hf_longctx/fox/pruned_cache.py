@@ -333,7 +333,7 @@ class PrunedLayer(DynamicLayer):
         removed = abs(int(tokens_to_remove))  # transformers 5.17 passes a tensor
         if removed and self.length - removed < self.dropped_at:
             raise ValueError(
-                f"crop must leave at least {self.dropped_at} tokens, the number when tokens were last dropped, got "
+                f"crop must leave at least {self.dropped_at} tokens, the length at which tokens were last dropped, got "
                 f"{self.length} - {removed}. Crop fewer tokens, or use a DynamicCache."
             )
         super().crop(tokens_to_remove)

@@ -1,4 +1,4 @@
-"""The description of one call, and the state that an attention layer reads from a cache of transformers.
+"""Description of one call, and the states that an attention layer stores in a cache of transformers.
 
 FoX has two recurrent states. The cumulative sum of log f is folded into the last cached key (attention_fox.py). The
 last keys and values before the token shift are stored as a convolution state, in cache layers that reorder and crop it

@@ -67,7 +67,7 @@ def launch_options(tile: Tile) -> dict:
 
 
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
-    """Run a kernel whose first argument is a tensor, or add it to the graph of AOTAutograd under tracing."""
+    """Run a kernel or, under tracing, add it to AOTAutograd's graph. The kernel's first argument must be a tensor."""
     if isinstance(args[0], FunctionalTensor):
         kernel = library.wrap_triton(kernel)
     elif isinstance(args[0], FakeTensor) or args[0].is_meta:

@@ -11,7 +11,7 @@ from torch import nn
 
 
 def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
-    """Copy this rank's rows of a checkpoint weight, as a `weight_loader` of vLLM.
+    """Copy this rank's rows of a checkpoint weight. vLLM calls this function as a `weight_loader`.
 
     With more ranks than key heads, several ranks copy the same rows.
 

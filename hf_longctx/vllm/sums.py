@@ -143,7 +143,7 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
-    """Return the number of float32 elements in a row of the state, which is even.
+    """Return the number of float32 elements in a row of the state, an even number.
 
     A row contains the float64 sums, followed by the keys and values of a token.
     """
