@@ -42,7 +42,7 @@ def test_an_untested_version_warns_once(version, count, monkeypatch):
 @pytest.mark.parametrize("module", COPIES, ids=NAMES)
 def test_an_older_version_is_an_error(module, monkeypatch):
     monkeypatch.setattr(versions.importlib.metadata, "version", lambda name: "5.14.0")
-    with pytest.raises(ImportError, match=r"(?s)transformers>=5.15.*(does not support older versions|is tested from there on)"):
+    with pytest.raises(ImportError, match=r"(?s)transformers>=5.15.*does not support older versions"):
         load_copy(module)
 
 

@@ -8,13 +8,13 @@ logits, where `c_t = sum_{l<=t} log f_l`. Softmax is invariant to a constant add
 
 Then `scale * q'.k'_j = scale * q.k_j - c_j`: any kernel computes forgetting attention in linear memory, and any KV
 cache stores the decay with its keys. Each part has eight significant bits, so it is exact in bfloat16, float16 and
-TF32; the three together hold the 24 bits of a float32. The factor 64 keeps the parts within float16's range up to
-`|c|` of 64 * scale * 65504, which is 5e5 at D = 64.
+TF32; together, the three represent all 24 bits of a float32. The factor 64 keeps the parts within float16's range as
+long as `|c|` is at most 64 * scale * 65504, which is 5e5 for D = 64.
 
-The last column adds 0 to the logits and is only needed for the gradient. Let dS be the gradient of the logits. The
-gradient of c_t is (row sum - column sum) of dS at t, and the gradient of log f_t sums it over all later positions.
-Rows of dS sum to 0 up to rounding. Without the last column, the rounding errors of the column sums would not cancel
-and would accumulate over the whole context.
+The last column adds 0 to the logits and is only needed for the gradient. Let dS be the gradient with respect to the
+logits. The gradient of c_t is (row sum - column sum) of dS at t, and the gradient of log f_t sums it over all later
+positions. Rows of dS sum to 0 up to rounding. Without the last column, the rounding errors of the column sums would
+not cancel and would accumulate over the whole context.
 
 Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the exponent has a resolution of 0.008. A kernel that
 returns the gradient of k' in bfloat16 rounds the column sums: the gradient of log f then has an unbiased error of
@@ -30,8 +30,8 @@ from torch.autograd.forward_ad import unpack_dual
 
 GATE_PARTS = 3
 GATE_QUERY = 64.0
-# A closed gate (log f = -inf) must not turn `c_i - c_j` into inf - inf. exp(-120) is 0 in float32; a lower value would
-# cost resolution, because every closed gate adds it to c.
+# A closed gate has log f = -inf, which would turn `c_i - c_j` into inf - inf, so -120 replaces it. exp(-120) is 0 in
+# float32. A lower value would cost resolution, because every closed gate adds it to c.
 CLOSED_GATE = -120.0
 # Additive mask values below -1e4 hide a key. They are replaced with float32's minimum, because a decay can be lower
 # than float16's minimum, -65504.
@@ -39,7 +39,7 @@ MASKED = -1e4
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing. Read its flag, as torch 2.11 compiles `is_exporting()` to True."""
+    """Return whether `torch.export` is tracing. torch 2.11 would compile `is_exporting()` to True."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
@@ -58,7 +58,7 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def folded_width(head_dim, group, device):
     """Return the head dimension after folding, with room for the gate parts of `group` query heads per key head."""
-    multiple = 4 if device.type == "cpu" else 8  # GPU kernels need aligned loads
+    multiple = 4 if device.type == "cpu" else 8  # for aligned loads in GPU kernels
     return -(-(head_dim + GATE_PARTS * group + 1) // multiple) * multiple
 
 
@@ -66,8 +66,8 @@ def cumulative_sum(x):
     """Compute the cumulative sum of x along its last dimension.
 
     Under `torch.use_deterministic_algorithms`, the order of additions depends only on the length; torch.cumsum does
-    not support this for floats on a GPU. Compiled calls sum chunks and then the chunk sums, because Inductor of torch
-    2.11 fails on CUDA if it fuses a longer cumsum.
+    not support this for floats on a GPU. Compiled calls sum within chunks and then over the chunk sums, because on
+    CUDA, Inductor of torch 2.11 fails to fuse a longer cumsum.
     """
     length = x.shape[-1]
     if length == 1:
@@ -89,7 +89,7 @@ def running_sum(log_f, position_in_sequence=None):
     """Compute `c`, the cumulative sum of the log gates, (B, H, T) -> (B, H, T) fp32.
 
     position_in_sequence: (B, T) if sequences are packed. The sum then restarts near 0 in every sequence, so its
-        resolution depends on the length of the sequence, not of the row. The offset cancels in the softmax.
+        resolution depends on the sequence length, not on the row length. The offset cancels in the softmax.
     """
     c = cumulative_sum(log_f)
     if position_in_sequence is None:
@@ -102,7 +102,7 @@ def running_sum(log_f, position_in_sequence=None):
 
 
 def constant_columns(head_dim, heads, gates_per_key, dtype, device):
-    """Return the columns appended to queries, (heads or 1, 1, D' - D), and to keys after the gate parts, (free,)."""
+    """Return the columns to append to queries, (heads or 1, 1, D' - D), and to keys after the gate parts, 1D."""
     added = folded_width(head_dim, gates_per_key, device) - head_dim
     gates = GATE_QUERY * torch.eye(gates_per_key, dtype=dtype, device=device).repeat_interleave(GATE_PARTS, dim=1)
     query = F.pad(gates, (0, added - gates.shape[1]))[:, None]
@@ -113,13 +113,13 @@ def constant_columns(head_dim, heads, gates_per_key, dtype, device):
     return query, key
 
 
-cached_columns = lru_cache(maxsize=64)(constant_columns)  # avoids small operations in decoding
+cached_columns = lru_cache(maxsize=64)(constant_columns)  # saves small operations in decoding
 
 
 def columns_for(x, heads, gates_per_key):
-    """Return the `constant_columns` for x, (B, H, T, D), and `heads` query heads, cached for plain tensors."""
+    """Return the `constant_columns` for x, (B, H, T, D), and `heads` query heads; cached if x is a plain tensor."""
     traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor
-    # a tensor made within a torch.func transform belongs to it
+    # tensors created inside a torch.func transform must not be cached
     make = constant_columns if traced or torch._C._are_functorch_transforms_active() else cached_columns
     return make(x.shape[3], heads, gates_per_key, x.dtype, x.device)
 
@@ -135,7 +135,7 @@ def fold_queries(q, c, scale, gates_per_key):
         gates_per_key: gates per key head: 1, or the number of query heads that share a key head.
 
     Returns:
-        (B, Hq, T, D'). The added columns are 0 at the gate parts of other query heads.
+        (B, Hq, T, D'). In the added columns, the gate parts of other query heads are multiplied by 0.
     """
     batch, heads, length, _ = q.shape
     columns = columns_for(q, heads, gates_per_key)[0].expand(batch, heads, length, -1)
@@ -149,7 +149,7 @@ def fold_queries(q, c, scale, gates_per_key):
 def gate_parts(x):
     """Split fp32 `x` into three summands of eight significant bits, which are exact in every dtype of keys.
 
-    Only the first one propagates gradients to `x`.
+    Only the first summand propagates gradients to `x`.
     """
     y = x.detach() if x.requires_grad or unpack_dual(x).tangent is not None else x
     first = y.bfloat16().to(y.dtype)
@@ -167,7 +167,7 @@ def fold_keys(k, c, scale):
         scale: the factor that the kernel applies to q'.k'.
 
     Returns:
-        (B, Hkv, T, D'). The gradient of c flows through its first part.
+        (B, Hkv, T, D'). The gradient of c flows through the first of its three parts.
     """
     batch, kv_heads, length, _ = k.shape
     group = c.shape[1] // kv_heads
@@ -185,17 +185,17 @@ def unfold_decay(folded_keys, head_dim, group, scale):
 
 
 def tree_decay(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return the decay of each key for each query: the sum of log f over the later keys that the query sees.
+    """Return the decay of each key for each query: the sum of log f over all later keys that the query attends to.
 
-    The branches of a token tree are then independent. This decay also depends on the query, so it is added to the
-    logits instead of being folded into the keys.
+    The branches of a token tree are therefore independent. Because this decay also depends on the query, it is added
+    to the logits instead of being folded into the keys.
 
     Args:
         log_f: log gates of all keys, (B, H, keys), fp32.
         visible: (1 or B, 1, T, keys) bool.
 
     Returns:
-        (B, H, T, keys) fp32; the minimum of fp32 at hidden keys.
+        (B, H, T, keys) fp32, with fp32's minimum at masked keys.
     """
     seen = log_f[:, :, None] * visible  # (B, H, T, keys)
     later = F.pad(cumulative_sum(seen[..., 1:].flip(-1)).flip(-1), (0, 1))

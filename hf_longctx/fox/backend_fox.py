@@ -1,8 +1,9 @@
 """Attention backends: transformers' implementations on folded keys, or our Triton kernels.
 
 `attn_implementation="forgetting_triton"` selects the kernels of triton_fox.py. `find_triton_mask` computes once per
-forward pass which keys the queries see, as one integer per query, and `forgetting_triton_attention` runs the kernels
-in each layer. Gates of new keys are an argument; gates of cached keys are read from folded keys (attention_fox.py).
+forward pass which keys each query attends to, as one integer per query, and `forgetting_triton_attention` runs the
+kernels in each layer. The kernels receive the gates of new keys as an argument, and read the gates of cached keys from
+the folded keys (attention_fox.py).
 """
 
 import math
@@ -47,7 +48,7 @@ from .triton_fox import (
 NAME = "forgetting_triton"
 AUTO = "auto"
 # Minimum number of tokens in a batch for which "auto" selects our kernels. On an H200 they are the fastest at 16,384
-# tokens, in training and prefill; at 2048, launching them takes longer than a whole SDPA call.
+# tokens, in training and prefill; at 2048, launching our kernels takes longer than a whole SDPA call.
 KERNEL_TOKENS = 16384
 # Margin for bfloat16 under QK-norm: normalizing, weighting and rotating each round queries and keys by 2^-8, and the
 # product of the weights is rounded once more.
@@ -59,7 +60,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
     SDPA handles everything else: decoding, dropout, torch.func transforms, a static `PrunedCache`, and padding with a
-    growing one.
+    dynamic one.
 
     Args:
         config: the `FoxConfig`.
@@ -71,7 +72,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
     if x.shape[0] * x.shape[1] < KERNEL_TOKENS or (config.attention_dropout > 0 and torch.is_grad_enabled()):
         return "sdpa"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return "sdpa"  # the kernels lack some derivatives
+        return "sdpa"  # the kernels do not support all derivatives
     if drops_tokens(cache) and (cache.is_compileable or not (attention_mask is None or attention_mask.all())):
         return "sdpa"
     cannot = why_not(config.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
@@ -79,7 +80,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
 
 
 def with_implementation(config, name: str) -> Any:
-    """Return a copy of a configuration with another attention implementation.
+    """Copy a configuration and set its attention implementation to `name`.
 
     Attributes are copied one by one, because PyTorch 2.11 compiles neither `copy.copy` nor `__dict__.update`.
     """
@@ -91,9 +92,10 @@ def with_implementation(config, name: str) -> Any:
 
 
 def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> VisibleKeys | None:
-    """Return the keys that the queries see, for our kernels; None for plain causal attention.
+    """Return the keys that each query attends to, for our kernels; None for plain causal attention.
 
-    Later pipeline stages need None: their cache lacks the first layer, which stores the number of cached keys.
+    Later pipeline stages require None, because their cache lacks the first layer, which stores the number of cached
+    keys.
 
     Args:
         config, attention_mask, cache: as in `read_call`; the mask is (B, past + T).
@@ -106,7 +108,7 @@ def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_s
     )
     end = cached - dropped + length  # number of filled slots
     if isinstance(end, torch.Tensor) and length > DECODE_ROWS and not torch.compiler.is_compiling():
-        end = int(end)  # synchronizes once, so that every layer skips the free slots
+        end = int(end)  # synchronizes once per call, so that every layer can skip the free slots
     if not isinstance(end, torch.Tensor):
         if attention_mask is None and position_in_sequence is None and config.sliding_window is None and end == keys:
             return None
@@ -128,16 +130,16 @@ def logit_bound_of_norms(attention, heads):
     The bound is not cached, because FSDP2 gathers new weights into the same tensor without changing its version.
 
     Returns:
-        (largest, bound_scale): fp32, (heads,) or (1,), from the norm weights; and a number. (None, 1.0) without
-        QK-norm, or if the norm weights of exactly these heads are not available: they are offloaded, sharded or
-        replaced by an adapter, or a `PrunedCache` computes some of the heads.
+        (largest, bound_scale): fp32, (heads,) or (1,), computed from the norm weights; and a number. The result is
+        (None, 1.0) without QK-norm, if the norm weights are offloaded, sharded or replaced by an adapter, or if a
+        `PrunedCache` processes only some of the heads.
     """
     config, head_dim, group = attention.config, attention.head_dim, attention.num_key_value_groups
     norms = attention.q_norm, attention.k_norm
     if any(type(norm).__name__ not in ("FoxRMSNorm", "FoxHeadRMSNorm") for norm in norms):
         return None, 1.0
     weights = (norm.weight.detach() for norm in norms)
-    # under tensor parallelism, each process holds the weights of its heads
+    # under tensor parallelism, each process has the weights of its own heads
     q, k = (weight.to_local() if hasattr(weight, "to_local") else weight for weight in weights)
     if config.qk_norm_shared:
         heads = group = 1
@@ -145,7 +147,7 @@ def logit_bound_of_norms(attention, heads):
         return None, 1.0
     q, k = q.view(-1, group, head_dim), k.view(-1, 1, head_dim)
     largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1, dtype=torch.float32)  # absolute values
-    # RoPE mixes dimensions, so the two maxima may coincide; YaRN and LongRoPE scale q and k
+    # RoPE mixes dimensions, so the maxima of q and k may coincide; YaRN and LongRoPE scale q and k
     largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
     return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
@@ -161,11 +163,11 @@ def gates_in(module, key, heads):
 
 
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
-    """Run the kernels as an attention function of transformers: (B, H, T, D) -> (B, T, H, D), without weights.
+    """Run our kernels as an attention function for transformers: (B, H, T, D) -> (B, T, H, D), without weights.
 
     Args:
         module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
-        query, key, value: keys and values include cached ones and may be folded.
+        query, key, value: (B, H, T, D). Keys and values include the cached ones and may be folded.
         attention_mask: result of `find_triton_mask`.
         log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
 
@@ -209,8 +211,8 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
     else:
         c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
         if visible.token_mask is not None:
-            c = c.masked_fill(~visible.token_mask[:, None], 0.0)  # pruning needs a c that decreases, at padding too
-        k, v = k.contiguous(), v.contiguous()  # aligns them for 16-byte loads, unlike views of folded keys
+            c = c.masked_fill(~visible.token_mask[:, None], 0.0)  # c must not increase, even at padding
+        k, v = k.contiguous(), v.contiguous()  # for 16-byte loads; views of folded keys are not aligned
         stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
         bound = None if largest is None else bound_scale * largest
         o = attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
@@ -222,20 +224,20 @@ if triton is not None:
 
 
 def sdpa_without_cudnn(module, query, key, value, *args, **kwargs):
-    """Run SDPA with FlashAttention, or with another kernel if masked, because cuDNN creates a plan for each length."""
+    """Run SDPA without cuDNN, which would create a new plan for every sequence length."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-# Backends that accept values narrower than keys. SDPA's kernels and FlashAttention-2 do not, and transformers (5.23)
-# pads values for every FlashAttention.
+# Backends that accept values with a smaller head dimension than keys. SDPA's kernels and FlashAttention-2 do not, and
+# transformers (5.23) pads values for all versions of FlashAttention.
 OWN_WIDTH = ("eager", "flex_attention")
 # Backends that compute softmax(scaling * q.k + mask) v exactly, in addition to transformers' FlashAttention wrappers.
 # Others may silently ignore an argument.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 # FlashAttention-4 silently returns wrong query gradients unless head_dim is a multiple of 32
-# (Dao-AILab/flash-attention, pull request 2896). In training, folded heads are zero-padded for every
-# FlashAttention except these.
+# (Dao-AILab/flash-attention, pull request 2896). In training, folded heads are therefore zero-padded for all versions
+# of FlashAttention except these.
 EXACT_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
@@ -257,9 +259,9 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | None):
-    """Fold the decay into the keys, continuing the sum of log f from the last cached key: (B, H or Hkv, T, D') each.
+    """Fold the decay, continued from the last cached key, into the keys. Return q, k and v, (B, H or Hkv, T, D').
 
-    Values keep their width if the backend supports it and there is no cache.
+    Values are not padded to D' if the backend supports narrower values and there is no cache.
     """
     # Cast before folding: under autocast, the backend would also round the decay.
     q, k, v = autocast_inputs(q, k, v)
@@ -276,10 +278,11 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
 
 
 def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwargs):
-    """Compute attention of the new tokens to all cached and new tokens, with the implementation of the call.
+    """Compute the attention of the new tokens to all cached and new tokens, with the call's implementation.
 
-    Our kernels take new gates as an argument. For other backends, and for a cache, gates are folded into the keys.
-    Under sequence parallelism, an all-to-all gives each process whole rows of some heads (Ulysses, arXiv 2309.14509).
+    Our kernels take the new gates as an argument. With other backends or a cache, the gates are folded into the keys.
+    Under sequence parallelism, an all-to-all gives each process whole rows for some of the heads (Ulysses, arXiv
+    2309.14509).
 
     Args:
         module: the `FoxAttention`.
@@ -303,7 +306,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
                 f"tensor parallelism gives each rank {k.shape[1]} key heads, but cannot shard the {log_f.shape[1]} fixed "
                 'gates. Use gates that can be sharded: forget_gate="bias_only".'
             )
-        if call.token_mask is not None:  # padding does not fade
+        if call.token_mask is not None:  # padding does not fade other keys
             log_f = log_f * call.token_mask[:, None].to(log_f.dtype)
         if call.visible is not None:
             return attend_tree(module, q, k, v, log_f, call.visible, call, past)
@@ -319,7 +322,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
 
 
 def attend_tree(module, q, k, v, log_f, visible: torch.Tensor, call: Call, past: CachedLayer | None):
-    """Compute `attend` under a 4D attention mask; always in plain PyTorch."""
+    """Compute `attend` under a 4D attention mask, always in plain PyTorch."""
     if past is not None:
         _, k, v = fold_forget_gate(module, q, k, v, log_f, call, past)
         k, v = past.append(k, v)

@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict:
 
 
 def leads_outside(path: Path, folder: Path) -> bool:
-    """Return whether `path` links to a file outside `folder`. In the Hub cache, the repository's blobs are inside."""
+    """Return whether `path` links to a file outside `folder`. In the Hub cache, the repository's blobs are allowed."""
     home = folder.resolve()
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     return not any(path.resolve().is_relative_to(home) for home in homes)
@@ -46,7 +46,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """List the tokenizer and generation files in a folder.
 
     Raises:
-        ValueError: a file is a link out of the folder. A copy of its target could be published by mistake.
+        ValueError: a file is a link to a target outside the folder, whose copy could be published by mistake.
     """
     files = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
     for path in files:
@@ -93,7 +93,8 @@ class Checkpoint:
     """The tensors in the safetensors files of a folder.
 
     Attributes:
-        files, shapes, dtypes: {name: file, shape or dtype} of each tensor. `dtypes` does not contain scalars.
+        files, shapes, dtypes: map the name of each tensor to its file, shape or dtype. `dtypes` does not contain
+            scalars.
         largest_file: size of the largest file in bytes.
 
     Raises:

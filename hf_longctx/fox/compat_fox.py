@@ -30,9 +30,9 @@ CACHE = "cache" if "cache" in {f.name for f in fields(BaseModelOutputWithPast)} 
 
 
 def accept_both_names(function: Callable) -> Callable:
-    """Make a function with an argument `cache` also accept `past_key_values`, with transformers' own warning.
+    """Let a function with an argument `cache` also accept `past_key_values`, with transformers' own warning.
 
-    Before 5.24, `generate` uses the old name, so the signature shows that name and no warning is issued.
+    Before transformers 5.24, `generate` uses the old name, so the signature shows that name and no warning is issued.
     """
     if CACHE == "cache":
         return deprecation.deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(function)
@@ -44,12 +44,12 @@ def accept_both_names(function: Callable) -> Callable:
 
 
 def adapt(function: Callable) -> Callable:
-    """Make a transformers function accept and return both names, as it does since 5.24."""
+    """Let a transformers function accept and return both names, as it does since 5.24."""
     return function if CACHE == "cache" else rename_cache(function, "cache", CACHE)
 
 
 def rename_cache(function: Callable, old: str, new: str) -> Callable:
-    """Make a function accept its argument `new` under the name `old` too, and return outputs with both names."""
+    """Let a function accept its argument `new` also under the name `old`, and return outputs with both names."""
 
     @functools.wraps(function)
     def renamed(*args, **kwargs):
@@ -64,7 +64,7 @@ def rename_cache(function: Callable, old: str, new: str) -> Callable:
 
 
 class BothNames:
-    """An output that also has the name `cache`, for transformers before 5.24."""
+    """A model output whose `past_key_values` is also available as `cache`, for transformers before 5.24."""
 
     past_key_values: Any
 

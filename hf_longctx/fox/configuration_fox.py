@@ -20,8 +20,8 @@ REPAIR = (
     "--local-dir FOLDER`, then `hf-longctx push FOLDER REPO`)."
 )
 
-# This file of a saved folder is loaded first, so the warning about an untested version precedes any failure.
-require_version(f"transformers>={OLDEST}", "FoX is tested from there on: pip install -U transformers")
+# When a saved folder is loaded, this file comes first, so the warning about an untested version precedes any failure.
+require_version(f"transformers>={OLDEST}", "FoX does not support older versions. Run: pip install -U transformers")
 if tuple(map(int, transformers.__version__.split(".")[:2])) > TESTED[1]:
     # all copies of this file share this logger and message, so the warning appears once
     logging.get_logger("transformers.hf_longctx").warning_once(REPAIR[0].upper() + REPAIR[1:])
@@ -48,28 +48,29 @@ class FoxConfig(PreTrainedConfig):
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
         decay_time_min: initial decay time in tokens of the fastest head. Decay times are log-spaced over the heads, so
-            that head h forgets by a factor e in T_h tokens (Appendix D). Required for "fixed": 2 ** (8 / H) and 2 ** 8
-            give the slopes of ALiBi for H heads, a power of two. Default: learned gates start half open, with a decay
-            time of 1.4 tokens, as in the paper; they learn slowly from a small corpus.
+            that the weights of head h fade by a factor e in T_h tokens (Appendix D). Required for "fixed": 2 ** (8 /
+            H) and 2 ** 8 give the slopes of ALiBi if the number of heads H is a power of two. Default: learned gates
+            start half open, with a decay time of 1.4 tokens, as in the paper. These gates learn slowly on a small
+            corpus.
         decay_time_max: initial decay time of the slowest head.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
         qkv_bias: a bias on the query, key and value projections, as in Qwen2.
-        qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector over the heads, as
+        qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector across the heads, as
             the released checkpoints do. `qk_norm_eps` is its epsilon.
         output_gate: activation of an output gate, a projection of the input that multiplies the attention output:
             "sigmoid", "silu" or None.
         output_norm: RMSNorm per head on the attention output, before the output gate.
         k_shift: data-dependent token shift on keys (eq. 14).
         v_shift: data-dependent token shift on values.
-        sliding_window: number of tokens that a token attends to, including itself. Default None: all.
-        log_pruning_tolerance: log of the attention weight that `attn_implementation="forgetting_triton"` may skip per
-            query, in faded keys (arXiv 2504.06949, which uses -10). At most 0. None disables pruning; other
+        sliding_window: number of tokens that a token attends to, including itself. Default None: all earlier tokens.
+        log_pruning_tolerance: log of the attention weight on faded keys that `attn_implementation="forgetting_triton"`
+            may skip per query (arXiv 2504.06949, which uses -10). At most 0. None disables pruning; other
             implementations never prune.
 
     Raises:
-        ValueError: a name is unknown, unless the configuration was saved; or a value is out of range or contradicts
-            another.
+        ValueError: a value is out of range or contradicts another; or a name is not a field (names in saved
+            configurations are not checked).
     """
 
     model_type = "fox"
@@ -120,7 +121,7 @@ class FoxConfig(PreTrainedConfig):
         self._check_gates()
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
-        self.base_model_tp_plan = self._tp_plan()  # ty: ignore[invalid-attribute-access] transformers reads it so
+        self.base_model_tp_plan = self._tp_plan()  # ty: ignore[invalid-attribute-access] read by transformers
         without_rope = self.rope_parameters is None and not {"rope_theta", "rope_scaling"} & kwargs.keys()
         super().__post_init__(**kwargs)
         if without_rope:
@@ -155,10 +156,10 @@ class FoxConfig(PreTrainedConfig):
             )
 
     def _tp_plan(self):
-        """Return the rules of tensor parallelism, which splits every layer by heads, for the modules that exist."""
+        """Return the tensor-parallel plan for the modules that exist. It splits every layer by heads."""
         learned = {"full": ["weight", "bias"], "bias_only": ["bias"]}
-        # Shift weights and gate are not nn.Linear: "packed_colwise" runs them on a rank's heads and sums the
-        # gradients of their input.
+        # Shift weights and gate are not nn.Linear: "packed_colwise" computes the heads of one rank and sums the
+        # gradients of the input.
         modules = [
             ("f_proj", self.forget_gate != "none", "packed_colwise", learned.get(self.forget_gate, [])),
             ("k_shift_proj", self.k_shift, "packed_colwise", ["weight"]),
@@ -196,7 +197,9 @@ class FoxConfig(PreTrainedConfig):
             hint = f"; did you mean {closest[0]!r}?" if closest else "."
             raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint} help(FoxConfig) lists all fields.")
         if not kwargs.get("is_causal", True):
-            raise ValueError("is_causal must be True, got False, because forget gates act on the past. Leave it out.")
+            raise ValueError(
+                "is_causal must be True, because forget gates require causal attention, got False. Leave it unset."
+            )
 
     def _check_heads(self):
         if self.num_key_value_heads is None:
@@ -239,7 +242,7 @@ class FoxConfig(PreTrainedConfig):
 
     @classmethod
     def pro(cls, **kwargs):
-        """Return FoX (Pro): output gate and norm, QK-norm, token shifts (Figure 1); overridden by `kwargs`."""
+        """Return a configuration of FoX (Pro): output gate and norm, QK-norm, token shifts. Override with `kwargs`."""
         switches: dict[str, Any] = dict(
             qk_norm=True, output_gate="sigmoid", output_norm=True, k_shift=True, v_shift=True
         )

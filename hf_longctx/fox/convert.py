@@ -1,6 +1,6 @@
 """Lossless converters between FoX and other implementations of the same architecture.
 
-One table of names for each implementation is used in both directions. `convert_folder.py` converts files.
+Each implementation has one table of names, which is used in both directions. `convert_folder.py` converts files.
 """
 
 import copy
@@ -19,7 +19,7 @@ from .configuration_fox import FoxConfig
 from .modeling_fox import FoxForCausalLM, decay_time_bias
 
 
-# Module names: {ours: theirs}. All other modules have the same name in every implementation.
+# Module names: {name in FoX: name in the other implementation}. Modules not listed here have the same names.
 FLA_MODULES = {
     "embed_tokens": "embeddings",
     "input_layernorm": "attn_norm",
@@ -32,11 +32,12 @@ OFFICIAL_MODULES = FLA_MODULES | {
     "o_norm": "output_norm",
     "k_shift_proj": "k_proj.shift_proj",
     "v_shift_proj": "v_proj.shift_proj",
-    "up_proj": "gate_proj",  # one matrix: the rows of our gate_proj, followed by the rows of our up_proj
+    "up_proj": "gate_proj",  # one matrix: the rows of FoX's gate_proj, followed by its up_proj
 }
 LLAMA_MODULES = {"f_proj": None}  # a Llama has no forget gate
 
-# Configuration fields: {theirs: ours}. `read_config` and `write_config` compute all other fields.
+# Configuration fields: {name in the other implementation: name in FoX}. `read_config` and `write_config` compute the
+# fields that are not listed.
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -61,7 +62,7 @@ FIELDS = {
     "use_k_shift": "k_shift",
     "use_v_shift": "v_shift",
 }
-# Default values that the three configuration classes share. Each `Layout` adds those of its class.
+# Default values that the three configuration classes share. Each `Layout` adds the defaults of its own class.
 DEFAULTS = {
     "vocab_size": 32000,
     "hidden_size": 2048,
@@ -90,8 +91,8 @@ class Layout:
     modules: dict[str, str]
     defaults: dict[str, Any]
     activations: tuple[str, ...] = ("swish",)
-    constants: dict[str, object] = field(default_factory=dict)  # {our field: its fixed value}
-    refused: dict[str, str] = field(default_factory=dict)  # {their field that must be None: reason}
+    constants: dict[str, object] = field(default_factory=dict)  # {FoX field: fixed value}
+    refused: dict[str, str] = field(default_factory=dict)  # {other field that must be None: reason}
 
 
 OFFICIAL = Layout(
@@ -156,15 +157,15 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
 
     Args:
         state_dict: the tensors of the checkpoint by name. `lm_head.weight` may be missing if the embeddings are tied.
-        config_dict: the content of its config.json. Missing fields have the authors' defaults.
+        config_dict: the content of its config.json. Missing fields default to the authors' values.
 
     Returns:
         The model in the `common_dtype` of `state_dict`, on the CPU, in evaluation mode. Its logits equal those of the
         authors' implementation.
 
     Raises:
-        ValueError: FoX does not support the configuration, or tensors are missing, unknown or of another shape. The
-            message lists all such tensors.
+        ValueError: FoX does not support the configuration, or tensors are missing or unknown or have another shape.
+            The message lists all such tensors.
     """
     return build(read_config("official", config_dict), OFFICIAL_MODULES, state_dict)
 
@@ -177,7 +178,7 @@ def from_fla(state_dict: dict[str, torch.Tensor], config_dict: dict) -> FoxForCa
 def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxForCausalLM:
     """Turn a causal LM of the Llama, Mistral, Qwen2 or Qwen3 family into a FoX, ready to be fine-tuned.
 
-    The FoX retains RoPE of any type, grouped heads, the biases of Qwen2, the QK-norm of Qwen3 and a sliding window.
+    The FoX retains all types of RoPE, grouped heads, the biases of Qwen2, the QK-norm of Qwen3 and a sliding window.
     Each query head gets a forget gate with weight 0 and a bias for which f = exp(-1 / decay_time).
 
     Args:
@@ -193,8 +194,8 @@ def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxFo
         The model in the dtype and on the device of `model`, in evaluation mode, with its generation settings.
 
     Raises:
-        ValueError: the model belongs to another family, has biases in the output projection or the MLP, has a window
-            in some layers only, or has an unsupported RoPE.
+        ValueError: the model belongs to another family, has biases in the output projection or the MLP, has a sliding
+            window in only some layers, or has an unsupported RoPE.
     """
     config = read_llama_config(model.config.to_dict(), decay_time)
     fox = build(config, LLAMA_MODULES, model.state_dict())
@@ -221,7 +222,7 @@ def to_fla(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
 
 
 def build(config: FoxConfig, modules: Mapping[str, str | None], state_dict: dict[str, torch.Tensor]) -> FoxForCausalLM:
-    """Build a FoX with the tensors of another implementation. `modules` maps our module names to its names."""
+    """Build a FoX with the tensors of another implementation. `modules` maps FoX's module names to the other names."""
     tensors = tensors_of_fox(config, modules, state_dict)
     dtype = common_dtype(x.dtype for name, x in tensors.items() if "f_proj" not in name)  # f_proj is always float32
     with no_init_weights():
@@ -248,7 +249,7 @@ def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
 def tensors_of_fox(
     config: FoxConfig, modules: Mapping[str, str | None], state_dict: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Convert the state dict of another implementation to FoX. `modules` maps our module names to its names.
+    """Convert the state dict of another implementation to FoX. `modules` maps FoX's module names to the other names.
 
     The tensors share memory with `state_dict`, except for new forget gates.
     """
@@ -279,7 +280,7 @@ def tensors_of_others(
 def check_tensors(
     config: FoxConfig, shapes: dict[str, tuple[int, ...]], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise ValueError if tensors are missing, unknown, or not of the shape in `shapes`. List all of them."""
+    """Raise a ValueError that lists all tensors that are missing or unknown or whose shape is not as in `shapes`."""
     # Old Llama checkpoints contain RoPE frequencies, which the configuration determines.
     names = {name for name in state_dict if not name.endswith("rotary_emb.inv_freq")}
     problems = [f"missing: {name}" for name in shapes.keys() - names]
@@ -300,16 +301,16 @@ def check_tensors(
 
 
 def correspondence(config, modules):
-    """Return three dictionaries: the shapes of our tensors, the shapes of theirs, and the locations of ours in theirs.
+    """Return {name: shape} for FoX, {name: shape} for the other implementation, and {FoX name: location}.
 
-    A location is (their name, first row, end row), or None for a new forget gate.
+    A location is (name, first row, end row) in the other implementation, or None for a new forget gate.
     """
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
     if config.tie_word_embeddings:
         del ours["lm_head.weight"]
     for x in ("k", "v"):
-        if getattr(config, f"{x}_shift"):  # with a token shift, their projection is a module of two layers
+        if getattr(config, f"{x}_shift"):  # in the other implementations, the projection then has two layers
             modules = modules | {f"{x}_proj": f"{x}_proj.linear"}
     theirs, places = {}, {}
     for name, (rows, *columns) in ours.items():
@@ -318,7 +319,7 @@ def correspondence(config, modules):
             places[name] = None
             continue
         their_name = ".".join(parts)
-        if config.forget_gate != "full":  # then their gate is a parameter, not a projection
+        if config.forget_gate != "full":  # in the other implementations, the gate is then a parameter
             their_name = their_name.replace("fgate_proj.bias", "fgate_bias")
         first = theirs[their_name][0] if their_name in theirs else 0
         theirs[their_name] = (first + rows, *columns)
@@ -431,7 +432,7 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
     elif not 0 < decay_time < float("inf"):
         raise ValueError(f"decay_time must be a positive number of tokens, got {decay_time}.")
     fields = {name: getattr(config, name) for name in FoxConfig.__annotations__ if hasattr(config, name)}
-    if fields["pad_token_id"] == -1:  # the first Llama configurations use -1 for None
+    if fields["pad_token_id"] == -1:  # early Llama configurations use -1 for None
         fields["pad_token_id"] = None
     fields |= dict(
         attention_dropout=config.attention_dropout or 0.0,

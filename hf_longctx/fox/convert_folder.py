@@ -1,4 +1,4 @@
-"""Conversion of checkpoint folders, with the tables of names in `convert.py`."""
+"""Conversion of checkpoint folders, using the tables of names in `convert.py`."""
 
 import json
 import os
@@ -51,8 +51,8 @@ def convert_folder(
         decay_time: as in `from_llama`. Requires `source_format="llama"`.
 
     Raises:
-        ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are
-            missing, unknown or of another shape; the index names a file outside the source folder; a tokenizer file
+        ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are missing
+            or unknown or have another shape; the index names a file outside the source folder; a tokenizer file
             is a link to a file outside it; or the destination is not empty.
         OSError: a file cannot be read or written.
     """
@@ -116,7 +116,7 @@ def write_folder(
 
 
 def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """Return the memory-mapped tensors of a folder by name, and the size of the largest file in bytes."""
+    """Return the memory-mapped tensors of a folder, keyed by name, and the size of the largest file in bytes."""
     checkpoint = Checkpoint(source)
     if unknown := set(checkpoint.dtypes.values()) - set(DTYPES.values()):
         raise ValueError(f"weights of {', '.join(map(str, unknown))} are not supported. Convert the original weights.")
@@ -124,6 +124,6 @@ def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def dtype_of(config_dict: dict, tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    """Return the dtype in the configuration, or the `common_dtype` of the tensors if it does not contain one."""
+    """Return the dtype in the configuration or, if it does not contain one, the `common_dtype` of the tensors."""
     name = str(config_dict.get("dtype", config_dict.get("torch_dtype")))
     return DTYPES.get(name) or common_dtype(x.dtype for x in tensors.values())

@@ -4,9 +4,9 @@
 
     z_t = x_t + a_t (x_{t-1} - x_t)          y = w * z / sqrt(mean(z^2) + eps) * act(g)
 
-Both functions have a definition in plain PyTorch. On a GPU, one Triton kernel computes the outputs and another one the
-gradients, for which only the inputs are saved. Sums over tokens have a fixed order. Names in the kernels follow
-kernels_fox.py. A program processes blocks of BT tokens of one head, [BT, BD], in fp32.
+Both functions have a definition in plain PyTorch. On a GPU, one Triton kernel computes the outputs and another one
+computes the gradients from the saved inputs. Sums over tokens have a fixed order. Names in the kernels follow
+kernels_fox.py. Each program processes blocks of BT tokens of one head, [BT, BD], in fp32.
 """
 
 from __future__ import annotations  # leaves tl.constexpr unevaluated if Triton is not installed
@@ -69,7 +69,7 @@ def load_pairs(
         b_share = tl.load(p_share + o_n * s_share, mask=m_n, other=0.0)[:, None]
         i_t = o_n % T
         i_previous = i_t
-        if INDEXED:  # index 0 is a cached token, and there is none
+        if INDEXED:  # index 0 would be a cached token, but there are none
             i_previous = tl.load(p_index + o_n, mask=m_n, other=-1)
         b_more = load_tokens(p_x, o_n - i_t + i_previous - 1, m_n & (i_previous > 0), H, D, BD) - b_x
     return b_x, b_share, b_more
@@ -165,7 +165,7 @@ def fused_norm_kernel(
     p_x, p_k, p_v, p_w, p_wk, p_gate, p_share, p_index, p_y, p_yk, p_yv, s_w, n_tokens, T, H, Hkv, eps,
     D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr, SHIFT: tl.constexpr, INDEXED: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of one head: of x (norm and gate), of the keys (shift and norm), or of the values (shift).
+    """Compute the output for one block of one head of x (norm and gate), k (shift and norm) or v (shift).
 
     All tensors are contiguous.
     """
@@ -226,7 +226,7 @@ def fused_norm_backward_kernel(
 
 
 def describe(x, weight, gate, k, predecessor, activation):
-    """Return the arguments of a launch: tile, number of blocks, number of heads, sizes, and constants."""
+    """Return the tile, the number of blocks, the number of heads, the sizes and the constants for a launch."""
     (B, T, H, D), Hkv = x.shape, 0 if k is None else k.shape[2]
     BD = padded(D)
     tile = Tile(max(1, ELEMENTS // BD), BD, 4, 1)
@@ -239,7 +239,7 @@ def describe(x, weight, gate, k, predecessor, activation):
 
 
 def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation, dtype):
-    """Run the forward kernel. Return y, and the new keys and values, or None if k is None."""
+    """Run the forward kernel. Return y, the new keys and the new values; the last two are None if k is None."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     y = torch.empty_like(x, dtype=dtype)
     new_k, new_v = (None if k is None else torch.empty_like(k) for _ in range(2))
@@ -255,7 +255,7 @@ def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, succe
 def launch_fused_norm_backward(
     gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
-    """Run the backward kernel. Return the gradients of x, weight, gate, k, v, k_weight and share, or None for None."""
+    """Run the backward kernel. Return the gradients of the tensors from x to share, None for absent tensors."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
     H, D = x.shape[2:]
@@ -273,7 +273,7 @@ def launch_fused_norm_backward(
 
 
 class FusedNorm(Function):
-    """The fused kernels as an autograd function. Under tracing, and for second derivatives, it runs `as_defined`."""
+    """Autograd function of the fused kernels. Traced and second derivatives are computed from `as_defined`."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -303,10 +303,10 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def can_fuse(*tensors: torch.Tensor) -> bool:
-    """Return whether the fused kernels support a call with these tensors, of which the first is (B, T, ...).
+    """Return whether the fused kernels support a call with these tensors. The first one must be (B, T, ...).
 
     The kernels require a GPU, and a call that PyTorch neither traces nor transforms. Calls of at most `DECODE_ROWS`
-    tokens return False, because launching a kernel takes longer than computing them.
+    tokens return False, because for so few tokens, plain PyTorch is faster than launching a kernel.
     """
     x = tensors[0]
     return (
@@ -324,7 +324,7 @@ def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) 
     """Apply RMSNorm and an optional output gate, in one pass over memory where `can_fuse` is true.
 
     Args:
-        x: (B, T, H, D). Without a gate, also (..., D), which runs in plain PyTorch.
+        x: (B, T, H, D). Without a gate, x may also be (..., D); this case runs in plain PyTorch.
         weight: norm weight, (D,), or (H * D,) for separate weights per head.
         gate: (B, T, H * D). The normalized x is multiplied by activation(gate).
         activation: "sigmoid" or "silu".
@@ -333,7 +333,7 @@ def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) 
         A tensor of the shape of x, in the autocast dtype or else the dtype of x.
     """
     tensors = [y for y in (x, weight, gate) if y is not None]
-    # A norm of hidden states, which is not 4D, runs faster in PyTorch's kernel: it has less host overhead.
+    # For hidden states, which are not 4D, PyTorch's own kernel is faster, because it has less host overhead.
     if x.ndim != 4 or weight.numel() not in (x.shape[-1], x.shape[-2] * x.shape[-1]) or not can_fuse(*tensors):
         return norm_as_defined(x, weight, eps, gate, activation)
     gate = None if gate is None else gate.contiguous().view(x.shape)

@@ -1,4 +1,4 @@
-"""Parsing and checks of the arguments of a call, once for all layers.
+"""Parse and check the arguments of a call, once for all layers.
 
 `read_call` turns the arguments of `FoxModel.forward` into a `Call` for all layers. Mistakes that would otherwise be
 silent raise an error. Values are checked on the CPU only, because reading them from a GPU would stall every step.
@@ -56,13 +56,13 @@ def read_call(
         cache: a `Cache` or None.
         shard: describes which part of each row is in `inputs_embeds`; None if rows are whole.
         cu_seq_lens_q, seq_idx: boundaries of packed sequences, as in `find_sequences`.
-        kwargs: arguments of other parts of the model.
+        kwargs: arguments for other parts of the model.
 
     Raises:
         ValueError: tokens, mask, positions and cache do not match; or packed rows have padding or a cache.
-        NotImplementedError: FoX does not support this cache here.
+        NotImplementedError: FoX does not support this cache in such a call.
     """
-    if shard is not None:  # only the shape of the whole rows is used
+    if shard is not None:  # the checks use only the shape of the whole rows
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
     check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwargs)
     (batch, length), device = inputs_embeds.shape[:2], inputs_embeds.device
@@ -89,7 +89,7 @@ def read_call(
         mask = create_attention_mask(config, inputs_embeds, attention_mask, cache, sequences)
 
     if config.k_shift or config.v_shift:
-        if token_mask is not None:  # the last real token before each one
+        if token_mask is not None:  # the last real token before each token
             last = torch.arange(1, length + 1, device=device) * token_mask
             predecessor = F.pad(last.cummax(1).values[:, :-1], (1, 0))
         if sequences is not None:
@@ -112,10 +112,10 @@ def read_call(
 
 
 def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) -> torch.Tensor:
-    """Invert `Call.predecessor`, (1 or B, T); each real token has one predecessor."""
+    """Compute `Call.successor` from `Call.predecessor`, (1 or B, T). Each token has at most one successor."""
     length = predecessor.shape[1]
     has_none = predecessor <= 0 if token_mask is None else (predecessor <= 0) | ~token_mask
-    index = torch.where(has_none, length, predecessor - 1)  # index of the predecessor, or a slot that is cut off
+    index = torch.where(has_none, length, predecessor - 1)  # index of the predecessor, or an extra slot
     tokens = torch.arange(length, device=predecessor.device).expand_as(predecessor)
     successor = predecessor.new_full((predecessor.shape[0], length + 1), -1).scatter(1, index, tokens)
     return successor[:, :-1].contiguous()
@@ -124,7 +124,7 @@ def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) 
 def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
     """Return which of the last `length` tokens of a mask (B, past + T) are real, (B, T) bool; None if all are.
 
-    transformers' `create_recurrent_attention_mask` treats a single token as generated, but it may belong to a prompt.
+    We do not use transformers' `create_recurrent_attention_mask`, which assumes that a single token is never padding.
     """
     if attention_mask is None:
         return None
@@ -136,7 +136,7 @@ def create_attention_mask(config, inputs_embeds, attention_mask, cache, position
     """Return the mask in the format of the config's attention implementation. A `PrunedCache` drops tokens first."""
     if hasattr(cache, "make_room"):  # a `PrunedCache`
         cache.make_room(inputs_embeds.shape[1])
-        if cache.is_compileable:  # a mask of the new tokens: the cache stores which others are padding
+        if cache.is_compileable:  # mask only new tokens: the cache stores which cached ones are padding
             attention_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
             cache = None
     if config._attn_implementation == NAME:
@@ -185,7 +185,7 @@ def find_sequences(
             last = (torch.arange(length, device=device) * token_mask).cummax(1).values
             previous = position_ids.gather(1, last[:, :-1]).masked_fill(~token_mask.cummax(1).values[:, :-1], -1)
         starts = F.pad(position_ids[:, 1:] <= previous, (1, 0), value=True)
-        if token_mask is not None:  # after right padding, `generate` also steps back, but not to the first position
+        if token_mask is not None:  # after right padding, `generate` decreases positions, but not to the first one
             first = position_ids.gather(1, token_mask.int().argmax(1, keepdim=True))
             starts = starts & token_mask & (position_ids == first)
         elif not compiling and starts[:, 1:].any():
@@ -204,7 +204,7 @@ def find_sequences(
 
 
 def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -> tuple[torch.Tensor, torch.Tensor]:
-    """Check a 4D attention mask, and find the token before each token. Compiled calls skip checks of values.
+    """Check a 4D attention mask, and find the predecessor of each token. Compiled calls skip checks of values.
 
     Args:
         config: the `FoxConfig`.
@@ -214,11 +214,11 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
         cache: a `Cache` or None.
 
     Returns:
-        The boolean mask, and `Call.predecessor`, (1 or B, T): the last token that each token sees before itself.
+        The boolean mask, and `Call.predecessor`, (1 or B, T): the last earlier token that each token attends to.
 
     Raises:
-        ValueError: shape, dtype or values are wrong; a token sees a later one, or more than the sliding window; or the
-            model has a token shift and a new token continues a cached token other than the last.
+        ValueError: shape, dtype or values are wrong; a token attends to a later one, or beyond the sliding window; or
+            the model has a token shift and a new token continues a cached token other than the last one.
         NotImplementedError: the cache is a `PrunedCache`.
     """
     if drops_tokens(cache):
@@ -246,13 +246,13 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     query = torch.arange(length, device=mask.device)[:, None] + cached  # (T, 1)
     if not compiling and (visible & (key > query)).any():
         raise ValueError(
-            "attention_mask must be causal, because forget gates act on the past, but a token can see a later one. Hide "
-            "the keys above the diagonal: mask.tril()."
+            "attention_mask must be causal, because forget gates act on the past, but a token attends to a later one. "
+            "Hide the keys above the diagonal: mask.tril()."
         )
     if config.sliding_window is not None and not compiling and visible.sum(-1).max() > config.sliding_window:
         raise ValueError(
             f"attention_mask must hide all but the last {config.sliding_window} tokens (sliding_window), got a token that "
-            f"sees {visible.sum(-1).max()}."
+            f"attends to {visible.sum(-1).max()}."
         )
     before = torch.where(visible[:, 0] & (key < query), key, -1).amax(-1)  # (1 or B, T)
     predecessor = torch.where(before < 0, -1, before - cached + 1)
@@ -283,7 +283,9 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
         if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             raise ValueError(f"{name!r} is not an argument of this model; did you mean {closest[0]!r}?")
     if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
-        raise ValueError("is_causal must be True, got False, because forget gates act on the past. Leave it out.")
+        raise ValueError(
+            "is_causal must be True, because forget gates require causal attention, got False. Leave it unset."
+        )
     for function in (F.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)):
         package = getattr(function, "__module__", None) or ""
         if package.startswith(("torch.distributed", "deepspeed")):
@@ -321,7 +323,7 @@ def check_positions(position_ids, batch: int, length: int, alone: bool) -> None:
 
 
 def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> None:
-    """Raise ValueError unless a mask is (B, past + T) of 1 and 0; `cached` is None if it is unknown."""
+    """Raise ValueError unless a mask is (B, past + T) of 1 and 0. `cached`, the value of past, is None if unknown."""
     shape = (batch, length if cached is None else cached + length)
     if attention_mask.ndim != 2 or (cached is not None and attention_mask.shape != shape):
         raise ValueError(
@@ -338,7 +340,7 @@ def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> N
 
 
 def check_restarts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError unless position ids (B, T) of packed documents, which begin at `starts`, count their tokens."""
+    """Raise ValueError unless position ids (B, T) count the tokens of each packed document, beginning at `starts`."""
     first = position_ids[:, :1]
     wrong = starts.all(dim=1, keepdim=True) | (first < 0) | (starts & (position_ids != first))
     if wrong.any():
@@ -351,11 +353,11 @@ def check_restarts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
 
 
 def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
-    """Return the number of tokens in a cache; None if only the GPU knows it.
+    """Return the number of tokens in a cache, or None if the number is stored on a GPU.
 
     Raises:
-        TypeError: the cache does not belong to a decoder.
-        ValueError: the first layer shows that another model or batch has filled the cache.
+        TypeError: the cache is not a decoder cache.
+        ValueError: the cache does not match the model, or its first layer was filled by another model or batch.
         NotImplementedError: the cache is quantized.
     """
     kind, repair = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
@@ -372,7 +374,7 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
     if keys is not None and keys.ndim == 4:
         width = folded_width(head_dim, config.gates_per_key, device) if gated else head_dim
         readable = gated and keys.device.type == "cpu" and not cache.offloading and layer.get_seq_length() > 0
-        marker = head_dim + GATE_PARTS * config.gates_per_key  # its column in a folded key
+        marker = head_dim + GATE_PARTS * config.gates_per_key  # column of a folded key that contains `GATE_QUERY`
         if keys.shape[::3] != (batch, width) or (readable and keys[0, 0, 0, marker] != GATE_QUERY):
             raise ValueError(
                 f"the keys in this {kind} must be (rows, width) = {(batch, width)} with the decay of a FoX, got "

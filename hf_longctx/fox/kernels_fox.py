@@ -30,14 +30,14 @@ try:
 
     jit = triton.jit
     # These arguments change with the sequence length T. Triton would recompile a kernel specialized on them, for
-    # instance at every step of generation. `rows_of` shows the compiler by which number the strides are divisible.
+    # instance at every step of generation. `rows_of` informs the compiler which number divides the strides.
     _STRIDES = (
         "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
     _SIZES = "T Tq Tk n_split n_groups n_parts n_tokens n_blocks G"
     jit_any_length = triton.jit(do_not_specialize=_SIZES.split() + [f"s_{name}" for name in _STRIDES.split()])
     LOG2E = tl.constexpr(1.4426950408889634)
-    # The cumulative sum counts log 0 as this number: exp(-1e5) is 0 compared with any other weight.
+    # The cumulative sum replaces log 0 with this number. exp(-1e5) is negligible compared with any other weight.
     GATE_FLOOR = tl.constexpr(-1e5)
     # If logits, in units of log 2, are at most 42 in absolute value, the softmax does not need a running maximum. The
     # query's own key then weighs at least 2^-84 before normalization. Weights below 2^-126 underflow in fp32. The sum
@@ -46,7 +46,7 @@ try:
     # Triton's interpreter (3.3 to 3.9) multiplies bf16 operands as integers, and truncates when it casts fp32 to bf16.
     # `dot` and `narrow` work around these bugs.
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes"))
-except ImportError:  # no Triton (CPU wheel, Windows): a call raises the error of `why_not` in triton_fox.py
+except ImportError:  # without Triton (CPU wheel, Windows), a call raises the error of `why_not` in triton_fox.py
     triton, INTERPRETED = None, SimpleNamespace(value=False)
 
     def jit(fn):
@@ -81,8 +81,8 @@ def number(x):
 def rows_of(p_x, i_b, i_h, past, s_b, s_h, s_t, W: tl.constexpr):
     """Return the pointer to a head, moved back by `past` rows, and the stride of its rows.
 
-    W is the number of elements in a 16-byte load if it divides all strides, else 1. `// W * W` shows this to the
-    compiler, which itself only detects multiples of 16: rows of folded keys are 72 or 136 elements apart.
+    W is the number of elements in a 16-byte load if it divides all strides, else 1. `// W * W` makes this visible to
+    the compiler, which by itself only detects multiples of 16. Rows of folded keys are 72 or 136 elements apart.
     """
     s_b, s_h, s_t = s_b // W * W, s_h // W * W, s_t // W * W
     return p_x + i_b * s_b + i_h * s_h - past * s_t, s_t
@@ -94,7 +94,7 @@ def load_rows(
 ):  # fmt: skip
     """Load BT rows of a (T, D) matrix, starting at i_row, as [BT, BD].
 
-    With MASKED, rows outside [begin, stop) are set to 0 without being read.
+    With MASKED, rows outside [begin, stop) are not read but set to 0.
     """
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     # The address of row i_row is a 64-bit scalar. Offsets within the block are 32-bit and constant along a loop.
@@ -111,7 +111,7 @@ def load_rows(
 
 @jit
 def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Store an fp32 block to the rows of a (T, D) matrix that start at i_row and end before `stop`."""
+    """Store an fp32 block to the rows [i_row, stop) of a (T, D) matrix."""
     o_t, o_d = tl.arange(0, BT), tl.arange(0, BD)
     p_block = p_x + tl.cast(i_row, tl.int64) * stride + (o_t[:, None] * stride + o_d[None, :])
     m_block = (i_row + o_t < stop)[:, None] & (o_d < D)[None, :]
@@ -120,7 +120,7 @@ def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr,
 
 @jit
 def load_tokens(p_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
-    """Load the tokens o_n of one of H heads as [BT, BD] fp32, with 0 where m_n is False."""
+    """Load the tokens at offsets o_n of one of H heads as [BT, BD] fp32, with 0 where m_n is False."""
     o_d = tl.arange(0, BD)
     p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
     return tl.load(p_block, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
@@ -183,7 +183,7 @@ def running_sum_kernel(
     p_f, p_query_end, p_dc, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T,
     BT: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Compute c, the cumulative sum of log f of one head, in float64; with BACKWARD, the gradient of log f from dc.
+    """Compute c, the float64 cumulative sum of log f of one head; with BACKWARD, the gradient of log f from dc.
 
     The log f of a key to which no query attends, such as padding, counts as 0, and a log f below GATE_FLOOR counts as
     GATE_FLOOR. The order of additions depends only on T, which torch.cumsum on a GPU does not guarantee.
@@ -251,7 +251,7 @@ def forward_span(
 ):  # fmt: skip
     """Add the key blocks from i_from to i_to, which are visible to all rows, to an online softmax.
 
-    b_o, b_l and b_m are the output, sum and maximum, where keys are decayed up to the first row only.
+    b_o, b_l and b_m are the output, sum and maximum. They include the decay of each key up to the first row only.
 
     The decay from key j to row i has three terms, all at most 0: from j to the end of its key block (p_d), from there
     to the first row (a scalar), and from the first row to i. The last term is the same for all keys, so the caller
@@ -283,7 +283,7 @@ def forward_span(
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
         # With a running maximum, a weight that dominates its row is exactly 1. With a bound it is not, and its
         # rounding error cancels only if b_l sums the rounded weights. They are rounded as integers, because the
-        # compiler would convert a bf16 number that is used twice on the hardware unit for exponentials.
+        # compiler would convert a bf16 number that is used twice with the hardware unit that computes exponentials.
         if FIXED and not PRODUCTS and b_v.dtype == tl.bfloat16:
             b_bits = b_p.to(tl.uint32, bitcast=True) + 0x8000
             b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # NaN, 0x7FFFFFFF, would wrap to -0
@@ -307,9 +307,9 @@ def forward_masked_span(
 ):  # fmt: skip
     """Add the key blocks from i_from to i_to, which are masked for some rows, to an online softmax.
 
-    b_o, b_l and b_m are the output, sum and maximum, where keys are decayed up to each row.
+    b_o, b_l and b_m are the output, sum and maximum. They include the full decay of each key up to each row.
     """
-    o_i = i_row + tl.arange(0, BM)  # computed here, to occupy no registers in the unmasked loop
+    o_i = i_row + tl.arange(0, BM)  # computed here, so as not to occupy registers in the unmasked loop
     b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]
     if BOUNDED:
         b_start = tl.load(p_start + o_i, mask=o_i < Tk, other=0)  # [BM]
@@ -401,7 +401,7 @@ def forward_kernel(
     b_o, b_l, b_m = forward_masked_span(
         b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_start, i_row, diagonal, end, begin, end, Tk,
         s_kt, s_vt, scale2, D, BM, BS, BD, BOUNDED)  # fmt: skip
-    b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # a row without visible keys returns 0
+    b_o = b_o / tl.where(b_l == 0.0, 1.0, b_l)[:, None]  # the output of a row without visible keys is 0
     store_rows(p_o, b_o, i_row, Tk, s_ot, D, BM, BD)
     tl.store(p_lse + o_i, (b_m + tl.log2(b_l)) / LOG2E, mask=o_i < Tk)
 
@@ -460,7 +460,7 @@ def dq_kernel(
 
     With dS = p * (do.v - delta), the part of dc that comes from queries is the row sums of dS, which are 0 in exact
     arithmetic. They are added nevertheless, because delta contains the rounding error of o. The error of row i then
-    affects only the gates that row i remembers, not all gates before i.
+    affects only the gates of keys that row i has not forgotten, not all gates before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -562,7 +562,7 @@ def dkdv_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of one key block, summed over the query heads of its key head, and the keys' part of dc.
+    """Compute dk, dv and the part of dc from the keys of one block, summed over the query heads of its key head.
 
     G, the number of query heads per key head, is not an argument. Inductor would compile G = 1 as a constant and
     remove the loop over heads. In the machine code for Hopper, each product would then wait for the previous one.
@@ -596,7 +596,8 @@ def dkdv_kernel(
         p_lseh, p_rowsh = p_lse + i_query, p_rows + i_query
         b_cj, b_ej = tl.load(p_ch + o_j, mask=o_j < Tk, other=0.0), tl.load(p_eh + o_j, mask=o_j < Tk, other=0.0)
         c_col, e_col = tl.load(p_ch + i_last), tl.load(p_eh + i_last)
-        # Queries in [begin, end) attend to some of the keys, blocks of BM queries in [full, ragged) to all of them.
+        # Queries in [begin, end) attend to some of the keys. Blocks of BM queries in [full, ragged) attend to all of
+        # them.
         if BOUNDED:
             b_query_end = tl.load(p_query_end + i_b * s_sb + i_h * s_sh + o_j, mask=o_j < Tk, other=0)  # [BN]
             m_j = b_query_end > o_j  # keys to which a query attends
@@ -660,7 +661,8 @@ def prune_kernel(
         tolerance - 2 bound_scale p_bound - log Tk,
 
     so that a row loses at most the weight e^tolerance. c decreases, so the dropped blocks are the first ones, and
-    bisection finds their number. It does not decrease along the rows. NaN drops nothing. A program processes BR rows.
+    bisection finds their number, which does not decrease along the rows. With NaN, nothing is dropped. A program
+    processes BR rows.
     """
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Padding, packing and a sliding window as one integer per query: the first key that it attends to.
+"""Padding, packing and a sliding window as one integer per query: the first key that the query attends to.
 
 `find_visible_keys` computes this integer for the operator and the model. Adaptive computation pruning (arXiv
 2504.06949) increases it to the first key that has not been forgotten (`prune_kernel` in kernels_fox.py).
@@ -111,7 +111,8 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
 def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
     """Return for each key the position after the last query that attends to it, int32, (b, h, Tk).
 
-    key_start: as in `VisibleKeys`, (b, h, Tq). If no query attends to a key, its result is at most its own position.
+    key_start: as in `VisibleKeys`, (b, h, Tq). If no query attends to a key, the result is at most the key's own
+        position.
     """
     keys = torch.arange(Tk, device=key_start.device, dtype=torch.int32).expand(*key_start.shape[:2], Tk)
     count = torch.searchsorted(key_start.contiguous(), keys.contiguous(), right=True, out_int32=True)
@@ -119,7 +120,7 @@ def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
 
 
 def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
-    """Return a bound of |scale * q.k|, (B, Hq), from the largest norms of queries and keys that are not padding."""
+    """Return a bound on |scale * q.k|, (B, Hq), from the largest norms of queries and keys that are not padding."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if key_start is not None:  # padding may contain any value

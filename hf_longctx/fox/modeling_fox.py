@@ -67,10 +67,10 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def are_ours(*modules: nn.Module | None) -> bool:
-    """Return whether modules are unmodified classes of this file, so that a kernel can use their weights directly.
+    """Return whether a kernel can use the weights of `modules`: all are unmodified instances of classes in this file.
 
-    Hub kernels and tensor parallelism replace their `forward`; adapters replace the whole module. Compiled calls
-    return False.
+    Hub kernels and tensor parallelism replace the `forward` method, and adapters replace the whole module. Compiled
+    calls return False.
     """
     return not torch.compiler.is_compiling() and all(
         type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)
@@ -194,7 +194,7 @@ class FoxAttention(nn.Module):
         return self.output(x, o), weights
 
     def shift_and_norm(self, x, q, k, v, call: Call, past: CachedLayer | None):
-        """Mix each key and value with its predecessor's, a_t prev + (1 - a_t) cur (eq. 14), and apply QK-norm."""
+        """Mix each key and value with the previous one, a_t prev + (1 - a_t) cur (eq. 14), and apply QK-norm."""
         norms: Any = (self.q_norm, self.k_norm)
         share, before = self.shift_weights(x, k), None if past is None else past.token_before(k)
         fused = before is None and call.shard is None and (call.predecessor is None) == (call.successor is None)
@@ -204,7 +204,7 @@ class FoxAttention(nn.Module):
             new = fused_heads(q, k, v, *(norm.weight for norm in norms), *options)
             if past is None:
                 return new
-        kv = torch.cat([k, v], dim=2)  # (B, T, 2 Hkv, D), as a cache has them
+        kv = torch.cat([k, v], dim=2)  # (B, T, 2 Hkv, D), as in a cache
         if call.shard is not None:
             before = call.shard.token_before(kv)
         if not fused:
@@ -261,7 +261,7 @@ class FoxDecoderLayer(GradientCheckpointingLayer):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-# A saved folder contains the code of every head, so any of them can load it.
+# A saved folder contains the code of all heads, so the classes of all heads can load it.
 AUTO_MAP = {
     "AutoModel": "modeling_fox.FoxModel",
     "AutoModelForCausalLM": "modeling_fox.FoxForCausalLM",
@@ -292,7 +292,7 @@ class FoxPreTrainedModel(PreTrainedModel):
         return True
 
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        """Raise an error if Triton is requested but unavailable, or in vLLM's backend for transformers models.
+        """Raise an error if Triton is requested but unavailable, or if vLLM's backend for transformers models is used.
 
         "auto" is returned unchanged, because each call resolves it.
         """
@@ -310,7 +310,7 @@ class FoxPreTrainedModel(PreTrainedModel):
     @staticmethod
     @accept_both_names
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
-        """Return the mask under the name of its attention implementation, and which of the T tokens are real.
+        """Return a dict: the mask, keyed by its attention implementation, and which of the T tokens are real.
 
         `attn_implementation="auto"` is resolved here. A 4D mask is returned unchanged.
         """
@@ -343,7 +343,7 @@ class FoxPreTrainedModel(PreTrainedModel):
 
 
 class FoxModel(FoxPreTrainedModel):
-    """The decoder without a head: token ids or embeddings in, final hidden states out."""
+    """The decoder without a head. It maps token ids or embeddings to final hidden states."""
 
     def __init__(self, config: FoxConfig):
         super().__init__(config)
@@ -397,7 +397,7 @@ class FoxModel(FoxPreTrainedModel):
             use_cache = False  # a checkpointed layer runs twice and would read its own tokens from the cache
 
         config = self.config
-        if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # a dict is already resolved
+        if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # resolved if it is a dict
             config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
         call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
         # A cache cannot separate packed documents. Compiled calls only assume that their rows are packed.
@@ -410,14 +410,14 @@ class FoxModel(FoxPreTrainedModel):
         if shard is not None and positions is not None:
             positions = shard.part(positions)
         position_embeddings = None if self.rotary_emb is None else self.rotary_emb(hidden_states, positions)
-        for i, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):  # early exit lowers the number
+        for i, layer in enumerate(islice(self.layers, self.config.num_hidden_layers)):  # reduced by early exit
             past = None if cache is None else CachedLayer(cache, i, hidden_states.device)
             hidden_states = layer(
                 hidden_states,
                 position_embeddings=position_embeddings,
                 call=call,
                 use_cache=use_cache,
-                **{CACHE: past},  # gradient checkpointing drops it by name
+                **{CACHE: past},  # gradient checkpointing removes this argument by name
                 **kwargs,
             )
         hidden_states = self.norm(hidden_states)
@@ -512,11 +512,11 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
 
 class FoxHead(FoxPreTrainedModel):
-    """Base class of the task heads. Registers FoxModel with AutoModel, which builds the decoder."""
+    """Base class of the task heads. It registers FoxModel with AutoModel, which the heads use to build the decoder."""
 
     def __init__(self, config):
-        # Not at import: transformers copies every file of remote code, with its imports, to a folder of its own, so
-        # configuration_fox.py is loaded twice, and `FoxConfig` may differ from the class of `config`.
+        # Registered here, not at import: transformers copies every file of remote code, with its imports, to its own
+        # folder. configuration_fox.py is therefore loaded twice, and `FoxConfig` may differ from `type(config)`.
         AutoModel.register(type(config), FoxModel, exist_ok=True)
         super().__init__(config)
 

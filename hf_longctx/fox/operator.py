@@ -160,7 +160,7 @@ def triton_runs_well(q: torch.Tensor) -> bool:
 
 
 def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
-    """Return `backend`, or the default for None. Raise if the backend does not support q or pruning."""
+    """Return `backend`, or the default for None. Raise an error if the backend does not support q or pruning."""
     if backend is None:  # the folded form ignores the tolerance, because skipping keys is optional
         return "triton" if triton_runs_well(q) else "folded"
     if backend not in BACKENDS:
@@ -178,7 +178,7 @@ def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: 
 
 
 def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
-    """Compute forgetting attention by `scaled_dot_product_attention` on folded queries and keys.
+    """Compute forgetting attention with `scaled_dot_product_attention` on folded queries and keys.
 
     Arguments are not checked. Memory is linear in Tk if Tq = Tk and `window` is None. Otherwise it includes a mask of
     Tq * Tk booleans.
@@ -199,7 +199,7 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
     c = cumulative_sum(log_f)
     keys = fold_keys(k, c, scale)
     if token_mask is not None:
-        # The columns of the decay mask padding, so SDPA does not need a (T, T) mask.
+        # The decay columns also mask padding, so SDPA does not need a (T, T) mask.
         columns = torch.arange(keys.shape[-1], device=k.device) >= k.shape[-1]
         keys = keys.masked_fill(~token_mask[:, None, :, None] & columns, -torch.finfo(torch.float16).max)
     out = F.scaled_dot_product_attention(

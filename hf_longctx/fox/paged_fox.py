@@ -1,8 +1,8 @@
-"""Continuous batching, `generate_batch` and `transformers serve`, with a paged cache.
+"""Continuous batching (`generate_batch` and `transformers serve`) with a paged cache.
 
-Requests may share a page, so a page cannot store a state that depends on earlier tokens. It stores key and value of
-each token before the shift and, in the columns that folding adds, log f and the shift weights. The rest is computed
-after the pages have been read.
+Requests may share a page, so a page cannot store a state that depends on earlier tokens. It stores the key and value
+of each token before the shift and, in the columns that folding adds, log f and the shift weights. Everything else is
+computed after the pages have been read.
 """
 
 import copy
@@ -37,7 +37,7 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cach
         cache: the paged cache.
         kwargs: positions of tokens in the pages, as transformers passes them to attention functions.
     """
-    x, mask = hidden_states, attention_mask > MASKED  # boolean, because a decay can exceed the minimum of float16
+    x, mask = hidden_states, attention_mask > MASKED  # boolean, because a decay can be below float16's minimum
     position_embeddings = None if model.rotary_emb is None else model.rotary_emb(x, position_ids)
     for layer in model.layers:
         x = x + paged_attention(layer.self_attn, layer.input_layernorm(x), position_embeddings, mask, cache, **kwargs)
@@ -46,7 +46,7 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cach
 
 
 def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) -> torch.Tensor:
-    """Compute the output of `FoxAttention` for x, (1, T, hidden), with the keys of earlier tokens in pages."""
+    """Compute the output of `FoxAttention` for x, (1, T, hidden). Keys of earlier tokens are read from pages."""
     q, k, v = (
         proj(x).unflatten(-1, (-1, attention.head_dim))
         for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -105,7 +105,7 @@ class ContinuousBatching(GenerationMixin):
 
     @torch.no_grad()
     def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
-        """Create the manager of transformers, whose pages also hold log f and shift weights; see `through_pages`.
+        """Create transformers' manager, whose pages also store log f and shift weights; see `through_pages`.
 
         Raises:
             NotImplementedError: the attention implementation is FlashAttention, transformers is too old, or the model
@@ -140,7 +140,7 @@ class ContinuousBatching(GenerationMixin):
         page_config.head_dim = folded_width(attention.head_dim, attention.gates_per_key, self.device)
         page_config.k_shift = page_config.v_shift = False  # plain attention pages, without convolution state
         if config._attn_implementation == "auto":
-            page_config._attn_implementation = "sdpa"  # `paged_attention` expects it
+            page_config._attn_implementation = "sdpa"  # the implementation that `paged_attention` expects
         # The manager reads the sizes of pages from `model.config` only (transformers 5.23).
         self.config = page_config
         try:

@@ -18,7 +18,7 @@ CHUNK_ELEMENTS = 2**22  # number of entries of A in a chunk: 16 MB
 HIDDEN = "#f1f3f5"  # color of keys to which a query does not attend
 MIN_WEIGHT = 1e-3  # lower end of the color scale of A
 COLUMNS = 6
-DEFAULT_HEADS = 4  # number of heads in the figure if none are given
+DEFAULT_HEADS = 4  # default number of heads in the figure
 
 
 @dataclass
@@ -46,7 +46,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Return the mean or the largest visible entry of each block of x, (R, T), NaN for a block without one."""
+    """Return the mean or maximum of the visible entries in each block of x, (R, T); NaN if there are none."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))
@@ -154,8 +154,8 @@ def plot_forget_gates(
     Args:
         model, input_ids: as in `head_maps`.
         path: output file. Its extension selects the format: PNG, SVG or PDF.
-        layers, heads: as in `head_maps`. If both are None, the figure shows four heads, evenly spaced from the fastest
-            to the slowest to forget.
+        layers, heads: as in `head_maps`. If both are None, the figure shows four heads, evenly spaced from the head
+            that forgets fastest to the one that forgets slowest.
         resolution: as in `head_maps`. A panel is about 400 pixels wide.
         title: title of the figure.
 
@@ -213,7 +213,7 @@ def plot_forget_gates(
 
 
 def spread(maps, count):
-    """Select `count` of the maps, evenly spaced from the fastest to the slowest to forget."""
+    """Select `count` of the maps, evenly spaced from the head that forgets fastest to the one that forgets slowest."""
     ordered = sorted(maps, key=lambda head_map: head_map.decay_time)
     last = min(count, len(ordered)) - 1
     return [ordered[round(i * (len(ordered) - 1) / max(last, 1))] for i in range(last + 1)]

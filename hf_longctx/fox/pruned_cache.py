@@ -1,7 +1,7 @@
 """A KV cache that drops tokens that the forget gates have faded, with a proven error bound.
 
 **Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the cumulative sum of log f, and `U` a bound
-of `|scale * q_i.k_j|` for all i and j. A query attends to its own key, which has not faded, so its softmax denominator
+on `|scale * q_i.k_j|` for all i and j. A query attends to its own key, which has not faded, so its softmax denominator
 is at least `exp(-U)` and
 
     w_ij <= exp(U + c_i - c_j) / exp(-U) = exp(2U + c_i - c_j).
@@ -17,7 +17,8 @@ d, then `o_i = (1 - d) * pruned_i + d * (a weighted mean of the dropped values)`
 
 (1) is satisfied if `c_t - c_j <= -(2U + log L) + log tolerance` for each of L dropped keys. This is the rule of
 adaptive computation pruning (arXiv 2504.06949), which requires L in advance. The sum in (1) does not, so the number of
-generated tokens is not limited: the cache stores the sum over all keys dropped so far, which fades with them.
+generated tokens is not limited: the cache stores the sum over all keys dropped so far, and the sum fades
+like the keys.
 
 The sum grows with every dropped key, and the oldest keys have faded most, so each head drops its oldest keys. Heads
 that retain similar numbers of keys share tensors. Attention runs once for each such group, with the attention function
@@ -258,7 +259,7 @@ class PrunedLayer(DynamicLayer):
         return bound.view(self.kv_heads, self.gates_per_key, -1).amax(2).double()
 
     def make_room(self, tokens: int) -> None:
-        """Prune before a call of `tokens` tokens, if `prune_every` tokens have been added since the last pruning."""
+        """Prune before a call with `tokens` tokens, if `prune_every` tokens have been added since the last pruning."""
         if int(self.length) - self.pruned_at >= self.prune_every:
             self.prune(tokens)
 
@@ -304,9 +305,9 @@ class PrunedLayer(DynamicLayer):
         self._set_groups(groups)
         if self.weight_bound is None and self.worst > self.log_tolerance:
             logger.warning_once(
-                f"queries or keys exceeded {HEADROOM} times the largest ones before a PrunedCache dropped tokens, so "
-                "the lost attention weight may exceed the tolerance. Use a smaller tolerance. cache.lost_weight is a "
-                "bound on the lost weight."
+                f"after a PrunedCache dropped tokens, the bound on the attention logits exceeded {HEADROOM} "
+                "times its earlier value, so the lost attention weight may exceed the tolerance. Use a smaller tolerance. "
+                "cache.lost_weight is a bound on the lost weight."
             )
 
     def _plan(self, available, needed, tokens):
@@ -332,7 +333,7 @@ class PrunedLayer(DynamicLayer):
         removed = abs(int(tokens_to_remove))  # transformers 5.17 passes a tensor
         if removed and self.length - removed < self.dropped_at:
             raise ValueError(
-                f"crop must leave at least {self.dropped_at} tokens, the number when tokens were last dropped, got "
+                f"crop must leave at least {self.dropped_at} tokens, the length at which tokens were last dropped, got "
                 f"{self.length} - {removed}. Crop fewer tokens, or use a DynamicCache."
             )
         super().crop(tokens_to_remove)
@@ -507,7 +508,7 @@ class PrunedCache(Cache):
             heads that forget quickly use a half, a quarter, ... of it. Default None: a dynamic cache.
 
     Raises:
-        ValueError: the model is not a FoX or has no forget gate, or an argument is out of its range.
+        ValueError: the model is not a FoX or has no forget gate, or an argument is out of range.
         NotImplementedError: the model has a sliding window.
     """
 
@@ -562,7 +563,7 @@ class PrunedCache(Cache):
         super().__init__(layers=[kind(*pair, tolerance, prune_every) for pair in zip(attentions, bounds)])
 
     def make_room(self, tokens: int) -> None:
-        """Prune the layers that are due, before a call of `tokens` tokens. Do nothing during compilation."""
+        """Prune the layers that are due, before a call with `tokens` tokens. Do nothing during compilation."""
         if not torch.compiler.is_compiling():
             for layer in self.layers:
                 layer.make_room(tokens)
@@ -579,7 +580,7 @@ class PrunedCache(Cache):
 
     @property
     def lost_weight(self) -> float:
-        """A proven upper bound of the attention weight that a query has lost so far in a layer and head."""
+        """A proven upper bound on the attention weight that any query has lost so far in any layer and head."""
         return math.exp(max(layer.log_lost_weight() for layer in self.layers))
 
 

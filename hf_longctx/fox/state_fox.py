@@ -1,4 +1,4 @@
-"""The description of one call, and the state that an attention layer reads from a cache of transformers.
+"""Description of one call, and the states that an attention layer stores in a cache of transformers.
 
 FoX has two recurrent states. The cumulative sum of log f is folded into the last cached key (attention_fox.py). The
 last keys and values before the token shift are stored as a convolution state, in cache layers that reorder and crop it
@@ -27,7 +27,7 @@ from .attention_fox import is_exporting, unfold_decay
 
 # Number of token-shift states in a dynamic cache. All but one of them can be cropped.
 SHIFT_TOKENS = 32
-FREE_TOKENS = 64  # for which an `InPlaceBuffer` allocates memory in advance
+FREE_TOKENS = 64  # number of tokens for which an `InPlaceBuffer` allocates memory in advance
 
 
 class Call(NamedTuple):
@@ -37,11 +37,11 @@ class Call(NamedTuple):
     token_mask: (B, T) bool, False at padding. None: every token is real.
     position_ids: (1 or B, T), positions for RoPE.
     position_in_sequence: (B, T) if sequences are packed. None: each row is one sequence.
-    predecessor: (1 or B, T), the token before each one, for the token shift: an index into the last cached token, 0,
-        and the new ones; -1 for none. None: the tokens are consecutive.
-    successor: (1 or B, T), the inverse of `predecessor`: an index into the new tokens; -1 for none. None: the tokens
-        are consecutive, or those of a tree.
-    visible: (1 or B, 1, T, keys) bool, the keys that each token sees by a 4D attention mask, else None.
+    predecessor: (1 or B, T), index of the token before each token, for the token shift: 0 is the last cached token, 1
+        is the first new token, and -1 means none. None: the tokens are consecutive.
+    successor: (1 or B, T), the inverse of `predecessor`: 0 is the first new token, and -1 means none. None: the tokens
+        are consecutive or form a tree.
+    visible: (1 or B, 1, T, keys) bool, the keys that each token attends to under a 4D attention mask, else None.
     flash: boundaries of the sequences, as arguments of FlashAttention.
     shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py under sequence parallelism; `predecessor`
         then describes the local part of the rows, and all other fields describe whole rows.
@@ -84,9 +84,9 @@ def shift_tokens(x, share, before=None, predecessor=None):
 
 
 class ShiftLayer(LinearAttentionLayer):
-    """A hybrid cache layer of transformers (5.23), which also selects rows and crops tokens of its state.
+    """A hybrid cache layer of transformers (5.23) that also reorders and crops its convolution state.
 
-    `attention` is its class without the state.
+    `attention` is the corresponding class without this state.
     """
 
     attention: Any
@@ -104,13 +104,13 @@ class ShiftLayer(LinearAttentionLayer):
             self.conv_states[0] = self.conv_states[0][indices]
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
-        """Append to the state, (B, channels, T), and retain its last tokens, or all while the past is recorded."""
+        """Append to the state, (B, channels, T), and retain the last tokens, or all if the past is recorded."""
         if not self.is_conv_states_initialized[0]:
             self.lazy_initialization(conv_states=conv_states, state_idx=0, conv_kernel_size=1)
-        if self.has_previous_state[0]:  # a token stays contiguous in memory
+        if self.has_previous_state[0]:  # keeps each token contiguous in memory
             conv_states = torch.cat([self.conv_states[0].mT, conv_states.mT], dim=1).mT
         if not self.record_past:
-            if is_exporting():  # one shape for all lengths; a sequence is preceded by 0
+            if is_exporting():  # gives the state the same shape for all lengths
                 conv_states = F.pad(conv_states, (SHIFT_TOKENS, 0))
             conv_states = conv_states[..., -SHIFT_TOKENS:]
         self.conv_states[0] = conv_states
@@ -183,7 +183,7 @@ class InPlaceBuffer:
 class CachedLayer:
     """One layer of a cache.
 
-    Layers share a compiled step, because it reads neither `index` nor the number of layers.
+    All layers share a compiled step, because the step reads neither `index` nor the number of layers.
 
     Args:
         cache: the cache, as checked by inputs_fox.py.
@@ -193,16 +193,16 @@ class CachedLayer:
 
     def __init__(self, cache: Cache, index: int, device: torch.device):
         self.cache, self.index = cache, index
-        self.layer: Any = None  # until the first token, a cache may lack it
+        self.layer: Any = None  # a cache may create it with the first token
         if index < len(cache.layers):
             self.layer = cache.layers[index]
             if cache.offloading:
-                # `cache.update` waits until the layer is back from the CPU, but its states are read before that.
+                # `cache.update` waits until the layer is back from the CPU, but the layer's states are read earlier.
                 torch.cuda.current_stream(device).wait_stream(cache.prefetch_stream)
                 self.layer.prefetch()
 
     def token_before(self, k: torch.Tensor) -> torch.Tensor | None:
-        """Return key and value of the last cached token before the token shift, (B, 1, 2 Hkv, D), or None.
+        """Return the unshifted key and value of the last cached token, (B, 1, 2 Hkv, D), or None.
 
         k: the new keys, (B, T, Hkv, D), which determine dtype and device.
         """
@@ -212,24 +212,24 @@ class CachedLayer:
         return state[..., -1:].to(k).mT.unflatten(2, (-1, k.shape[3]))
 
     def keep_tokens(self, kv: torch.Tensor, before: torch.Tensor | None, call: Call) -> None:
-        """Store the last of these keys and values before the token shift, (B, T, 2 Hkv, D), for the next call.
+        """Store the last of these unshifted keys and values, (B, T, 2 Hkv, D), for the next call.
 
-        before: `token_before` of them.
+        before: the result of `token_before`.
         """
-        if call.token_mask is not None:  # a padded position repeats the last real one
+        if call.token_mask is not None:  # a padded position repeats the last real token
             kv = torch.where(call.token_mask[..., None, None], kv, previous_tokens(kv, before, call.predecessor))
         if not (self.layer.record_past or is_exporting()):
             kv = kv[:, -SHIFT_TOKENS:]
         self.layer.update_conv_state(kv.flatten(2).mT, conv_kernel_size=1)
 
     def decay(self, c: torch.Tensor, module) -> torch.Tensor:
-        """Return c of the last cached token, (B, H, 1), or 0; `c`, (B, H, T), determines heads and device."""
+        """Return c of the last cached token, or 0, (B, H, 1), with the heads and the device of `c`, (B, H, T)."""
         layer = self.layer
         if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
         if not hasattr(layer, "max_cache_len"):  # a dynamic cache ends with its last token
             last = layer.keys[:, :, -1:]
-        elif isinstance(length := layer.get_seq_length(), torch.Tensor):  # a free slot is 0, and so is its decay
+        elif isinstance(length := layer.get_seq_length(), torch.Tensor):  # free slots contain 0, so their decay is 0
             last = layer.keys.index_select(2, (length - 1).clamp(min=0).view(1))
         elif length == 0:
             return torch.zeros_like(c[..., :1])
@@ -239,7 +239,7 @@ class CachedLayer:
         return unfold_decay(last.to(c.device), module.head_dim, module.gates_per_key, module.scaling)
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values of all tokens, cached and new, (B, Hkv, all, D')."""
+        """Append keys and values to the cache. Return the keys and values of all tokens, (B, Hkv, all, D')."""
         if torch.compiler.is_compiling() and self.layer is not None and not self.cache.offloading:
             return self.layer.update(k, v)
         if not self.appends_in_place(k):

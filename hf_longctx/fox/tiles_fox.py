@@ -67,7 +67,7 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
         128: Tiles(Tile(64, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 16, 4, 2)),
         256: Tiles(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),
     },
-    # the interpreter; small tiles, so that small tests have several blocks
+    # tiles for the interpreter, small so that small tests have several blocks
     (0, 2): dict.fromkeys(
         (32, 64, 128, 256), Tiles(Tile(32, 32, 1, 1), Tile(32, 16, 1, 1), Tile(32, 32, 1, 1), Tile(16, 32, 1, 1))
     ),
@@ -80,7 +80,7 @@ for rows in TILES.values():
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
     """Return the key of `TILES` for a capability such as 90, or for the nearest lower one.
 
-    12.x uses the tiles of 8.6, because it has as much shared memory.
+    12.x uses the tiles of 8.6, because it has the same amount of shared memory.
     """
     memory = 86 if capability >= 120 else capability
     return max(

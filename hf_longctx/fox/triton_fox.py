@@ -67,7 +67,7 @@ def launch_options(tile: Tile) -> dict:
 
 
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
-    """Run a kernel whose first argument is a tensor, or add it to the graph of AOTAutograd under tracing."""
+    """Run a kernel or, under tracing, add it to AOTAutograd's graph. The kernel's first argument must be a tensor."""
     if isinstance(args[0], FunctionalTensor):
         kernel = library.wrap_triton(kernel)
     elif isinstance(args[0], FakeTensor) or args[0].is_meta:
@@ -87,7 +87,7 @@ def _unit(*tensors: Tensor) -> int:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy if its rows are strided or offsets within 128 rows exceed 32 bits."""
+    """Return x, or a contiguous copy if its last dimension is strided or offsets within 128 rows exceed 32 bits."""
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 
 
@@ -290,7 +290,7 @@ def is_traced(*tensors: Tensor) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    virtual = x.is_meta or x.is_neg() or x._is_zerotensor()  # without data, or with a pending factor of -1 or 0
+    virtual = x.is_meta or x.is_neg() or x._is_zerotensor()  # without data, lazily negated or lazily zero
     # The vmap of `is_grads_batched` is not a functorch transform.
     return type(x) in (Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
 
@@ -302,10 +302,10 @@ if triton is not None:
     _define = library.custom_op if INTERPRETED.value else library.triton_op
 
     def _operator(launcher, backward=None, save=None):
-        """Register a launcher as a custom operator, and return a function that calls it only if `is_traced`.
+        """Register a launcher as a custom operator. Return a function that calls the operator only if `is_traced`.
 
-        Otherwise the function calls the launcher. An operator has more host overhead: three times as much with
-        gradients.
+        Otherwise, the function calls the launcher, because an operator has more host overhead: with gradients, three
+        times as much.
 
         Args:
             backward, save: `backward` and `setup_context` as in torch.autograd.Function.
@@ -313,7 +313,7 @@ if triton is not None:
         name = launcher.__name__.replace("launch", "fox")
         operator = _define(f"{_SPACE}::{name}", launcher, mutates_args=())
         operator.register_fake(launcher)
-        differentiable = operator  # differentiation raises if there is no backward pass
+        differentiable = operator  # differentiation raises an error if there is no backward pass
         if backward is not None and save is not None:
             operator.register_autograd(backward, setup_context=save)
 
@@ -395,7 +395,7 @@ def is_decoding(*tensors: Tensor) -> bool:
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:
-    """Raise in forward-mode differentiation, where the operators would silently return tangents of 0."""
+    """Raise an error in forward-mode differentiation, where the operators would silently return tangents of 0."""
     if any(unpack_dual(x).tangent is not None for x in tensors):
         raise NotImplementedError(
             "the Triton kernels do not support forward-mode derivatives (torch.func.jvp, jacfwd). Use "
@@ -419,8 +419,8 @@ def triton_attention(
 
     Returns:
         (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens. In 16 bits, the
-        rounding of the output causes an error in the gradients of q and k, as in every flash attention. It grows with
-        the speed of forgetting.
+        rounding of the output causes an error in the gradients of q and k, as in every flash attention. This error is
+        larger the faster the gates forget.
     """
     _refuse_tangents(q, k, v, log_f)
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
@@ -443,7 +443,7 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
     """Compute `triton_attention` from c, the float64 cumulative sum of log f, (B, Hq, Tk).
 
     Args:
-        key_start, query_end: `VisibleKeys.key_start` and the result of `find_query_end` for it; or None and None.
+        key_start, query_end: `VisibleKeys.key_start` and the result of `find_query_end` for it; or both None.
     """
     _refuse_tangents(q, k, v, c)
     q, k, v = _readable(q), _readable(k), _readable(v)

@@ -1,9 +1,9 @@
-"""A plugin that adds FoX to vLLM, which finds it by the entry point `vllm.general_plugins`; see README.md."""
+"""A plugin that adds FoX to vLLM through the entry point `vllm.general_plugins`; see README.md."""
 
 import logging
 
 
-TESTED, READ = "0.32", "0.33"  # vLLM versions: we tested the first, and only reviewed the second
+TESTED, READ = "0.32", "0.33"  # vLLM versions; of the second, we tested only the Python code
 logger = logging.getLogger("vllm.hf_longctx")  # a child of vLLM's logger, so that vLLM prints its messages
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 
 def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
-    """Copy this rank's rows of a checkpoint weight, as a `weight_loader` of vLLM.
+    """Copy this rank's rows of a checkpoint weight. vLLM calls this function as a `weight_loader`.
 
     With more ranks than key heads, several ranks copy the same rows.
 
@@ -29,7 +29,7 @@ def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
-    """Let `load_rows` load the parameters of a module, which contain only the rows of this rank."""
+    """Set `load_rows` as the weight loader of a module's parameters, which contain only this rank's rows."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
         setattr(parameter, "weight_loader", partial(load_rows, rank=rank, ranks=ranks))  # noqa: B010 (vLLM's protocol)

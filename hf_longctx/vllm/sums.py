@@ -31,7 +31,7 @@ class Step:
         writes: block, and row in this block, to which each token writes its state, (N,) each. If a later token writes
             to the same row, both are 0, which is a row in vLLM's unused null block.
         reads: block and row of the state from which each request continues, (R,) each.
-        begins: whether each request does not continue from a cached token, (R, 1) bool.
+        begins: whether each request starts without a cached token, (R, 1) bool.
         in_batch: whether each request continues from a token of this batch, (R, 1) bool.
         parent: index in the batch of the token from which each request continues, (R,); arbitrary if not in_batch.
         chains: (R, R) float64 with a 1 in the row of each request for the request itself and all its direct and
@@ -94,7 +94,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 def ancestors(up, has_one):
     """Return (R, R) float64 with a 1 in the row of each request for the request itself and all its ancestors.
 
-    `up` (R,) is the parent of each request, and `has_one` (R,) is whether the request has a parent. Each iteration
+    `up` (R,) is the parent of each request, and `has_one` (R,) is True if the request has a parent. Each iteration
     doubles the number of generations that a row includes.
     """
     rows = torch.eye(len(up), dtype=torch.float64, device=up.device)
@@ -143,7 +143,7 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
-    """Return the number of float32 elements in a row of the state, which is even.
+    """Return the number of float32 elements in a row of the state, an even number.
 
     A row contains the float64 sums, followed by the keys and values of a token.
     """

@@ -33,7 +33,7 @@ def vllm_head_size(config: FoxConfig) -> int:
 
 
 class FoxSizes(ModelArchConfigConvertorBase):
-    """Report the head size to vLLM, because backends such as Triton's preallocate buffers of this size."""
+    """Reports the head size to vLLM, because backends such as Triton's preallocate buffers of this size."""
 
     def get_head_size(self) -> int:
         return vllm_head_size(self.hf_config)

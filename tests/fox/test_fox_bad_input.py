@@ -42,7 +42,7 @@ CONFIG = [
         rope_parameters={**ROPE, "partial_rotary_factor": 0.5},
     ),
     config("layer types", "Leave layer_types out", layer_types=["full_attention", "sliding_attention"]),
-    config("both directions", "is_causal must be True.*the past", is_causal=False),
+    config("both directions", "is_causal must be True.*causal attention", is_causal=False),
     config("letters swapped", "'k_shfit' is not a field.*mean 'k_shift'", k_shfit=True),
     config("a name of nothing", "'frobnicate' is not a field", frobnicate=True),
     refused(
@@ -109,7 +109,7 @@ CALLS = [
     call("dense mask of other tokens", r"must be \(2, 1, 9, 9\)", attention_mask=DENSE[:, :, :7, :7]),
     call("dense mask per head", r"the same for all heads", attention_mask=DENSE.expand(-1, 4, -1, -1)),
     call("dense mask of 1 and 0", r"got torch.float32.*mask.bool\(\)", attention_mask=DENSE.float()),
-    call("dense mask that shows the future", "see a later one", attention_mask=torch.ones_like(DENSE)),
+    call("dense mask that shows the future", "attends to a later one", attention_mask=torch.ones_like(DENSE)),
     call("dense mask over a pruned cache", "PrunedCache has dropped", attention_mask=DENSE, cache=pruned),
     call("positions of other tokens", r"must be \(2, 9\) or \(1, 9\)", position_ids=torch.arange(7)[None]),
     call(
