@@ -28,7 +28,7 @@ def from_official(
     recall_mode: str = "paper",
     **settings,
 ) -> HMTWrapper:
-    """Wrap a backbone, and load memory parameters that use the names of the official code.
+    """Wrap a backbone, and load memory parameters from the official code.
 
     Args:
         backbone: a causal LM, which is used and not copied.
@@ -37,11 +37,11 @@ def from_official(
         memory_size: see `HMTConfig`.
         recall: whether `params` contains the recall parameters.
         recall_mode: see `HMTConfig` (default: "paper").
-        settings: other fields of `HMTConfig`. `segment_length` counts only new tokens, so it is the official
+        settings: other fields of `HMTConfig`. `segment_length` counts only new tokens, so set it to the official
             segment_length - 2 m - num_sensory.
 
     Raises:
-        ValueError: a parameter is missing, unknown, or of the wrong shape.
+        ValueError: a parameter is missing, is unknown or has the wrong shape.
     """
     needed = dict(OFFICIAL_NAMES) if recall else {"memory_cell.memory": "memory.initial"}
     unknown = [name for name in params if name not in OFFICIAL_NAMES and not name.startswith((BACKBONE, _UNUSED))]
@@ -70,7 +70,7 @@ def from_official(
 
 
 def official_parameters(model: HMTWrapper) -> dict[str, nn.Parameter]:
-    """Return the memory parameters of a wrapper (not copies) by their official names."""
+    """Return the memory parameters of a wrapper, not copied, keyed by their official names."""
     parameters = dict(model.named_parameters())
     return {name: parameters[ours] for name, ours in OFFICIAL_NAMES.items() if ours in parameters}
 
