@@ -43,7 +43,7 @@ class Backbone:
             PEFT, or is not causal.
     """
 
-    def __init__(self, model: Any):  # Any: type checkers take a module's attributes for tensors
+    def __init__(self, model: Any):  # Any: type checkers assume that a module's attributes are tensors
         if getattr(model, "active_peft_config", None) is not None:
             if model.active_peft_config.is_prompt_learning:
                 raise ValueError(
@@ -76,7 +76,7 @@ class Backbone:
         self.positions = min(counts, default=None)
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
-        # Each of the next results is None until it has been probed.
+        # The following results are None until the first probe.
         has_dynamic_cache = getattr(
             model, "_supports_default_dynamic_cache", bool
         )  # only generative models define this method
@@ -89,7 +89,7 @@ class Backbone:
         self._check_causal()
 
     def _check_causal(self) -> None:
-        """Raise ValueError if, in a pass over three positions, the first hidden state depends on the last embedding.
+        """Raise ValueError if the first hidden state of a pass over three positions depends on the last embedding.
 
         Recurrent backbones are causal by construction, so they are not probed.
         """
@@ -134,7 +134,7 @@ class Backbone:
         )
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Return whether each position of a pass attends to all earlier ones, according to the config."""
+        """Return whether the config lets each of `positions` positions attend to all earlier ones."""
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
             return False  # FoX gates fade the keys with each token, regardless of position ids

@@ -102,7 +102,7 @@ def check_call(
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first position, 0 to `tokens`, whose logits are needed; 0 if `logits_to_keep` is a tensor."""
+    """Return the first of `tokens` positions that needs logits; 0 if `logits_to_keep` is a tensor."""
     if isinstance(logits_to_keep, Tensor):
         return 0
     if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:

@@ -65,7 +65,7 @@ class HMTConfig(PreTrainedConfig):
             the authors of the paper do in training and evaluation.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
         summary_batch: maximum number of summary passes (paper mode) or first parts (single-pass mode) in one backbone
-            batch, counted as segments times rows. Lower values need less GPU memory.
+            batch, counted as segments times rows. Lower values use less memory.
         cuda_graphs: whether to replay the pass that ends a segment as a CUDA graph when gradients are disabled
             (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
             weights and switched adapters, but not other changes of the backbone. After such a change, set
@@ -325,7 +325,7 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
 
 
 def custom_classes(config: object) -> dict[str, Any]:
-    """Return the config and model classes of a custom backbone, keyed as in `custom_backbone_hmt.py`, or {}."""
+    """Return a custom backbone's classes, keyed by "CONFIG_CLASS" and "MODEL_CLASS"; {} for other backbones."""
     config_class: Any = type(config)
     model_class: Any = None
     if config_class is CONFIG_CLASS:

@@ -74,7 +74,7 @@ class HMTGenerationMixin(GenerationMixin):
         """Generate as in transformers. With `return_dict_in_generate=True`, the output has the `HMTState` as `state`.
 
         The state includes all tokens of the sequences except the last one. Rows that end early read padding until all
-        rows have ended, so generate rows one by one if their states are to be continued. Beam search does not return a
+        rows have ended, so generate rows one by one to continue from their states. Beam search does not return a
         `state`, because its rows are beams, not sequences.
 
         Args:

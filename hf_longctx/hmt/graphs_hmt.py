@@ -70,7 +70,7 @@ class PassGraphs:
         return PassGraphs, ()
 
     def of(self, model: torch.nn.Module) -> "PassGraphs":
-        """Return self, without its graphs if the model's tensors, modules, adapters or modes have changed."""
+        """Return self, after dropping all graphs if the model's tensors, modules, adapters or modes have changed."""
         tensors = tuple((x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers()))
         modules = tuple(
             (id(module), module.training, *(str(getattr(module, name, None)) for name in _ADAPTER_SWITCHES))
@@ -126,7 +126,7 @@ class PassGraphs:
     def capture(
         self, function: Callable[..., list[Tensor]], inputs: list[Tensor], expected: list[Tensor]
     ) -> PassGraph | bool:
-        """Capture a function. Warn and return False if this fails or the outputs of a replay are not as `expected`."""
+        """Capture a function. Warn and return False if this fails or the outputs of a replay are not `expected`."""
         try:
             graph = PassGraph(function, inputs)
             outputs = graph.replay(inputs)

@@ -78,8 +78,8 @@ class HMTMemory(nn.Module):
         if differing:
             raise ValueError(
                 f"The memory weights were trained with {differing}, and this model has "
-                f"{ {name: own.get(name) for name in differing} }. Load them into a model with their settings; some "
-                "settings can be changed afterwards in model.config."
+                f"{ {name: own.get(name) for name in differing} }. Load them into a model with the same settings. "
+                "Some settings can be changed afterwards in model.config."
             )
 
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ class HMTOutput(ModelOutput):
         recall_scores: for each segment, the recall weights of the memories, (B, c), oldest first (pages before the
             bank); 0 if a row does not have the memory. None if the segment does not recall, because it is the first
             one or its query is incomplete.
-        recall_ends: for each segment, the position at which the segment of each memory ends, counted in tokens from
-            the start of the sequence, (B, c), long. None where `recall_scores` is None.
+        recall_ends: for each segment, the number of tokens from the start of the sequence to the end of each
+            memory's segment, (B, c), long. None where `recall_scores` is None.
         recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0 without a
             recall.
         memories: memory embeddings of each segment of this call, (B, m, d); 0 in a row without this memory.
@@ -280,10 +280,10 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             attention_mask: (B, T), 1 on tokens and 0 on padding. Logits are 0 on padding. Padding may be on either
                 side; with a state, a row may contain only padding. Paper mode requires padding on the left.
             labels: token ids, (B, T), usually equal to `input_ids`; -100 where not scored. This method shifts
-                them. The first token of each row of a call is not scored.
+                the labels. The first token of each row of a call is not scored.
             state: `HMTState` of an earlier call. Splitting a sequence over several calls gives the same result as a
                 single call. In paper mode, a call must not end within the first j tokens of a segment. After a
-                backward pass through the earlier call, pass `state.detach()`, because the graph of `state` is freed.
+                backward pass through the earlier call, pass `state.detach()`, because its graph has been freed.
             use_cache: whether to return the state (default: True with a state, otherwise False).
             logits_to_keep: number of last positions whose logits are returned (0: all), or a long tensor (n,) of
                 positions. The loss always includes all labels. With 1, memory does not grow with T times the
@@ -385,7 +385,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if num_items_in_batch is not None:
             loss = loss * (packed.n_labelled / num_items_in_batch).to(loss)
         if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # DDP needs a gradient of every parameter, but a sequence of one segment does not recall.
+            # DDP needs a gradient for every parameter, but a sequence of one segment does not use those of recall.
             loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
         return loss
 
@@ -428,8 +428,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
         if enable and reentrant and self.config.single_pass:
             raise ValueError(
-                "`use_reentrant` must be False, got True, which loses the gradients of the keys and values between "
-                "the passes of a segment. Pass gradient_checkpointing_kwargs={'use_reentrant': False}."
+                "`use_reentrant` must be False, got True. Reentrant checkpointing loses the gradients of the keys and "
+                "values between the passes of a segment. Pass gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func

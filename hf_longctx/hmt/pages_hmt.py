@@ -5,7 +5,7 @@ the page with the nearest tag. Distances are angles around the mean of all embed
 sequence share a large common component. A page that grows beyond S embeddings is split in half along its principal
 component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and attends to
 their embeddings. With at most r pages, the result equals a recall from a flat memory, which is not divided into pages.
-With more pages, the recall ignores the embeddings of the other pages.
+With more pages, the recall ignores the pages that were not selected.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. A page
 receives S / 2 embeddings between two splits, so there are at most 4 sqrt(r n) tags. The cost of a segment therefore
@@ -38,7 +38,7 @@ _STORING = Lock()  # several threads may write to the same file, because states 
 
 
 class PageFile:
-    """A memory-mapped file of pages. The operating system reads only the pages of a recall from disk.
+    """A memory-mapped file of pages. Only the data that a recall accesses is read from disk.
 
     Args:
         path: path of the file. An existing file is replaced; states that use the old file can still read it.
@@ -108,7 +108,7 @@ class MemoryPages:
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
     def __getstate__(self) -> dict:
-        """Pickle and deep-copy blocks in RAM, because a second `PageFile` would overwrite the first."""
+        """Copy blocks to RAM for pickles and deep copies, because a second `PageFile` would overwrite the first."""
         return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""Imports all retrievers of the package, in the order of their embeddings in a segment.
+"""Import all retrievers of the package, in the order of their embeddings in a segment.
 
 transformers copies the files that are imported here next to saved weights.
 """

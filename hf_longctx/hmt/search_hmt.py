@@ -51,7 +51,7 @@ class Search(Retriever):
 
 
 def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tensor:
-    """Return the passage of `length` tokens with the highest BM25 score, (B, length); of equal ones, the latest.
+    """Return the passage of `length` tokens with the highest BM25 score, (B, length). Ties go to the latest passage.
 
     Args:
         query: token ids, (B, n), long.

@@ -21,7 +21,7 @@ from .retriever_hmt import RETRIEVERS
 class HMTState:
     """The state of a batch of sequences. A later call, training step or process can continue from it.
 
-    A call does not change the state that it gets, so several calls can branch from one state. Only `load` compares
+    A call does not modify its input state, so several calls can branch from one state. Only `load` compares
     weights: a call accepts the state of another model with the same settings, although the memories of one model are
     noise to another.
 
