@@ -48,8 +48,8 @@ def from_official(
     missing = [name for name in needed if name not in params]
     if unknown or missing:
         raise ValueError(
-            f"`params` must contain {list(needed)} and may contain {BACKBONE}*, but {missing} are missing "
-            f"and {unknown} are unknown. With recall=False, only memory_cell.memory is needed."
+            f"`params` must contain {list(needed)} and may contain {BACKBONE}*. Missing: {missing}; "
+            f"unknown: {unknown}. With recall=False, only memory_cell.memory is needed."
         )
     settings |= {"memory_size": memory_size, "recall": recall, "recall_mode": recall_mode}
     config = HMTConfig(recall_dim=len(params["cross_attn.wq.weight"]) if recall else None, **settings)

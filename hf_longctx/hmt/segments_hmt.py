@@ -152,7 +152,7 @@ class Segments:
             self.scored.append((hidden[:, columns].flatten(0, 1), targets.flatten()))
             tokens = kept
         else:
-            # Without a prompt, transformers inspects the mask, which synchronizes with the GPU and rules out a capture.
+            # Without a prompt, transformers inspects the mask. The inspection synchronizes, which rules out a capture.
             captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
             arguments = (embeds, mask, columns, targets, kv_cache, positions)
             logits, hidden, loss, kv_cache = self.run(*arguments, kept.stop > kept.start, memory, captures)

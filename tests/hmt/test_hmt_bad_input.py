@@ -187,8 +187,8 @@ BUILD = [
         "'memory_size'.*omit `config`",
     ),
     refused("a pointer to nowhere", pointer_to_nowhere, "backbone_name_or_path` must be set"),
-    refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown .'typo'"),
-    refused("no official prompt", lambda it: official(it, rename="mem"), r"missing .'mem'"),
+    refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown: .'typo'"),
+    refused("no official prompt", lambda it: official(it, rename="mem"), r"Missing: .'mem'"),
     refused(
         "an official prompt of half the width",
         lambda it: official(it, **{"memory_cell.memory": torch.zeros(1, 8)}),
