@@ -46,9 +46,9 @@ class HMTConfig(PreTrainedConfig):
         retrievers: names of registered retrievers (`retriever_hmt.py`); the first one returns the prompt. None: the
             retrievers that the other fields require.
         reread: whether single-pass mode reads the whole segment again after the prompt, so that the tokens before the
-            recall attend to the prompt too. Backbones with recurrent states, with gates that fade keys, or
-            with windows shorter than a segment require True. None: the value is set when a backbone is wrapped, and
-            saved, so that a checkpoint computes the same function with and without a key/value cache.
+            recall attend to the prompt too. Backbones with recurrent states, gates that fade keys, or windows
+            shorter than a segment require True. None: the value is set when a backbone is wrapped, and saved, so that
+            a checkpoint computes the same function with and without a key/value cache.
         recall_tokens: number of earlier tokens that a segment re-reads in single-pass mode; it must divide L'. The
             state stores the tokens of the remembered segments. A BM25 search selects the passage that best matches
             the first part of the segment (`search_hmt.py`). The search works without training and adds `recall_tokens`

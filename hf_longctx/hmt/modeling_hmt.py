@@ -15,10 +15,9 @@ passes information from segment to segment. Retrievers select what a segment rea
 tokens and is read *before* them, so the model attends to a summary of the tokens that it predicts. Their loss is
 therefore too low, and the model cannot generate them. `score_from=config.summary_length` excludes these tokens from
 the loss.
-`recall_mode="single_pass"` (default) reads every position once, and recalls in the middle of a segment
-(`single_pass_hmt.py`).
 
-In single-pass mode, each row has its own segment boundaries, and padding does not change the results
+`recall_mode="single_pass"` (default) reads every position once, and recalls in the middle of a segment
+(`single_pass_hmt.py`). Each row has its own segment boundaries, and padding does not change the results
 (`packing_hmt.py`). Paper mode reads padding like tokens, as the official code does: sensory tokens can be padding, and
 memories of padding are stored.
 """

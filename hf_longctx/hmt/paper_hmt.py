@@ -4,10 +4,9 @@
     summary    summary token, x[:j], summary token   recall query: the last hidden state
     segment    prompt, sensory tokens, x, prompt     logits, and the memory: the hidden states of the closing prompt
 
-Without recall, a segment takes only the segment pass, and the prompt is the latest memory. Padding is
-read like tokens, so all rows of a batch have the same length. Without `use_cache`, an incomplete last segment also
-ends with a prompt; as in the official code, its memory is reported but not stored. A later call re-reads an open
-segment.
+Without recall, a segment takes only the segment pass, and the prompt is the latest memory. Padding is read like
+tokens, so all rows of a batch have the same length. Without `use_cache`, an incomplete last segment also ends with a
+prompt; as in the official code, its memory is reported but not stored. A later call re-reads an open segment.
 """
 
 from itertools import groupby
