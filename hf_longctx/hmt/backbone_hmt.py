@@ -1,10 +1,9 @@
-"""The interface between HMT and its backbone, which is any causal LM of transformers that accepts `inputs_embeds`.
+"""The interface between HMT and its backbone: any transformers causal LM that accepts `inputs_embeds`.
 
 HMT needs the last hidden states of a pass, and sometimes logits and a key/value cache. The last hidden states are the
-`last_hidden_state` of the base model: after the final norm, and after OPT's output projection. If logits are needed
-too, the whole causal LM runs, so that soft caps and scales of the head are applied, and a forward hook on the base
-model captures the hidden states. A pass never returns the hidden states of all layers, and creates a key/value cache
-only on request.
+`last_hidden_state` of the base model: after the final norm, and after OPT's output projection. If logits are needed,
+the whole causal LM runs, so that the soft caps and scales of its head are applied. A forward hook on the base model
+then captures the hidden states.
 """
 
 import inspect
@@ -26,25 +25,25 @@ from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
 
 
-# Types of layers whose cache can be extended by several tokens at a time, some of them padding. "hybrid" layers are
-# those of FoX, whose token shift skips padding.
+# Layer types whose cache can be extended by several tokens at a time, including padding. "hybrid" is the type of FoX
+# layers, whose token shift skips padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
-_LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, large enough for fast matrix products
+_LOGITS_AT_ONCE = 2**23  # chunk size of 32 MiB in float32, large enough for fast matrix products
 
 
 class Backbone:
-    """The interface through which HMT calls a causal LM. `HMTWrapper` registers the module as its submodule.
+    """The interface through which HMT calls a causal LM.
 
     Args:
-        model: a causal LM, or a PEFT model around one.
+        model: a transformers causal LM, or a PEFT model of one. `HMTWrapper` registers it as a submodule.
 
     Raises:
-        TypeError: the model is not a causal LM of transformers.
-        ValueError: the model is an encoder-decoder, does not take `inputs_embeds`, uses prompt-learning PEFT, or is
-            not causal.
+        TypeError: the model is not a transformers causal LM.
+        ValueError: the model is an encoder-decoder, does not accept `inputs_embeds`, uses a prompt-learning method of
+            PEFT, or is not causal.
     """
 
-    def __init__(self, model: Any):  # Any, because type checkers infer tensors for a module's attributes
+    def __init__(self, model: Any):  # Any: type checkers assume that a module's attributes are tensors
         if getattr(model, "active_peft_config", None) is not None:
             if model.active_peft_config.is_prompt_learning:
                 raise ValueError(
@@ -68,7 +67,7 @@ class Backbone:
         self.base: Any = model.get_decoder()  # base_model is not called by OPTForCausalLM, but its decoder is
         if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM names its head `decoder`
             self.base = model.base_model
-        if self.base is model:  # text models of multimodal architectures, such as Llama4ForCausalLM
+        if self.base is model:  # as in text models of multimodal architectures, such as Llama4ForCausalLM
             self.base = getattr(model, "model", model)
         self.width = model.get_input_embeddings().weight.shape[-1]
         tables: list[Any] = [getattr(module, "position_embeddings", None) for module in model.modules()]
@@ -77,7 +76,7 @@ class Backbone:
         self.positions = min(counts, default=None)
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
-        # The results of probes are None until the first probe.
+        # The following results are None until the first probe.
         has_dynamic_cache = getattr(
             model, "_supports_default_dynamic_cache", bool
         )  # only generative models define this method
@@ -90,7 +89,7 @@ class Backbone:
         self._check_causal()
 
     def _check_causal(self) -> None:
-        """Raise ValueError if the hidden state of the first of three positions depends on the last position.
+        """Raise ValueError if the first hidden state of a pass over three positions depends on the last embedding.
 
         Recurrent backbones are causal by construction, so they are not probed.
         """
@@ -101,9 +100,9 @@ class Backbone:
             first, second = (self._read(x)[0, 0] for x in (embeds, changed))
         if not equal_up_to_rounding(second, first):
             raise ValueError(
-                f"{type(self.model).__name__} must be causal, but its first position sees a later one. Configure it "
-                "for language modeling (BERT and its variants: is_decoder=True; XLNet: attn_type='uni'), or use "
-                "another backbone."
+                f"{type(self.model).__name__} must be causal, but its first position attends to a later one. "
+                "Configure it for language modeling (BERT and its variants: is_decoder=True; XLNet: attn_type='uni'), "
+                "or use another backbone."
             )
 
     @property
@@ -113,7 +112,7 @@ class Backbone:
         If not, HMT reads an open segment again in each call. A probe compares one pass over six positions with two
         passes over three positions each, where the second pass extends the cache of the first one. The probe fails for
         ProphetNet, which can extend its cache by only one token at a time. It also fails for RoBERTa and its variants,
-        which give `inputs_embeds` the first positions even if a cache precedes them.
+        which always number the positions of `inputs_embeds` from the start, even after a cache.
         """
         if self._continues is None and self.has_data:
             try:
@@ -135,12 +134,12 @@ class Backbone:
         )
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Return whether each of `positions` positions attends to all positions before it, according to the config."""
+        """Return whether the config lets each of `positions` positions attend to all earlier ones."""
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
-            return False  # the gates of FoX fade keys with each token, regardless of position ids
+            return False  # FoX gates fade the keys with each token, regardless of position ids
         if "local" in (getattr(config, "attention_layers", None) or ()) and config.window_size <= positions:
-            return False  # GPT-Neo, whose cache layers do not report the window
+            return False  # GPT-Neo's cache layers do not report the window
         layers = DynamicCache(config=self.model.config).layers
         return all(
             type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
@@ -150,7 +149,7 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        """The device on which tokens are embedded. accelerate moves offloaded embeddings to this device."""
+        """The device on which tokens are embedded. accelerate moves offloaded embeddings there."""
         embedding = self.model.get_input_embeddings()
         loaded = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
         return embedding.weight.device if loaded is None else torch.device(loaded)
@@ -171,14 +170,14 @@ class Backbone:
         return getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
 
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
-        """Return whether a mask can hide a prompt, the first of `positions` positions, from the tokens after it.
+        """Return whether a mask can hide the prompt in a pass over `positions` positions.
 
-        These tokens must have the same hidden states as without a prompt. Later positions attend to the prompt, and
-        their hidden states must not depend on the column of the prompt in the cache. Passes over a few positions test
-        both. With `thorough`, a pass over all positions also finds windows that the config does not report.
+        Short passes test two requirements. Tokens that do not attend to the prompt must have the same hidden states as
+        without it. The hidden states of the other tokens must not depend on the prompt's column in the cache. With
+        `thorough`, a pass over all positions also finds attention windows that the config does not report.
 
         Raises:
-            ValueError: a probe failed.
+            ValueError: a test pass failed.
         """
         if not self.keeps_all_keys(positions) or not self.counts_from_0:
             return False
@@ -206,7 +205,7 @@ class Backbone:
         return equal_up_to_rounding(hidden, whole[:, 1:half]) and equal_up_to_rounding(seeing, expected)
 
     def check_hides(self, positions: int, extends: bool = True) -> None:
-        """Raise ValueError if a prompt cannot be hidden in a segment of `positions` positions.
+        """Raise ValueError if a mask cannot hide the prompt in a segment of `positions` positions.
 
         Args:
             extends: whether the cache already contains all tokens that must not attend to the prompt. FlashAttention
@@ -217,13 +216,13 @@ class Backbone:
         name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
         if not self.can_hide(positions):
             raise ValueError(
-                f"config.reread=False is not supported by {name}, because a mask does not hide a prompt from its "
+                f"config.reread=False is not supported by {name}, because a mask cannot hide a prompt from its "
                 "tokens. For a new model, set reread=True. For a trained model, use a version of transformers in "
                 "which the mask hides the prompt."
             )
         if not self.takes_mask and not (extends and is_flash_attention_requested(self.model.config)):
             raise ValueError(
-                f"config.reread=False is not supported with attention {attention!r}, which does not take a 4D mask. "
+                f"config.reread=False is not supported with attention {attention!r}, which does not accept a 4D mask. "
                 "FlashAttention is supported only with recall_tokens=None and without gradient checkpointing of the "
                 "layers. Otherwise, set attn_implementation='sdpa'."
             )
@@ -234,10 +233,11 @@ class Backbone:
 
     @contextmanager
     def _probing(self, positions: int) -> Iterator[Tensor]:
-        """Yield test embeddings, (1, positions, d), and disable gradients, dropout and autocast in the meantime.
+        """Yield test embeddings, (1, positions, d). Gradients, dropout and autocast are disabled within the context.
 
-        SDPA or eager attention is used, because other implementations may not support 4D masks, the device or the
-        dtype. For example, FlashAttention does not support the float32 weights of models that train under autocast.
+        Attention that does not accept 4D masks is replaced with SDPA or eager attention, because it may not support
+        the device or the dtype either. For example, FlashAttention does not support the float32 weights of models that
+        train under autocast.
         """
         training = [module for module in self.model.modules() if module.training]
         config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
@@ -257,8 +257,8 @@ class Backbone:
     def can_skip_logits(self) -> bool:
         """Return whether `loss_without_logits` can replace the head.
 
-        The head must be a plain linear layer on the device of the last hidden states, and the logits must be the
-        output of the head, without a cap or a scale. The loss needs PyTorch 2.13.
+        The head must be a plain linear layer on the device of the last hidden states, and its output must be the
+        logits, without a cap or a scale. PyTorch 2.13 is required.
         """
         head = self.model.get_output_embeddings()
         plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and self.has_data
@@ -272,7 +272,7 @@ class Backbone:
         return self._head_alone_makes_logits
 
     def _probe_head(self, head: nn.Linear) -> bool:
-        """Return whether the logits of a tiny pass are the head's output bit for bit, without a cap or a scale."""
+        """Return whether the logits of a short pass equal the output of the head bit for bit."""
         with self._probing(3) as embeds:
             logits, hidden = self.run(embeds, keep=torch.arange(3, device=embeds.device))
             output = head(hidden)
@@ -283,8 +283,8 @@ class Backbone:
         """Return the summed cross entropy, computed from chunked logits. Requires `can_skip_logits`.
 
         PyTorch computes the gradients together with the loss, one chunk at a time. Each call stores a gradient of the
-        head's weight, so call it once per sequence. The loss is computed in float32 at least, because PyTorch would
-        round the sum to 8 bits in bfloat16.
+        head's weight, so call it once per sequence. The loss is computed in at least float32, because
+        bfloat16 would round the sum to 8 bits.
 
         Args:
             hidden: last hidden states, (n, d).
@@ -322,17 +322,17 @@ class Backbone:
 
         Args:
             embeds: embeddings, (B, T, d).
-            mask: (B, cached + T), bool, False on padding; or (1, 1, T, cached + T), see `hide_prompt`; or None.
-                FlashAttention does not accept the 4D mask. `PromptAlone` replaces this mask for `hidden_from=0`.
-            keep: positions that get logits, (n,) long. None: no logits are computed.
+            mask: (B, cached + T), bool, False on padding; the 4D mask of `hide_prompt`; or None. FlashAttention does
+                not accept the 4D mask; with `hidden_from=0`, `PromptAlone` replaces it.
+            keep: positions whose logits are computed, (n,), long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
-            positions: position ids, (B, T) long; ignored unless `counts_from_0`. None: the backbone's own.
+            positions: position ids, (B, T), long; ignored unless `counts_from_0`. None: the backbone's default.
 
         Returns:
             Logits (B, n, V) or None, and the last hidden states (B, T, d).
 
         Raises:
-            ValueError: the hidden states do not have the width of the embeddings.
+            ValueError: the hidden states and the embeddings differ in width.
         """
         inputs = {"inputs_embeds": embeds, "use_cache": kv_cache is not None}
         alone = mask is not None and mask.dim() == 4 and not self.takes_mask
@@ -371,16 +371,16 @@ class Backbone:
         return logits, hidden
 
     def versions(self) -> dict[str, int]:
-        """Return how often each parameter was changed in place, such as by an optimizer; 0 for inference tensors."""
+        """Return how often each parameter was changed in place, as by an optimizer; 0 for inference tensors."""
         parameters = self.model.named_parameters()
         return {name: 0 if value.is_inference() else value._version for name, value in parameters}
 
     @torch.no_grad()
     def embedding_std(self) -> float:
-        """Return the standard deviation of the output of `embed` (including a scale such as Gemma's).
+        """Return the standard deviation of the output of `embed`, including a scale such as Gemma's.
 
-        It is measured on at most 4096 tokens, spread evenly over the vocabulary. On the meta device, it is
-        `initializer_range` of the config.
+        It is measured on at most 4096 tokens, spread evenly over the vocabulary. On the meta device, the config's
+        `initializer_range` is returned.
         """
         if not self.has_data:
             return getattr(self.model.config.get_text_config(), "initializer_range", 0.02)
@@ -390,9 +390,9 @@ class Backbone:
 
 
 def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the causal mask of `columns` new positions after `cached` positions. The first new position is a prompt.
+    """Return the causal mask for a prompt and the `columns` - 1 positions after it, all following `cached` positions.
 
-    The prompt attends only to itself, and the next `hidden_from` columns do not attend to the prompt.
+    The prompt attends only to itself, and the next `hidden_from` positions do not attend to the prompt.
 
     Returns:
         An additive mask, (1, 1, columns, cached + columns).
@@ -405,14 +405,13 @@ def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype,
 
 
 class PromptAlone:
-    """A wrapper of an attention function of transformers that lets a prompt attend only to itself without a mask.
+    """Wrap a transformers attention function so that the prompt attends only to itself, without the need for a mask.
 
-    Softmax over one key is 1, so the attention output of the prompt is replaced by the value of the prompt. Position
-    ids are not passed to the wrapped function, which would interpret the jump in the ids after the prompt as the start
-    of another sequence.
+    Softmax over one key is 1, so the attention output of the prompt is the value of the prompt. Position ids are not
+    passed on, because the wrapped function would interpret the jump after the prompt as the start of another sequence.
     """
 
-    local = threading.local()  # `layers`: number of calls in this thread's pass with a prompt, or None
+    local = threading.local()  # `layers`: number of calls so far in this thread's `in_column_0`; None outside of it
 
     def __init__(self, function: Callable[..., tuple]):
         self.function = function
@@ -420,7 +419,7 @@ class PromptAlone:
     @classmethod
     @contextmanager
     def in_column_0(cls, attention: str) -> Iterator[None]:
-        """Let a prompt in column 0 attend only to itself; raise RuntimeError if the pass does not call `attention`."""
+        """Let the prompt in column 0 attend only to itself; raise RuntimeError if no layer calls `attention`."""
         function = ALL_ATTENTION_FUNCTIONS.get(attention)
         if function is not None and not isinstance(function, PromptAlone):
             ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
@@ -429,8 +428,8 @@ class PromptAlone:
             yield
             if not cls.local.layers:
                 raise RuntimeError(
-                    f"This backbone does not call {attention!r} through transformers' AttentionInterface, so its "
-                    "prompt would attend to other tokens. Set attn_implementation='sdpa'."
+                    f"This backbone does not call {attention!r} through transformers' AttentionInterface, so "
+                    "HMT cannot keep the prompt from attending to other tokens. Set attn_implementation='sdpa'."
                 )
         finally:
             cls.local.layers = None
@@ -451,7 +450,7 @@ class PromptAlone:
 
 
 def rotates_by_length(config: Any, positions: int) -> bool:
-    """Return whether a pass over `positions` positions uses different RoPE frequencies from a shorter pass."""
+    """Return whether RoPE frequencies differ between a pass over `positions` positions and a shorter pass."""
     parameters = getattr(config, "rope_parameters", None) or {}
     for entry in parameters.values() if all(isinstance(x, dict) for x in parameters.values()) else [parameters]:
         default = getattr(config, "max_position_embeddings", math.inf)
@@ -464,8 +463,8 @@ def rotates_by_length(config: Any, positions: int) -> bool:
 def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
     """Return whether x and y are equal up to rounding.
 
-    The tolerance is at least 3e-4, because a mixture of experts may group the positions of the two passes
-    differently, which changes rounding.
+    The tolerance is at least 3e-4, because a mixture of experts may group the positions of two passes differently,
+    which changes the rounding.
     """
     tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())

@@ -1,4 +1,4 @@
-"""The memory of the paper: a bank of the memory embeddings of the latest segments, to which a recall attends."""
+"""The memory of the paper: a bank of the latest segments' memory embeddings, to which a recall attends."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, re
 
 @register_retriever("bank")
 class Bank(Retriever):
-    """A retriever with a bank of the memory embeddings C of the latest `memory_size` segments.
+    """A retriever with a bank C of the latest `memory_size` segments' memory embeddings.
 
     The prompt is softmax(scores) C. Without recall, the prompt is the latest memory.
 
-    Memory: `embeddings` (B, c, d), oldest first; `ends` (B, c), the `Segment.ends` of their segments.
+    Memory: `embeddings` (B, c, d), oldest first, and the `Segment.ends` of their segments, `ends` (B, c).
     """
 
     columns = 1
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Return whether neither `recalled_pages` nor `retrievers` is set. `Pages` is a bank too."""
+        """Return whether neither `recalled_pages` nor `retrievers` is set. With pages, `Pages` is used instead."""
         return config.recalled_pages is None and config.retrievers is None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Copy, split and join key/value caches of transformers along the batch dimension."""
+"""Copy, split and join transformers key/value caches along the batch dimension."""
 
 import copy
 from typing import Any
@@ -9,20 +9,20 @@ from transformers import Cache
 
 
 def tensors_of(layer: Any) -> dict[str, Tensor]:
-    """Return the keys, values and other batched tensors of a cache layer, by name."""
+    """Return the keys, values and other batched tensors of a cache layer, keyed by name."""
     return {name: x for name, x in vars(layer).items() if isinstance(x, Tensor) and x.dim() > 1}
 
 
 def states_of(layer: Any) -> dict[str, dict]:
-    """Return the dicts of convolution states of a cache layer, by name."""
+    """Return the dicts of a cache layer's convolution states, keyed by name."""
     return {name: x for name, x in vars(layer).items() if isinstance(x, dict)}
 
 
 def fork(kv_cache: Cache) -> Cache:
     """Copy a cache, so that extending the copy does not change the original.
 
-    Extending an attention layer replaces its tensors, so the copy can share them. A convolution layer overwrites its
-    states in place, so they are cloned.
+    Extending the cache of an attention layer replaces its tensors, so the copy can share them. A convolution layer
+    overwrites its states in place, so they are cloned.
     """
     forked = copy.copy(kv_cache)
     forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
@@ -47,7 +47,7 @@ def split(kv_cache: Cache, parts: int) -> list[Cache]:
 
 
 def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | None]:
-    """Join caches of different rows into the cache of the batch; shorter rows are padded on the left.
+    """Join the caches of different rows into one cache of the batch. Shorter rows are padded on the left.
 
     Args:
         parts: pairs of row indices and the cache of these rows.
@@ -61,7 +61,7 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
 
     def join(values: list[Tensor]) -> Tensor:
         longest = max(x.shape[2] for x in values)
-        # Padding repeats the first key, because FoX recognizes its keys by numbers in the first cached key.
+        # Padding repeats the first key, because FoX recognizes its cache by numbers in the first cached key.
         padded = [x[:, :, (torch.arange(longest) - longest + x.shape[2]).clamp(min=0)] for x in values]
         return torch.cat(padded)[order.to(values[0].device)]
 

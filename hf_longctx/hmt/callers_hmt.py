@@ -6,7 +6,7 @@ from typing import Any
 
 
 def callers(package: str) -> Iterator[Any]:
-    """Yield each `self` on the call stack whose class, or a base of it, is defined in `package`; innermost first."""
+    """Yield each `self` on the call stack whose class or base class is defined in `package`, innermost first."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -19,7 +19,7 @@ INSTEAD = "Train with Trainer of transformers, or with hf-longctx finetune --rec
 
 
 def trl_advice() -> str:
-    """Return an explanation for a user whose TRL trainer makes this call, or "" for any other caller."""
+    """Return advice if a TRL trainer makes this call, otherwise ""."""
     names = (
         base.__name__ for owner in callers("trl") for base in type(owner).__mro__ if base.__module__[:4] == "trl."
     )

@@ -12,14 +12,14 @@ from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
 
-# Fields of `GenerationConfig` that HMTWrapper does not support: the only accepted value, and the reason
+# Unsupported fields of `GenerationConfig`, each with its only accepted value and the reason
 _UNSUPPORTED = {
     "output_hidden_states": (False, "a segment has several passes; call model.backbone for hidden states"),
     "output_attentions": (False, "a segment has several passes; call model.backbone for attentions"),
     "guidance_scale": (1, "the unconditional sequence would need its own state"),
     "cache_implementation": ("dynamic", "the cache is an HMTState, whose size is bounded already"),
 }
-# Arguments that transformers and its clients pass to any model. HMTWrapper ignores them if they are None or False.
+# Arguments that transformers and its clients pass to every model. HMTWrapper ignores them if they are None or False.
 _FOR_OTHER_MODELS = {
     *("cache_position", "inputs_embeds", "output_attentions", "output_hidden_states", "position_ids", "return_dict"),
     *("return_loss", "token_type_ids"),
@@ -35,7 +35,7 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def same_state(*states: object) -> HMTState | None:
-    """Return the state that was passed under any of its three names, or None if no state was passed."""
+    """Return the state passed as `state`, `cache` or `past_key_values`, or None."""
     given = [x for x in states if x is not None]
     if len(given) > 1:
         raise ValueError(
@@ -102,7 +102,7 @@ def check_call(
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first of `tokens` positions whose logits are needed; 0 if `logits_to_keep` is a tensor."""
+    """Return the first of `tokens` positions that needs logits; 0 if `logits_to_keep` is a tensor."""
     if isinstance(logits_to_keep, Tensor):
         return 0
     if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
@@ -113,18 +113,18 @@ def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
 
 
 def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
-    """Raise ValueError if the state is from another model, or ends where the paper mode cannot continue."""
+    """Raise ValueError if the state is from another model, or if paper mode cannot continue from its last token."""
     differing = {
         name: value for name, value in config.signature(lm.width).items() if state.signature.get(name) != value
     }
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
         raise ValueError(
-            f"The state belongs to another model or setting: it has {of_state}, and this model has {differing}. Start "
+            f"The state is from a model with other settings: it has {of_state}, and this model has {differing}. Start "
             "a new state."
         )
     weight = lm.model.get_input_embeddings().weight
-    # FSDP replaces the weight by its own type, which it casts on use, so that weight is not checked.
+    # FSDP replaces the weight with its own type and casts it on use, so the dtype of that weight is not checked.
     if type(weight) is torch.nn.Parameter and state.dtype not in (None, weight.dtype):
         raise ValueError(
             f"`state` must have the model's dtype, {weight.dtype}, got {state.dtype}. Save the state and load it with "
@@ -142,7 +142,7 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
 
 
 def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState | None, use_cache: bool) -> None:
-    """Raise an error for padding between tokens, all-padding rows, and padding that the paper mode would read."""
+    """Raise an error for padding between tokens, all-padding rows, and padding that paper mode would read."""
     if not mask.any() or not (use_cache or mask.any(1).all()):
         raise ValueError(
             "Each row of `attention_mask` must contain a token, got a row that is all padding. Remove the row."

@@ -1,8 +1,8 @@
-"""Check the version of transformers, and find the name of the cache argument, which depends on the version.
+"""Compatibility with different versions of transformers: a version check, and the name of the cache argument.
 
-configuration_hmt.py is the first file that transformers loads from a saved folder, and it imports this file. The
-warning about an untested version therefore appears before anything can fail. transformers 5.24 renamed
-`past_key_values` to `cache`; HMT accepts both.
+The first file that transformers loads from a saved folder, configuration_hmt.py, imports this file, so the warning
+about an untested version appears before anything can fail. transformers 5.24 renamed `past_key_values` to `cache`. HMT
+accepts both names.
 """
 
 import functools
@@ -35,7 +35,7 @@ RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_genera
 def cache_name(model_class: type) -> str | None:
     """Return the name of a model's cache argument, or None if its forward does not take a cache.
 
-    Models with remote code may use the old name with every version of transformers.
+    Models with remote code may use the old name with any version of transformers.
     """
     parameters = inspect.signature(model_class.forward).parameters  # ty: ignore[missing-attribute]
     return next((name for name in ("cache", "past_key_values") if name in parameters), None)

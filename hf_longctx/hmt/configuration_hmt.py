@@ -11,7 +11,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .callers_hmt import check_prompt_learning
-from .compat_hmt import REPAIR  # noqa: F401 - the import warns where transformers is newer
+from .compat_hmt import REPAIR  # noqa: F401 - the import warns if transformers is newer
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
 
@@ -22,54 +22,54 @@ BASE_NAMES = {"attn_implementation", "auto_map", "quantization_config"}
 
 @strict
 class HMTConfig(PreTrainedConfig):
-    """The configuration of `HMTWrapper` and of its backbone.
+    """Configuration of `HMTWrapper` and its backbone.
 
     Args:
-        backbone_config: configuration of the wrapped causal LM, set by `HMTWrapper.from_backbone`.
+        backbone_config: configuration of the wrapped causal LM. `HMTWrapper.from_backbone` sets it.
         segment_length: L', number of new tokens per segment. The backbone reads `positions_per_segment` positions at a
             time. (The paper's L includes prompts and sensory tokens, so its L = 256 is L' = 222 at k = 32.)
         sensory_tokens: k, number of tokens at the end of the previous segment that a segment re-reads.
         memory_size: N, number of memory embeddings retained for recall; the oldest is dropped first. None: all.
-        recalled_pages: r, number of pages that a recall attends to (`pages_hmt.py`). Pages store the embeddings beyond
-            `memory_size` in CPU memory or in a file. None: no pages.
-        page_size: initial maximum number of memory embeddings per page. The maximum grows with the square root of the
-            sequence length.
-        sum_fraction: fraction of a segment that forms its recall query, the first j = int(round(segment_length *
-            sum_fraction)) tokens. Ties are rounded to even, as in the official code. The single-pass mode needs
-            j < L', because only the tokens after the recall attend to a memory.
+        recalled_pages: r, number of pages that a recall attends to (`pages_hmt.py`). Pages store the memory embeddings
+            beyond `memory_size`, in CPU memory or in a file. None: no pages.
+        page_size: initial maximum number of memory embeddings per page. It grows with the square root of the sequence
+            length.
+        sum_fraction: fraction of a segment that forms its recall query: the first j = int(round(segment_length *
+            sum_fraction)) tokens. Ties are rounded to even, as in the official code. Single-pass mode requires j < L',
+            because only the tokens after the recall attend to a memory.
         recall: whether segments recall memories. With False, the prompt is the memory of the previous segment, as in
             training stage 1 of the paper and in RMT.
-        memory_tokens: m, number of embeddings per memory. With recall and in the single-pass mode, m must be 1.
+        memory_tokens: m, number of embeddings per memory. With recall or in single-pass mode, m must be 1.
         recall_dim: h, output width of the recall projections. None: the width of a memory embedding.
         recall_mode: "single_pass" (causal: logits at t depend on tokens <= t, `single_pass_hmt.py`) or "paper" (the
             published algorithm, which reads the first j tokens before it predicts them, `paper_hmt.py`).
         retrievers: names of registered retrievers (`retriever_hmt.py`); the first one returns the prompt. None: the
             retrievers that the other fields require.
-        reread: whether to read the whole segment again after the prompt in the single-pass mode, so that the tokens
-            before the recall attend to the prompt too. Backbones with recurrent states, with gates that fade keys, or
-            with windows shorter than a segment require True. None: chosen when a backbone is wrapped, and saved, so
-            that a checkpoint computes the same function with and without a key/value cache.
-        recall_tokens: number of earlier tokens that a segment re-reads in the single-pass mode, a divisor of L'. The
-            state stores the tokens of the remembered segments, and a BM25 search selects those that match the first
-            part of the segment best (`search_hmt.py`). The search works without training and adds `recall_tokens`
+        reread: whether single-pass mode reads the whole segment again after the prompt, so that the tokens before the
+            recall attend to the prompt too. Backbones with recurrent states, gates that fade keys, or windows
+            shorter than a segment require True. None: the value is set when a backbone is wrapped, and saved, so that
+            a checkpoint computes the same function with and without a key/value cache.
+        recall_tokens: number of earlier tokens that a segment re-reads in single-pass mode; it must divide L'. The
+            state stores the tokens of the remembered segments. A BM25 search selects the passage that best matches
+            the first part of the segment (`search_hmt.py`). The search works without training and adds `recall_tokens`
             positions to each segment. None: no search.
-        neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of the single-pass
-            mode, such as 0.1. The cache works without training. A state then stores d numbers per remembered token
-            (177 MB in bfloat16 at d = 576 and the defaults), and training retains them for the backward pass of each
-            segment. None: no cache.
+        neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of single-pass mode,
+            such as 0.1. The cache works without training. With a cache, a state stores d numbers per remembered token
+            (177 MB in bfloat16 at d = 576 and the defaults), and training retains these numbers for the backward pass
+            of each segment. None: no cache.
         recurrence: whether the memory of a segment depends on what the segment recalled. With False (single-pass mode
-            only), it depends on its own segment alone. A sequence of any length then takes two calls of the backbone,
-            in groups of `summary_batch` segments, and gradients flow through one recall only. A chain of n recalls
-            then needs n readings of the sequence.
-        loss_scope: "all" to score all labels, or "last" to score the last `segment_length` labels of a row, as the
-            authors do in training and evaluation.
+            only), the memory depends only on the segment itself. The backbone is then called twice per group of
+            `summary_batch` segments, and gradients flow through one recall only. A chain of n recalls then requires
+            reading the sequence n times.
+        loss_scope: "all" to score all labels, or "last" to score only the last `segment_length` labels of a row, as
+            the authors of the paper do in training and evaluation.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
-        summary_batch: maximum number of summary passes (paper mode) or first parts (single-pass mode) in one batch of
-            the backbone, counted as segments times rows. Lower values need less memory.
+        summary_batch: maximum number of summary passes (paper mode) or first parts (single-pass mode) in one backbone
+            batch, counted as segments times rows. Lower values use less memory.
         cuda_graphs: whether to replay the pass that ends a segment as a CUDA graph when gradients are disabled
-            (`graphs_hmt.py`). The logits stay the same. Graphs require `reread=False`. HMT detects replaced weights
-            and switched adapters, but not other changes of the backbone. After such a change, set `cuda_graphs` to
-            False, call the model, and set it to True again.
+            (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
+            weights and switched adapters, but not other changes of the backbone. After such a change, set
+            `cuda_graphs` to False, call the model, and set it to True again.
         backbone_name_or_path: name or path from which the backbone was loaded.
         backbone_revision: revision of the backbone on the Hub.
         backbone_in_checkpoint: whether a checkpoint contains the backbone. False saves only the memory parameters (0.5
@@ -77,7 +77,7 @@ class HMTConfig(PreTrainedConfig):
             because changes of its weights are not saved.
 
     Raises:
-        ValueError: a value is outside its range, or an argument is not a field. A saved configuration may contain
+        ValueError: a value is outside its range, or an argument is not a field. Saved configurations may contain
             other names, because other programs add them.
     """
 
@@ -130,7 +130,7 @@ class HMTConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> Any:
-        """Build the config as in transformers; raise ValueError for another `model_type`."""
+        """Build the config from a dict; raise ValueError for another `model_type`."""
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ValueError(
@@ -140,13 +140,13 @@ class HMTConfig(PreTrainedConfig):
         return super().from_dict(config_dict, **kwargs)
 
     def to_dict(self) -> dict:
-        """Return the fields as in transformers, without the local path of the backbone."""
+        """Return the fields as a dict, without the local path of the backbone."""
         values = super().to_dict()
         (values.get("backbone_config") or {}).pop("_name_or_path", None)
         return values
 
     def save_pretrained(self, save_directory: str | Path, push_to_hub: bool = False, **kwargs) -> None:
-        """Save as in transformers, and also save the code of a custom backbone."""
+        """Save the configuration and the code of a custom backbone."""
         super().save_pretrained(save_directory)
         lines = ["CONFIG_CLASS = MODEL_CLASS = None"]
         if classes := custom_classes(self.backbone_config):
@@ -157,7 +157,7 @@ class HMTConfig(PreTrainedConfig):
             custom_object_save(x, save_directory)
         text = "\n".join([f'"""{ABOUT}"""', "", *lines, ""])
         Path(save_directory, "custom_backbone_hmt.py").write_text(text)
-        if push_to_hub:  # not in super(), which would push without custom_backbone_hmt.py
+        if push_to_hub:  # not by super(), which would push without custom_backbone_hmt.py
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
@@ -279,7 +279,7 @@ class HMTConfig(PreTrainedConfig):
     @property
     def summary_length(self) -> int:
         """j, the number of tokens at the start of a segment that form its recall query."""
-        return int(round(self.segment_length * self.sum_fraction))  # noqa: RUF046 (numpy floats round to floats)
+        return int(round(self.segment_length * self.sum_fraction))  # noqa: RUF046 - numpy floats round to floats
 
     @property
     def positions_per_segment(self) -> int:
@@ -301,7 +301,7 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Number of layers of the backbone. Raises ValueError if a prompt method of PEFT reads it."""
+        """Number of layers of the backbone. Raises ValueError for prompt-learning methods of PEFT."""
         check_prompt_learning()
         return self.text_config.num_hidden_layers
 
@@ -325,7 +325,7 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
 
 
 def custom_classes(config: object) -> dict[str, Any]:
-    """Return the config and model classes of a custom backbone, named as in `custom_backbone_hmt.py`, or {}."""
+    """Return a custom backbone's classes, keyed by "CONFIG_CLASS" and "MODEL_CLASS"; {} for other backbones."""
     config_class: Any = type(config)
     model_class: Any = None
     if config_class is CONFIG_CLASS:
@@ -336,9 +336,9 @@ def custom_classes(config: object) -> dict[str, Any]:
 
 
 def custom_model_class(config: object) -> Any:
-    """Return the causal LM class for a backbone's configuration, or None if the checkpoint does not contain its code.
+    """Return a custom backbone's causal LM class, or None if the checkpoint does not contain its code.
 
-    The class is not registered with the Auto classes, because another checkpoint could replace it there.
+    The class is not registered with the Auto classes, where another checkpoint could replace it.
     """
     if CONFIG_CLASS is None or getattr(config, "model_type", None) != CONFIG_CLASS.model_type:
         return None

@@ -28,7 +28,7 @@ def from_official(
     recall_mode: str = "paper",
     **settings,
 ) -> HMTWrapper:
-    """Wrap a backbone, and load memory parameters that use the names of the official code.
+    """Wrap a backbone, and load memory parameters in the format of the official code.
 
     Args:
         backbone: a causal LM, which is used and not copied.
@@ -37,19 +37,19 @@ def from_official(
         memory_size: see `HMTConfig`.
         recall: whether `params` contains the recall parameters.
         recall_mode: see `HMTConfig` (default: "paper").
-        settings: other fields of `HMTConfig`. `segment_length` counts only new tokens, so it is the official
+        settings: other fields of `HMTConfig`. `segment_length` counts only new tokens, so set it to the official
             segment_length - 2 m - num_sensory.
 
     Raises:
-        ValueError: a parameter is missing, unknown, or of the wrong shape.
+        ValueError: a parameter is missing, is unknown or has the wrong shape.
     """
     needed = dict(OFFICIAL_NAMES) if recall else {"memory_cell.memory": "memory.initial"}
     unknown = [name for name in params if name not in OFFICIAL_NAMES and not name.startswith((BACKBONE, _UNUSED))]
     missing = [name for name in needed if name not in params]
     if unknown or missing:
         raise ValueError(
-            f"`params` must contain {list(needed)} and may contain {BACKBONE}*, got missing {missing} and "
-            f"unknown {unknown}. With recall=False, only memory_cell.memory is needed."
+            f"`params` must contain {list(needed)} and may contain {BACKBONE}*. Missing: {missing}; "
+            f"unknown: {unknown}. With recall=False, only memory_cell.memory is needed."
         )
     settings |= {"memory_size": memory_size, "recall": recall, "recall_mode": recall_mode}
     config = HMTConfig(recall_dim=len(params["cross_attn.wq.weight"]) if recall else None, **settings)
@@ -70,7 +70,7 @@ def from_official(
 
 
 def official_parameters(model: HMTWrapper) -> dict[str, nn.Parameter]:
-    """Return the memory parameters of a wrapper (not copies) by their official names."""
+    """Return the memory parameters of a wrapper, not copied, keyed by their official names."""
     parameters = dict(model.named_parameters())
     return {name: parameters[ours] for name, ours in OFFICIAL_NAMES.items() if ours in parameters}
 

@@ -48,10 +48,10 @@ class HMTGenerationMixin(GenerationMixin):
         return {"input_ids": input_ids, "attention_mask": attention_mask, "state": state, **options}
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs) -> Any:
-        """Raise OSError, because the repository's code would replace `generate` without being trusted."""
+        """Raise OSError, because untrusted code of the repository would replace `generate`."""
         raise OSError(
             f"HMT does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and "
-            "pass its function: model.generate(..., custom_generate=function)."
+            "pass its `generate` function: model.generate(..., custom_generate=generate)."
         )
 
     def init_continuous_batching(self, *args, **kwargs) -> Any:
@@ -74,13 +74,14 @@ class HMTGenerationMixin(GenerationMixin):
         """Generate as in transformers. With `return_dict_in_generate=True`, the output has the `HMTState` as `state`.
 
         The state includes all tokens of the sequences except the last one. Rows that end early read padding until all
-        rows have ended. To continue the states of such rows, generate the rows one by one. Beam search does not
-        return a `state`, because its rows are beams, not sequences.
+        rows have ended, so generate rows one by one to continue from their states. Beam search does not return a
+        `state`, because its rows are beams, not sequences.
 
         Args:
             args, kwargs: as in transformers, and also `state`, an `HMTState` that `input_ids` continue.
-            cache: an `HMTState` after the first tokens of each row of `input_ids`, which are not read again.
-            past_key_values: the name of `cache` before transformers 5.24.
+            cache: an `HMTState` that has already read the first tokens of each row of `input_ids`. They are not read
+                again.
+            past_key_values: alias of `cache`, used before transformers 5.24.
 
         Raises:
             ValueError: both `state` and `cache` are given, or `input_ids` do not contain a new token.
@@ -99,7 +100,7 @@ class HMTGenerationMixin(GenerationMixin):
     def _expand_inputs_for_generation(
         self, expand_size: int = 1, is_encoder_decoder: bool = False, input_ids: Tensor | None = None, **model_kwargs
     ) -> tuple[Tensor | None, dict[str, Any]]:
-        """Expand as in transformers, and also repeat the rows of a `state`."""
+        """Repeat the inputs as in transformers, and also the rows of a `state`."""
         state = model_kwargs.get("state")
         if expand_size > 1 and state is not None:
             index = torch.arange(len(state.lengths)).repeat_interleave(expand_size)
@@ -113,7 +114,7 @@ class HMTGenerationMixin(GenerationMixin):
 
 
 def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) -> tuple[Tensor, Tensor | None]:
-    """Drop the tokens of `input_ids` (B, T) that `state` has read; raise ValueError if a row becomes empty."""
+    """Drop the tokens of `input_ids` (B, T) that `state` has already read; raise ValueError if a row becomes empty."""
     lengths = torch.tensor(state.lengths, device=input_ids.device)[:, None]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     counted = torch.ones_like(mask) if state.open_mask is not None else mask

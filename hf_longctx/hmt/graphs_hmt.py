@@ -1,8 +1,9 @@
 """CUDA graphs of the pass that ends a segment: `cuda_graphs` of `HMTConfig`.
 
-A segment takes about 700 kernel launches, so it is launch-bound. The passes that end the segments of a sequence have
-the same shapes, so HMT captures the second of these passes and replays all later ones, each with a single launch. A
-replay runs the kernels of an eager pass, so the logits are equal. With `reread=True`, passes stay eager.
+A segment takes about 700 kernel launches, so reading is launch-bound. The passes that end the segments of a sequence
+have the same shapes. HMT captures the second of these passes and replays it for all later ones, with a single launch
+each. A replay runs the same kernels as an eager pass, so the logits are equal. With `reread=True`, all passes are
+eager.
 """
 
 import threading
@@ -18,8 +19,8 @@ from transformers import Cache
 from .caches_hmt import fork, tensors_of
 
 
-MAX_GRAPHS = 8  # limits memory, because each graph retains the activations of one pass
-_ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters")  # attributes of PEFT's layers
+MAX_GRAPHS = 8  # a limit, because each graph retains the activations of one pass
+_ADAPTER_SWITCHES = ("_disable_adapters", "_active_adapter", "merged_adapters")  # attributes of PEFT layers
 
 
 class PassGraph:
@@ -40,7 +41,7 @@ def record(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> tuple
     """Capture a function, and return the graph and its outputs, which every replay overwrites."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # warm-up: libraries allocate their workspaces
+    with torch.cuda.stream(stream):  # a warm-up, in which libraries allocate their workspaces
         function(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -50,14 +51,14 @@ def record(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> tuple
 
 
 def can_capture(x: Tensor) -> bool:
-    """Return whether passes over `x` can be captured: on a CUDA device, without gradients, autocast or a compiler."""
+    """Return whether passes over `x` can be captured: on a CUDA device, without gradients, autocast or compilation."""
     if x.device.type != "cuda" or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return not torch.is_autocast_enabled(x.device.type) and not torch.cuda.is_current_stream_capturing()
 
 
 class PassGraphs:
-    """The CUDA graphs of a model, by shape, thread and stream. The first pass of each shape is eager."""
+    """The CUDA graphs of a model, keyed by shape, thread and stream. The first pass of each shape is eager."""
 
     def __init__(self):
         # Values: a graph, None after the first eager pass, or False if the pass cannot be captured
@@ -65,11 +66,11 @@ class PassGraphs:
         self.weights: Hashable = None
 
     def __reduce__(self) -> tuple:
-        """Pickle and copy as an empty object, because graphs refer to the weights of the original model."""
+        """Pickle or copy as an empty object, because graphs refer to the weights of the original model."""
         return PassGraphs, ()
 
     def of(self, model: torch.nn.Module) -> "PassGraphs":
-        """Drop all graphs if tensors, modules, adapters or modes of the model have changed, and return self."""
+        """Return self, after dropping all graphs if the model's tensors, modules, adapters or modes have changed."""
         tensors = tuple((x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers()))
         modules = tuple(
             (id(module), module.training, *(str(getattr(module, name, None)) for name in _ADAPTER_SWITCHES))
@@ -88,8 +89,8 @@ class PassGraphs:
         """Return function(**given, kv_cache=kv_cache). Replay a graph if a pass of the same shapes was captured.
 
         Args:
-            function: function that returns logits (or None) and hidden states. It must launch the same kernels for
-                all inputs of the same shapes.
+            function: returns logits or None, and hidden states. It must launch the same kernels for all inputs of the
+                same shapes.
             kv_cache: cache that the function reads, or None. The function gets a copy.
             given: arguments of `function`; None values are omitted.
         """
@@ -125,11 +126,11 @@ class PassGraphs:
     def capture(
         self, function: Callable[..., list[Tensor]], inputs: list[Tensor], expected: list[Tensor]
     ) -> PassGraph | bool:
-        """Capture a function; warn and return False if this fails or a replay differs from the `expected` outputs."""
+        """Capture a function. Warn and return False if this fails or the outputs of a replay are not `expected`."""
         try:
             graph = PassGraph(function, inputs)
             outputs = graph.replay(inputs)
-        except Exception as error:  # for example, the backbone synchronizes with the GPU
+        except Exception as error:  # for example, because the backbone synchronizes with the GPU
             warnings.warn(
                 f"HMT runs a pass eagerly, because it was not captured as a CUDA graph: {error}", stacklevel=2
             )

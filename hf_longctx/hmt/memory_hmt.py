@@ -1,7 +1,8 @@
 """The parameters that HMT adds to a backbone: `HMTMemory`.
 
-Symbols follow arXiv 2405.06067, sec. 3: d is the width of a memory embedding (equal to an input embedding's), h the
-width of the recall projections, m the embeddings per memory, k the sensory tokens, L' the new tokens per segment.
+Symbols follow arXiv 2405.06067, sec. 3: d is the width of memory and input embeddings, h the output width of the
+recall projections, m the number of embeddings per memory, k the number of sensory tokens, and L' the number of new
+tokens per segment.
 """
 
 import json
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor, nn
 
 
-# With Wq = Wk = gain * I, the initial scores are gain^2 q.c / sqrt(h). Entries of memories are of order 1 after the
-# final norm, so q.c / sqrt(h) is about sqrt(d) * cosine: sharp enough to select a memory, soft enough for gradients.
+# Gain of the initial projections in paper mode. With Wq = Wk = gain * I, the initial scores are gain^2 q.c / sqrt(h).
+# The entries of memories are of order 1 after the final norm, so q.c / sqrt(h) is about sqrt(d) * cosine. This is
+# sharp enough to select a memory, and soft enough for gradients.
 SIMILARITY_GAIN = 1.5
 
 
 # With c memories, scale-free scores are initially log(1 + c) * cosine / TEMPERATURE, or cosine / 0.1 for ten memories.
 TEMPERATURE = 0.25
-# Fraction of |x|^2 in `normalize`. If the squared difference is smaller, it is not scaled up to length one.
+# `normalize` does not scale differences whose squared norm is below this fraction of |x|^2 up to length one.
 FLOOR = 1e-4
 
 
@@ -30,14 +32,14 @@ class HMTMemory(nn.Module):
         width: d.
         memory_tokens: m.
         recall_dim: h. None: a model without recall, which does not need the projections.
-        single_pass: whether the model uses the single-pass mode, which needs a temperature for recall, and always a
-            summary token.
-        settings: function that returns the model's settings, which are saved with a PEFT adapter of the memory.
+        single_pass: whether the model uses single-pass mode, which needs a summary token and, with recall, a
+            temperature.
+        settings: returns the model's settings, which are saved with a PEFT adapter of the memory.
 
     Parameters: `initial` (m, d), the prompt of the first segment (paper mode only); `summary_token` (1, d), the
     paper's H^T, which ends both parts of a segment in the single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,),
-    the temperature of scale-free scores. All are plain parameters, so that neither quantization nor LoRA on
-    "all linear layers" touches them.
+    the temperature of scale-free scores. None of them belongs to an nn.Linear, so neither quantization nor LoRA with
+    target_modules="all-linear" changes them.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class HMTMemory(nn.Module):
                 self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 does not support scalar parameters
 
     def forward(self, function: Callable[[], Any]) -> Any:
-        """Call a function that uses the parameters. accelerate loads offloaded weights only while `forward` runs."""
+        """Call a function that uses the parameters. accelerate loads offloaded weights only during `forward`."""
         return function()
 
     def get_extra_state(self) -> Tensor:
@@ -76,21 +78,21 @@ class HMTMemory(nn.Module):
         if differing:
             raise ValueError(
                 f"The memory weights were trained with {differing}, and this model has "
-                f"{ {name: own.get(name) for name in differing} }. Load them into a model with their settings; some "
-                "settings can be changed afterwards in model.config."
+                f"{ {name: own.get(name) for name in differing} }. Load them into a model with the same settings. "
+                "Some settings can be changed afterwards in model.config."
             )
 
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
         """Return the scores before the softmax, (B, c), in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
 
-        The single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x)
-        is the normalized x - origin.
+        Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x) is
+        x - origin, normalized.
 
         Args:
             query: as in `recall`.
             bank: as in `recall`.
-            origin: mean of all memories of a row, (B, 1, d).
-            count: number of memories of a row, (B,).
+            origin: mean of each row's memories, (B, 1, d).
+            count: number of each row's memories, (B,).
         """
         with torch.autocast(query.device.type, enabled=False):
             wide = torch.promote_types(bank.dtype, torch.float32)
@@ -100,7 +102,7 @@ class HMTMemory(nn.Module):
                 factor = count.to(wide).log1p()[:, None, None] * (-self.log_temperature.to(wide)).exp()
             else:
                 factor = wq.shape[0] ** -0.5
-            # (q Wq^T) Wk takes h * d products in total. Keys would take h * d products for each memory.
+            # (q Wq^T) Wk takes 2 h d products in total; keys C Wk^T would take h d products for each memory.
             return (query @ wq.mT @ wk * factor @ bank.mT).squeeze(1)
 
     def recall(
@@ -120,8 +122,8 @@ class HMTMemory(nn.Module):
             count: as in `scores`; needed if `bank` does not contain all memories.
 
         Returns:
-            The prompt, (B, 1, d), in bank.dtype, and the weights softmax(scores), (B, c), in at least fp32, 0 if not
-            valid. Both are 0 in a row without memories.
+            The prompt, (B, 1, d), in bank.dtype, and the weights softmax(scores), (B, c), in at least fp32, 0 where
+            `valid` is False. Both are 0 in a row without memories.
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
@@ -134,7 +136,7 @@ class HMTMemory(nn.Module):
 
 
 def memory_dtype(model: Any) -> torch.dtype:
-    """Return the dtype of a wrapper's memories, which is the dtype of its token embeddings."""
+    """Return the dtype of a wrapper's memories, which is that of its token embeddings."""
     return model.get_input_embeddings().weight.dtype
 
 

@@ -7,18 +7,19 @@ split into segments of L' new tokens. Each segment is one short pass of the back
 
 and the hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is
 recalled from the memories of the previous segments: a *summary pass* over the first j tokens of the segment computes a
-query, which attends to the memories. Cost grows linearly with the length of the sequence. An `HMTState` of bounded
-size carries everything from segment to segment. Retrievers select what a segment reads from the previous segments
+query, which attends to the memories. The cost is linear in the length of the sequence. An `HMTState` of bounded size
+passes information from segment to segment. Retrievers select what a segment reads from the previous segments
 (`retriever_hmt.py`).
 
-`recall_mode="paper"` implements exactly this (`paper_hmt.py`). However, the prompt depends on the first j tokens and
-is read *before* them, so the model attends to a summary of the tokens that it predicts. Their loss is therefore too
-low, and the model cannot generate them. `score_from=config.summary_length` excludes these tokens from the loss.
-`recall_mode="single_pass"` (default) reads every position once, with the recall in the middle (`single_pass_hmt.py`).
+`recall_mode="paper"` implements this algorithm exactly (`paper_hmt.py`). However, the prompt depends on the first j
+tokens and is read *before* them, so the model attends to a summary of the tokens that it predicts. Their loss is
+therefore too low, and the model cannot generate them. `score_from=config.summary_length` excludes these tokens from
+the loss.
 
-In the single-pass mode, each row has its own segment boundaries, and padding does not change the results
-(`packing_hmt.py`). The paper mode reads padding in place, as the official code does: sensory tokens can be
-padding, and memories of padding are stored.
+`recall_mode="single_pass"` (default) reads every position once, and recalls in the middle of a segment
+(`single_pass_hmt.py`). Each row has its own segment boundaries, and padding does not change the results
+(`packing_hmt.py`). Paper mode reads padding like tokens, as the official code does: sensory tokens can be padding, and
+memories of padding are stored.
 """
 
 import math
@@ -62,22 +63,22 @@ from .state_hmt import HMTState, join_rows
 
 @dataclass
 class HMTOutput(ModelOutput):
-    """Output of `HMTWrapper`. `recall_*` and `memories` are returned with `output_recall=True`.
+    """Output of `HMTWrapper`. `recall_*` and `memories` require `output_recall=True`.
 
     Attributes:
         loss: scalar, returned with labels.
         logits: (B, T, V), or the logits selected by `logits_to_keep`; 0 on padding.
         state: `HMTState` after the last token, returned with `use_cache=True`.
         recall_scores: for each segment, the recall weights of the memories, (B, c), oldest first (pages before the
-            bank); 0 if a row does not have the memory. None for a segment without a recall: the first segment, or a
-            segment with an incomplete query.
-        recall_ends: for each segment, the number of tokens up to the end of each memory's segment, (B, c), long. None
-            where `recall_scores` is None.
+            bank); 0 if a row does not have the memory. None if the segment does not recall, because it is the first
+            one or its query is incomplete.
+        recall_ends: for each segment, the number of tokens from the start of the sequence to the end of each
+            memory's segment, (B, c), long. None where `recall_scores` is None.
         recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0 without a
             recall.
-        memories: memory embeddings of the segments of this call, each (B, m, d); 0 in a row without this memory.
-        cache: the same as `state`, under the name that transformers uses since 5.24.
-        past_key_values: the same as `state`, under the name that transformers used before 5.24.
+        memories: memory embeddings of each segment of this call, (B, m, d); 0 in a row without this memory.
+        cache: alias of `state`, used since transformers 5.24.
+        past_key_values: alias of `state`, used before transformers 5.24.
     """
 
     loss: Tensor | None = None
@@ -92,7 +93,7 @@ class HMTOutput(ModelOutput):
 
     @property
     def past_key_values(self) -> HMTState | None:
-        """The same as `state`, under the name that transformers used before 5.24."""
+        """Alias of `state`, used before transformers 5.24."""
         return self.state
 
     @property
@@ -124,8 +125,8 @@ class HMTOutput(ModelOutput):
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
         """For each segment of the call, list the `top` memories with the largest recall weights, best first.
 
-        A memory is given as (range of its tokens in the sequence, weight). The list of a segment without a recall is
-        empty.
+        Each entry is a pair: the range of the memory's tokens in the sequence, and the weight. The list is empty for a
+        segment without a recall.
 
         Raises:
             ValueError: the call did not use `output_recall=True`.
@@ -145,7 +146,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     Args:
         config: an `HMTConfig`.
-        backbone: a causal LM, or a PEFT model around one (default: an untrained model of `config.backbone_config`).
+        backbone: a causal LM, or a PEFT model of one (default: an untrained model of `config.backbone_config`).
 
     Raises:
         TypeError, ValueError: the backbone is not supported (`Backbone`, `HMTConfig.check`).
@@ -157,7 +158,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     accepts_loss_kwargs = True
     reads_in_segments = True  # the backbone's maximum number of positions limits a segment, not the input
     _keep_in_fp32_modules_strict = [r"^memory\."]
-    _keys_to_ignore_on_save = ["memory._extra_state"]  # config.json contains it; only adapters need it
+    _keys_to_ignore_on_save = ["memory._extra_state"]  # config.json contains these settings; only adapters need them
     _keys_to_ignore_on_load_missing = [r"memory\._extra_state"]
     _is_stateful = True  # disables assisted generation, because a state cannot be cropped
     _supports_sdpa = True  # the backbone checks its attention implementation itself
@@ -191,24 +192,24 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         recall_dim = (config.recall_dim or lm.width) if config.recall else None
         settings = partial(config.signature, lm.width)
         self.memory = HMTMemory(lm.width, config.memory_tokens, recall_dim, config.single_pass, settings)
-        names = ("recall", "recall_dim", "recall_mode", "memory_tokens")  # these settings determine the parameters
+        names = ("recall", "recall_dim", "recall_mode", "memory_tokens")  # the settings that determine the parameters
         self._built = {name: getattr(config, name) for name in names}
         _ = self.retriever  # raises ValueError if the retrievers do not match the settings
         self._versions = lm.versions()
         quantizer: Any = getattr(lm.model, "hf_quantizer", None)
         if quantizer is not None and quantizer.quantization_config.quant_method == QuantizationMethod.BITS_AND_BYTES:
-            # bitsandbytes keeps the names of the parameters, so a checkpoint of the wrapper can contain them
+            # bitsandbytes does not rename parameters, so a checkpoint of the wrapper can contain quantized weights
             self.hf_quantizer, config.quantization_config = quantizer, quantizer.quantization_config
         if not built_here:
             self.generation_config = deepcopy(lm.model.generation_config)
-            for module in backbone.modules():  # their weights are loaded, or initialized by PEFT
+            for module in backbone.modules():  # these weights are already loaded, or initialized by PEFT
                 module._is_hf_initialized = True  # ty: ignore[invalid-assignment] (transformers' flag)
         self.post_init()
         self.settle_layout()
 
     @property
     def retriever(self) -> Retrievers:
-        """The retrievers, which give a segment the memory of the previous segments."""
+        """The retrievers, which select what a segment reads from the previous segments."""
         return Retrievers(self.config, self.memory, self.lm.embed)
 
     def settle_layout(self) -> None:
@@ -228,8 +229,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def initialize_weights(self) -> None:
         """Initialize the backbone as a standalone model, and then the memory.
 
-        Within a custom model, transformers would skip modules without parameters. It would then skip the buffers that
-        such modules set in their children, such as `mup_vector` of Falcon-H1.
+        Inside a wrapper, transformers would skip modules without parameters, and the buffers that these modules set in
+        their children, such as `mup_vector` of Falcon-H1.
         """
         if isinstance(self.backbone, PreTrainedModel):
             self.backbone.initialize_weights()
@@ -239,16 +240,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, HMTMemory):
             return super()._init_weights(module)
-        std = self.lm.embedding_std()  # prompts start at the scale of the token embeddings around them
+        std = self.lm.embedding_std()  # initial prompts have the scale of token embeddings
         for name in ("initial", "summary_token"):
             if hasattr(module, name):
                 init.normal_(getattr(module, name), std=std)
         if hasattr(module, "initial") and hasattr(module, "summary_token"):
-            # With equal prompts, the summary of j tokens equals the memory of a segment of these tokens.
+            # With equal prompts, the query of j tokens equals the memory of a segment that consists of these tokens.
             init.copy_(module.summary_token, module.initial)
         if self.config.recall:
             gain = 1 if module.single_pass else SIMILARITY_GAIN
-            for projection in (module.wq, module.wk):  # recall starts as a search for the most similar memory
+            for projection in (module.wq, module.wk):  # initially, recall searches for the most similar memory
                 init.copy_(projection, gain * torch.eye(*projection.shape))
             if module.single_pass:
                 init.constant_(module.log_temperature, math.log(TEMPERATURE))
@@ -276,30 +277,30 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Args:
             input_ids: (B, T), long.
             attention_mask: (B, T), 1 on tokens and 0 on padding. Logits are 0 on padding. Padding may be on either
-                side; with a state, a row may contain only padding. The paper mode needs padding on the left.
-            labels: token ids, (B, T), usually equal to `input_ids`; -100 where not scored. They are shifted in this
-                method. The first token of each row of a call is not scored.
-            state: `HMTState` of an earlier call. A sequence that is split over several calls gives the result of one
-                call. In the paper mode, a call must not end within the first j tokens of a segment. After a backward
-                pass through the earlier call, pass `state.detach()`, because the graph of `state` has been freed.
+                side; with a state, a row may contain only padding. Paper mode requires padding on the left.
+            labels: token ids, (B, T), usually equal to `input_ids`; -100 where not scored. This method shifts
+                the labels. The first token of each row of a call is not scored.
+            state: `HMTState` of an earlier call. Splitting a sequence over several calls gives the same result as a
+                single call. In paper mode, a call must not end within the first j tokens of a segment. After a
+                backward pass through the earlier call, pass `state.detach()`, because its graph has been freed.
             use_cache: whether to return the state (default: True with a state, otherwise False).
             logits_to_keep: number of last positions whose logits are returned (0: all), or a long tensor (n,) of
-                positions. The loss includes all labels in any case. With 1, memory does not grow with T times the
-                vocabulary size. The exception is training without gradient checkpointing, if there is a neural cache
-                or a head that is not a plain linear layer.
-            score_from: position within a segment. The loss includes only predictions from this position on.
+                positions. The loss always includes all labels. With 1, memory does not grow with T times the
+                vocabulary size, except in training without gradient checkpointing if the model has a neural cache or
+                a head that is not a plain linear layer.
+            score_from: position within a segment. The loss excludes predictions made before this position.
             output_recall: whether to return recall scores, distances and memories.
             num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps (from
                 `Trainer`).
-            cache: another name of `state`, as in transformers.
-            past_key_values: another name of `state`, as in transformers before 5.24.
+            cache: alias of `state`.
+            past_key_values: alias of `state`, used before transformers 5.24.
 
         Returns:
             An `HMTOutput`.
 
         Raises:
-            ValueError: the input is empty or has a wrong shape, padding cannot be handled exactly, the state is from
-                another model, or an argument is not supported.
+            ValueError: the input is empty or has the wrong shape, the padding or an argument is not supported, or the
+                state is from another model.
         """
         cache = same_state(cache, past_key_values)
         if cache is not None:
@@ -338,7 +339,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         )
         state = self.memory(
             partial(layout.read, state, packed, use_cache)
-        )  # calling the module loads offloaded weights
+        )  # accelerate loads offloaded weights when the module is called
         like = next((x for row in layout.pieces.values() for x in row.values()), None)
         if like is None:  # all requested positions are padding
             like = torch.zeros(0, self.config.vocab_size, dtype=memory_dtype(self), device=input_ids.device)
@@ -355,7 +356,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return result
 
     def _check_settings(self) -> None:
-        """Raise an error if settings have changed since the model was built and do not match the parameters."""
+        """Raise an error if settings were changed after the model was built and no longer match its parameters."""
         if getattr(self, "_is_replica", False):
             raise NotImplementedError(
                 "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
@@ -367,13 +368,13 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         for name, built in self._built.items():
             if getattr(self.config, name) != built:
                 raise ValueError(
-                    f"config.{name} is {getattr(self.config, name)!r}, but this model was built with another value, "
-                    "which needs different parameters. Build a new model, HMTWrapper.from_backbone(model.backbone, "
-                    f"config), or set the value when loading, HMTWrapper.from_pretrained(folder, {name}=...)."
+                    f"config.{name} is {getattr(self.config, name)!r}, but this model was built with {built!r}, and "
+                    "its parameters depend on this setting. Build a new model with HMTWrapper.from_backbone("
+                    f"model.backbone, config), or set the value when loading: from_pretrained(folder, {name}=...)."
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the mean cross entropy of the scored labels, or this call's part of the mean over a whole batch."""
+        """Return the mean cross entropy of the scored labels, or this call's share of the whole batch's mean."""
         losses = layout.losses
         if layout.scored:
             hidden, targets = map(torch.cat, zip(*layout.scored))
@@ -383,7 +384,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if num_items_in_batch is not None:
             loss = loss * (packed.n_labelled / num_items_in_batch).to(loss)
         if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # DDP needs a gradient of every parameter, but a sequence of one segment does not recall.
+            # DDP needs a gradient for every parameter, but a sequence of one segment does not use those of recall.
             loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
         return loss
 
@@ -399,7 +400,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         Args:
             batch_size: B.
-            page_file: file in which pages are stored, instead of in CPU memory. An existing file is replaced.
+            page_file: file to store pages in (default: CPU memory). An existing file is replaced.
             device: device of the state (default: the model's device).
 
         Raises:
@@ -426,8 +427,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
         if enable and reentrant and self.config.single_pass:
             raise ValueError(
-                "`use_reentrant` must be False, got True, which loses the gradients of the keys and values between "
-                "the passes of a segment. Pass gradient_checkpointing_kwargs={'use_reentrant': False}."
+                "`use_reentrant` must be False, got True. Reentrant checkpointing loses the gradients of the keys and "
+                "values between the passes of a segment. Pass gradient_checkpointing_kwargs={'use_reentrant': False}."
             )
         self.gradient_checkpointing = enable
         self._gradient_checkpointing_func = gradient_checkpointing_func
@@ -461,7 +462,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """Wrap a causal LM. The memory parameters are untrained, and in float32 if the backbone is in half precision.
 
         Args:
-            backbone: a causal LM, which is used and not copied, or its name or path.
+            backbone: a causal LM, which is not copied, or its name or path.
             config: an `HMTConfig`, which is copied (default: `HMTConfig()`).
             revision: revision of the backbone on the Hub.
             kwargs: arguments of `AutoModelForCausalLM.from_pretrained`; only with a name or path.
@@ -485,7 +486,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return model.train(backbone.training)
 
     def save_pretrained(self, save_directory: str | Path, *args, state_dict: dict | None = None, **kwargs) -> None:
-        """Save configuration and weights; with `config.backbone_in_checkpoint=False`, only the memory's weights.
+        """Save configuration and weights; with `config.backbone_in_checkpoint=False`, only the weights of the memory.
 
         Raises:
             ValueError: `config.backbone_in_checkpoint` is False, and `config.backbone_name_or_path` is not set or the
@@ -531,16 +532,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone_trust_remote_code: bool = False,
         **kwargs,
     ) -> "HMTWrapper":
-        """Load a checkpoint. If it contains only the memory, also load the backbone to which it refers.
+        """Load a checkpoint. If it contains only the memory, also load the backbone named in its config.
 
         The arguments are the same as in transformers. `trust_remote_code` applies to this checkpoint, which includes
         the code of a FoX backbone. Code in the backbone's repository runs only with `backbone_trust_remote_code=True`.
 
-        For a checkpoint of only the memory, the loading info (`output_loading_info=True`) describes the backbone,
-        under the backbone's own parameter names. The weights of the memory must be complete.
+        If the checkpoint contains only the memory, the loading info (`output_loading_info=True`) describes the
+        backbone and uses its own parameter names. The memory's weights must be complete.
 
         Raises:
-            ValueError: settings and a configuration object are both given, the checkpoint is not an HMT, or the
+            ValueError: settings and a configuration object are both given, the checkpoint is not from an HMT, or the
                 backbone has custom code that is not trusted.
         """
         path = pretrained_model_name_or_path
@@ -563,7 +564,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         # Arguments that apply to this checkpoint and not to its backbone. AutoModel adds some of them.
         hmt_names = {"subfolder", "code_revision", "adapter_kwargs", "_commit_hash", *settings}
         backbone_kwargs = {
-            "attn_implementation": hmt_config._attn_implementation,  # AutoModel stores its argument there
+            "attn_implementation": hmt_config._attn_implementation,  # where AutoModel stores this argument
             "quantization_config": getattr(hmt_config, "quantization_config", None),
             **{name: value for name, value in kwargs.items() if name not in hmt_names},
             "revision": hmt_config.backbone_revision,

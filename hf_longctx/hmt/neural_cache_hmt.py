@@ -2,12 +2,12 @@
 
 A remembered token is likely to occur again after a similar context (Grave, Joulin and Usunier, arXiv 1612.04426, eq.
 3 to 5; unbounded: arXiv 1711.02604). The key of each token x_{i+1} of the remembered segments is the normalized last
-hidden state h_i from which it was predicted. At the last hidden state h_t, a token w has the probability p(w):
+hidden state h_i from which it was predicted. At the last hidden state h_t, a token w has probability p(w):
 
     p(w) = (1 - weight) p_LM(w) + weight p_cache(w)
     p_cache(w) ~ sum over all i with x_{i+1} = w of exp(SHARPNESS cos(h_t, h_i))
 
-The cache works without training and does not take positions of the backbone. Gradients reach h_t, but not the keys.
+The cache works without training and does not occupy positions of the backbone. Gradients reach h_t, but not the keys.
 """
 
 import math
@@ -21,8 +21,8 @@ from .configuration_hmt import HMTConfig
 from .retriever_hmt import Retriever, Segment, register_retriever, remember
 
 
-SHARPNESS = 30  # theta in the paper; the best of the values from 10 to 60 for SmolLM2-135M on Moby Dick
-SCORES_AT_ONCE = 2**24  # maximum number of scores in memory
+SHARPNESS = 30  # theta in the paper; the best value from 10 to 60 for SmolLM2-135M on Moby Dick
+SCORES_AT_ONCE = 2**24  # maximum number of cache scores computed at a time
 
 
 @register_retriever("neural_cache")
@@ -53,7 +53,7 @@ class NeuralCacheRetriever(Retriever):
         return remember(state, segment, self.config.memory_size, keys=keys, ids=segment.ids[:, None])
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Mix the cache's distribution into the logits (B, n, V); logits of rows without memories do not change."""
+        """Mix the cache's distribution into the logits (B, n, V). Rows without memories are unchanged."""
         keys = state["keys"]
         if not keys.shape[1]:
             return logits
@@ -63,7 +63,7 @@ class NeuralCacheRetriever(Retriever):
             return torch.cat([self.mix_piece(state, *piece) for piece in pieces], 1)
 
     def mix_piece(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Mix the cache's distribution into one chunk of the logits."""
+        """Mix the cache's distribution into a chunk of the logits."""
         weight, dtype, there = self.config.neural_cache_weight, logits.dtype, state["ends"] > 0
         assert weight is not None
         logits = logits.to(torch.promote_types(dtype, torch.float32))

@@ -1,9 +1,9 @@
-"""Split rows of unequal length into segments, so that each row gives the same result as in a batch of its own.
+"""Split rows of unequal length into segments, so that each row gives the same result as without the other rows.
 
 Each row has its own segment boundaries. A row consists of its sensory tokens, the tokens of its open segment and its
-new tokens, and is padded on the right. There, causality hides the padding in every backbone (attention, recurrence or
-convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` contains the
-tokens of one segment in the rows that are at the same position in their segments.
+new tokens, and is padded on the right. Causality hides padding on the right in every backbone (attention, recurrence
+or convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` contains one
+segment of each of several rows, which are at the same position in their segments.
 """
 
 from dataclasses import replace
@@ -19,10 +19,10 @@ from .state_hmt import HMTState
 
 
 def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Left-align the entries of each row where `mask` (B, n) is True, and drop columns that become empty.
+    """Move the entries of each row where `mask` (B, n) is True to the left, and drop columns that become empty.
 
     Returns:
-        The moved mask and tensors, (B, n'), zero where the mask is False.
+        The moved mask and the moved tensors, (B, n'), which are zero where the moved mask is False.
     """
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
     mask = mask.gather(1, order)
@@ -30,14 +30,14 @@ def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Chunk(NamedTuple):
-    """The tokens of one segment in each of B rows that are at the same position in their segments.
+    """One segment of each of B rows, or its tokens so far. The rows are at the same position in their segments.
 
     rows: indices of the rows in the batch.
     segments: for each row, the index of the segment in the sequence.
-    returned: for each row, the first token of the segment whose logits the call returns.
-    ids: the k tokens before the segment and its tokens so far, (B, k + count).
+    returned: for each row, the index of the first token in the segment whose logits the call returns.
+    ids: token ids of the k tokens before the segment and of the segment so far, (B, k + count).
     targets: target token ids, (B, count), -100 where not scored; None without labels.
-    mask: False on padding that the paper mode reads, (B, count), bool; None without padding.
+    mask: False on padding that paper mode reads, (B, count), bool; None without padding.
     count: number of tokens of the segment so far.
     read: number of these tokens that earlier calls have read.
     cuts: whether backpropagation is truncated at the end of the segment.
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
 
 def join_chunks(chunks: list[Chunk]) -> Chunk:
-    """Concatenate chunks along the batch dimension, truncated to the number of tokens of the shortest one."""
+    """Truncate chunks to the length of the shortest one, and concatenate them along the batch dimension."""
     if len(chunks) == 1:
         return chunks[0]
     joined, (count, read) = chunks[0]._asdict(), map(min, zip(*((chunk.count, chunk.read) for chunk in chunks)))
@@ -75,7 +75,7 @@ def join_chunks(chunks: list[Chunk]) -> Chunk:
 
 
 class PackedSegments:
-    """The tokens of a call, after the sensory tokens and the open segment of each row.
+    """The tokens of a call, preceded by the sensory tokens and the open segment of each row.
 
     Args:
         config: the model's configuration.
@@ -84,15 +84,15 @@ class PackedSegments:
         mask: (B, T), bool; None without padding.
         labels: (B, T), or None.
         score_from: as in `HMTWrapper.forward`.
-        first: first position of the call with logits.
+        first: first position of the call whose logits are returned.
 
     Attributes:
-        ids: token ids, (B, k + W), left-aligned, except for padding that the paper mode reads. Each row contains k
-            sensory tokens, and at most W tokens of its open segment and of this call.
+        ids: token ids, (B, k + W), left-aligned, except for padding that paper mode reads. Each row contains k sensory
+            tokens, and up to W tokens of its open segment and this call.
         targets, mask: as in `Chunk`, (B, W).
-        segments: index of each row's open segment.
-        opened: number of tokens of each row's open segment that earlier calls have read.
-        lengths: number of tokens of each row, from the start of its open segment.
+        segments: for each row, the index of its open segment.
+        opened: for each row, the number of tokens of its open segment that earlier calls have read.
+        lengths: for each row, the number of tokens from the start of its open segment.
         padding: for each row, the number of padding columns before the new tokens.
         n_scored: number of targets that the loss includes.
         n_labelled: number of targets, including those that `score_from` and `loss_scope` exclude.
@@ -142,7 +142,7 @@ class PackedSegments:
             self.n_scored, self.targets = (targets != -100).sum(), targets
 
     def chunks(self) -> list[list[Chunk]]:
-        """Split the rows at their segment boundaries, and return for each n the chunks of the n-th segments."""
+        """Split the rows at segment boundaries. Element n of the result lists the chunks of the n-th segments."""
         length, k, bptt = self.config.segment_length, self.config.sensory_tokens, self.config.bptt_segments
         starts = [m + max(0, self.first - padding) for m, padding in zip(self.opened, self.padding)]
         chunks: list[list[Chunk]] = []
@@ -164,7 +164,7 @@ class PackedSegments:
         return chunks
 
     def new_tokens(self) -> Chunk:
-        """Return a chunk of only the new tokens. All rows must have the same number of new tokens."""
+        """Return a chunk of the new tokens only. All rows must have the same number of new tokens."""
         count = self.lengths[0] - self.opened[0]
         places = long_tensor(self.opened, self.ids.device)[:, None] + torch.arange(count, device=self.ids.device)
         ids = self.ids.gather(1, places + self.config.sensory_tokens)
@@ -173,7 +173,7 @@ class PackedSegments:
         return Chunk([*range(len(ids))], [*self.segments], returned, ids, targets, None, count, 0, False)
 
     def end(self, state: HMTState) -> HMTState:
-        """Return `state`, whose memory is already updated, with the tail and the lengths after the call."""
+        """Return `state`, whose memory is already updated, with its tail and lengths updated too."""
         k, length = self.config.sensory_tokens, self.config.segment_length
         lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
         opened = lengths % length
@@ -185,11 +185,11 @@ class PackedSegments:
         return replace(state, tail=tail, open_mask=open_mask, lengths=total)
 
     def unpack(self, pieces: dict[int, dict[tuple, Tensor]], like: Tensor) -> Tensor:
-        """Arrange logits by the positions of the call, (B, T - first, V), with zeros on padding.
+        """Arrange logits in the order of the input, (B, T - first, V), with zeros on padding.
 
         Args:
-            pieces: for each row, logits (n, V) by (segment, first token).
-            like: logits (..., V), which determine the dtype and the device.
+            pieces: for each row, logits (n, V), keyed by (segment, first token).
+            like: tensor (..., V) with the dtype and device of the logits.
         """
         parts, tokens = [], self.tokens - self.first
         for row, padding in enumerate(self.padding):

@@ -1,18 +1,18 @@
 """The second level of memory: embeddings dropped from the bank move to pages, and a recall selects pages.
 
 A page contains similar embeddings, from anywhere in the sequence, and its tag is their mean. A new embedding goes to
-the page with the nearest tag. Distances are angles around the mean of all embeddings, because the embeddings of one
+the page with the nearest tag. Distances are angles around the mean of all embeddings, because the embeddings of a
 sequence share a large common component. A page that grows beyond S embeddings is split in half along its principal
 component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and attends to
-their embeddings. With at most r pages, the result equals a recall from one flat memory. With more pages, the recall
-ignores the embeddings of the pages that were not selected.
+their embeddings. With at most r pages, the result equals a recall from a flat memory, which is not divided into pages.
+With more pages, the recall ignores the pages that were not selected.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. A page
 receives S / 2 embeddings between two splits, so there are at most 4 sqrt(r n) tags. The cost of a segment therefore
 grows with the square root of the sequence length.
 
-`python -m scripts.bench.pages` counts how often the selected pages contain the top embedding of a flat memory, for
-unrelated vectors and for the memories of a novel.
+`python -m scripts.bench.pages` counts how often the selected pages contain the embedding with the highest score in a
+flat memory, for unrelated vectors and for the memories of a novel.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,11 +34,11 @@ from .memory_hmt import mean_memory
 from .retriever_hmt import Retrieved, Segment, register_retriever
 
 
-_STORING = Lock()  # branches of a state may write to one file from several threads
+_STORING = Lock()  # several threads may write to the same file, because states can branch
 
 
 class PageFile:
-    """A memory-mapped file of pages. The operating system reads from disk only what a recall accesses.
+    """A memory-mapped file of pages. Only the data that a recall accesses is read from disk.
 
     Args:
         path: path of the file. An existing file is replaced; states that use the old file can still read it.
@@ -60,7 +60,7 @@ class PageFile:
         size = block.numel() * block.element_size()
         with _STORING:
             if self.used + size > len(self.mapped):
-                # Doubling limits the number of mappings. Most file systems do not store unwritten zeros.
+                # Doubling the size limits the number of mappings. Most file systems do not store the unwritten zeros.
                 self._map(2 * (self.used + size))
             place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
             self.used += size
@@ -73,14 +73,14 @@ class PageFile:
 
 @dataclass
 class MemoryPages:
-    """Pages of the n memory embeddings that the bank of one row has dropped.
+    """The pages of one row, with the n memory embeddings that its bank has dropped.
 
     This object is immutable: `append` returns a new object, so states can branch, and rows can share pages.
 
     page_size: initial maximum number of embeddings per page, and size of a block.
     recalled: r, the number of pages that a recall attends to.
-    blocks: tuple of (page_size, d), the embeddings in the order of the sequence, in CPU memory or in `file`.
-    rest: (t, d), t < page_size, the newest embeddings, which do not fill a block yet.
+    blocks: tuple of tensors (page_size, d), the embeddings in the order of the sequence, in CPU memory or in `file`.
+    rest: (t, d), t < page_size, the latest embeddings, which do not fill a block yet.
     members: tuple of P tuples of ints, the indices of the embeddings in each page.
     sums: (P, d) fp32, the sum of the embeddings of each page.
     """
@@ -103,7 +103,7 @@ class MemoryPages:
         recalled: int,
         file: PageFile | None = None,
     ) -> "MemoryPages":
-        """Return an empty object, which will store tags on `device` and embeddings in CPU memory or in `file`."""
+        """Return empty pages, which will store tags on `device` and embeddings in CPU memory or in `file`."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
 
@@ -141,7 +141,7 @@ class MemoryPages:
             self._split(page, mean)
 
     def _replace(self, page: int, *pages: tuple[int, ...]) -> None:
-        """Replace one page by pages with the given members, in place."""
+        """Replace a page with one or more pages of the given members, in place."""
         self.members = (*self.members[:page], *pages, *self.members[page + 1 :])
 
     def _split(self, page: int, mean: Tensor) -> None:
@@ -166,7 +166,7 @@ class MemoryPages:
         """Return the embeddings that a recall attends to, oldest first, on the device of the tags.
 
         Args:
-            score: function from tags (P, d) to recall scores (P,).
+            score: maps tags (P, d) to recall scores (P,).
 
         Returns:
             Embeddings (c, d) and their indices (c,), long.
@@ -186,7 +186,7 @@ class MemoryPages:
         return torch.stack(rows) if rows else self.rest[:0]
 
     def to(self, device: torch.device | str) -> "MemoryPages":
-        """Move the tags to another device; the embeddings stay where they are."""
+        """Move the tags to another device. Embeddings are not moved."""
         return replace(self, sums=self.sums.to(device))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryPages":
@@ -195,7 +195,7 @@ class MemoryPages:
         return replace(self, rest=function(self.rest), sums=function(self.sums), blocks=blocks)
 
     def pack(self) -> tuple[dict[str, Tensor], dict]:
-        """Return tensors and numbers to save; `unpack` restores the pages from them, in RAM."""
+        """Return the tensors and numbers from which `unpack` restores the pages in RAM."""
         members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
         tensors = {"embeddings": torch.cat([*self.blocks, self.rest]), "sums": self.sums, "members": members}
         sizes = [*map(len, self.members)]
@@ -203,7 +203,7 @@ class MemoryPages:
 
     @classmethod
     def unpack(cls, tensors: dict[str, Tensor], numbers: dict) -> "MemoryPages":
-        """Restore pages from the output of `pack`."""
+        """Restore the pages in RAM from the output of `pack`."""
         size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
         full = len(embeddings) // size * size
         if not isinstance(numbers["recalled"], int) or numbers["recalled"] < 1:
@@ -220,7 +220,7 @@ class MemoryPages:
 
 @register_retriever("pages")
 class Pages(Bank):
-    """A bank, and pages that store the embeddings that the bank drops.
+    """A bank whose dropped embeddings are stored in pages.
 
     Memory: `embeddings` and `ends` as in `Bank`; `pages`, a tuple of B `MemoryPages`.
     """
@@ -249,7 +249,7 @@ class Pages(Bank):
         return super().observe(state, segment) | {"pages": pages}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Recall a prompt from the bank and the best pages of each row, (B, 1, d)."""
+        """Return the prompt recalled from the bank and the best pages of each row, (B, 1, d)."""
         if query is None:
             return super().retrieve(state, query, ids)
         pages, valid = state["pages"], state["ends"] > 0
@@ -275,7 +275,7 @@ class Pages(Bank):
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """For each row, list `Segment.ends` of the segments in the pages (the oldest ones) and in the bank."""
+        """For each row, list the `Segment.ends` of the segments in the pages, and then of those in the bank."""
         rows = super().listed(state, length)
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 

@@ -1,12 +1,12 @@
-"""The layout of the paper: each segment takes a summary pass, and a segment pass between two prompts.
+"""The layout of the paper: a segment takes two passes.
 
-    summary      summary token, x[:j], summary token     its last hidden state is the query
-    segment      prompt, sensory tokens, x, prompt       logits; the hidden states of the second prompt are the memory
+    pass       input                                 result
+    summary    summary token, x[:j], summary token   recall query: the last hidden state
+    segment    prompt, sensory tokens, x, prompt     logits, and the memory: the hidden states of the closing prompt
 
-Without recall, a segment takes only the segment pass, and the prompt is the latest memory. Rows of a batch have the
-same length, because padding is read in place. Without `use_cache`, an incomplete last segment also ends with a prompt;
-the call reports the memory of this segment, but does not store it, as in the official code. A later call re-reads an
-open segment.
+Without recall, a segment takes only the segment pass, and the prompt is the latest memory. Padding is read like
+tokens, so all rows of a batch have the same length. Without `use_cache`, an incomplete last segment also ends with a
+prompt; as in the official code, its memory is reported but not stored. A later call re-reads an open segment.
 """
 
 from itertools import groupby
@@ -32,9 +32,9 @@ class Paper(Segments):
         return state
 
     def recall_queries(self, chunks: list[Chunk]) -> dict[int, Tensor]:
-        """Return the recall query (B, 1, d) of each chunk that recalls, by the index of its segment.
+        """Return the recall query of each chunk that recalls, (B, 1, d), keyed by the index of its segment.
 
-        Summary passes do not depend on memories, so several segments go through the backbone together.
+        Summary passes do not depend on memories, so several segments share one pass of the backbone.
         """
         recalling, queries = [chunk for chunk in chunks if self.config.recall and chunk.segments[0]], {}
         size = self.segments_per_batch(chunks)

@@ -1,4 +1,4 @@
-"""Plot HMT's recalls with matplotlib; a display is not needed."""
+"""Plot the recalls of an HMT with matplotlib, without a display."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from .modeling_hmt import HMTOutput
 
 
 def plot_recall(output: HMTOutput, path: str | Path, *, row: int = 0, title: str | None = None) -> None:
-    """Plot which tokens of the sequence each segment of a call recalled, with the recall weights.
+    """Plot which earlier tokens each segment of a call recalled, and with what weight.
 
     Args:
         output: output of a call with `output_recall=True`.

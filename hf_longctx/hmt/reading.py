@@ -36,9 +36,9 @@ def read_text(
         model: an HMT in eval mode.
         tokenizer: a tokenizer of transformers, which adds its special tokens.
         text: the document.
-        path: file in which the state is saved every minute, at the end and after an error. If it contains the state of
-            this model after a part of this document, reading resumes from that state.
-        name: name of the document, shown in errors and in the progress bar.
+        path: file in which the state is saved every minute, at the end and after an error. If it contains this model's
+            state after part of this document, reading resumes from that state.
+        name: name of the document in errors and in the progress bar.
         progress: whether to show a progress bar on stderr.
 
     Raises:
@@ -49,7 +49,7 @@ def read_text(
     check_memory(model)
     ids = tokenizer(text, return_tensors="pt", verbose=False)["input_ids"]
     if not ids.numel():
-        raise ValueError(f"{name} is empty: the tokenizer returned no token.")
+        raise ValueError(f"{name} is empty: the tokenizer returned no tokens.")
     about = {
         "text": name,
         "sha256": hashlib.sha256(text.encode()).hexdigest(),

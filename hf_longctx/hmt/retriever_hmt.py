@@ -1,12 +1,12 @@
 """The protocol and the registry of retrievers, which select what a segment reads from the previous segments.
 
-HMT uses retrievers only through this protocol. A retriever remembers full segments (`observe`), gives the next segment
-embeddings to read (`retrieve`), and may change its logits (`mix`). Its memory of a batch is a dict. Methods must
-not change this dict, so that states of a stream can branch.
+HMT uses retrievers only through this protocol. A retriever remembers full segments (`observe`), returns embeddings for
+the next segment to read (`retrieve`), and may change that segment's logits (`mix`). A retriever's memory of a batch is
+a dict. Methods must not change this dict in place, so that states can branch.
 
 The values of the dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads the rows
 of these tensors. If rows remember different numbers of segments, the shorter rows are padded with zeros on the left,
-where `ends` is 0. Values that are not tensors are listed in `Retriever.rows`.
+where `ends` is 0. `Retriever.rows` lists the values that are not tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +21,7 @@ from .memory_hmt import HMTMemory
 
 
 RetrieverClass = TypeVar("RetrieverClass", bound=type["Retriever"])
-RETRIEVERS: dict[
-    str, type["Retriever"]
-] = {}  # retriever classes by name, in the order of their embeddings in a segment
+RETRIEVERS: dict[str, type["Retriever"]] = {}  # classes keyed by name, in the order of their embeddings in a segment
 
 
 class Segment(NamedTuple):
@@ -31,8 +29,8 @@ class Segment(NamedTuple):
 
     ids: token ids, (B, L'), long.
     memory: memory embeddings, (B, m, d).
-    numbers: index of the segment in each row.
-    hidden: last hidden states of the tokens, (B, L', d), for retrievers with `reads_hidden`; else None.
+    numbers: for each row, the index of the segment in the sequence.
+    hidden: last hidden states of the tokens, (B, L', d), for retrievers with `reads_hidden`; otherwise None.
     """
 
     ids: Tensor
@@ -42,13 +40,13 @@ class Segment(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """Number of tokens of each row up to the end of the segment, (B,), long."""
+        """For each row, the number of tokens from the start of the sequence to the end of the segment, (B,), long."""
         length = self.ids.shape[1]
         return long_tensor([length * (number + 1) for number in self.numbers], self.ids.device)
 
 
 class Retrieved(NamedTuple):
-    """The result of `Retriever.retrieve`.
+    """Result of `Retriever.retrieve`.
 
     embeds: embeddings that the segment reads, (B, columns, d).
     weights: recall weights of the remembered segments, for `output_recall`, (B, c); or None.
@@ -61,12 +59,12 @@ class Retrieved(NamedTuple):
 
 
 class Retriever:
-    """The base class of retrievers. Its memory is empty.
+    """Base class of retrievers. Its own memory is always empty.
 
     Args:
         config: the model's configuration.
         memory: the model's memory parameters, such as the recall projections.
-        embed: function that embeds tokens, (B, T) -> (B, T, d).
+        embed: embeds token ids, (B, T) -> (B, T, d).
 
     Attributes:
         columns: number of embeddings that `retrieve` returns. The first embedding of the first retriever is the
@@ -74,8 +72,8 @@ class Retriever:
             prompt, and all tokens attend to them.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
         takes_file: whether `empty` accepts `file`, the path of a file in which to store the memory.
-        rows: for each value of the memory that is a tuple with one object per row, the class of these objects. The
-            class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
+        rows: for memory values that are tuples of one object per row, the classes of these objects, keyed by name.
+            A class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
     """
 
     columns = 0
@@ -96,7 +94,7 @@ class Retriever:
 
         Args:
             rows: number of rows, B.
-            like: an embedding (..., d) with the dtype and device of memory embeddings.
+            like: tensor (..., d) with the dtype and device of memory embeddings.
         """
         return {}
 
@@ -115,22 +113,22 @@ class Retriever:
         return state
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits (B, n, V) of a segment, mixed with the prediction of the memory.
+        """Return a segment's logits (B, n, V), mixed with the predictions of this retriever.
 
         Args:
             state: the memory of the previous segments.
-            hidden: last hidden states that gave the logits, (B, n, d).
+            hidden: last hidden states from which the logits were computed, (B, n, d).
         """
         return logits
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """For each row, list `Segment.ends` of the remembered segments of `length` tokens, oldest first."""
+        """For each row, list the `Segment.ends` of the remembered segments, oldest first. `length` is L'."""
         return [[end for end in row if end] for row in state["ends"].tolist()] if "ends" in state else []
 
 
 class Retrievers(Retriever):
-    """All retrievers of a model. The memory is a dict that contains the memory of each retriever by its name.
+    """All retrievers of a model. Their memory is a dict of the retrievers' memories, keyed by name.
 
     Args:
         config, memory, embed: as in `Retriever`.
@@ -144,7 +142,7 @@ class Retrievers(Retriever):
         names = config.retrievers or asked_for
         if unknown := [name for name in names if name not in RETRIEVERS]:
             raise ValueError(
-                f"`retrievers` must be names among {list(RETRIEVERS)}, got {unknown}. Import the file that registers "
+                f"`retrievers` must be chosen from {list(RETRIEVERS)}, got {unknown}. Import the file that registers "
                 "them before you build or load the model."
             )
         if left_out := [name for name in asked_for if name not in names]:
@@ -202,20 +200,20 @@ def register_retriever(name: str) -> Callable[[RetrieverClass], RetrieverClass]:
 
 
 def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new: Tensor) -> dict[str, Tensor]:
-    """Append the entries of a segment to tensors (B, c, ...), and retain the latest `size` entries.
+    """Append a segment's entries to tensors (B, c, ...), and retain the latest `size` entries.
 
     Args:
         state: `ends` (B, c), and a tensor for each name in `new`.
         size: maximum number of entries; None retains all.
         new: the entries to append, (B, 1, ...).
     """
-    kept = size or 1 + max(segment.numbers)  # a limit, because each row that ends a segment would pad the other rows
+    kept = size or 1 + max(segment.numbers)  # a limit, because a row that ends a segment adds padding to the others
     new = {"ends": segment.ends[:, None], **new}
     return {name: torch.cat([state[name], x.to(state[name])], 1)[:, -kept:] for name, x in new.items()}
 
 
 def long_tensor(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return ints as a tensor (n,). Equal or consecutive ints are not copied, so a GPU is not synchronized."""
+    """Return ints as a tensor (n,). Equal or consecutive ints are created on the GPU without synchronization."""
     first, count = values[0], len(values)
     if all(value == first for value in values):
         return torch.full((count,), first, device=device)

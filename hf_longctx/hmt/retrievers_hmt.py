@@ -1,6 +1,6 @@
-"""The retrievers of the package, registered in the order of their embeddings in a segment.
+"""Import all retrievers of the package, in the order of their embeddings in a segment.
 
-transformers copies the files imported here next to saved weights.
+transformers copies the files that are imported here next to saved weights.
 """
 
 from .bank_hmt import Bank

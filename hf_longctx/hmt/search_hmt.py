@@ -2,7 +2,7 @@
 
 The remembered segments are split into passages of r tokens. A query retrieves the passage with the highest BM25 score
 over token ids (Robertson and Zaragoza 2009, with Lucene's idf). All passages are equally long, so the length
-normalization of BM25 does not matter. The next token depends most on the latest tokens of the query, so a token n
+normalization of BM25 does not matter. The next token depends most on the last tokens of the query, so a token n
 positions before the end of the query has weight exp(-n / 8).
 """
 
@@ -21,7 +21,7 @@ FADE = 8  # distance in tokens at which the weight of a query token falls to 1 /
 
 @register_retriever("search")
 class Search(Retriever):
-    """A retriever that searches the tokens of the latest `memory_size` segments for the best passage to re-read.
+    """A retriever that selects a passage of the latest `memory_size` segments to re-read, with a BM25 search.
 
     Memory: `ids` (B, c, L') and `ends` (B, c).
     """
@@ -42,7 +42,7 @@ class Search(Retriever):
         return {"ids": ends[..., None].expand(-1, -1, self.config.segment_length), "ends": ends}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return the embeddings of the passage that matches the first part of the segment best."""
+        """Return the embeddings of the passage that best matches the first part of the segment."""
         return Retrieved(self.embed(find_tokens(ids, state["ids"], state["ends"] > 0, self.columns)))
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tenso
     """
     passages = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length) with s passages per row
     valid = valid.repeat_interleave(passages.shape[1] // valid.shape[1], dim=1)  # (B, s)
-    # The stable sort puts the last of equal query tokens first, and searchsorted finds that token.
+    # Among equal query tokens, the stable sort of the flipped query puts the last first, and searchsorted finds it.
     query, order = query.flip(1).sort(dim=1, stable=True)
     weights = (-order / FADE).exp()[:, None]
     place = torch.searchsorted(query, passages.flatten(1)).clamp(max=query.shape[1] - 1)  # indices in the query

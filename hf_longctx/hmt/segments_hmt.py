@@ -1,8 +1,8 @@
 """The base class of the layouts in `single_pass_hmt.py` and `paper_hmt.py`, which read the segments of a call.
 
-The method `read` of a layout takes a state and the tokens of a call (`packing_hmt.py`). It arranges embeddings as
-passes and runs these passes (`run_pass`). It gets prompts from the retriever, and lets the retriever observe full
-segments (`close_segment`). It returns the state with the new memory. Logits, losses and recalls are collected in
+The `read` method of a layout takes a state and the tokens of a call (`packing_hmt.py`). It arranges embeddings as
+passes, runs these passes (`run_pass`), and lets the retriever provide prompts and observe full segments
+(`close_segment`). It returns the state with the updated memory. The layout collects logits, losses and recalls in
 `pieces`, `losses`, `scored` and `reports`, from which `HMTWrapper.forward` builds its output.
 """
 
@@ -31,11 +31,11 @@ class Pass(NamedTuple):
 
     embeds: embeddings that the pass reads, (B, P, d).
     tokens: tokens of the segment that may get logits.
-    column: column of token 0 of the segment in `embeds`; negative if the pass starts after token 0.
-    positions: position ids, (1 or B, P), long. None: the backbone's own positions.
-    hidden_from: number of columns after a prompt in column 0 that do not attend to the prompt. None: all columns
-        attend to column 0.
-    last: whether no later pass extends the cache of this pass.
+    column: column of the segment's token 0 in `embeds`; negative if the pass starts after token 0.
+    positions: position ids, (1 or B, P), long. None: the backbone's default.
+    hidden_from: number of columns directly after a prompt in column 0 that do not attend to the prompt. None: all
+        columns attend to column 0.
+    last: whether this is the last pass that uses its cache.
     """
 
     chunk: Chunk
@@ -47,12 +47,12 @@ class Pass(NamedTuple):
     last: bool = False
 
     def from_token(self, token: int) -> range:
-        """Return the tokens of this pass that get logits if the tokens before `token` do not."""
+        """Return the range of `tokens` from `token` on."""
         return range(min(max(self.tokens.start, token), self.tokens.stop), self.tokens.stop)
 
 
 class Report(NamedTuple):
-    """The report of a chunk for `output_recall`: its recall or None, and its memory embeddings (B, m, d) or None."""
+    """Report of a chunk for `output_recall`: its recall, or None, and its memory embeddings (B, m, d), or None."""
 
     chunk: Chunk
     recall: Retrieved | None
@@ -60,19 +60,19 @@ class Report(NamedTuple):
 
 
 class Segments:
-    """A layout that reads the segments of one call with a backbone and a memory.
+    """Base class of the layouts: reads the segments of one call, using a backbone and a memory.
 
     Args:
         config, lm, memory, retriever: as in `HMTWrapper`.
         loss_function: computes the summed loss of logits, as in transformers.
         checkpoint: gradient checkpointing function, or None.
-        output_recall: whether to fill `reports`. Reports of n segments contain up to n * n / 2 weights.
+        output_recall: whether to fill `reports`. The reports of n segments contain up to n * n / 2 weights per row.
 
     Attributes:
-        pieces: for each row of the batch, the returned logits (n, V) by (segment, first token).
-        losses: the summed loss of each pass with logits.
-        scored: hidden states (n, d) and targets (n,) whose loss is computed at the end of the call.
-        reports: for each n, the reports of the n-th segments of all rows.
+        pieces: for each row of the batch, the returned logits (n, V), keyed by (segment, first token).
+        losses: the summed losses of the passes that compute logits.
+        scored: pairs of hidden states (n, d) and targets (n,), whose loss is computed at the end of the call.
+        reports: lists of reports; list n contains the reports of the n-th segments of all rows.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Segments:
         raise NotImplementedError
 
     def segments_per_batch(self, chunks: list[Chunk]) -> int:
-        """Return how many segments share one pass of the backbone, for passes that do not depend on memories."""
+        """Return how many segments can share a pass that does not depend on memories."""
         if self.retriever.mixes and any(chunk.first < self.j for chunk in chunks):
-            return 1  # the retriever mixes the memory of all previous segments into the logits
+            return 1  # the logits depend on the memory of all previous segments
         return max(1, self.config.summary_batch // len(chunks[0].rows))
 
     def close_segment(self, state: HMTState, chunk: Chunk, memory: Tensor, hidden: Tensor | None = None) -> HMTState:
@@ -129,9 +129,9 @@ class Segments:
         """Run a pass, and collect its logits and losses.
 
         Args:
-            kv_cache: cache that the pass continues. It is copied, and the copy is extended.
+            kv_cache: cache that the pass continues, or None. Only a copy is extended.
             mask: (B, cached + P), bool, False on padding.
-            memory: memory of the retriever, if the retriever changes logits.
+            memory: the retriever's memory, which is used only if the retriever changes logits.
 
         Returns:
             The last hidden states, (B, P, d), and the extended cache, or None.
@@ -152,13 +152,13 @@ class Segments:
             self.scored.append((hidden[:, columns].flatten(0, 1), targets.flatten()))
             tokens = kept
         else:
-            # Without a prompt, transformers would inspect the mask, which synchronizes with the GPU.
+            # Without a prompt, transformers inspects the mask. The inspection synchronizes, which rules out a capture.
             captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
             arguments = (embeds, mask, columns, targets, kv_cache, positions)
             logits, hidden, loss, kv_cache = self.run(*arguments, kept.stop > kept.start, memory, captures)
         if loss is not None:
             self.losses.append(loss)
-        if logits is not None and kept.stop > kept.start:  # dynamo does not take a range of symbols as a condition
+        if logits is not None and kept.stop > kept.start:  # dynamo does not support a symbolic range as a condition
             for row, segment, token, of_row in zip(chunk.rows, chunk.segments, chunk.returned, logits):
                 self.pieces[row][segment, tokens.start] = of_row[max(0, token - tokens.start) :]
         return hidden, kv_cache
@@ -175,13 +175,13 @@ class Segments:
         memory: Any = None,
         captures: bool = False,
     ) -> tuple[Tensor | None, Tensor, Tensor | None, Cache | None]:
-        """Run the backbone once. With gradient checkpointing, `run` recomputes this in the backward pass.
+        """Run the backbone once. With gradient checkpointing, the backward pass runs this method again.
 
         Args:
             columns: columns of `embeds` whose logits are computed.
-            captures: whether to run the pass as a CUDA graph, which does not return a cache.
+            captures: whether to run the pass as a CUDA graph, in which case no cache is returned.
 
-        The other arguments are as in `Backbone.run` and `run_pass`.
+        For the other arguments, see `Backbone.run` and `run_pass`.
 
         Returns:
             The logits of `columns`, (B, n, V), or None; the last hidden states, (B, P, d); the summed loss of

@@ -7,33 +7,32 @@ The backbone reads each token of a segment once:
     second part prompt                                  x[j:], summary token
 
 The hidden state of the first summary token is the recall query. The key and the value of this token are then cropped
-from the cache. Another pass extends the cache by the prompt and the second part. In this pass, the prompt attends only
-to itself, and the second part attends to the prompt, the sensory tokens and x[:j]. Position ids place the prompt
+from the cache. A second pass extends the cache with the prompt and the second part. In this pass, the prompt attends
+only to itself, and the second part attends to the prompt, the sensory tokens and x[:j]. Position ids place the prompt
 first; the order of the cached keys does not matter. The hidden state of the second summary token is the memory of the
-segment, so queries and memories are the same function of a sequence. Adjacent tokens stay adjacent, and the prompt is
-a recalled hidden state instead of a random vector. An untrained HMT therefore predicts as its backbone does in
+segment, so queries and memories are computed by the same function. Adjacent tokens stay adjacent, and the prompt is
+a recalled hidden state instead of a random vector. An untrained HMT therefore predicts like its backbone with
 a window of the same length. The first segment does not recall, and is read in one pass.
 
-First parts do not depend on recalls, so several segments go through the backbone together. The second parts follow
-segment by segment. If gradient checkpointing of layers disables the cache, the whole segment is read again as [prompt,
+First parts do not depend on recalls, so those of several segments share one pass. The second parts are then read one
+by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as [prompt,
 sensory tokens, x, summary token], with a mask that hides the prompt from the sensory tokens and x[:j]. This computes
-the same function. With `reread=True`, the same pass does not mask the prompt, so x[:j] attends to the prompt too. This
-is a different function, which every backbone supports.
+the same function. With `reread=True`, this pass does not mask the prompt, so x[:j] attends to the prompt too. The
+result is a different function, which every backbone supports.
 
-Retrievers may give r embeddings in addition to the prompt, such as re-read tokens. These embeddings follow the prompt
-and shift all later positions by r, and the whole segment is read after them. A retriever that reads hidden states
+Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. These embeddings follow the
+prompt, shift all later positions by r, and are followed by the whole segment. A retriever that reads hidden states
 needs them for a whole segment, so a segment that was split over several calls is read again when it is full.
 
 `recurrence=False` computes the memory of a segment before the recall. The first part is then the whole segment,
 
     sensory tokens, x[:j], summary token, x[j:], summary token
 
-and its last hidden state is the memory. Memories do not depend on previous segments, so several second parts go
-through the backbone together too. A sequence of any length takes two calls of the backbone, in groups of
-`summary_batch` segments times rows. A memory does not contain what its segment recalled, so a chain of n recalls takes
-n readings of the sequence.
+and its last hidden state is the memory. Memories do not depend on previous segments, so several second parts share one
+pass too. The backbone is called twice per group of `summary_batch` segments times rows. A memory does not contain what
+its segment recalled, so a chain of n recalls requires reading the sequence n times.
 
-Rows at the same position of their segments are read together. Rows at different positions are read separately, except
+Rows at the same position in their segments are read together. Rows at different positions are read separately, except
 in decoding steps, which use a joint cache.
 """
 
@@ -53,12 +52,13 @@ from .state_hmt import HMTState, join_memories
 
 
 class FirstPart(NamedTuple):
-    """The result of reading the first part of a segment.
+    """Result of reading the first part of a segment.
 
     query: hidden state of the first summary token, (B, 1, d).
     end: last hidden state of the first part, (B, 1, d).
-    kv_cache: cache of the first part without summary tokens, or None.
-    hidden: last hidden states of the first j tokens, (B, j, d), for retrievers that read hidden states; else None.
+    kv_cache: cache of the sensory tokens and x[:j], or None.
+    hidden: last hidden states of the first j tokens, (B, j, d), for retrievers that read hidden states; otherwise
+        None.
     """
 
     query: Tensor
@@ -100,7 +100,7 @@ class SinglePass(Segments):
         return state
 
     def reads_first_part(self, chunks: list[Chunk]) -> bool:
-        """Return whether all rows read the whole first part of their segment in this call."""
+        """Return whether, in this call, each row reads the whole first part of a segment other than the first one."""
         chunk = chunks[0]
         return len(chunks) == 1 and chunk.segments[0] > 0 and chunk.read == 0 and chunk.count >= self.j
 
@@ -120,7 +120,7 @@ class SinglePass(Segments):
         return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
 
     def is_step(self, state: HMTState, packed: PackedSegments) -> bool:
-        """Return whether a call only extends the cache of all rows by the same number of tokens, without a recall."""
+        """Return whether a call extends the caches of all rows by the same number of tokens, without a recall."""
         if state.kv_cache is None or torch.is_grad_enabled() or not self.lm.continues:
             return False
         rows = [*zip(packed.segments, packed.opened, packed.lengths)]
@@ -130,7 +130,7 @@ class SinglePass(Segments):
         return not recalls and len({count - read for _, read, count in rows}) == 1
 
     def step(self, state: HMTState, packed: PackedSegments) -> HMTState:
-        """Read new tokens in one pass that extends the cache of all rows, which may be at different positions."""
+        """Read the new tokens of all rows, which may be at different positions, in one pass that extends the cache."""
         chunk, mask = packed.new_tokens(), state.kv_mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(chunk.ids.shape)], 1)
@@ -145,7 +145,7 @@ class SinglePass(Segments):
     # ------------------------------------------------------------------------------------- rows at the same position
 
     def embed_part(self, chunk: Chunk, start: int, stop: int, ends: bool) -> Tensor:
-        """Embed tokens `start` to `stop` - 1 (below 0: sensory tokens), followed by a summary token if `ends`."""
+        """Embed tokens `start` to `stop` - 1, and a summary token if `ends`. Sensory tokens have negative indices."""
         embeds = self.embed(chunk.ids[:, self.k + start : self.k + stop])
         if ends:
             embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(len(embeds), -1, -1)], 1)
@@ -154,7 +154,7 @@ class SinglePass(Segments):
     def build_pass(
         self, chunk: Chunk, embeds: Tensor, start: int, tokens: range, prefix: Tensor | None = None
     ) -> Pass:
-        """Build a pass over `embeds`, which begin at token `start`, after the retrieved `prefix` (B, n, d), if any."""
+        """Build a pass over `embeds`, which start at token `start`, after a retrieved `prefix` (B, n, d), if any."""
         begin = start + (self.n_prefix + self.k) * (chunk.segments[0] > 0)
         positions = torch.arange(begin, begin + embeds.shape[1], device=embeds.device)[None]
         if prefix is None:
@@ -164,7 +164,7 @@ class SinglePass(Segments):
         return Pass(chunk, torch.cat([prefix, embeds], 1), tokens, n - start, positions, self.hidden_from)
 
     def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
-        """Read the first parts of several segments. First parts of the same shape share a pass."""
+        """Read the first parts of several segments. Consecutive ones of the same shape share a pass."""
         kv_cache, start = state.kv_cache, -self.k if state.kv_cache is None else chunks[0].read
         if kv_cache is None and self.cuts:
             kv_cache = DynamicCache(config=self.lm.model.config)
@@ -186,7 +186,7 @@ class SinglePass(Segments):
             if cache is not None and self.cuts:
                 cache.crop(self.k + self.j - cache.get_seq_length())
                 caches = [*split(cache, len(same))]
-            # Clones, because views would keep all hidden states in memory
+            # Cloned, because views would keep all hidden states in memory
             copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (self.j - start, -1))
             tokens: Any = [None] * len(same)
             if self.retriever.reads_hidden:
@@ -195,12 +195,12 @@ class SinglePass(Segments):
         return firsts
 
     def read_chunk(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
-        """Read one segment, or its tokens so far, of rows that are at the same position in it.
+        """Read one segment, or its tokens so far, of rows that are at the same position in their segments.
 
         Args:
             state: state of these rows.
-            first: result of the first part, if it has already been read.
-            keeps: whether the new state contains the cache for a later call.
+            first: result of the first part, or None if it has not been read yet.
+            keeps: whether the new state contains a cache for a later call.
         """
         count, read, later, full = chunk.count, chunk.read, chunk.segments[0] > 0, chunk.count == self.length
         if count == read:

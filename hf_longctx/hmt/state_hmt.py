@@ -1,4 +1,4 @@
-"""The state of a stream between calls, and its file: `HMTState`."""
+"""The state of a batch of sequences between calls, and its file format: `HMTState`."""
 
 import hashlib
 import json
@@ -19,18 +19,18 @@ from .retriever_hmt import RETRIEVERS
 
 @dataclass
 class HMTState:
-    """The state of a stream. The next call, another training step or another process can continue from it.
+    """The state of a batch of sequences. A later call, training step or process can continue from it.
 
-    A call does not change its state, so several calls can branch from one state. Only `load` compares weights.
-    Within a process, a call accepts the state of another model with the same settings, although the
-    memories of one model are noise to another.
+    A call does not modify its input state, so several calls can branch from one state. Only `load` compares
+    weights: a call accepts the state of another model with the same settings, although the memories of one model are
+    noise to another.
 
     Attributes:
-        memory: memory of each retriever, by its name (`retriever_hmt.py`).
+        memory: memories of the retrievers, keyed by name (`retriever_hmt.py`).
         tail: the last k tokens of the previous segment and the l tokens of the open segment, (B, k + l).
-        lengths: number of tokens that each row has read. Every L'-th token ends a segment.
-        signature: architecture and settings of the model. Each call compares them with those of its model.
-        open_mask: False on padding of the open segment in the paper mode, (B, l), bool; None without padding.
+        lengths: for each row, the number of tokens read. Every L'-th token ends a segment.
+        signature: architecture and settings of the model. Each call compares them with its own model's.
+        open_mask: False on padding of the open segment in paper mode, (B, l), bool; None without padding.
         kv_cache: keys and values of the open segments, which speed up the next call. They are never saved. Without
             them, the open segments are read again.
         kv_mask: False on padding of `kv_cache`, (B, P), bool; None without padding.
@@ -44,7 +44,7 @@ class HMTState:
     kv_cache: Cache | None = field(default=None, repr=False)
     kv_mask: Tensor | None = field(default=None, repr=False)
 
-    is_croppable = False  # transformers reads this before it crops a cache
+    is_croppable = False  # transformers checks this before it crops a cache
 
     @property
     def position(self) -> int:
@@ -67,7 +67,7 @@ class HMTState:
         return next((x.dtype for name, x in self.tensors().items() if x.is_floating_point()), None)
 
     def segments(self) -> list[list[range]]:
-        """List for each row the range of tokens of each memory, oldest first."""
+        """For each row, list the token ranges of the remembered segments, oldest first."""
         length = self.signature["segment_length"]
         for name, state in self.memory.items():
             if rows := RETRIEVERS[name].listed(state, length):
@@ -75,7 +75,7 @@ class HMTState:
         return [[] for _ in self.lengths]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, by name, except for the tensors in row objects and in the key/value cache."""
+        """Return the tensors, keyed by name, except those in row objects and the key/value cache."""
         named: dict[str, Any] = {"tail": self.tail, "open_mask": self.open_mask}
         for name, state in self.memory.items():
             named |= {f"memory.{name}.{key}": value for key, value in state.items()}
@@ -88,7 +88,7 @@ class HMTState:
     def each(self, of_tensor: Callable[[Tensor], Tensor], of_rows: Callable[[tuple], tuple]) -> "HMTState":
         """Return a state with `of_tensor` applied to each tensor and `of_rows` to each tuple of row objects.
 
-        The key/value cache is dropped.
+        The new state does not contain the key/value cache.
         """
         memory = {
             name: {key: of_tensor(x) if isinstance(x, Tensor) else of_rows(x) for key, x in state.items()}
@@ -117,7 +117,7 @@ class HMTState:
         return self.each(lambda x: x.to(device), lambda rows: tuple(row.to(device) for row in rows))
 
     def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
-        """Return a state with the rows in `index` (rows,), ints from 0 to B - 1, without the key/value cache."""
+        """Return a state of the rows with the indices `index` (rows,), 0 to B - 1, without the key/value cache."""
         chosen = torch.as_tensor(index, device=self.tail.device)
         numbers = chosen.tolist()
         state = self.each(lambda x: take_rows(x, chosen), lambda rows: tuple(rows[i] for i in numbers))
@@ -136,7 +136,7 @@ class HMTState:
         """Write a safetensors file from which `load` restores the state in any process.
 
         Args:
-            model: model that read the sequence. A sample of its weights is hashed, so that `load` recognizes it. Pass
+            model: model that read the sequences. A sample of its weights is hashed, so that `load` recognizes it. Pass
                 None during training, which changes the weights.
             about: additional information to save as JSON.
         """
@@ -159,18 +159,18 @@ class HMTState:
         """Read a state written by `save`. All pages are loaded to CPU memory, including pages from a page file.
 
         Args:
-            model: model that continues the state; memories are cast to its dtype. None: do not check the weights, for
-                example after training.
+            model: model that continues from the state; memories are cast to its dtype. None: weights are not checked,
+                for example after training.
 
         Raises:
-            ValueError: the file is not a state, is damaged, or was saved by a model with other weights.
+            ValueError: the file is damaged, does not contain a state, or was saved by a model with other weights.
         """
         try:
             with safe_open(str(path), "pt", device=str(device)) as file:
                 metadata = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             is_own = model is None or metadata["weights"] == weights_hash(model)
-            if model is not None:  # the hash does not depend on the dtype, so the memories are cast
+            if model is not None:  # models of different dtypes can have the same hash, so the memories are cast
                 dtype = memory_dtype(model)
                 for name, x in tensors.items():
                     if x.is_floating_point() and not name.endswith(".sums"):
@@ -217,7 +217,7 @@ class HMTState:
                 raise ValueError(f"{name!r} does not have a memory of {len(self.lengths)} rows")
 
 
-# Errors that a damaged file can cause, such as ZeroDivisionError for a page size of 0
+# errors that a damaged file can cause, such as ZeroDivisionError for a page size of 0
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, SafetensorError, TypeError, ValueError)
 
 
@@ -233,7 +233,7 @@ def weights_hash(model: nn.Module | None) -> str:
 
 
 def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
-    """Join tensors of different rows into (batch, n, ...). Shorter rows are left-padded with 0; missing rows are 0.
+    """Join tensors of different rows into one tensor (batch, n, ...). Rows are left-padded with 0; missing rows are 0.
 
     Args:
         parts: pairs of row indices and a tensor (rows, n, ...).
@@ -248,7 +248,7 @@ def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
 
 
 def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Any]]]]) -> dict[str, dict[str, Any]]:
-    """Join memories of different rows, which together contain all rows of a batch."""
+    """Join memories of different rows. Each row of the batch must be in one of the memories."""
     order = sorted((row, part, i) for part, (rows, _) in enumerate(parts) for i, row in enumerate(rows))
 
     def join(values: list[Any]) -> Any:
@@ -261,7 +261,7 @@ def join_memories(parts: list[tuple[list[int], dict[str, dict[str, Any]]]]) -> d
 
 
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Select `rows` (n,), long, of x (B, ...). Copies of one row, such as beams, share storage."""
+    """Return x[rows], for x (B, ...) and row indices (n,), long. Copies of one row, such as beams, share storage."""
     alike = x.stride(0) == 0  # expanded already
     if not alike and (rows != rows[0]).any():
         return x.index_select(0, rows)

@@ -106,7 +106,7 @@ def test_states_and_checkpoints(make_added, tokens, tmp_path, names):
 @pytest.mark.parametrize(
     "names, settings, message",
     [
-        (["fadin"], {}, r"`retrievers` must be names among .*'fading'.*got \['fadin'\]"),
+        (["fadin"], {}, r"`retrievers` must be chosen from .*'fading'.*got \['fadin'\]"),
         (["seen"], {}, "`retrievers` must give a prompt"),
         (["bank"], {"recall_tokens": 4}, r"must include \['search'\]"),
     ],

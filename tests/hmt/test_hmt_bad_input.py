@@ -187,8 +187,8 @@ BUILD = [
         "'memory_size'.*omit `config`",
     ),
     refused("a pointer to nowhere", pointer_to_nowhere, "backbone_name_or_path` must be set"),
-    refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown .'typo'"),
-    refused("no official prompt", lambda it: official(it, rename="mem"), r"missing .'mem'"),
+    refused("a misspelt official name", lambda it: official(it, typo=torch.zeros(1)), r"unknown: .'typo'"),
+    refused("no official prompt", lambda it: official(it, rename="mem"), r"Missing: .'mem'"),
     refused(
         "an official prompt of half the width",
         lambda it: official(it, **{"memory_cell.memory": torch.zeros(1, 8)}),
@@ -228,7 +228,7 @@ READ = [
             lambda it: {"labels": it.tokens, "score_from": 100},
             "within a segment, 0 to 7.*got 100",
         ),
-        ("a state of another mode", lambda it: {"state": it.paper_state}, "belongs to another model or setting"),
+        ("a state of another mode", lambda it: {"state": it.paper_state}, "from a model with other settings"),
     ]
 ]
 READ += [
@@ -255,7 +255,7 @@ READ += [
     refused(
         "memory_tokens set to 3 without recall",
         lambda it: changed(build(recall=False, recall_mode="paper"), memory_tokens=3)(it.tokens),
-        "built with another value",
+        "but this model was built with",
     ),
     refused("a state of another dtype", lambda it: it.state.to(torch.bfloat16), "got the dtype torch.bfloat16"),
     refused("no rows", lambda it: it.model.new_state(0), "`batch_size` must be at least 1, got 0"),

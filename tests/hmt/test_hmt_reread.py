@@ -211,7 +211,7 @@ def test_attention_that_is_not_of_the_interface_is_refused(make_wrapper, llama, 
     model = make_wrapper()
     monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *args: like_flash)
     llama.config._attn_implementation = flash
-    with pytest.raises(RuntimeError, match="prompt would attend to other tokens"):
+    with pytest.raises(RuntimeError, match="keep the prompt from attending to other tokens"):
         model(tokens)
 
 

@@ -131,7 +131,7 @@ def test_detach_cuts_the_gradient(make_wrapper, tokens):
 def test_a_state_of_another_model_is_refused(make_wrapper, tokens):
     state = make_wrapper()(tokens, use_cache=True).state
     with pytest.raises(
-        ValueError, match=r"belongs to another model or setting.*'segment_length': 8.*'segment_length': 9"
+        ValueError, match=r"from a model with other settings.*'segment_length': 8.*'segment_length': 9"
     ):
         make_wrapper(segment_length=9)(tokens, state=state)
     wider = HMTWrapper.from_backbone(tiny_llama(head_dim=4), make_wrapper().config)

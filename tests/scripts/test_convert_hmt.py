@@ -132,8 +132,8 @@ MISTAKES = [
     refused("a list", holding([torch.ones(1)]), "does not have memory_cell.memory"),
     refused("a folder", lambda model, base, path: load_official(base, base, **SIZES), "must be a file of weights"),
     refused("a file of ARMT", changing(**{ARMT: torch.ones(1)}), "a checkpoint of ARMT"),
-    refused("an unknown name", changing(other=torch.ones(1)), r"unknown \['other'\]"),
-    refused("no projection", changing(**{"cross_attn.wk.weight": None}), r"missing \['cross_attn.wk.weight'\]"),
+    refused("an unknown name", changing(other=torch.ones(1)), r"unknown: \['other'\]"),
+    refused("no projection", changing(**{"cross_attn.wk.weight": None}), r"Missing: \['cross_attn.wk.weight'\]"),
     refused("an absent tensor", changing(**{NORM: None}), r"missing keys: model\.norm\.weight\)\. --base must be"),
     refused("another base", of_another_base, "does not hold the weights of .*mismatched keys"),
 ]

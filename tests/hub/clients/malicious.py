@@ -71,7 +71,7 @@ def check_generate_is_that_of_the_package():
         assert "partial" not in type(model.generate).__name__ and not RAN.exists()
         ids, options = torch.ones(1, 3, dtype=torch.long), {"max_new_tokens": 2, "do_sample": False}
         assert model.generate(ids, **options).shape[1] in (4, 5)  # a random model may end after a token
-        refused(model.generate, ids, custom_generate=id, trust_remote_code=True, says="pass its function")
+        refused(model.generate, ids, custom_generate=id, trust_remote_code=True, says="Read it, and pass its ")
 
 
 def check_a_memory_runs_no_code():
