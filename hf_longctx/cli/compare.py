@@ -18,7 +18,7 @@ from . import measuring
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE.json", help="result files, in their order in the figure")
+    parser.add_argument("files", nargs="*", metavar="FILE.json", help="result files, in the order of the figure")
     parser.add_argument(
         "--counts", metavar="FILE.csv", help="CSV of correct answers by length, instead of result files"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-# MISTAKES are usage errors. FAILURES are errors of a valid call: disk, network, memory, non-finite numbers
+# MISTAKES are usage errors. FAILURES are errors in a valid call: disk, network, memory, non-finite numbers
 MISTAKES = (
     ValueError,
     ImportError,

@@ -41,7 +41,7 @@ def named_errors(left: str = "") -> Iterator[None]:
     """Convert authorization and connection errors of the Hub into built-in exceptions.
 
     Args:
-        left: sentence on the state of the repository, which is appended to the error message.
+        left: sentence about the state of the repository, appended to the error message.
 
     Raises:
         PermissionError: the token is invalid or lacks permission.

@@ -192,8 +192,8 @@ def find_answer(
             return start, end
     raise ValueError(
         f"The assistant's turn {number + 1} cannot be found in the rendered chat template, because this turn changes "
-        "how other turns are rendered, or the template rewrites its content. Mark assistant turns in the template by "
-        "{% generation %}...{% endgeneration %}."
+        "how other turns are rendered, or the template rewrites its content. Mark assistant turns in the template "
+        "with {% generation %}...{% endgeneration %}."
     )
 
 

@@ -238,7 +238,7 @@ def read_config(name: str) -> Any:
     """Read a model's config from a folder or the Hub; raise ValueError for an adapter or an encoder-decoder."""
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(
-            f"{name} contains an adapter. Merge it into its base model first, by PEFT's merge_and_unload()."
+            f"{name} contains an adapter. Merge it into its base model first, with PEFT's merge_and_unload()."
         )
     config = AutoConfig.from_pretrained(name)
     check_decoder(config)
@@ -279,8 +279,8 @@ def check_length(model, length: int) -> None:
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None):
         raise ValueError(
-            f"--max_length must be at most {limit}, the context of this model, got {length}. Extend the context first, by "
-            "--recipe rope-extend."
+            f"--max_length must be at most {limit}, the context of this model, got {length}. Extend the context first, "
+            "with --recipe rope-extend."
         )
 
 
