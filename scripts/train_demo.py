@@ -69,7 +69,7 @@ def main():
         metavar="FOLDER",
         help="folder of the runs (default: demo_output/training)",
     )
-    parser.add_argument("--measure-only", action="store_true", help="train nothing")
+    parser.add_argument("--measure-only", action="store_true", help="measure the saved models again, without training")
     args = parser.parse_args()
     if not args.measure_only:
         train_all(args.work)

@@ -379,9 +379,11 @@ def options_parser(module, description, name, models, **defaults):
         "at_once": 1,
     }
     parser = make_parser(module, description, name, **sizes | options | defaults, device="cpu")
-    parser.add_argument("--data", default=str(corpus.FOLDER), metavar="FOLDER", help="default: demo_output/code")
+    parser.add_argument(
+        "--data", default=str(corpus.FOLDER), metavar="FOLDER", help="corpus (default: demo_output/code)"
+    )
     parser.add_argument("--train", nargs="*", default=[], metavar="NAME=VALUE", help="additional training options")
-    parser.add_argument("--models", nargs="+", choices=models, help="default: all")
+    parser.add_argument("--models", nargs="+", choices=models, help="models (default: all)")
     return parser
 
 
