@@ -67,7 +67,7 @@ def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | No
         at_least: stop after the document that reaches this number of tokens. Default: read all documents.
 
     Raises:
-        ValueError: as for `load_text`, or the tokenizer maps every token to one id.
+        ValueError: as for `load_text`, or the tokenizer encodes the whole corpus with a single id.
         ImportError, FileNotFoundError: as for `load_text`.
     """
     name, documents = open_source(source)

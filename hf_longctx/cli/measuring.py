@@ -200,7 +200,7 @@ def log(message: str) -> None:
 
 
 def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]", **options: Any) -> None:
-    """Run a measurement. The main process prints the summary, and writes JSON and figure to --output.
+    """Run a measurement. The main process prints the summary, and writes the JSON and the figure to --output.
 
     If an exception interrupts the measurement, the partial result is written first.
 

@@ -143,7 +143,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
 
     Raises:
         ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a symbolic
-            link out of the folder); weights are missing, damaged or incomplete, or contain NaN; code is missing or
+            link that leaves it); weights are missing, damaged or incomplete, or contain NaN; code is missing or
             in another repository; the base model is not the name of a Hub repository; or a file is not valid JSON.
         FileNotFoundError, NotADirectoryError: the folder does not exist.
     """
@@ -216,7 +216,7 @@ def check_base(folder: Path, bundle: Bundle) -> None:
 
 
 def check_names(folder, names):
-    """Raise ValueError for files that must not be pushed, and for symbolic links out of the folder."""
+    """Raise ValueError for files that must not be pushed, and for symbolic links that leave the folder."""
     errors = []
     for path in (folder / name for name in names):
         if path.is_symlink() and leads_outside(path, folder):
@@ -230,7 +230,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add the JSON file of a metric, a benchmark or scripts.sample to one of the dictionaries; skip other files.
+    """Parse a JSON file of a metric, a benchmark or scripts.sample into one of the dictionaries; skip other files.
 
     Raises:
         ValueError: the file contains a result whose values the card cannot render.
