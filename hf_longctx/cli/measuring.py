@@ -54,7 +54,7 @@ def add_served(parser: argparse._ActionsContainer) -> None:
 
 
 def add_text(parser: argparse._ActionsContainer) -> None:
-    """Add the argument for a corpus, see `hf_longctx.corpus`."""
+    """Add the argument for a corpus; see `hf_longctx.corpus`."""
     parser.add_argument(
         "--text",
         metavar="SOURCE",
@@ -64,7 +64,6 @@ def add_text(parser: argparse._ActionsContainer) -> None:
 
 
 def add_train_length(parser: argparse._ActionsContainer) -> None:
-    """Add the argument for the training length."""
     parser.add_argument(
         "--train-length", type=int, metavar="TOKENS", help="training context length, marked in figures"
     )
@@ -74,14 +73,14 @@ def add_train_length(parser: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace, folder: bool = False) -> None:
-    """Raise ValueError if --output or --journal cannot be written. If `folder` is set, --output is a folder."""
+    """Raise ValueError if --output (a folder if `folder` is set) or --journal is not writable."""
     check_writable("--output", args.output, folder)
     if getattr(args, "journal", None) is not None:
         check_writable("--journal", args.journal)
 
 
 def check_writable(option: str, name: str, folder: bool = False) -> None:
-    """Raise ValueError if the file `name` cannot be written. If `folder` is set, check a folder instead."""
+    """Raise ValueError if the file `name`, or the folder if `folder` is set, is not writable."""
     path = Path(name).absolute()
     if not folder and path.suffix.lower() in OTHER_FORMATS:
         raise ValueError(f"{option} must end with one of {', '.join(FIGURES)}, got {name}.")

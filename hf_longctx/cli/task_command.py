@@ -93,7 +93,7 @@ class TaskCommand:
 
 
 def lengths_of(chosen: dict[str, Any]) -> list[int]:
-    """Return the values of the options for lengths in tokens; of a list of lengths, the last one."""
+    """Return the value of each option for a length in tokens; for a list of lengths, the last value."""
     values = [np.atleast_1d(value)[-1] for name, value in chosen.items() if "length" in name and value]
     return [int(value) for value in values]
 

@@ -50,7 +50,6 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def required(text: str) -> Any:
-    """Return a required dataclass field with a help text."""
     return field(kw_only=True, metadata={"help": text})
 
 

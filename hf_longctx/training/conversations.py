@@ -139,7 +139,7 @@ def special_tokens(tokenizer) -> list[str]:
 
 
 def with_probe(turn: dict) -> dict:
-    """Replace a turn's content by `PROBE`, in a list if the content was a list."""
+    """Replace a turn's content with `PROBE`, in a list if the content was a list."""
     return {**turn, "content": [{"type": "text", "text": PROBE}] if isinstance(turn.get("content"), list) else PROBE}
 
 
