@@ -34,13 +34,13 @@ PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "vllm", "v
             "fla-core", "forgetting-transformer", "flash-attn", "flash-attn-3", "flash-attn-4")  # fmt: skip
 NO_SETTINGS = ("name", "output", "table", "work", "data", "picture", "until")  # options that do not affect the results
 HELP = dict(  # help texts of the options in `make_parser`
-    adaptive="simulated curves of the adaptive protocol",
+    adaptive="simulated curves with adaptive lengths",
     asked="minimum number of questions to evaluate, for each number of facts", at_once="models trained in parallel",
     attention="attention implementation of FoX", batch="sequences per training step",
     bounded="1 to compile with padding, pruning and bounded logits, 0 without",
     capability="compute capabilities of the GPUs, times ten",
     compiled="1 to compile the models, 0 to run them eagerly", context="tokens per prompt",
-    contexts="numbers of cached tokens", curves="simulated curves of each protocol with fixed lengths",
+    contexts="numbers of cached tokens", curves="simulated curves per grid of fixed lengths",
     decay_times="shortest and longest decay time of a head, in tokens", device="device to run on",
     documents="maximum number of held-out documents", dtype="dtype of the models",
     earliest="index of the first scored segment", factors="RoPE bases to train, as multiples of the bound",

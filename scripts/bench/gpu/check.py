@@ -9,7 +9,7 @@ token per step, alongside attention without a gate and other libraries' kernels 
 usual count for causal attention. They include pruned keys, so compare pruned rows with "all keys".
 
 Rows run in order of importance, and none starts after --minutes. The exit status is 1 if an implementation is wrong.
-`--device cpu` is a dry run in Triton's interpreter: it shows that the script works, and nothing about speed.
+`--device cpu` is a dry run in Triton's interpreter: it shows only that the script works.
 """
 
 import itertools
