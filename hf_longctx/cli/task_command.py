@@ -73,7 +73,7 @@ class TaskCommand:
         chosen: dict[str, Any] = {option.name: getattr(args, option.name) for option in self.options}
         task = self.task(**chosen)  # raises an error for an invalid option
         if getattr(args, "text", None) is not None and not task.uses_text():
-            raise ValueError("--text is not used with these options; leave it out.")
+            raise ValueError("--text is not used with these options; omit it.")
         run_options = Run(args.journal, args.tokens_per_pass, progress=True)
         tokenizer, claims, open_reader = measuring.open_model(args)
         longest = max([claims.claimed_context or NO_CLAIM, *lengths_of(chosen)])

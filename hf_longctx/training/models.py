@@ -183,7 +183,7 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates:
     lacking = sorted(absent) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
     if lacking:
         raise ValueError(
-            f"{args.model} lacks weights that its config.json describes, so they would be random: "
+            f"{args.model} does not contain weights that its config.json requires, so they would be random: "
             f"{', '.join(lacking[:3])}{' ...' if lacking[3:] else ''}. Use the config.json and the weights of one model."
         )
     return model

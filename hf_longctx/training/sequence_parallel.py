@@ -143,7 +143,7 @@ def check_model(model, size: int) -> None:
     config = model.config
     if config.model_type != "fox":
         raise ValueError(
-            f"--sequence_parallel {size} supports FoX only, got model type {config.model_type}. Leave it out, or "
+            f"--sequence_parallel {size} supports FoX only, got model type {config.model_type}. Omit it, or "
             "convert a Llama to a FoX first, with --recipe fox-from-llama."
         )
     if config.num_key_value_heads % size:
