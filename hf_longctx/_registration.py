@@ -27,7 +27,7 @@ class LazyModule(types.ModuleType):
     """A proxy that imports our module when an attribute is first accessed."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Python looks up such names on every module
+        if name.startswith("__"):  # Python looks up dunder names on every module
             raise AttributeError(name)
         return getattr(importlib.import_module(self.__name__), name)
 

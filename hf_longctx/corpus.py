@@ -24,7 +24,7 @@ SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Columns of conversations and of their options, named as in TRL
 CONVERSATIONS, CHAT_OPTIONS = (("messages",), ("prompt", "completion")), ("tools", "chat_template_kwargs")
-SUFFIXES = (*PLAIN, *TABLES)  # by priority: from a folder, we read only the files with the first suffix found
+SUFFIXES = (*PLAIN, *TABLES)  # by priority: we read only the files of a folder with the first suffix found
 HUB_TIMEOUT_S = 3.0
 
 
@@ -67,7 +67,7 @@ def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | No
         at_least: stop after the document that reaches this number of tokens. Default: read all documents.
 
     Raises:
-        ValueError: as for `load_text`, or the tokenizer maps every token to one id.
+        ValueError: as for `load_text`, or the tokenizer encodes the whole corpus with a single id.
         ImportError, FileNotFoundError: as for `load_text`.
     """
     name, documents = open_source(source)
@@ -96,7 +96,7 @@ def load_text(source: str | None = None) -> str:
 
             - a file: .jsonl, .json, .parquet or .csv with a "text" column, or plain text with any other suffix. Each
               file may be compressed (.gz).
-            - a folder: its files of one kind, including nested files, in alphabetical order. The kind is .txt if there
+            - a folder: its files of one type, including nested files, in alphabetical order. The type is .txt if there
               are such files, else .md, .jsonl, .json, .parquet or .csv.
             - a dataset for `datasets.load_dataset`: the "text" column of the split "test", else of "validation", else
               of the first split.
@@ -120,7 +120,7 @@ def open_source(
     """Return the name of a source and its nonempty documents; see `load_tokens` and `load_text`.
 
     Args:
-        part: "held_out" or "train": the part to read of a dataset, "pg19" or "stdlib".
+        part: "held_out" or "train", the part to read if the source is a dataset, "pg19" or "stdlib".
         column: table column to read. Default: "text".
         conversations: without `column`, return a table's conversations as dicts: {"messages"} or
             {"prompt", "completion"}, with "tools" and "chat_template_kwargs", which may be None.
@@ -194,7 +194,7 @@ def _read(path, column, conversations):
             "with iconv."
         ) from error
     if "\0" in text:
-        raise ValueError(f"{path} is a binary file (it contains zero bytes); give a text file.")
+        raise ValueError(f"{path} is a binary file (it contains NUL bytes); give a text file.")
     return [text.replace("\r\n", "\n")]
 
 
@@ -208,9 +208,7 @@ def _rows(name, table, part, column, conversations):
         splits = datasets.load_dataset(**table)
         rows = splits[next(split for split in (*SPLITS[part], *splits) if split in splits)]
         columns = rows.column_names or list(next(iter(rows), {}))  # a streamed dataset may lack column names
-    except (
-        Exception
-    ) as error:  # offline, unknown name, gated, damaged: `datasets` and pyarrow raise many types of errors
+    except Exception as error:  # many types: `datasets` is offline, or the dataset is unknown, gated or damaged
         if isinstance(name, Path):
             raise ValueError(f"{name} cannot be read as {table['path']}: {error}") from error
         raise FileNotFoundError(

@@ -33,8 +33,8 @@ OLD_BUFFERS = re.compile(r"rotary_emb\.inv_freq$")  # saved by old versions of t
 def main(argv: list[str] | None = None) -> None:
     """Convert a checkpoint file to a folder."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="FILE", help="file of weights")
-    parser.add_argument("destination", metavar="DST", help="folder to make")
+    parser.add_argument("source", metavar="FILE", help="weight file")
+    parser.add_argument("destination", metavar="DST", help="folder to create")
     parser.add_argument("--base", required=True, metavar="MODEL", help="folder or Hub name of the wrapped model")
     parser.add_argument(
         "--segment-length",

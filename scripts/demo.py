@@ -30,7 +30,7 @@ def main():
         "--max-length", type=int, default=1024, metavar="TOKENS", help="longest copied passage (default: 1024)"
     )
     parser.add_argument(
-        "--output", type=Path, default=ROOT / "demo_output", metavar="FOLDER", help="default: demo_output"
+        "--output", type=Path, default=ROOT / "demo_output", metavar="FOLDER", help="folder (default: demo_output)"
     )
     args = parser.parse_args()
     began, out = time.perf_counter(), args.output.resolve()

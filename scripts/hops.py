@@ -1,8 +1,8 @@
-"""Count the package's functions that run in six walks, and calls and returns that cross files.
+"""Count the package's functions that run in six typical uses, and the calls and returns that cross files.
 
     python -m scripts.hops
 
-Each walk runs twice with tiny models; the second run is counted, without lambdas and comprehensions. The counts inform
+Each use runs twice with tiny models; the second run is counted, without lambdas and comprehensions. The counts inform
 refactoring; no test bounds them.
 """
 

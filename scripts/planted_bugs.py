@@ -4,8 +4,8 @@
     python scripts/planted_bugs.py --check                   # only check that the code of each bug is still there
     python scripts/planted_bugs.py --only fold-sign journal-flush
 
-`planted_bugs.toml` defines the code that each bug replaces and the tests that run first. If these pass, all tests of
-their files run. Finally the failed tests are rerun on the unchanged copy, where they must pass.
+`planted_bugs.toml` defines the code that each bug replaces and the tests that run first. If these pass, all tests in
+the same files run. Finally the failed tests are rerun on the unchanged copy, where they must pass.
 """
 
 import argparse

@@ -5,7 +5,7 @@
 A tiny Llama learns `RecallTask` (facts, one per segment, then questions about them) from scratch in two stages, as in
 the paper: without recall on one fact and one question, until it answers 95 % of them, then with recall on two or four
 facts and two questions. It is evaluated on sequences of 2 to 64 facts. The baselines are a sliding attention window
-with as many positions as HMT sees at a time, full attention, and RMT (one and four memory tokens, no recall). The last
+with as many positions as HMT attends to, full attention, and RMT (one and four memory tokens, no recall). The last
 two train on two facts until they answer 95 % of the questions. Each stage is limited to four rounds of steps.
 
 Each trained HMT is also evaluated with two controls: with the recall forced to the fact's segment ("oracle recall":

@@ -62,7 +62,7 @@ def missing(root: Path) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="run no tests")
+    parser.add_argument("--quick", action="store_true", help="skip the slow checks")
     quick, problems = parser.parse_args().quick, list(missing(ROOT))
     for python in ("python3.11", "python3.12", "python3.13"):
         if shutil.which(python) is None:

@@ -2,7 +2,8 @@
 
     scripts/serve_vllm [--model FOLDER] [--dtype float32]
 
-Each row compares the endpoint, queried by the openai client or the forgetting curve, with the local model.
+Each row compares the endpoint, queried by the openai client or the forgetting curve, with the local model. Responses
+have --tokens tokens.
 """
 
 import contextlib
@@ -149,9 +150,10 @@ def table(result):
 
 
 def main(arguments=None):
-    sizes = dict(prompts=8, tokens=48, lengths=[32, 256, 800], repeats=4, max_model_len=4096, dtype="float32")
+    sizes = dict(tokens=48, lengths=[32, 256, 800], repeats=4, max_model_len=4096, dtype="float32")
     folder = "model_cards/fox-demo"
     parser = common.make_parser("scripts.serve_vllm", __doc__, name="serve_vllm", model=folder, **sizes)
+    parser.add_argument("--prompts", type=int, default=8, metavar="N", help="number of prompts (default: %(default)s)")
     parser.prog = "scripts/serve_vllm"
     result = common.run(parser, measure, table, arguments)
     sys.exit(not all(row["equal"] == row["of"] for row in result["rows"]))

@@ -3,7 +3,7 @@
     python -m scripts.train_demo [--work FOLDER | --measure-only]
 
 Collects the corpus (`scripts.demo_corpus`), trains a tokenizer, and trains both models in three stages. The commands
-are printed and saved in `training.txt` of each card; `training.yaml` has all settings of the last stage. After an
+are printed and saved in `training.txt` of each card; `training.yaml` contains all settings of the last stage. After an
 interruption, the same command resumes. The models are saved in bfloat16, with their logs, a generated sample, their
 losses by position and their forgetting curves on a held-out novel. --measure-only measures the saved models again.
 """
@@ -69,7 +69,7 @@ def main():
         metavar="FOLDER",
         help="folder of the runs (default: demo_output/training)",
     )
-    parser.add_argument("--measure-only", action="store_true", help="train nothing")
+    parser.add_argument("--measure-only", action="store_true", help="measure the saved models again, without training")
     args = parser.parse_args()
     if not args.measure_only:
         train_all(args.work)

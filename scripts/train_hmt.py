@@ -1,4 +1,4 @@
-"""Train a memory around a model in two stages, each by `hf-longctx finetune --recipe hmt`.
+"""Add a memory to a model and train it in two stages, each with `hf-longctx finetune --recipe hmt`.
 
     python -m scripts.train_hmt MODEL --data books --output_dir run [--segment_length 512] [--segments 15] [options]
 

@@ -36,7 +36,7 @@ COMMANDS |= {name: importlib.import_module(f".{name.replace('-', '_')}", __name_
 
 
 def parser(with_arguments: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Return the parser of all commands. Arguments are added only to the commands in `with_arguments`."""
+    """Return the parser for all commands. Only the commands in `with_arguments` get their arguments."""
     top = argparse.ArgumentParser(
         prog="hf-longctx", description="Long-context research in the Hugging Face ecosystem."
     )

@@ -1,7 +1,7 @@
 """Plot saved results of several models in one figure, and print a table that compares them.
 
-All files must come from one command: `curve`, `loss`, `needle` or `lines`. Each model is compared with the first model
-by a paired test at every length, on the documents that both have read. Effective lengths are reported with intervals,
+All files must come from one command: `curve`, `loss`, `needle` or `lines`. A paired test at every length compares each
+model with the first, on the documents that both models have read. Effective lengths are reported with intervals,
 under our rule and the rules of RULER and NoLiMa. With --counts, effective lengths are computed for any benchmark, from
 a CSV with columns length,correct,total or model,length,correct,total.
 
@@ -18,7 +18,7 @@ from . import measuring
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE.json", help="result files, in their order in the figure")
+    parser.add_argument("files", nargs="*", metavar="FILE.json", help="result files, in the order of the figure")
     parser.add_argument(
         "--counts", metavar="FILE.csv", help="CSV of correct answers by length, instead of result files"
     )

@@ -1,9 +1,9 @@
 """Convert a checkpoint to FoX, or a FoX to another format.
 
 Formats:
-  official  checkpoint of FoX's authors
-  fla       checkpoint of flash-linear-attention
-  llama     checkpoint of a Llama, Mistral, Qwen2 or Qwen3; adds open forget gates, for fine-tuning
+  official  checkpoint from FoX's authors
+  fla       flash-linear-attention checkpoint
+  llama     Llama, Mistral, Qwen2 or Qwen3 checkpoint; adds open forget gates, for fine-tuning
 
 Weights are converted one tensor at a time. DST is written atomically.
 
@@ -18,7 +18,7 @@ from argparse import ArgumentParser, Namespace
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="folder with config.json and safetensors files")
-    parser.add_argument("destination", metavar="DST", help="new folder")
+    parser.add_argument("destination", metavar="DST", help="folder to create")
     direction = parser.add_mutually_exclusive_group(required=True)
     direction.add_argument(
         "--from",
@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--decay-time",
         type=float,
         metavar="TOKENS",
-        help="number of tokens in which the new gates decay to 1/e, for --from llama (default: 1e5 times the context)",
+        help="tokens until the new gates decay to 1/e, for --from llama (default: 1e5 times the context)",
     )
 
 

@@ -1,6 +1,6 @@
 """Run lm-eval with our tasks and the model type hf-longctx, which loads FoX and HMT.
 
-All arguments after `lm-eval` are passed to lm-eval, see `hf-longctx lm-eval run --help`. --metadata accepts a JSON
+All arguments after `lm-eval` are passed to lm-eval; see `hf-longctx lm-eval run --help`. --metadata accepts a JSON
 object with the options of the task's command, such as "lengths" or "text".
 
 --tasks-folder prints the folder of our tasks. To evaluate models of lm-eval such as hf, vllm and local-completions,
@@ -17,7 +17,7 @@ import sys
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tasks-folder", action="store_true", help="print the folder of our tasks and exit")
-    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="run ...", help="arguments of lm-eval")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="run ...", help="arguments for lm-eval")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ def add_served(parser: argparse._ActionsContainer) -> None:
         "--endpoint",
         metavar="URL",
         help="URL of a server that serves MODEL, such as http://localhost:8000/v1; then only the tokenizer is loaded. "
-        "Forgetting curves work with any server of greedy completions; other metrics work with vLLM",
+        "Forgetting curves work with any server that decodes greedily; other metrics require vLLM",
     )
     parser.add_argument(
         "--served-as",
@@ -54,7 +54,7 @@ def add_served(parser: argparse._ActionsContainer) -> None:
 
 
 def add_text(parser: argparse._ActionsContainer) -> None:
-    """Add the argument for a corpus, see `hf_longctx.corpus`."""
+    """Add the argument for a corpus; see `hf_longctx.corpus`."""
     parser.add_argument(
         "--text",
         metavar="SOURCE",
@@ -64,7 +64,6 @@ def add_text(parser: argparse._ActionsContainer) -> None:
 
 
 def add_train_length(parser: argparse._ActionsContainer) -> None:
-    """Add the argument for the training length."""
     parser.add_argument(
         "--train-length", type=int, metavar="TOKENS", help="training context length, marked in figures"
     )
@@ -74,14 +73,14 @@ def add_train_length(parser: argparse._ActionsContainer) -> None:
 
 
 def check(args: argparse.Namespace, folder: bool = False) -> None:
-    """Raise ValueError if --output or --journal cannot be written. If `folder`, --output is a folder."""
+    """Raise ValueError if --output (a folder if `folder` is set) or --journal is not writable."""
     check_writable("--output", args.output, folder)
     if getattr(args, "journal", None) is not None:
         check_writable("--journal", args.journal)
 
 
 def check_writable(option: str, name: str, folder: bool = False) -> None:
-    """Raise ValueError if the file `name` cannot be written. If `folder`, check the folder `name` instead."""
+    """Raise ValueError if the file `name`, or the folder if `folder` is set, is not writable."""
     path = Path(name).absolute()
     if not folder and path.suffix.lower() in OTHER_FORMATS:
         raise ValueError(f"{option} must end with one of {', '.join(FIGURES)}, got {name}.")
@@ -98,7 +97,7 @@ def check_writable(option: str, name: str, folder: bool = False) -> None:
 
 
 def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
-    """Return the path of a figure, and create its folder. Without a suffix, .png is added.
+    """Return the path of a figure, and create its folder. If the path has no suffix, add .png.
 
     >>> figure_path("a/b").name, figure_path("a/b.svg").name
     ('b.png', 'b.svg')
@@ -118,10 +117,10 @@ def figure_path(name: str, endings: Sequence[str] = FIGURES) -> Path:
 def open_model(args: argparse.Namespace) -> "tuple[PreTrainedTokenizerBase, Reader, Callable[[], Reader]]":
     """Load a model's tokenizer and config, so that options can be checked before the weights are loaded.
 
-    Under torchrun or accelerate launch, the processes are joined first.
+    Under torchrun or accelerate launch, the process group is initialized first.
 
     Returns:
-        the tokenizer; a reader that may contain only the config; a function that returns the reader to measure with.
+        the tokenizer; a reader for the checks, possibly without weights; a function that returns the loaded reader.
     """
     from transformers import AutoConfig
 
@@ -167,7 +166,7 @@ def served_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def join_processes() -> None:
-    """Join the other processes under torchrun or accelerate launch, each on its own device."""
+    """Under torchrun or accelerate launch, select this process's device and initialize the process group."""
     if int(os.environ.get("WORLD_SIZE", 1)) < 2:
         return
     import torch
@@ -200,12 +199,12 @@ def log(message: str) -> None:
 
 
 def measure_and_write(args: argparse.Namespace, measure: "Callable[[], Result]", **options: Any) -> None:
-    """Run a measurement. The main process prints the summary, and writes JSON and figure to --output.
+    """Run a measurement. The main process prints the summary, and writes the JSON and the figure to --output.
 
     If an exception interrupts the measurement, the partial result is written first.
 
     Args:
-        options: arguments of the result's `plot`.
+        options: keyword arguments for the result's `plot`.
     """
     from ..metrics.result import run_measurement
     from ..metrics.run.distributed import process_rank

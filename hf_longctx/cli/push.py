@@ -1,12 +1,12 @@
 """Push a model, an adapter or a metric to the Hub, in one commit.
 
 Pushes DIR's config, safetensors weights, tokenizer, card, figures and results, with the package's modeling code, so
-that the model loads without hf-longctx. Pickles, training state, hidden files, links out of DIR, tokens and local
-paths raise an error. A hand-written README.md is pushed unchanged. Otherwise the card is generated from the files, and
-each section of card_notes.md is added to the card's section of the same name. --write-card writes the card into DIR.
-The Hub token comes from `hf auth login` or HF_TOKEN.
+that the model loads without hf-longctx. Pickles, training state, hidden files, links to files outside DIR, access
+tokens and local paths raise an error. A hand-written README.md is pushed unchanged. Otherwise, the card is generated
+from the files, and each section of card_notes.md is added to the section of the same name. --write-card writes the
+card into DIR. The Hub token comes from `hf auth login` or HF_TOKEN.
 
-A metric name (forgetting_curve, rope_base_check) pushes a Space, which scores predictions without hf-longctx.
+A metric (forgetting_curve, rope_base_check) is pushed as a Space, which scores predictions without hf-longctx.
 `evaluate.load` runs a Space's code without asking, so ask users to pin the commit: revision="...".
 
 Examples:

@@ -67,7 +67,7 @@ def run(args: Namespace) -> None:
         raise ValueError(f"--temperature must be at least 0, got {args.temperature}.")
     saved = args.text.endswith(".safetensors") or ("@" in args.text and not Path(args.text).exists())
     if saved and (args.question is None or args.output is not None):
-        raise ValueError(f"{args.text} is a saved memory. Give a QUESTION about it, and leave --output out.")
+        raise ValueError(f"{args.text} is a saved memory. Give a QUESTION about it, and omit --output.")
     output = args.output or ("state.safetensors" if args.question is None else None)
     text, name = "", "standard input" if args.text == "-" else Path(args.text).name
     if not saved:

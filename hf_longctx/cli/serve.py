@@ -1,11 +1,11 @@
-"""Serve a model over an OpenAI-compatible API, by `transformers serve` with support for FoX and HMT.
+"""Serve a model over an OpenAI-compatible API, using `transformers serve` with support for FoX and HMT.
 
 Give options of `transformers serve` after MODEL; `hf-longctx serve MODEL --help` lists these options. Serving requires
 fastapi, uvicorn and openai: pip install 'hf-longctx[serve]'.
 
-transformers' server has limits. Invalid values, such as a negative temperature, return status 500.
+transformers' server has limitations. Invalid values, such as a negative temperature, return status 500.
 --continuous-batching ignores `stop` and a negative max_tokens. An HMT rereads each conversation from its beginning,
-and does not support continuous batching. vLLM serves a FoX without these limits, see hf_longctx/vllm/README.md.
+and does not support continuous batching. vLLM serves a FoX without these limitations; see hf_longctx/vllm/README.md.
 
 Examples:
   hf-longctx serve model_cards/fox-demo --port 8000
@@ -52,7 +52,7 @@ def run(args: Namespace) -> None:
             try:
                 super().__init__(*args, **options)
             finally:  # otherwise the thread of continuous batching keeps the process alive after Ctrl-C
-                with suppress(AttributeError):  # kill_server expects a thread, which a blocking server lacks
+                with suppress(AttributeError):  # kill_server expects a thread, which a blocking server does not have
                     self.kill_server()
 
     app = typer.Typer(add_completion=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 
-# MISTAKES are usage errors. FAILURES are errors of a valid call: disk, network, memory, non-finite numbers
+# MISTAKES are usage errors. FAILURES are errors in a valid call: disk, network, memory, non-finite numbers
 MISTAKES = (
     ValueError,
     ImportError,
@@ -72,7 +72,7 @@ def source(args: Namespace, file: bool = False) -> dict[str, Any]:
 
 
 def check_model_name(name: str) -> None:
-    """Raise ValueError unless a model's name is a folder or can be a Hub name."""
+    """Raise ValueError unless `name` is a folder or could be a Hub name."""
     path = Path(name)
     if path.is_file():
         raise ValueError(f"{name} is a file; give the folder with the model: {path.parent}.")

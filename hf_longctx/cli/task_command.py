@@ -1,6 +1,6 @@
 """Generation of a task's command from its class.
 
-The docstring of the class becomes the help, and its fields become options, except for arrays of token ids.
+The class's docstring becomes the help text. The class's fields become options, except for arrays of token ids.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class TaskCommand:
         if self.task.reads_text:
             measuring.add_text(group)
         for option in self.options:
-            if option.name != "seed":  # --seed is one of the model's options
+            if option.name != "seed":  # add_model already adds --seed
                 add_option(group, option)
         measuring.add_train_length(group)
         group = parser.add_argument_group("run")
@@ -62,7 +62,7 @@ class TaskCommand:
             "--output",
             default=self.task.result.kind,
             metavar="PATH",
-            help="path of the JSON and the figure, a PNG unless PATH ends with .svg or .pdf (default: %(default)s)",
+            help="path for the JSON and the figure: SVG or PDF if it ends with .svg or .pdf, else PNG (default: %(default)s)",
         )
 
     def run(self, args: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ class TaskCommand:
         chosen: dict[str, Any] = {option.name: getattr(args, option.name) for option in self.options}
         task = self.task(**chosen)  # raises an error for an invalid option
         if getattr(args, "text", None) is not None and not task.uses_text():
-            raise ValueError("--text is not used with these options; leave it out.")
+            raise ValueError("--text is not used with these options; omit it.")
         run_options = Run(args.journal, args.tokens_per_pass, progress=True)
         tokenizer, claims, open_reader = measuring.open_model(args)
         longest = max([claims.claimed_context or NO_CLAIM, *lengths_of(chosen)])
@@ -93,13 +93,13 @@ class TaskCommand:
 
 
 def lengths_of(chosen: dict[str, Any]) -> list[int]:
-    """Return the last value of each option that is a length in tokens."""
+    """Return the value of each option for a length in tokens; for a list of lengths, the last value."""
     values = [np.atleast_1d(value)[-1] for name, value in chosen.items() if "length" in name and value]
     return [int(value) for value in values]
 
 
 def add_option(group: argparse._ActionsContainer, option: Option) -> None:
-    """Add a field's option to the parser."""
+    """Add the option for a dataclass field to the parser."""
     text, default = option.help, option.default
     if default is not None and option.kind is not bool and "default" not in text:
         text += f" (default: {', '.join(map(str, default)) if option.listed else default})"

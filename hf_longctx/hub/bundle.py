@@ -44,7 +44,7 @@ LEFT_BY_TOOLS = (
     ".gitattributes",
     ".cache",
     ".eval_results",
-)  # ignored files of git, `hf download` and the Hub
+)  # files of git, `hf download` and the Hub, which a push ignores
 MEASUREMENT = re.compile(r"[\w.-]+\.json")  # file names that a card can link to
 PACKAGE_CODE = {
     path.name: path
@@ -69,13 +69,13 @@ class Bundle:
     """The files that a push uploads, and the information that we parsed from them.
 
     Attributes:
-        files: content or local path of each file, by path in the repository.
+        files: content or local path of each file, keyed by path in the repository.
         left_out: names of files in the folder that are not pushed.
         config: parsed config of the model or adapter; empty for a Space.
-        tensors: number of elements of each tensor, by tensor name.
-        results: results of metrics, by file name.
-        documents: parsed JSON files with results of metrics or benchmarks, by file name.
-        samples: parsed JSON files with a prompt and the generated text, by file name.
+        tensors: number of elements of each tensor, keyed by tensor name.
+        results: results of metrics, keyed by file name.
+        documents: parsed JSON files with results of metrics or benchmarks, keyed by file name.
+        samples: parsed JSON files with a prompt and the generated text, keyed by file name.
         base_has_code: whether the repository of an adapter's base model contains code.
     """
 
@@ -139,11 +139,11 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
 
     The config, weights, tokenizer, card, figures and results of metrics are pushed; unknown files are left out. The
     modules in `auto_map` and their relative imports are pushed too, from this package if it contains a file of that
-    name, otherwise from the folder. A FoX or HMT without an `auto_map` gets one.
+    name, otherwise from the folder. If the config of a FoX or HMT has no `auto_map`, we add it.
 
     Raises:
         ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a symbolic
-            link out of the folder); weights are missing, damaged or incomplete, or contain NaN; code is missing or
+            link that leaves it); weights are missing, damaged or incomplete, or contain NaN; code is missing or
             in another repository; the base model is not the name of a Hub repository; or a file is not valid JSON.
         FileNotFoundError, NotADirectoryError: the folder does not exist.
     """
@@ -195,8 +195,8 @@ def read_config(path: Path) -> dict[str, Any]:
     names = [config.get(name) for name in ("model_type", "task_type")]
     if not isinstance(classes, list) or not all(isinstance(name, str | None) for name in (*names, *classes)):
         raise ValueError(
-            f"model_type and task_type in {path} must be strings, and architectures a list of strings. Save the model "
-            "again."
+            f"model_type and task_type in {path} must be strings, and architectures must be a list of strings. "
+            "Save the model again."
         )
     return config
 
@@ -216,7 +216,7 @@ def check_base(folder: Path, bundle: Bundle) -> None:
 
 
 def check_names(folder, names):
-    """Raise ValueError for files that must not be pushed, and for symbolic links out of the folder."""
+    """Raise ValueError for files that must not be pushed, and for symbolic links that leave the folder."""
     errors = []
     for path in (folder / name for name in names):
         if path.is_symlink() and leads_outside(path, folder):
@@ -230,7 +230,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Add the JSON file of a metric, a benchmark or scripts.sample to one of the dictionaries; skip other files.
+    """Parse a JSON file of a metric, a benchmark or scripts.sample into one of the dictionaries; skip other files.
 
     Raises:
         ValueError: the file contains a result whose values the card cannot render.

@@ -39,12 +39,12 @@ def build_space(name: str) -> Bundle:
 
 
 def absolute(module, dots, name):
-    """Resolve the import `from DOTSname import ...` in `module` to a module name relative to hf_longctx.metrics."""
+    """Resolve a relative import, such as `from ..name import x`, to a module name relative to hf_longctx.metrics."""
     return ".".join([*module.split(".")[: -len(dots)], *filter(None, [name])])
 
 
 def scoring_modules(roots):
-    """Return the source code of the `roots` and of all modules that they import at module level, by module name."""
+    """Return the source code of the `roots` and of all modules that they import at module level, keyed by name."""
     sources, stack = {}, list(roots)
     while stack:
         module = stack.pop()

@@ -41,7 +41,7 @@ def named_errors(left: str = "") -> Iterator[None]:
     """Convert authorization and connection errors of the Hub into built-in exceptions.
 
     Args:
-        left: sentence on the state of the repository, which is appended to the error message.
+        left: sentence about the state of the repository, appended to the error message.
 
     Raises:
         PermissionError: the token is invalid or lacks permission.
@@ -123,7 +123,7 @@ def push(
     create_pr: bool = False,
     tag: str | None = None,
 ) -> CommitInfo:
-    """Push a bundle in one commit, or without a commit if nothing has changed.
+    """Push a bundle in one commit, if anything has changed.
 
     The repository and the branch are created if they do not exist. The same commit deletes the files that
     `removed_files` lists. The token comes from `hf auth login` or from the environment variable HF_TOKEN.

@@ -34,7 +34,7 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
     if config.tie_word_embeddings and embeddings & set(targets):
         raise ValueError(
             f"This model ties its input and output embeddings, so merging an adapter of "
-            f"{' or '.join(sorted(embeddings))} would change both. Train these embeddings in full instead, by --lora_modules_to_save."
+            f"{' or '.join(sorted(embeddings))} would change both. Train them in full: --lora_modules_to_save."
         )
     lora = LoraConfig(
         task_type=TaskType.CAUSAL_LM,

@@ -1,7 +1,7 @@
 """Chunked cross entropy for any causal language model. With a large vocabulary, unchunked logits dominate memory.
 
 The model's forward pass is unchanged, except that its head returns the hidden states. The loss computes the logits one
-chunk of tokens at a time and recomputes them in the backward pass, so memory contains one chunk of logits at a time.
+chunk of tokens at a time and recomputes them in the backward pass, so only one chunk is in memory at a time.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast matmul
 
 
 def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
-    """Replace a model's loss by a chunked loss. The model then returns hidden states instead of logits.
+    """Replace a model's loss with a chunked loss. The model then returns hidden states instead of logits.
 
     Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. First, we
     compare the chunked loss with the model's own loss on random decoder states.

@@ -50,7 +50,6 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescript
 
 
 def required(text: str) -> Any:
-    """Return a required dataclass field with a help text."""
     return field(kw_only=True, metadata={"help": text})
 
 
@@ -134,7 +133,7 @@ class RunConfig(TrainingArguments):
             raise ValueError("`max_steps` must be positive, or -1 together with a positive `num_train_epochs`.")
         if not self.packing and self.sequence_parallel > 1:
             raise ValueError(
-                f"`packing` must be true with `sequence_parallel`={self.sequence_parallel}, got false. Leave out one of them."
+                f"`packing` must be true with `sequence_parallel`={self.sequence_parallel}, got false. Omit one."
             )
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:

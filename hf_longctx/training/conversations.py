@@ -139,7 +139,7 @@ def special_tokens(tokenizer) -> list[str]:
 
 
 def with_probe(turn: dict) -> dict:
-    """Replace a turn's content by `PROBE`, in a list if the content was a list."""
+    """Replace a turn's content with `PROBE`, in a list if the content was a list."""
     return {**turn, "content": [{"type": "text", "text": PROBE}] if isinstance(turn.get("content"), list) else PROBE}
 
 
@@ -192,8 +192,8 @@ def find_answer(
             return start, end
     raise ValueError(
         f"The assistant's turn {number + 1} cannot be found in the rendered chat template, because this turn changes "
-        "how other turns are rendered, or the template rewrites its content. Mark assistant turns in the template by "
-        "{% generation %}...{% endgeneration %}."
+        "how other turns are rendered, or the template rewrites its content. Mark assistant turns in the template "
+        "with {% generation %}...{% endgeneration %}."
     )
 
 

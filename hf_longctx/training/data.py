@@ -222,7 +222,7 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
 
 
 def digest_of_source(path: Path) -> str:
-    """Return a hash of a file or of a folder's files; for a dataset of the Hub, return its name."""
+    """Return a hash of a file or of a folder's files; for a dataset on the Hub, return its name."""
     if path.is_file():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

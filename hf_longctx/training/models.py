@@ -183,7 +183,7 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates:
     lacking = sorted(absent) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
     if lacking:
         raise ValueError(
-            f"{args.model} lacks weights that its config.json describes, so they would be random: "
+            f"{args.model} does not contain weights that its config.json requires, so they would be random: "
             f"{', '.join(lacking[:3])}{' ...' if lacking[3:] else ''}. Use the config.json and the weights of one model."
         )
     return model
@@ -238,7 +238,7 @@ def read_config(name: str) -> Any:
     """Read a model's config from a folder or the Hub; raise ValueError for an adapter or an encoder-decoder."""
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(
-            f"{name} contains an adapter. Merge it into its base model first, by PEFT's merge_and_unload()."
+            f"{name} contains an adapter. Merge it into its base model first, with PEFT's merge_and_unload()."
         )
     config = AutoConfig.from_pretrained(name)
     check_decoder(config)
@@ -279,8 +279,8 @@ def check_length(model, length: int) -> None:
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None):
         raise ValueError(
-            f"--max_length must be at most {limit}, the context of this model, got {length}. Extend the context first, by "
-            "--recipe rope-extend."
+            f"--max_length must be at most {limit}, the context of this model, got {length}. Extend the context first, "
+            "with --recipe rope-extend."
         )
 
 

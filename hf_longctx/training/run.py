@@ -43,7 +43,7 @@ def train(args: RunConfig) -> int:
     folder = Path(args.output_dir)
     if args.n_gpu > 1:
         raise ValueError(
-            f"One process sees {args.n_gpu} GPUs. Start `torchrun --nproc-per-node {args.n_gpu} -m hf_longctx "
+            f"One process has {args.n_gpu} GPUs. Start `torchrun --nproc-per-node {args.n_gpu} -m hf_longctx "
             f"{args.command} ...` to use all of them, or set CUDA_VISIBLE_DEVICES=0."
         )
     settings: Any = args  # both config classes have a `model`
@@ -69,7 +69,7 @@ def train(args: RunConfig) -> int:
         (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
     if args.should_save:
         given = {name: value for name, value in args.given.items() if not name.endswith("_token")}  # no secrets
-        # the JSON round trip replaces enum members by strings
+        # the JSON round trip converts enum members to strings
         (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(given))))
     trained, total = (model.num_parameters(only_trainable=flag) for flag in (True, False))
     PartialState().print(

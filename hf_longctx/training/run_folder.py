@@ -6,7 +6,7 @@ data/               packed tokens
 checkpoint-N/       Trainer's checkpoint; the file `complete` is written last
 trainer_state.json  losses of all steps, written at the end
 model/              model and tokenizer, written at the end
-adapter/            adapter that was merged into the model
+adapter/            the adapter, if it was merged into the model
 """
 
 import dataclasses

@@ -21,7 +21,7 @@ from .trainer import LongContextTrainer
 
 
 class SequenceShard:
-    """This process's part of each sequence, and the exchanges with the processes of the other parts.
+    """This process's part of each sequence, and its exchanges with the processes that store the other parts.
 
     `collate` adds the shard to each batch, and FoX uses it for attention (fox/state_fox.py). In the shapes below, T is
     the length of a sequence, and t = T / N is the length of a part.
@@ -62,7 +62,7 @@ class SequenceShard:
         """Return the last token of the previous part, (B, 1, ...), or zeros for the first part. `x` is (B, t, ...)."""
         ranks = torch.arange(self.size, device=x.device).view(-1, *[1] * x.ndim)
         to_next = torch.where(ranks == self.rank + 1, x[None, :, -1:], 0.0)  # (N, B, 1, ...)
-        return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the first part receives zeros from the last
+        return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the last part sends zeros to the first
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
         """Exchange parts of all heads, (B, H, t, ...), for whole sequences of H / N heads, (B, H / N, T, ...)."""
@@ -143,8 +143,8 @@ def check_model(model, size: int) -> None:
     config = model.config
     if config.model_type != "fox":
         raise ValueError(
-            f"--sequence_parallel {size} supports FoX only, got model type {config.model_type}. Leave it out, or "
-            "convert a Llama to a FoX first, by --recipe fox-from-llama."
+            f"--sequence_parallel {size} supports FoX only, got model type {config.model_type}. Omit it, or "
+            "convert a Llama to a FoX first, with --recipe fox-from-llama."
         )
     if config.num_key_value_heads % size:
         raise ValueError(

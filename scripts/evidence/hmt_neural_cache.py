@@ -1,12 +1,12 @@
-"""Measure whether HMT's neural cache lowers the perplexity of novels, around a pretrained SmolLM2 without tuning.
+"""Measure whether HMT's neural cache lowers the perplexity of a pretrained SmolLM2 on novels, without fine-tuning.
 
     python -m scripts.evidence.hmt_neural_cache
 
 HMT reads an excerpt of a novel with `neural_cache_weight` and its own memories (`own book`), or with the memories of
-as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows of as many positions
-(`window`), in windows that are one segment longer, and with the full excerpt before (`whole context`). All tokens of
-the later segments are scored. A memory can help if a token has occurred earlier in the excerpt but not within the
-longer window: these tokens are scored separately.
+as many segments of another novel (`other book`). SmolLM2 reads the same segments in windows with as many positions as
+HMT's input (`window`), in windows that are one segment longer, and after the whole preceding excerpt (`whole
+context`). All tokens of the later segments are scored. A memory can help with tokens that occur earlier in the excerpt
+but not in the longer window; these tokens are also scored separately.
 
 Excerpts are drawn from two novels, different ones for each seed. The weight and the sharpness of the cache were tuned
 on Moby Dick. Every finished excerpt is saved.
@@ -155,7 +155,7 @@ def table(result):
 def main(arguments=None):
     sizes = {"segment_length": 128, "sensory_tokens": 32, "weight": 0.1, "segments": 40, "earliest": 8, "stretches": 1}
     parser = make_parser(__spec__.name, __doc__, "hmt_neural_cache_{backbone}", **sizes, seeds=[0, 1, 2], device="cpu")
-    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
+    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="backbone (default: smollm2)")
     common.run(parser, measure, table, arguments)
 
 

@@ -8,25 +8,25 @@
         --rows-at-once 8 --first-steps 100 --steps 200 --learning-rate 3e-4 \
         --text-length 1024 --texts 48                                    # on a CPU, ten minutes for a model and seed
 
-All models score the same tokens of held-out documents. A Llama reads them in windows: blocks of L' tokens; as many
-tokens as the single-pass mode sees at a time (a block and the k + 4 before it); blocks that overlap by half, which
-cost two positions for each token, more than the published mode and nearly as many as the causal one; and as much as
-its context holds, which is full attention. HMT and RMT read segments of L' tokens. HMT also reads with the memories
-that it made of another document: what it loses by that is what its own memories contribute.
+All models score the same tokens of held-out documents. A Llama reads them in four kinds of windows: blocks of L'
+tokens; blocks and the k + 4 tokens before them, as many as the single-pass mode attends to; blocks that overlap by
+half, which cost two positions per token, more than the published mode and nearly as many as the causal mode; and its
+full context. HMT and RMT read segments of L' tokens. HMT also reads each document with the memories of another
+document: the increase in perplexity is the contribution of its own memories.
 
-All models are trained on the same tokens, so that adaptation to the documents favours none: sequences of two segments,
+All models are trained on the same tokens, so that none is better adapted to the documents: sequences of two segments,
 then sequences of `--segments`, as in HMT's two stages. --tokens sets the steps of both. The Llama is trained on the
-blocks of these sequences; another one, which reads as much as its context holds, on whole sequences. Some models also
-read without training. All parameters are trained, on a GPU under bfloat16 autocast. With --text code, documents are
-sources of packages, held out by project. With novels, five novels of Jane Austen and Moby Dick are trained on, and
-another novel of hers is read.
+blocks of these sequences; a second Llama, which reads its full context, is trained on whole sequences. Some models
+are also evaluated without training. All parameters are trained; on a GPU, under bfloat16 autocast. With --text code,
+documents are source code of packages, held out by project. With --text novels, models are trained on Moby Dick and
+five novels by Jane Austen, and evaluated on a sixth.
 
-After --minutes nothing begins and trainings are saved; the same command resumes them, and the table names the models
-that were not reached. `--minutes 0` shows what is measured.
+After --minutes, unfinished trainings are saved and no other model starts. The same command resumes them, and the table
+names the missing models. `--minutes 0` shows which models have been measured.
 
-A prediction counts to the first half of a segment if it is made before token j. The published mode has read that half
-by then, also in training: its number there is not a perplexity, but shows how much is given away; its number for the
-second halves is one.
+A prediction belongs to the first half of a segment if it is made before token j. The published mode has already read
+that half, also in training. Its value for first halves is therefore not a perplexity, but shows how much leaks; its
+value for second halves is a perplexity.
 """
 
 import functools
@@ -333,9 +333,9 @@ def main(arguments=None):
     parser = make_parser(
         __spec__.name, __doc__, "hmt_perplexity_{backbone}_{text}", **sizes, **training, **asked, **options
     )
-    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
-    parser.add_argument("--text", choices=SOURCES, default="novels", help="default: %(default)s")
-    parser.add_argument("--data", default=str(corpus.FOLDER), metavar="FOLDER", help="code: of the documents")
+    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="backbone (default: smollm2)")
+    parser.add_argument("--text", choices=SOURCES, default="novels", help="documents (default: novels)")
+    parser.add_argument("--data", default=str(corpus.FOLDER), metavar="FOLDER", help="corpus for --text code")
     run(parser, measure, table, plot, arguments)
 
 

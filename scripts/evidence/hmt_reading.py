@@ -1,4 +1,4 @@
-"""Losses on documents: of a Llama in windows, and of HMT, also with another document's memories."""
+"""Losses of a Llama that reads documents in windows, and of HMT with its own or another document's memories."""
 
 import math
 from contextlib import contextmanager, nullcontext

@@ -1,4 +1,4 @@
-"""Train memories around a pretrained Llama in two stages that resume after an interruption."""
+"""Train an HMT around a pretrained Llama in two stages, which resume after an interruption."""
 
 import statistics
 import time

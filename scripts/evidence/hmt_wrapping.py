@@ -2,9 +2,9 @@
 
     python -m scripts.evidence.hmt_wrapping
 
-Greedy responses to questions are compared token by token; question and response fit in one segment. The perplexity of
-a novel is compared with windows of equally many tokens: a segment after the sensory tokens. It is measured over all
-segments but the first, and over the four tokens after the recall, which are the first to see a noise prompt.
+Greedy responses to questions are compared token by token; a question and its response fit in one segment. SmolLM2
+reads a novel in windows of as many tokens as HMT: the sensory tokens and a segment. The perplexity is measured over
+all segments but the first, and over the four tokens after the recall, the first that attend to a noise prompt.
 """
 
 import math
@@ -111,7 +111,7 @@ def main(arguments=None):
     parser = make_parser(
         __spec__.name, __doc__, "hmt_wrapping_{backbone}", **sizes, reply_segment=512, new_tokens=64, device="cpu"
     )
-    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="default: %(default)s")
+    parser.add_argument("--backbone", choices=list(BACKBONES), default="smollm2", help="backbone (default: smollm2)")
     common.run(parser, measure, table, arguments)
 
 

@@ -23,7 +23,7 @@ def make_parser(module, description, name, **defaults):
     parser = common.make_parser(module, description, name, **defaults)
     work = common.ROOT / "demo_output" / "evidence"
     parser.add_argument("--work", type=Path, default=work, metavar="FOLDER", help="folder of finished parts")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"default: model_cards/evidence/{name}.png")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="figure (default: in model_cards/evidence)")
     return parser
 
 

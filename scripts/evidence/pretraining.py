@@ -6,7 +6,7 @@
 FoX (Pro), FoX (LLaMA), Transformer (Pro) and Llama are trained by `hf-longctx train` on package sources with equal
 tokens, batches, schedules and learning rates; several rates form a sweep for each model. Gates are initialized to
 decay times from 4 tokens to the training length. --ablation trains the rows of the paper's Table 3: FoX (Pro) with
-other gates, and without each of its parts. --models selects rows.
+other gates, and without each component. --models selects rows.
 
 Each model is evaluated on held-out projects: loss by position (Fig. 2), forgetting curve, needle in code, and line
 retrieval. Differences from the first model are tested in pairs of documents. "blocks pruned" is the share that a FoX's
@@ -379,9 +379,11 @@ def options_parser(module, description, name, models, **defaults):
         "at_once": 1,
     }
     parser = make_parser(module, description, name, **sizes | options | defaults, device="cpu")
-    parser.add_argument("--data", default=str(corpus.FOLDER), metavar="FOLDER", help="default: demo_output/code")
+    parser.add_argument(
+        "--data", default=str(corpus.FOLDER), metavar="FOLDER", help="corpus (default: demo_output/code)"
+    )
     parser.add_argument("--train", nargs="*", default=[], metavar="NAME=VALUE", help="additional training options")
-    parser.add_argument("--models", nargs="+", choices=models, help="default: all")
+    parser.add_argument("--models", nargs="+", choices=models, help="models (default: all)")
     return parser
 
 

@@ -76,7 +76,7 @@ def main(arguments=None):
     sizes = {"length": 8192, "times": 1, "rows": 4, "learning_rates": [1e-4], "prompts": [1024, 2048, 4096, 8192]}
     more = {"factors": [1.0, 0.01, 0.1, 10.0, 100.0], "lines": [10, 20, 40, 80, 160]}
     parser = options_parser(__spec__.name, __doc__, "rope_extend", None, **sizes, **more)
-    parser.add_argument("--model", default=str(SMOLLM2), metavar="FOLDER", help="default: SmolLM2-135M")
+    parser.add_argument("--model", default=str(SMOLLM2), metavar="FOLDER", help="model (default: SmolLM2-135M)")
     run(parser, measure, table, draw, arguments)
 
 

@@ -3,12 +3,12 @@
     python -m scripts.evidence.seven_billion
 
 The model has the configuration of Llama 2 7B (arXiv 2307.09288, table 1 of its card) and random weights. `hf-longctx
-finetune --load_in_4bit` trains it for two steps of 128 tokens, each recipe in a process of its own; the first one is
+finetune --load_in_4bit` trains it for two steps of 128 tokens, each recipe in its own process. The first process is
 killed after a step, and resumes.
 
-The script measures the peak memory of the process, the seconds of the whole command, and those between its two
-checkpoints. Pages of files that it reads do not count, because the system can reclaim them. Freed memory leaves the
-process immediately. On a CPU, matrices are multiplied in float32, as some processors are a hundred times slower in
+The script measures the peak memory of each process, the time of the whole command, and the time between its two
+checkpoints. Cached pages of files do not count, because the system can reclaim them. Freed memory leaves the process
+immediately. On a CPU, matrices are multiplied in float32, as some processors are a hundred times slower in
 bfloat16. The folder of --work takes 30 GB: 14 for the model, 4 for each changed base.
 """
 

@@ -1,4 +1,4 @@
-"""Serve a FoX with the OpenAI API, and ask it for a completion: pip install 'hf-longctx[serve]'."""
+"""Serve a FoX over the OpenAI API, and request a completion: pip install 'hf-longctx[serve]'."""
 
 import json
 import subprocess

@@ -114,7 +114,7 @@ def test_a_base_that_lacks_weights_is_refused(changes, says, tmp_path):
     sizes = dict(vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_attention_heads=2)
     LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).save_pretrained(tmp_path / "base")
     LlamaConfig(**sizes | {"num_hidden_layers": 1} | changes).save_pretrained(tmp_path / "base")
-    with pytest.raises(ValueError, match=rf"lacks weights that its config.json describes.*{says}"):
+    with pytest.raises(ValueError, match=rf"does not contain weights that its config.json requires.*{says}"):
         train(settings(tmp_path, recipe="lora", model=str(tmp_path / "base"), gradient_accumulation_steps=1))
 
 

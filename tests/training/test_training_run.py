@@ -71,7 +71,7 @@ def in_one_process(apart, evaluated, text, tmp_path_factory):
 def test_a_process_that_sees_several_gpus_is_refused(text, tmp_path, monkeypatch):
     args = make(settings(text, tmp_path))
     monkeypatch.setattr(type(args), "n_gpu", property(lambda self: 4))  # Trainer would use all by DataParallel
-    with pytest.raises(ValueError, match=r"sees 4 GPUs.*torchrun --nproc-per-node 4 -m hf_longctx train"):
+    with pytest.raises(ValueError, match=r"has 4 GPUs.*torchrun --nproc-per-node 4 -m hf_longctx train"):
         train(args)
 
 

@@ -1,8 +1,8 @@
 """Error budgets of forgetting attention, compared with its definition in float64: inputs, results and limits.
 
-The error of a fast path may be a few times that of plain PyTorch in the same dtype, above a floor. Plain PyTorch has
-no rounding error where a sum happens to be exact: with one visible key, softmax gives 1, and dq, dk and dlog_f are 0.
-There only the floor applies. It is 8 * eps times the size of what cancels, so it fits any processor.
+The error of a fast path may be a floor plus a few times the error of plain PyTorch in the same dtype. Plain PyTorch
+has no rounding error where a sum happens to be exact: with one visible key, softmax gives 1, and dq, dk and dlog_f are
+0. There, only the floor applies: 8 * eps times the size of the terms that cancel, which suits any processor.
 """
 
 import contextlib

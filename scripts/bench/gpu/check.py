@@ -6,10 +6,10 @@ Each installed implementation is compared with the definition in float64: output
 and decoding. Then all of them are timed on full batches of --tokens and in decoding, where the cache grows by one
 token per step, alongside attention without a gate and other libraries' kernels (peers.py). The rule of
 `attn_implementation="auto"` is based on these rows. FLOPs are 4 B H T^2 D / 2 forward and 2.5 times that backward, the
-usual count for causal attention, and pruned keys count as computed: compare with "all keys".
+usual count for causal attention. They include pruned keys, so compare pruned rows with "all keys".
 
 Rows run in order of importance, and none starts after --minutes. The exit status is 1 if an implementation is wrong.
-`--device cpu` is a dry run in Triton's interpreter: it shows that the script works, and nothing about speed.
+`--device cpu` is a dry run in Triton's interpreter: it shows only that the script works.
 """
 
 import itertools

@@ -4,12 +4,12 @@
 
 No GPU is needed: registers, spills, shared memory and tensor-core instructions are read from the cubin with the
 cuobjdump that comes with Triton. Kernels are compiled as their launchers launch them, so that a GPU finds them in
-Triton's cache, each in a process of its own. --bounded 0 compiles without padding, pruning and a bound on the logits,
-1 with them; --kv-heads of eight heads share the gates of the keys, which are those of a cache. The norms of
-fused_fox.py have a gate after them with --bounded 0, and a token shift before them with 1.
+Triton's cache, each in its own process. --bounded 0 compiles without padding, pruning and a bound on the logits,
+--bounded 1 with all three. Keys are folded as in a cache, and eight query heads share --kv-heads key heads. The norms
+of fused_fox.py are followed by a gate with --bounded 0, and preceded by a token shift with --bounded 1.
 
-Versions of Triton compile differently, so each has a JSON of its own. To use another version than the installed one:
-`pip install --no-deps --target FOLDER triton==3.6.0`, then PYTHONPATH=FOLDER before the command.
+Versions of Triton compile differently, so each version has its own JSON file. To use a version that is not installed:
+`pip install --no-deps --target FOLDER triton==3.6.0`, then set PYTHONPATH=FOLDER.
 """
 
 import itertools
@@ -269,7 +269,7 @@ def main(arguments=None):
     options = {"capability": [80, 90, 100], "head_dim": [16, 32, 64, 128, 256], "kv_heads": [2], "bounded": [0, 1]}
     version = ".".join(triton.__version__.split(".")[:2])
     parser = common.make_parser(__spec__.name, __doc__, name=f"gpu_compile_{version}", **options)
-    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES, help="default: bf16 fp32")
+    parser.add_argument("--dtype", nargs="+", default=["bf16", "fp32"], choices=DTYPES, help="dtypes (default: both)")
     parser.add_argument(
         "--kernel", nargs="+", default=list(KERNELS), choices=KERNELS, help="kernels to compile (default: all)"
     )

@@ -1,17 +1,17 @@
-"""Find the fastest tiles of `hf_longctx.fox.tiles_fox.TILES` for the GPU at hand.
+"""Find the fastest tiles of `hf_longctx.fox.tiles_fox.TILES` for this machine's GPU.
 
     python -m scripts.bench.gpu.tune
 
 Candidates are the neighbours of the table's tiles. compile.py compiles them on all cores, the nearest first, and those
-that do not fit on the chip or spill much in the hot loop are dropped. The others take turns on the GPU, called through
-the real launchers: bfloat16, causal, with the bounds of pruning but nothing pruned, and logits bounded as by QK-norm.
-A tile whose result differs from that of the current tile is never chosen. Times are medians over rounds, by device
-events around the kernel itself; "faster" is the median of the ratio to the current tile within a round. A batch has
---tokens, and --width is heads times head_dim. TFLOP/s of dq and dk/dv count five of the seven products that the two
-compute, as is usual; TB/s of decoding count keys, values and gates.
+that do not fit on the chip or spill much in the hot loop are dropped. The others alternate on the GPU, called through
+the real launchers: causal attention in bfloat16, with pruning bounds that prune nothing, and with logits bounded as
+after QK-norm. A tile whose result differs from that of the current tile is never chosen. Times are medians over
+rounds, by device events around the kernel; "faster" is the median per-round ratio to the current tile. A batch
+has --tokens, and --width is heads times head_dim. TFLOP/s of dq and dk/dv count five of the seven products that the
+two passes compute, as usual; TB/s of decoding count keys, values and gates.
 
-Rows for TILES are printed at the end. Pruning works in blocks of the largest tile, so larger ones prune less, which is
-not measured here. `--device cpu` is a dry run in Triton's interpreter, which compiles nothing.
+Rows for TILES are printed at the end. Pruning works in blocks of the largest tile, so larger tiles prune less, which
+is not measured here. `--device cpu` is a dry run in Triton's interpreter, which compiles nothing.
 """
 
 import itertools
