@@ -451,7 +451,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         """Raise OSError: a repository's code would replace `generate`, but only the code of this model is trusted."""
         raise OSError(
             f"FoX does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and pass its "
-            "function instead: model.generate(..., custom_generate=function)."
+            "`generate` function: model.generate(..., custom_generate=generate)."
         )
 
     def _prepare_cache_for_generation(self, generation_config, *args, **kwargs):
