@@ -117,7 +117,7 @@ class TaskInLmEval(ConfigurableTask):
         return dict.fromkeys(self.numbers([scores]), scores)
 
     def numbers(self, documents: list[dict]) -> dict[str, float]:
-        """Return the result's numbers and their confidence bounds by name, computed from the scores of `documents`."""
+        """Return the result's numbers and confidence bounds, keyed by name, from the scores of `documents`."""
         task = task_of(self.task, self.settings)
         scores = scores_of({key: score for document in documents for key, score in document.items()})
         missing = {key: str(score) for key, score in scores.items() if isinstance(score, Missing)}
@@ -140,7 +140,7 @@ class TaskInLmEval(ConfigurableTask):
 
 
 class Named(dict):
-    """A dictionary that computes the value of a missing key with the function `value`."""
+    """A dictionary that computes the value of a missing key using the function `value`."""
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__()

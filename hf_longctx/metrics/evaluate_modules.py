@@ -240,8 +240,7 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
 def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """Run `rope_report` on a model, a config or a name, and return the report as plain JSON types.
 
-    `holds` is None if the bound is inconclusive, or if the model does not use RoPE. In the latter case, a note gives
-    the reason.
+    `holds` is None if the bound is inconclusive, or if the model does not use RoPE; a note explains why it does not.
     """
     from .rope.config import NoRopeError
     from .rope.report import rope_report

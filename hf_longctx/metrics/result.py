@@ -44,7 +44,7 @@ class Number(NamedTuple):
     more_is_better: bool = True
 
     def interval(self) -> str:
-        """Return the interval in words; an empty string if it is unknown.
+        """Return the interval in words; an empty string if unknown.
 
         >>> Number("", "loss", 3.0, 2.5, 3.5).interval(), Number("", "loss", 3.0).interval()
         ('2.5 to 3.5', '')

@@ -284,7 +284,7 @@ class Task:
         reads_text: whether the task needs a corpus.
         asks: whether the task asks questions, for which it needs a tokenizer.
         examples: example command lines, without `hf-longctx`.
-        tasks: all tasks by name.
+        tasks: all tasks, keyed by name.
         subject: model, tokenizer and corpus; set by `on`.
     """
 
@@ -407,9 +407,9 @@ class TaskResult(Result):
     may raise ValueError for impossible scores. For comparisons of models, it also defines `by_length` and `places`.
 
     Attributes:
-        scores: scores as JSON values, by key.
+        scores: maps keys to scores, as JSON values.
         settings: settings of the measurement.
-        missing: reasons for missing scores, by key.
+        missing: maps keys of missing scores to the reasons.
         inches: width and height of the figure.
         size_unit: unit of the lengths in `by_length`.
         verb: verb for a correct answer, such as "copies".
@@ -484,7 +484,7 @@ class TaskResult(Result):
         return f"they differ in {', '.join(names)}" if names else None
 
     def extent(self) -> dict[str, str]:
-        """Return sample sizes by name, which a comparison reports if they differ between models."""
+        """Return sample sizes, keyed by name. Comparisons report those that differ between models."""
         return {}
 
     def draw(self, figure: Any, title: str, train_length: int | None) -> None:

@@ -141,7 +141,7 @@ class CurvePoint:
         return 0.0 if error == 0 else float(2 * scipy.special.stdtr(self.repeats - 1, -abs(difference.mean()) / error))
 
     def margins(self, method: str) -> np.ndarray:
-        """Return the margin of each repeat, (R,) float64; see the function `margins`."""
+        """Return the margins of the repeats, (R,) float64; see the function `margins`."""
         return margins(self.copy_correct, self.lm_correct, self.scored_tokens, method)
 
     def passes(self, method: str) -> bool:
@@ -154,7 +154,7 @@ class MemoryLength(int):
     """A memory length in tokens: a tested length that passes, or 0 if no length passes.
 
     Attributes:
-        open_ended: whether it is the longest tested length, so that the true length may be larger. An open-ended
+        open_ended: whether this is the longest tested length, so that the true length may be larger. An open-ended
             length is printed as ">1400".
         next_tested: the next longer tested length; None if open-ended. The true length lies in [self, next_tested).
 

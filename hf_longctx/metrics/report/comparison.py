@@ -29,8 +29,8 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     """Compare the results of several models, and write a figure or a Markdown file.
 
     Args:
-        results: results of one metric by model name: `curve`, `loss`, or any metric that counts correct answers by
-            length.
+        results: results of one metric, keyed by model name. The metric is `curve`, `loss`, or any metric that counts
+            correct answers by length.
         path: path of a PNG, SVG or PDF for the figure, or of a Markdown file (.md) for the title and returned text.
         title: title of the figure or the Markdown file (default: name of the metric).
 
@@ -61,7 +61,7 @@ def compare_counts(models: Mapping[str, Counts], path: str | PathLike, *, title:
     """Compare numbers of correct answers by length, from any benchmark, in a figure or a Markdown file.
 
     Args:
-        models: for each model name, rows of (length in tokens, correct answers, answers). See `read_counts`.
+        models: maps each model name to rows of (length in tokens, correct answers, answers). See `read_counts`.
         path: see `compare`.
         title: see `compare`.
 
@@ -145,14 +145,14 @@ def reaches(results: Mapping[str, TaskResult]) -> str:
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
-    """Raise ValueError if there are no results, or one of them does not contain measurements."""
+    """Raise ValueError if there are no results, or if a result does not contain measurements."""
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
         raise ValueError(f"`results` must contain measurements, got none from {', '.join(empty) or 'an empty list'}.")
 
 
 def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
-    """Return results by model name without the namespace; the file name is appended to duplicate names.
+    """Return results keyed by model name, without the namespace; append the file name to duplicate names.
 
     If a result does not contain the name of its model, we use the file name.
     """
@@ -256,7 +256,7 @@ def plot_comparison(models: Mapping[str, Any], path: str | PathLike, *, title: s
     lines mark the length at which an input fills the model's training context.
 
     Args:
-        models: results of one metric by model name, or rows of counts as in `compare_counts`.
+        models: results of one metric, keyed by model name, or rows of counts as in `compare_counts`.
         path: path of a PNG, SVG or PDF.
         title: title of the figure (default: name of the metric).
 

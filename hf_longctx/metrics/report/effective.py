@@ -177,7 +177,7 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
     """Read a CSV file with the columns length, correct and total, and optionally model.
 
     Returns:
-        rows of (length, correct answers, answers) for `effective_length`, by model name.
+        rows of (length, correct answers, answers) for `effective_length`, keyed by model name.
 
     Raises:
         ValueError: a column is missing, or a value is not a whole number; the message names the line.

@@ -84,7 +84,7 @@ def measure_all(
     config = getattr(getattr(subject.reader, "model", None), "config", None) or getattr(tokenizer, "name_or_path", "")
 
     def check_rope(run: Run) -> RopeReport:
-        return rope_report(config)  # checks the claimed context, even if context_length is shorter
+        return rope_report(config)  # check the claimed context, even if context_length is shorter
 
     metrics: dict[str, Any] = {
         name: (task.result.title, partial(run_task, task.in_report(repeats=repeats, seed=seed), subject))

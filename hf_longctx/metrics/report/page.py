@@ -37,7 +37,7 @@ def write_report(
     """Write an HTML page with the results of one model.
 
     Args:
-        results: results of any metrics, in the order in which the page shows them.
+        results: results of any metrics, in the order they appear on the page.
         path: path of the HTML file.
         title: heading (default: the name of the model).
         missing: maps the title of each metric that was not measured or not completed to the reason.

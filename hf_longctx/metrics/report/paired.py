@@ -143,7 +143,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
         a `Difference` for each common length, followed by one for the mean over lengths if there are several lengths.
 
     Raises:
-        ValueError: the results are from two metrics or different samples; the message names the setting that differs.
+        ValueError: the results are from different metrics or samples; the message names the setting that differs.
     """
     if type(first) is not type(second):
         raise ValueError(f"both results must be from one metric, got {first.kind} and {second.kind}.")

@@ -128,7 +128,7 @@ class Answers:
         return tuple(RATES)[all(a.reply is None for a in self.answers) :]
 
     def rates(self) -> dict[str, float]:
-        """Return the rates by name."""
+        """Return the rates, keyed by name."""
         return {score: getattr(self, score) for score in self.scores}
 
 

@@ -193,7 +193,7 @@ def readable() -> Iterator[None]:
 
 
 def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and tokenizer_config.json; the latter is empty if the file is missing."""
+    """Return the contents of config.json and tokenizer_config.json; {} for a missing tokenizer_config.json."""
     from transformers import PreTrainedConfig
     from transformers.utils import cached_file
 
@@ -344,7 +344,7 @@ def claimed_context(source: Source) -> tuple[int, str]:
 
 
 def stated_lengths(source: Source) -> dict[str, int]:
-    """Return the lengths in a config by name; ignore class defaults if config.json sets a length."""
+    """Return the lengths in a config, keyed by name; ignore class defaults if config.json sets a length."""
     config, lengths = source.config, {}
     named = any(map(source.names, LENGTHS))
     for name in LENGTHS:
@@ -358,7 +358,7 @@ def stated_lengths(source: Source) -> dict[str, int]:
 
 
 def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str, int]:
-    """Return the scaled length (scaling factor times original length) by its origin; add a note if we guess.
+    """Return the scaled length (factor times original length), keyed by its origin; add a note if we guess.
 
     If a config does not contain the original length, max_position_embeddings may be the original or the scaled length.
     With dynamic scaling and YaRN, we assume that it is the original length, like transformers. With linear scaling, we

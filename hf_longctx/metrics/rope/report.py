@@ -259,7 +259,6 @@ def rope_report(
 
 
 def _report(source: Source, context_length: int | None, minimum_base: bool) -> RopeReport:
-    """Check each group of layers in a config."""
     config, notes = with_rope_parameters(source), source.notes
     claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
     claimed = as_int(f"the context to check ({claimed_by})", claimed, 2)

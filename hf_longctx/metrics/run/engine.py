@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class UnsupportedInput(RuntimeError):
-    """The model cannot read an input, for the reason in the message. Other inputs may work."""
+    """The model does not support an input, for the reason in the message. It may support other inputs."""
 
 
 class OutOfMemory(UnsupportedInput):

@@ -66,7 +66,7 @@ class Reader:
         return tokens
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
-        """Return a context manager that prepares the model. `predict`, `score` and `reply` are only called inside it.
+        """Return a context manager that prepares the model. We only call `predict`, `score` and `reply` inside it.
 
         Args:
             trial: ids of a typical input, (T,).

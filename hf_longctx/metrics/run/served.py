@@ -1,7 +1,7 @@
-"""Read models that are served with an OpenAI-compatible completions endpoint.
+"""Read models that are served through an OpenAI-compatible completions endpoint.
 
 For each prompt token, vLLM reports the log-probabilities of the token and of the most likely token
-(`prompt_logprobs`). On other servers we only measure forgetting curves, by greedy completions.
+(`prompt_logprobs`). On other servers, we only measure forgetting curves, using greedy completions.
 
 Before measuring, we send prompts that only differ in the last token. The prediction of the last token must be the same
 for all these prompts. Otherwise, the server reports predictions one position late, and is not supported.
@@ -135,7 +135,7 @@ class ServedModel(PromptReader):
         """Send a completions request, and return the response.
 
         Raises:
-            RuntimeError: the response does not have choices.
+            RuntimeError: the response does not contain choices.
         """
         response = self._send("/completions", body, **options)
         if not (isinstance(response, dict) and isinstance(response.get("choices"), list) and response["choices"]):
