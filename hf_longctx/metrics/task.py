@@ -36,7 +36,7 @@ Key = Any  # type of a trial's key: a number, a string, or a tuple of numbers an
 class Predict(NamedTuple):
     """A request for greedy predictions.
 
-    The response is whether the prediction at each position equals the next id of the row, (R, len(positions)) bool.
+    The response is (R, len(positions)) bool: whether each prediction equals the next id of its row.
 
     Attributes:
         rows: input ids, (R, T) int64.
@@ -473,7 +473,7 @@ class TaskResult(Result):
         return [*range(texts)]
 
     def unlike(self, other: Any, *more: str) -> str | None:
-        """Return why another result of this metric is not for the same samples; None if it is.
+        """Return why another result of this metric is not from the same samples; None if it is.
 
         Args:
             other: the other result.

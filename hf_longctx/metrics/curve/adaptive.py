@@ -16,7 +16,8 @@ from .lengths import METHODS, CurvePoint
 from .protocol import input_tokens
 
 
-BUDGET = 64  # maximum cost; an input of the longest length costs 1, and the reference protocol with 32 lengths 330
+# Maximum cost, where an input of the longest length costs 1; the reference protocol with 32 lengths costs 330
+BUDGET = 64
 
 
 def locate(
@@ -79,7 +80,7 @@ class _Search:
     def interval(self, method):
         """Return the grid indices of the longest length that passes, and of the next measured length.
 
-        A length passes if a non-increasing fit to all measured lengths does.
+        A non-increasing fit to all measured lengths determines which lengths pass.
         """
         from scipy.optimize import isotonic_regression  # slow to import (0.5 s), so imported only when needed
 

@@ -39,7 +39,7 @@ from ..overlap import separate
 
 
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
-SEPARATE = 0.75  # the corpus is reported as too short if the share of repeats without overlap is smaller
+SEPARATE = 0.75  # minimum share of repeats without overlap; below it, we report that the corpus is too short
 ENOUGH = 6  # minimum number of targets for a significant sign test of one length
 ALONE = 0.64  # share of the error rate for the sign test of a single length
 
@@ -154,7 +154,7 @@ def p_values(
 
 
 def rejected(p: np.ndarray, level: float) -> np.ndarray:
-    """Return the number of first lengths whose p values (..., lengths) are all below the level, (...)."""
+    """Count the leading lengths whose p values (..., lengths) are below the level, as an array (...)."""
     return np.logical_and.accumulate(p < level, axis=-1).sum(-1)
 
 

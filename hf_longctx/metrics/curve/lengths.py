@@ -109,7 +109,7 @@ class CurvePoint:
 
     @property
     def copied(self) -> int:
-        """Number of repeats that are copied with an accuracy above 99 %."""
+        """Number of repeats with a copy accuracy above 99 %."""
         return sum(100 * correct > 99 * self.scored_tokens for correct in self.copy_correct)
 
     @property

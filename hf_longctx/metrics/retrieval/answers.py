@@ -254,7 +254,7 @@ class Retrieval(TaskResult):
         return counts
 
     def rates(self) -> dict[int, float]:
-        """Return, for each size, the first of the `rates_measured`."""
+        """Return the first of the `rates_measured` at each size."""
         return {counts.length: counts.right / counts.asked for counts in self.by_length()}
 
     def numbers(self):

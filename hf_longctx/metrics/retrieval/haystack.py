@@ -89,7 +89,7 @@ def haystack_length(length: int, pieces: Pieces) -> int:
     if room < 1:
         raise ValueError(
             f"lengths must be above {pieces.tokens}, the number of tokens in needle, question and answer, got "
-            f"{length}. Start at several times that number."
+            f"{length}. Use lengths of several times that number."
         )
     return room
 

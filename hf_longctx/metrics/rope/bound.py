@@ -40,7 +40,7 @@ from ..checks import as_int
 EPS = float(np.finfo(np.float64).eps)
 WIDTH = 256  # number of consecutive distances in one row of a matrix product
 BATCH = 32  # number of rows that are re-evaluated together
-MAX_CONTEXT = 10**8  # longest context in tokens; longer ones take minutes
+MAX_CONTEXT = 10**8  # longest context in tokens; longer contexts take minutes
 TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
 
 
@@ -276,7 +276,7 @@ def rope_base_bound(
     end = start + math.log(search_ratio)
     window = _next_root(family, start, end, length)
     settled = (start, critical) if window is None else _next_root(family, end, start, length)
-    assert settled is not None  # a search downwards ends at the infimum at the latest
+    assert settled is not None  # a downward search stops at the infimum at the latest
     return RopeBaseBound(
         context_length=length,
         head_dim=head_dim,
@@ -428,8 +428,8 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
     """Find the first point between u and end at which B_m becomes negative for some m <= length.
 
-    For each row of distances, B_m is proven to be non-negative from u to u + `proven`. We repeatedly evaluate the rows
-    with the smallest `proven`, and increase it.
+    For each row of distances, B_m is proven to be non-negative over a step of `proven` from u towards end. We
+    repeatedly evaluate the rows with the smallest `proven`, and increase it.
 
     Returns:
         the point and the distance m; None if there is no such point.

@@ -1,4 +1,4 @@
-"""Compute the logits at some positions of many inputs, with chunked inputs, batches and shared prefixes.
+"""Compute the logits at some positions of many inputs, using chunked inputs, batches and shared prefixes.
 
 The function `last_logits` is the reference: one forward pass per input. An `Engine` computes the same logits in less
 time and with less memory:

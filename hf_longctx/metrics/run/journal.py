@@ -30,7 +30,7 @@ class OtherRun(ValueError):
 
 
 class Journal(AbstractContextManager):
-    """A JSONL file of results by key. Use the journal in a `with` statement, or close it.
+    """A JSONL file of results, keyed by part. Use the journal in a `with` statement, or close it.
 
     Args:
         path: path of the file. A missing file is created with its folder, and an existing journal with the same
@@ -39,7 +39,7 @@ class Journal(AbstractContextManager):
 
     Attributes:
         settings: the settings in JSON types.
-        done: results of the finished parts by key. A list in a JSON key becomes a tuple.
+        done: results of the finished parts, by key. A list in a JSON key becomes a tuple.
 
     Raises:
         OtherRun: the file belongs to a run with different settings, which the message lists.

@@ -215,7 +215,7 @@ class LocalReader(Reader):
             num_beams=1,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
-            pad_token_id=0 if pad is None else pad,  # any id: a single sequence is not padded
+            pad_token_id=0 if pad is None else pad,  # any id works, because a single sequence is not padded
         )
         return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
 

@@ -33,8 +33,7 @@ class Run:
 
     If torch.distributed is initialized (`torchrun`, `accelerate launch`), each process has a copy of the model and
     measures some of the trials. All processes return the complete result. If an exception (including
-    KeyboardInterrupt) ends the run after the first trial has begun, the partial result or None is its attribute
-    `result`.
+    KeyboardInterrupt) ends the run after measuring has begun, its attribute `result` is the partial result, or None.
 
     Attributes:
         journal: path of a file that records every finished trial. After a crash, a run with the same path resumes, and

@@ -478,7 +478,7 @@ forgetting_curve = function(Curve)
 
 
 class Pending(Exception):
-    """The adaptive protocol needs a score that is not known yet."""
+    """Raised if the adaptive protocol needs a score that is not known yet."""
 
 
 def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int, dict[str, list[int]]]:

@@ -24,7 +24,7 @@ from ..result import Number, Table, plural
 from ..task import Score, Task, TaskResult, Trial, option
 
 
-MAX_SEQUENCES = 32  # maximum of the default number of sequences
+MAX_SEQUENCES = 32  # upper limit of the default number of sequences
 WINDOW = 101  # window of the moving average in the paper's figures, in tokens
 
 
