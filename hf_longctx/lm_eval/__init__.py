@@ -2,7 +2,7 @@
 
 lm-eval finds the tasks in the folder that `tasks_folder` returns:
 `lm_eval run --include_path "$(hf-longctx lm-eval --tasks-folder)" --tasks forgetting_curve`.
-Importing the module `hf_longctx.lm_eval.model` registers the model type. `hf-longctx lm-eval` imports it.
+The model type is registered when `hf_longctx.lm_eval.model` is imported, as `hf-longctx lm-eval` does.
 """
 
 from pathlib import Path

@@ -11,9 +11,9 @@ UNLIMITED = 2**31 - 1
 
 @register_model("hf-longctx")
 class LongContextLM(HFLM):
-    """lm-eval's `HFLM` with support for FoX and HMT, because importing this package registers both architectures.
+    """lm-eval's `HFLM` with support for FoX and HMT, which this package registers with transformers.
 
-    `max_length` defaults to the claimed context, as in HFLM. For a model that reads in segments, it is unlimited.
+    `max_length` defaults to the claimed context, as in HFLM, or is unlimited if the model reads in segments.
     """
 
     @property

@@ -1,12 +1,12 @@
-"""Run every `Task` in lm-eval: a task class, a request type, and a reader for lm-eval's models.
+"""Run every `Task` in lm-eval, with a task class, a request type, and a reader for lm-eval's models.
 
-Each task has a YAML file with its class, such as `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`.
-`--metadata '{"lengths": [64, 128], "repeats": 3}'` sets the task's options. The trials of a task are split into
-documents, which lm-eval distributes among its processes. Metrics are computed from the scores of all documents. Their
-confidence intervals are ours, not lm-eval's standard errors.
+Each task has a YAML file that names its class, such as `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`.
+`--metadata '{"lengths": [64, 128], "repeats": 3}'` sets the task's options. We split the trials of a task into
+documents, which lm-eval distributes among its processes, and compute the metrics from the scores of all documents. We
+report our own confidence intervals instead of lm-eval's standard errors.
 
 PyTorch models are read through a `LocalReader`. Other models (vllm, completions endpoints) only report the
-log-probability of a continuation and whether the continuation is greedy. For these models we count right tokens by
+log-probability of a continuation and whether it is greedy. For these models, we find the correctly predicted tokens by
 bisection, which takes about 1 + 2 e log2(k/e) requests for e errors among k tokens, and report the mean loss of each
 block of tokens.
 """
@@ -38,13 +38,13 @@ from ..metrics.run.runner import first_ids, measure_one, scores_of
 from ..metrics.task import Missing, Subject, Task, as_key, options
 
 
-DOCUMENTS = 8  # default number of documents that the trials are split into
+DOCUMENTS = 8  # default number of documents into which the trials are split
 BLOCKS = 8  # maximum number of blocks per sequence, for models that only score continuations
 ANOTHER = -2  # placeholder for a predicted id that the model does not report
 
 
 def __getattr__(name: str) -> type[TaskInLmEval]:
-    """Create the lm-eval task class for a metric: a module attribute such as `tasks.forgetting_curve`."""
+    """Create the lm-eval task class of a metric when its attribute, such as `tasks.forgetting_curve`, is accessed."""
     for task in Task.tasks.values():
         if task.result.kind == name:
             return type(name, (TaskInLmEval,), {"task": task})
@@ -52,10 +52,10 @@ def __getattr__(name: str) -> type[TaskInLmEval]:
 
 
 class TaskInLmEval(ConfigurableTask):
-    """The lm-eval version of a `Task`, which subclasses set as `task`.
+    """A `Task` as an lm-eval task. Each subclass sets `task`.
 
     Attributes:
-        settings: the options of the task: the defaults, updated with `--metadata`.
+        settings: options of the task, i.e. the defaults updated with `--metadata`.
     """
 
     task: type[Task]
@@ -64,7 +64,7 @@ class TaskInLmEval(ConfigurableTask):
         config = config or {}
         given = config.get("metadata") or {}
         known = {entry.name: entry.default for entry in options(self.task)} | {"documents": DOCUMENTS, "text": None}
-        # lm-eval adds the model arguments to the metadata, so unknown names are only errors if they look like options
+        # lm-eval adds the model arguments to the metadata, so only names that resemble an option are errors
         for name in given.keys() - known.keys():
             meant = get_close_matches(name, known, n=1, cutoff=0.8)
             if meant:
@@ -75,7 +75,7 @@ class TaskInLmEval(ConfigurableTask):
         if self.settings.get("protocol") == "adaptive":
             raise ValueError(
                 "protocol must be reference in lm-eval, got adaptive. lm-eval sends all requests in one round, but "
-                "the adaptive protocol chooses requests by earlier responses."
+                "the adaptive protocol chooses requests based on earlier responses."
             )
         names = {"task": config.get("task"), "num_fewshot": 0, "output_type": "loglikelihood"}
         super().__init__(config=names | {"metadata": {"version": 2, **self.settings}})
@@ -117,14 +117,14 @@ class TaskInLmEval(ConfigurableTask):
         return dict.fromkeys(self.numbers([scores]), scores)
 
     def numbers(self, documents: list[dict]) -> dict[str, float]:
-        """Return the result's numbers and their confidence bounds by name, computed from the scores of `documents`."""
+        """Return the result's numbers and confidence bounds, keyed by name, from the scores of `documents`."""
         task = task_of(self.task, self.settings)
         scores = scores_of({key: score for document in documents for key, score in document.items()})
         missing = {key: str(score) for key, score in scores.items() if isinstance(score, Missing)}
         scores, _ = task.summarize({key: score for key, score in scores.items() if key not in missing}, missing)
         named: dict[str, float] = {}
         result = self.task.result(scores)
-        if len(documents) > 1:  # for one document, `process_results` only uses the names
+        if len(documents) > 1:  # with one document, the call is from `process_results`, which only uses the names
             warn_once(getattr(result, "shortage", ""))
         for number in result.numbers():
             name = re.sub(r"\W+", "_", number.name).strip("_")
@@ -140,7 +140,7 @@ class TaskInLmEval(ConfigurableTask):
 
 
 class Named(dict):
-    """A dictionary that computes the value of a missing key with the function `value`."""
+    """A dictionary that computes the value of a missing key using the function `value`."""
 
     def __init__(self, value: Callable[[str], Any]):
         super().__init__()
@@ -152,20 +152,20 @@ class Named(dict):
 
 @cache
 def warn_once(text: str) -> None:
-    """Log a warning only once, although lm-eval calls `numbers` for each metric."""
+    """Log a warning only once, because lm-eval calls `numbers` once per metric."""
     if text:
         logging.getLogger(__name__).warning(text.removeprefix("; "))
 
 
 def task_of(task: type[Task], settings: dict[str, Any]) -> Task:
-    """Create a task from settings, ignoring settings that are not options of the task."""
+    """Create a task from settings, and ignore settings that are not options of the task."""
     return task(**{entry.name: settings[entry.name] for entry in options(task)})
 
 
 def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) -> list[list]:
     """Return the scores of the trials in each requested document.
 
-    Attached to lm-eval's model class as the method for requests of type "trial_scores".
+    lm-eval calls this function as a method of its model class, for requests of type "trial_scores".
     """
     known = {} if lm.cache_hook.dbdict is None else lm.cache_hook.dbdict
     prepared: dict[tuple[str, str], Task] = {}
@@ -194,7 +194,7 @@ def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
     """Create the task `name` and prepare it for an lm-eval model.
 
     Raises:
-        ValueError: the model does not have a tokenizer of transformers.
+        ValueError: the model's tokenizer is not a transformers tokenizer.
     """
     tokenizer, model = lm.tokenizer, getattr(lm, "model", None)
     if not hasattr(tokenizer, "all_special_ids"):
@@ -229,7 +229,7 @@ class SpanReader(Reader):
         predictions, first = np.full((len(inputs), len(positions)), ANOTHER), positions.start + 1
         for row, ids in zip(predictions, inputs.tolist()):
             spans = [(first, positions.stop + 1)]
-            while spans:  # one batch per bisection step
+            while spans:  # each bisection step is one batch of requests
                 verdicts, halves = self.log_probs(ids, spans), []
                 for (a, b), (_, all_likeliest) in zip(spans, verdicts):
                     if all_likeliest:
@@ -240,7 +240,7 @@ class SpanReader(Reader):
         return predictions
 
     def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        """Score targets; if a whole sequence is scored, each target gets the mean log-probability of its block."""
+        """Score targets; in a fully scored sequence, each target gets the mean log-probability of its block."""
         whole, first = [*ids.tolist(), int(targets[-1])], positions.start + 1
         edges = np.linspace(0, len(targets), min(len(targets), BLOCKS) + 1).astype(int).tolist()
         spans = [*pairwise(edges if positions.start == 0 else (0, len(targets)))]

@@ -1,7 +1,7 @@
-"""Measure how far a language model really remembers.
+"""Measure how far back a language model really remembers.
 
-The public names are listed in `__init__.pyi`, and imported on first use. No module has the same name as a public
-function, because importing the module would replace the function.
+The public names are listed in `__init__.pyi` and imported on first use. No module has the same name as a public
+function, because importing the module would overwrite the function.
 """
 
 import ast

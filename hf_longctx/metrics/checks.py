@@ -10,7 +10,7 @@ import numpy as np
 
 
 def as_int(name: str, value, least: float = -math.inf) -> int:
-    """Return an integer of any type as an int.
+    """Convert an integer of any type to an int.
 
     Raises:
         ValueError: the value is not an integer (or is a bool), or is below `least`.
@@ -42,7 +42,7 @@ def public_name(name: str) -> str:
 
 
 def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, ...]:
-    """Return a sequence of integers as a tuple of ints.
+    """Convert a sequence of integers to a tuple of ints.
 
     Raises:
         ValueError: `values` is empty, or a value is not an integer from `low` to `high`.
@@ -62,7 +62,7 @@ def integers(values, name: str, low: int, high: float = math.inf) -> tuple[int, 
 
 
 def check_token_ids(ids, name: str, vocab_size: float) -> np.ndarray:
-    """Return token ids as an int64 array of shape (N,).
+    """Convert token ids to an int64 array of shape (N,).
 
     Args:
         ids: token ids as a flat sequence, an array, or a tensor on any device.

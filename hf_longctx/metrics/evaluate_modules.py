@@ -1,11 +1,11 @@
-"""Implement modules for the evaluate library, and register them for `evaluate.load("forgetting_curve")`.
+"""Functions of our modules for the evaluate library, and registration for `evaluate.load("forgetting_curve")`.
 
 A module is a folder with a script `modules/NAME/NAME.py` and a card, as in a Hub Space. evaluate loads modules from a
 path (`module_path`), a Space, or its own cache. For a name without a namespace, evaluate first looks for a Space in
-its own organization, and then in the cache. `register` writes files to this cache that import the modules, so they
-remain valid when this package is upgraded.
+its own organization, and then in the cache. `register` writes files to this cache that only import the modules, so
+they remain valid when this package is upgraded.
 
-The `compute` method of a module calls functions of this file. It measures a model, or scores given predictions.
+The `compute` method of a module measures a model or scores given predictions, using the functions in this file.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def register() -> list[Path]:
     """Register our modules, so that `evaluate.load` finds them by name in this and all later processes.
 
     We write one file per module into evaluate's module cache (`HF_MODULES_CACHE`). Calling this function again is
-    safe. If a firewall drops requests to the Hub, evaluate waits minutes before it looks into its cache. In this case,
-    set HF_EVALUATE_OFFLINE=1, or load the module by `module_path`.
+    safe. If a firewall drops requests to the Hub, evaluate waits minutes before it searches its cache. In this case,
+    set HF_EVALUATE_OFFLINE=1, or load the module from its `module_path`.
 
     Returns:
         paths of the written files.
@@ -69,7 +69,7 @@ def register() -> list[Path]:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_name(f"{name}.{os.getpid()}.partial")
         partial.write_text(line)
-        partial.replace(file)  # atomic; rewritten each time, because evaluate loads the newest file
+        partial.replace(file)  # written atomically; rewritten each time, because evaluate loads the newest file
         written.append(file)
     return written
 
@@ -78,7 +78,7 @@ def register() -> list[Path]:
 
 
 def measures(module: Any, model: Any, *scored: Any) -> bool:
-    """Return whether `compute` measures a model, or scores predictions that were passed now or added before.
+    """Return whether `compute` measures a model; otherwise, it scores predictions that were passed or added.
 
     Raises:
         ValueError: `compute` got both a model and predictions, or neither.
@@ -128,12 +128,12 @@ def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
 def score_predictions(
     predictions: Sequence[Sequence[Sequence[int]]], references: Sequence[Sequence[int]]
 ) -> ForgettingCurve:
-    """Return the forgetting curve of greedy predictions that another program made with the protocol of `curve`.
+    """Return the forgetting curve from greedy predictions that another program made with the protocol of `curve`.
 
     Args:
         predictions: a pair [copy, lm] for each target S of n tokens. `copy` contains the n ids predicted for the last
-            S in `[bos] S [bos] S [eos]` with teacher forcing, and `lm` those in `[bos] I [bos] S [eos]`. Only the
-            second half of the ids is scored.
+            S in `[bos] S [bos] S [eos]` with teacher forcing, and `lm` the n ids predicted for S in
+            `[bos] I [bos] S [eos]`. Only the second half of the ids is scored.
         references: token ids of each target S. Targets of equal length are repeats of the same point.
 
     Raises:
@@ -144,15 +144,15 @@ def score_predictions(
     """
     if len(predictions) != len(references) or not len(references):
         raise ValueError(
-            f"predictions must contain one pair [copy, lm] for each of one or more references, got {len(predictions)} "
-            f"predictions for {len(references)} references."
+            "predictions and references must be non-empty and of equal length, got "
+            f"{len(predictions)} predictions and {len(references)} references."
         )
     counts = defaultdict(lambda: ([], []))
     for i, (pair, target) in enumerate(zip(predictions, references)):
         if len(pair) != 2 or not len(target) or any(len(row) != len(target) for row in pair):
             raise ValueError(
-                f"predictions[{i}] must be two lists, [copy, lm], with one id for each of the {len(target)} ids of "
-                f"references[{i}], got lists of lengths {[len(row) for row in pair]}."
+                f"predictions[{i}] must be two lists, [copy, lm], of {len(target)} ids each, like references[{i}], "
+                f"got lists of lengths {[len(row) for row in pair]}."
             )
         begin = len(target) - scored_tokens(len(target))
         for kind, row in zip(counts[len(target)], pair):
@@ -203,7 +203,7 @@ def measure_curve(
         tokenizer = AutoTokenizer.from_pretrained(tokenizer, **(source if tokenizer == name else {}))
     if is_text:
         if not callable(tokenizer):
-            raise ValueError(f"tokenizer must be a tokenizer or its name if corpus is a text, got {tokenizer!r}.")
+            raise ValueError(f"tokenizer must be a tokenizer or its name if corpus is a string, got {tokenizer!r}.")
         corpus = tokenizer(read_text(corpus), add_special_tokens=False, verbose=False)["input_ids"]
     return curve_result(forgetting_curve(model, corpus, tokenizer=tokenizer, run=run, **options))
 
@@ -240,8 +240,7 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
 def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     """Run `rope_report` on a model, a config or a name, and return the report as plain JSON types.
 
-    `holds` is None if the bound is inconclusive or if the model does not use RoPE, in which case a note gives the
-    reason.
+    `holds` is None if the bound is inconclusive, or if the model does not use RoPE; a note explains why it does not.
     """
     from .rope.config import NoRopeError
     from .rope.report import rope_report
@@ -274,8 +273,8 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
 
     if len(bases) != len(context_lengths) or not len(bases):
         raise ValueError(
-            f"context_lengths must have one entry for each of one or more bases, got {len(bases)} bases for "
-            f"{len(context_lengths)} contexts."
+            f"bases and context_lengths must be non-empty and of equal length, got {len(bases)} bases and "
+            f"{len(context_lengths)} context lengths."
         )
     context_lengths = [as_int("a context", n, 2) for n in context_lengths]
     bounds = [rope_context_bound(base=float(base), head_dim=head_dim) for base in bases]

@@ -12,7 +12,7 @@ from .task import Subject, Task, options
 def function(task: type[Task]) -> Callable[..., Any]:
     """Return the Python function of a task: `measure(model, [tokenizer,] [tokens,] *, ..., run=None)`.
 
-    The keyword arguments are the task's options, and the arguments of `Subject` except `context`.
+    The keyword arguments are the task's options and the arguments of `Subject`, except `context`.
     """
     data = ["model", *["tokenizer"] * task.asks, *["tokens"] * task.reads_text]
     kept = [p for p in inspect.signature(Subject).parameters.values() if p.name not in (*data, "context", "tokens")]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def separate(stretches: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of the largest set of spans that do not overlap, in the order of the spans' ends.
+    """Return the indices of the largest set of spans that do not overlap, sorted by the ends of the spans.
 
     Args:
         stretches: spans [first, stop), in tokens.

@@ -11,9 +11,7 @@ from .rope import report  # noqa: F401 - importing `report` registers RopeReport
 
 
 def read_result(path) -> Result:
-    """Read a result from a JSON file.
-
-    The file was written by `Result.save`, or by `evaluate.save` with one of our evaluate modules.
+    """Read a result from a JSON file written by `Result.save`, or by `evaluate.save` with one of our modules.
 
     Raises:
         ValueError: the file is not JSON, or is not a result of a metric of this package.

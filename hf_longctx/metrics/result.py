@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 
-WRITTEN = ("scripts/results", "model_cards")  # folders with results, which do not make a checkout dirty
+WRITTEN = ("scripts/results", "model_cards")  # folders with results; changes in these folders do not count as "-dirty"
 
 
 class Number(NamedTuple):
@@ -44,7 +44,7 @@ class Number(NamedTuple):
     more_is_better: bool = True
 
     def interval(self) -> str:
-        """Return the interval in words; an empty string if it is unknown.
+        """Return the interval in words; an empty string if unknown.
 
         >>> Number("", "loss", 3.0, 2.5, 3.5).interval(), Number("", "loss", 3.0).interval()
         ('2.5 to 3.5', '')
@@ -65,10 +65,10 @@ class Result:
     """A measurement and its settings.
 
     A subclass is a frozen dataclass with a field or property `settings` of plain JSON values. It sets `kind` and
-    `title`, and defines the methods up to `plot`.
+    `title`, and defines the "Methods of subclasses".
 
     Attributes:
-        kind: name of the metric in JSON. A class with a `kind` is registered for `read_result`.
+        kind: name of the metric in JSON. Classes that set `kind` are registered for `read_result`.
         title: heading of the metric in a report.
         version: version of the JSON format, incremented when the format changes.
         notes: assumptions about the measured model, for readers of the result.
@@ -122,15 +122,15 @@ class Result:
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Result:
-        """Create a result from its `document`. Only counts and settings are read; the other numbers are recomputed."""
+        """Create a result from its `document`. Counts and settings are read, and derived numbers are recomputed."""
         raise NotImplementedError
 
     def plot(self, path, *, train_length: int | None = None, title: str | None = None, **options) -> None:
-        """Save the figure of the result as a PNG, SVG or PDF, depending on the extension of `path`.
+        """Save the figure of the result as PNG, SVG or PDF, depending on the extension of `path`.
 
         Args:
             path: path of the figure.
-            train_length: training context in tokens, which is marked if an axis of the figure shows tokens.
+            train_length: training context in tokens, marked in the figure if an axis shows tokens.
             title: title of the figure (default: the metric and the model).
             options: additional options, which depend on the metric.
 
@@ -156,13 +156,13 @@ class Result:
 
     @property
     def interruption(self) -> str:
-        """The end of the summary of an interrupted measurement, with the cause; otherwise an empty string."""
+        """Suffix of the summary with the cause of an interruption; empty if the measurement was not interrupted."""
         cause = self.settings.get("interrupted")
         return f"; interrupted: {cause}" if cause else ""
 
     @property
     def model_name(self) -> str:
-        """The model's name on the Hub or the name of its folder; "a model" if unknown."""
+        """The model's name on the Hub or its folder name; "a model" if unknown."""
         name = str(self.settings.get("model") or "a model").rstrip("/")
         return name if name.count("/") <= 1 and not name.startswith("/") else name.rpartition("/")[2]
 
@@ -175,12 +175,12 @@ class Result:
 
     def with_settings(self, **settings: Any) -> Self:
         """Return a copy of the result with additional settings."""
-        # `replace` is possible, because every subclass is a dataclass
+        # every subclass is a dataclass, so `replace` is possible
         return replace(self, settings={**self.settings, **settings})  # ty: ignore[invalid-argument-type]
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:
-        """Return why a JSON object is not a result of this class; None if it is such a result."""
+        """Return why a JSON object is not a result of this class; None if it is one."""
         metric = document.get("metric")
         return None if metric == cls.kind else f'this JSON is not a result of {cls.kind}: its "metric" is {metric!r}.'
 
@@ -245,7 +245,7 @@ def rounded(value: int | float | str) -> str:
 def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
     """Call a function that measures a result, and catch an exception that ends the measurement.
 
-    The caller saves the result, and then raises the exception.
+    The caller should save the result, and then raise the exception.
 
     Returns:
         the complete or partial result (None if nothing was measured), and the exception (None if there was none).
@@ -260,9 +260,9 @@ def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseE
 def commit(folder: Path) -> str | None:
     """Return the commit of a git checkout, with "-dirty" if tracked files were changed; None outside a checkout.
 
-    Changed results are ignored. Otherwise, each measurement would make the next measurement "-dirty".
+    Changed result files do not count. Otherwise, each measurement would mark the next one as "-dirty".
     """
-    if not (folder / ".git").exists():  # git would search the parent folders, which may be another repository
+    if not (folder / ".git").exists():  # git would search the parent folders, which may belong to another repository
         return None
     git = ["git", "-C", str(folder)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}

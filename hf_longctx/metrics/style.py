@@ -1,4 +1,4 @@
-"""The style of all figures, which are drawn without pyplot and thus without a display.
+"""The style of all figures, which we draw without pyplot, so that they do not require a display.
 
 All plotting modules import this file, which raises an ImportError with advice if matplotlib is missing.
 """
@@ -23,24 +23,20 @@ COPY, LM, PROBABILITY = "#b8500a", "#1f5fa6", "#2c7a4b"
 # Background colours of a forgetting curve, as in figure 1 of Liu et al. 2024. White means not significant.
 AREAS = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
 AREA_LABELS = {"fine": "copied word for word", "coarse": "copied", "amnesia": "no memory"}
-# A palette for colour-blind readers (Okabe and Ito), and markers for figures that need more than colours
+# A colour-blind-safe palette (Okabe and Ito), and markers for figures that need more than colours
 MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-# For each rate of right answers: the legend label, and the colour, marker and dashes of the line
+# Legend label, and colour, marker and dashes of the line, for each rate of correct answers
 RATES = {
     "match_rate": ("answers found in the responses", COPY, "o", "-"),
-    "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),  # dashed: a line below stays visible
+    # dashed, so that a line below remains visible
+    "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),
     "probability": ("probability of an answer's token", PROBABILITY, "^", "-"),
 }
 TOKENS = "{x:,.0f}"  # format of tick labels in tokens, with commas between thousands
-FITS = (
-    (2, 44, 52),
-    (1, 88, 52),
-    (1, 64, 44),
-    (1, 40, 28),
-    (1, 20, 16),
-)  # layouts of a legend: number of columns, maximum characters per line of a label, and of the title
-WIDTH = 6.6  # inches; 10-point text is 8 pixels high on a phone of 390 pixels
+# Legend layouts: number of columns, maximum characters per line of a label, and per line of the title
+FITS = ((2, 44, 52), (1, 88, 52), (1, 64, 44), (1, 40, 28), (1, 20, 16))
+WIDTH = 6.6  # in inches; 10-point text is 8 pixels high on a phone with a width of 390 pixels
 
 
 def figure(width: float, height: float) -> Figure:

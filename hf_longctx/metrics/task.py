@@ -1,6 +1,6 @@
 """The two classes of a metric: a `Task` defines the inputs and their scores, and a `TaskResult` interprets the scores.
 
-CONTRIBUTING.md has a complete metric in 50 lines. `run.runner.run` runs the requests of a task and creates the result.
+CONTRIBUTING.md shows a complete metric in 50 lines. `run.runner.run` runs a task's requests and creates the result.
 The Python function, the command, the lm-eval task, the report section and the model card entry are generated from the
 two classes. This file does not run a model. It imports neither PyTorch nor scipy.special, which keeps `--help` fast.
 """
@@ -36,11 +36,11 @@ Key = Any  # type of a trial's key: a number, a string, or a tuple of numbers an
 class Predict(NamedTuple):
     """A request for greedy predictions.
 
-    The response is (R, len(positions)) bool: whether the prediction at each position equals the next id of the row.
+    The response is (R, len(positions)) bool: whether each prediction equals the next id of its row.
 
     Attributes:
         rows: input ids, (R, T) int64.
-        prefix: number of first ids that several rows may have in common. A common prefix is read once.
+        prefix: number of leading ids that several rows may have in common. A common prefix is read once.
         positions: consecutive positions in a row, ascending.
     """
 
@@ -52,7 +52,7 @@ class Predict(NamedTuple):
 class Score(NamedTuple):
     """A request for the log-probabilities of `ids[first:]`, each given all ids before it.
 
-    The response is (T - first,) float64, in nats.
+    The response contains the log-probabilities in nats, (T - first,) float64.
     """
 
     ids: np.ndarray
@@ -64,9 +64,9 @@ class Ask(NamedTuple):
 
     Attributes:
         prompt: ids of the prompt, (n,) int64.
-        answer: ids of the right answer, (n,) int64.
-        reply: maximum number of tokens in a generated response; 0 to skip it. If greedy decoding gives the answer, the
-            response is not generated, because it would begin with the answer.
+        answer: ids of the correct answer, (n,) int64.
+        reply: maximum number of tokens in a generated response; 0 to skip it. If greedy decoding gives the answer, we
+            do not generate a response, because it would begin with the answer.
     """
 
     prompt: np.ndarray
@@ -78,8 +78,8 @@ class Answered(NamedTuple):
     """The response to an `Ask`.
 
     Attributes:
-        log_prob: log-probability of the right answer, in nats.
-        exact: whether greedy decoding gives the right answer.
+        log_prob: log-probability of the correct answer, in nats.
+        exact: whether greedy decoding gives the correct answer.
         reply: generated response, or None.
     """
 
@@ -92,7 +92,7 @@ Request = Predict | Score | Ask
 
 
 class Trial(NamedTuple):
-    """A part of a measurement that has a score. Journals record trials, and processes divide them among themselves.
+    """A part of a measurement with its own score. Trials are recorded in journals and divided among processes.
 
     Attributes:
         key: key of the score in the journal and in the result.
@@ -141,8 +141,7 @@ def option(
 class Option(NamedTuple):
     """The description of a field that `option` defined, for the command line and for checks.
 
-    `kind` is the type of the value, or of each value if the option is a list (`listed`). It is `np.ndarray` for token
-    ids.
+    `kind` is the type of the value, or of each value if the option is a list (`listed`); `np.ndarray` for token ids.
     """
 
     name: str
@@ -184,7 +183,7 @@ class Option(NamedTuple):
 
 
 def options(task: type[Task]) -> list[Option]:
-    """Return the options of a task, in the order of the fields."""
+    """Return the options of a task, in the order of its fields."""
     hints, found = get_type_hints(task), []
     for entry in dataclasses.fields(task):
         hint: Any = hints[entry.name]
@@ -206,13 +205,12 @@ class Subject:
     Args:
         model: a causal language model, which runs in eval mode with its dtype and device, or a reader such as
             `ServedModel`.
-        tokenizer: the model's tokenizer. Only tasks that ask questions need the tokenizer. For other tasks, it is
-            optional, and may be a name.
+        tokenizer: the model's tokenizer. For tasks that do not ask questions, it is optional, and may be a name.
         tokens: the corpus as a flat sequence of token ids, encoded without special tokens.
         context: maximum input length in tokens, for the default options of tasks. Default: the claimed context, or
             4096 if the model does not claim a context.
-        bos_token_id: id of BOS. Default: BOS of the tokenizer or the model, or else EOS.
-        eos_token_id: id of EOS. Default: EOS of the tokenizer or the model, or else BOS.
+        bos_token_id: id of BOS. Default: BOS of the tokenizer or model; EOS if neither sets BOS.
+        eos_token_id: id of EOS. Default: EOS of the tokenizer or model; BOS if neither sets EOS.
         corpus_name: name of the corpus, stored in the settings of a result.
         train_length: training context in tokens, stored in the settings of a result.
 
@@ -266,7 +264,7 @@ class Subject:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def settings(self, reads_text: bool) -> dict[str, Any]:
-        """Return the model, tokenizer, special ids and corpus, as settings of a result."""
+        """Return the settings of a result that describe the model, tokenizer, special ids and corpus."""
         settings = self.reader.settings() | {"tokenizer": self.tokenizer_name}
         settings |= {"bos_token_id": self.bos, "eos_token_id": self.eos}
         if reads_text:
@@ -286,8 +284,8 @@ class Task:
         reads_text: whether the task needs a corpus.
         asks: whether the task asks questions, for which it needs a tokenizer.
         examples: example command lines, without `hf-longctx`.
-        tasks: all tasks by name.
-        subject: model, tokenizer and corpus. `on` sets them.
+        tasks: all tasks, keyed by name.
+        subject: model, tokenizer and corpus; set by `on`.
     """
 
     name: ClassVar[str]
@@ -300,7 +298,7 @@ class Task:
 
     if TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> Any: ...  # attributes that `fill` sets
+        def __getattr__(self, name: str) -> Any: ...  # attributes set by `fill`
 
     def __init_subclass__(cls, **keywords):
         super().__init_subclass__(**keywords)
@@ -316,7 +314,7 @@ class Task:
         return cls(**{entry.name: arguments["seed"] for entry in options(cls) if entry.name == "seed"})
 
     def fill(self, **values: Any) -> None:
-        """Set fields or attributes, although the dataclass is frozen. Only for `__post_init__` and `prepare`."""
+        """Set fields or attributes of the frozen dataclass. Only for use in `__post_init__` and `prepare`."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
 
@@ -354,7 +352,7 @@ class Task:
     def summarize(self, scores: dict[Key, Any], missing: dict[Key, str]) -> tuple[dict, dict]:
         """Convert the scores of trials, and the reasons for missing scores, to those that the result stores.
 
-        By default, they are unchanged. A task may store a mean over trials instead.
+        By default, they are not changed. A task may store a mean over trials instead.
         """
         return scores, missing
 
@@ -363,7 +361,7 @@ class Task:
         return self.reads_text
 
     def facts(self) -> dict[str, Any]:
-        """Return additional settings that the scores depend on, such as hashes."""
+        """Return further settings that the scores depend on, such as hashes."""
         return {}
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -379,18 +377,18 @@ class Task:
 
 
 class Counts(NamedTuple):
-    """The number of right answers at one length.
+    """The number of correct answers at one length.
 
     A unit is an independently drawn sample: a target, a haystack or a record of lines.
 
     Attributes:
         length: length in the `size_unit` of the result.
-        shares: share of right answers for each unit, in the order in which units were drawn, (R,) float64.
+        shares: share of correct answers for each unit, (R,) float64, in the order in which units were drawn.
         questions: maximum number of questions per unit: the scored tokens of a target, the questions about a haystack,
             or 1 for a record.
         tokens: length in tokens; for line retrieval, the mean over records.
         asked: total number of questions.
-        right: total number of right answers.
+        right: total number of correct answers.
     """
 
     length: int
@@ -409,12 +407,12 @@ class TaskResult(Result):
     may raise ValueError for impossible scores. For comparisons of models, it also defines `by_length` and `places`.
 
     Attributes:
-        scores: scores as JSON values, by key.
+        scores: maps keys to scores, as JSON values.
         settings: settings of the measurement.
-        missing: reasons for missing scores, by key.
+        missing: maps keys of missing scores to the reasons.
         inches: width and height of the figure.
         size_unit: unit of the lengths in `by_length`.
-        verb: verb for a right answer, such as "copies".
+        verb: verb for a correct answer, such as "copies".
         same_texts: names of settings that are equal in all results with the same samples.
     """
 
@@ -440,42 +438,42 @@ class TaskResult(Result):
         return ", ".join(f"{number.name}: {number.interval() or number.value}" for number in self.numbers())
 
     def with_gaps(self, text: str) -> str:
-        """Append the keys that were not measured, with the reasons, and the cause of an interruption to a summary."""
+        """Append the missing keys with their reasons, and the cause of an interruption, to a summary."""
         for reason in dict.fromkeys(self.missing.values()):
             keys = [key for key, why in self.missing.items() if why == reason]
             text += f"; {self.span(keys)} not measured: {reason}"
         return text + self.interruption
 
     def span(self, keys: list[Key]) -> str:
-        """Describe the keys of several scores in words, such as "3 lengths from 8 to 64"."""
+        """Describe several keys in words, such as "3 lengths from 8 to 64"."""
         return f"{keys[0]}" if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
 
     def by_length(self, replies: bool = True, overlapping: bool = False) -> list[Counts]:
-        """Return the number of right answers at each length, in ascending order of length.
+        """Return the number of correct answers at each length, in ascending order of length.
 
         Args:
-            replies: whether an answer is right if the generated response contains it. Otherwise, or if there are no
-                responses, it is right if greedy decoding gives it token for token.
+            replies: whether to count the answers that the generated responses contain. Otherwise, or without
+                responses, count the answers that greedy decoding gives token for token.
             overlapping: whether to include samples that share scored tokens with other samples.
 
         Raises:
-            ValueError: this metric does not count right answers.
+            ValueError: this metric does not count correct answers.
         """
         raise ValueError(
-            f"results must have right answers by length, got {type(self).__name__}. Pass forgetting curves, needle or "
-            "line retrieval."
+            f"results must contain correct answers by length, got {type(self).__name__}. Pass forgetting curves, or "
+            "results of needle or line retrieval."
         )
 
     def places(self) -> dict[int, list]:
-        """Return identifiers of the samples of each length; an empty list for random ids."""
+        """Return identifiers of the samples at each length; an empty list for random ids."""
         raise NotImplementedError
 
     def distinct(self, length: int, texts: int) -> list[int]:
-        """Return the indices of samples that do not share scored tokens, among the first `texts` of a length."""
+        """Return the indices of samples without shared scored tokens, among the first `texts` samples of a length."""
         return [*range(texts)]
 
     def unlike(self, other: Any, *more: str) -> str | None:
-        """Return why two results of the metric are not for the same samples; None if they are.
+        """Return why another result of this metric is not from the same samples; None if it is.
 
         Args:
             other: the other result.
@@ -486,7 +484,7 @@ class TaskResult(Result):
         return f"they differ in {', '.join(names)}" if names else None
 
     def extent(self) -> dict[str, str]:
-        """Return numbers of samples by name, which a comparison reports if they differ between models."""
+        """Return sample sizes, keyed by name. Comparisons report those that differ between models."""
         return {}
 
     def draw(self, figure: Any, title: str, train_length: int | None) -> None:
@@ -517,5 +515,5 @@ class TaskResult(Result):
 
 
 def as_key(key: Any) -> Key:
-    """Convert a key from JSON, where a tuple is a list."""
+    """Convert a key from JSON, which stores a tuple as a list."""
     return tuple(key) if isinstance(key, list) else key

@@ -113,7 +113,7 @@ def test_texts_copied_wholly_or_not_fool_nobody(repeats):
         ([(512, 6, 5)], {}, "got 6 correct of 5 answers at length 512"),
         ([(512, 0.9, 1)], {}, "whole numbers with"),
         ([(512, 5)], {}, r"rows of \(length, correct answers, answers\)"),
-        (PositionLoss.of_mean([1.0], 2), {}, "must have right answers by length, got PositionLoss"),
+        (PositionLoss.of_mean([1.0], 2), {}, "must contain correct answers by length, got PositionLoss"),
     ],
 )
 def test_what_is_refused(counts, options, message):

@@ -124,9 +124,9 @@ def test_predictions_are_counted_in_the_second_half(curve_module):
 
 
 def test_what_does_not_fit_is_named(model, curve_module, rope_module):
-    with pytest.raises(ValueError, match="1 predictions for 2 references"):
+    with pytest.raises(ValueError, match="1 predictions and 2 references"):
         score_predictions([[[1], [1]]], [[1], [2]])
-    with pytest.raises(ValueError, match=r"each of the 2 ids of references\[0\], got lists of lengths \[1, 2\]"):
+    with pytest.raises(ValueError, match=r"2 ids each, like references\[0\], got lists of lengths \[1, 2\]"):
         score_predictions([[[1], [1, 2]]], [[1, 2]])
     with pytest.raises(ValueError, match="tokenizer must be a tokenizer or its name"):
         curve_module.compute(model=model, corpus=TEXT)

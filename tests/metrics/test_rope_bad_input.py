@@ -140,7 +140,7 @@ BOUNDS = [
 MODULE = [
     refused("a folder that is not there", lambda: check_model("/nowhere/model"), "/nowhere/model"),
     refused("a context without distance", lambda: check_bases([1e4], [1], 128), "a context must be at least 2"),
-    refused("more bases than contexts", lambda: check_bases([1e4, 1e4], [8], 128), "2 bases for 1 contexts"),
+    refused("more bases than contexts", lambda: check_bases([1e4, 1e4], [8], 128), "2 bases and 1 context lengths"),
 ]
 
 

@@ -1,9 +1,9 @@
-"""The adaptive protocol: measure only the lengths that decide the fine and the coarse length of a forgetting curve.
+"""The adaptive protocol: measure only the lengths that determine the fine and the coarse length of a forgetting curve.
 
-The search first measures the longest length of a grid, then half of it, and so on, which shows the shape of the curve.
-It then bisects between a length that passes and a length that fails, until the two are neighbours on the grid. Both
-neighbours get more repeats until a test shows on which side of the threshold each of them lies. This file does not run
-a model.
+The search first measures the longest length of a grid, and then repeatedly halves the length, which shows the shape of
+the curve. It then bisects between a length that passes and a length that fails, until they are neighbours on the grid.
+Both neighbours get more repeats until a test shows on which side of the threshold each of them lies. This file does
+not run a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .lengths import METHODS, CurvePoint
 from .protocol import input_tokens
 
 
-BUDGET = 64  # maximum cost, in inputs of the longest length; the reference protocol with 32 lengths costs 330
+# Maximum cost, where an input of the longest length costs 1; the reference protocol with 32 lengths costs 330
+BUDGET = 64
 
 
 def locate(
@@ -26,14 +27,14 @@ def locate(
     repeats: int = 10,
     confidence: float = 0.95,
 ) -> list[CurvePoint]:
-    """Measure the lengths that decide the fine and the coarse length.
+    """Measure the lengths that determine the fine and the coarse length.
 
     The search assumes that memory only fades as targets grow. It misses a dip between two measured lengths.
 
     Args:
         lengths: the grid, ascending.
-        measure: function that is called as `measure(length, first, stop)`. It measures the repeats `first` to
-            `stop - 1`, and returns the `CurvePoint` with the repeats 0 to `stop - 1`.
+        measure: function `measure(length, first, stop)` that measures repeats `first` to `stop - 1`, and returns the
+            `CurvePoint` with repeats 0 to `stop - 1`.
         repeats: maximum number of repeats per point.
         confidence: confidence level of the tests that end the search.
 
@@ -54,12 +55,12 @@ class _Search:
     def __init__(self, lengths, measure, repeats, confidence):
         self.lengths, self.measure = lengths, measure
         self.stages = [n for n in STAGES if n < repeats] + [repeats]
-        self.level = 0.5 * (1 - confidence)  # error rate of one end of the interval, as in `length_interval`
+        self.level = 0.5 * (1 - confidence)  # error rate at each end of the interval, as in `length_interval`
         self.budget = BUDGET * input_tokens(lengths[-1])
         self.points: dict[int, CurvePoint] = {}
 
     def evaluate(self, length):
-        """Measure the next repeats of a length; return False if it has all repeats, or the budget is used up."""
+        """Measure more repeats of a length; return False if all repeats are measured or the budget is used up."""
         done = self.points[length].repeats if length in self.points else 0
         following = [n for n in self.stages if n > done]
         cost = 2 * (following[0] - done) * input_tokens(length) if following else 0
@@ -70,16 +71,16 @@ class _Search:
         return True
 
     def step(self, method):
-        """Measure one more length, or more repeats of a length, for a method; return False if nothing was measured."""
+        """Measure a new length or more repeats of a length for a method; return False if nothing was measured."""
         low, high = self.interval(method)
         if high - low > 1:
             return self.evaluate(self.lengths[(low + high) // 2])
         return self.narrow(method, low, -1) or self.narrow(method, high, 1)
 
     def interval(self, method):
-        """Return the grid indices of the longest length that passes, and of the measured length after it.
+        """Return the grid indices of the longest length that passes, and of the next measured length.
 
-        Whether a length passes is read off a non-increasing fit to all measured lengths.
+        A non-increasing fit to all measured lengths determines which lengths pass.
         """
         from scipy.optimize import isotonic_regression  # slow to import (0.5 s), so imported only when needed
 
@@ -92,14 +93,14 @@ class _Search:
         return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
 
     def narrow(self, method, end, direction):
-        """Measure more repeats near one end of the interval, until the nearest length there has a significant result.
+        """Measure more at one end of the interval, until the nearest length outside has a significant result.
 
-        With direction -1, `end` is the lower end, and lengths up to it should pass. With direction 1, it is the upper
-        end, and lengths from it on should fail. Returns False if nothing was measured.
+        With direction -1, `end` is the lower end, and lengths up to `end` should pass. With direction 1, `end` is the
+        upper end, and lengths from `end` on should fail. Returns False if nothing was measured.
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)
-        # measured lengths outside the interval, beginning with the length that is nearest to `end`
+        # measured lengths outside the interval, starting from `end`
         outside = [i for i in indices if (i - end) * direction >= 0]
         for position, i in enumerate(outside):
             point = self.points[self.lengths[i]]

@@ -3,27 +3,27 @@
 For each method ("fine" or "coarse"), the margin of a target is its accuracy minus the threshold. A length n passes as
 coarse if the mean margin over all possible targets is positive, which we test with a t test. It passes as fine if more
 than half of all targets are copied with an accuracy above 99 %, which we test with a sign test. The paper uses the
-mean for the fine length too, but a few repeats cannot establish it. If 97 of 100 targets are copied perfectly and the
-other three not at all, the mean is below 99 %, but ten targets rarely include one of the three. A distribution-free
-bound on the mean needs 368 perfect targets, whereas the sign test needs six.
+mean for the fine length too, but a few repeats are not enough to test the mean. If 97 of 100 targets are copied
+perfectly and the other three not at all, the mean is below 99 %, but ten targets rarely include one of the three. A
+distribution-free bound on the mean requires 368 perfect targets, whereas the sign test requires six.
 
 We assume that memory only fades as targets grow. A model that reaches a length n then also reaches all shorter
-lengths, and memory that ends before n also ends before all longer lengths. Such nested claims are tested in order, up
-to the first test that does not reject. The error rate is then the error rate of a single test, regardless of the
-number of lengths (closed testing, Marcus, Peritz and Gabriel 1976).
+lengths, and memory that ends before n also ends before all longer lengths. We test such nested hypotheses in order, up
+to the first test that does not reject. The total error rate is then that of a single test, regardless of the number of
+lengths (closed testing, Marcus, Peritz and Gabriel 1976).
 
 Targets longer than n are also evidence that memory reaches n, and shorter targets are also evidence that it ends
-before n. Each test therefore pools the targets of a window of 1, 2, 4, 8 ... lengths that starts (or ends) at n. Of
-all windows, we take the smallest p value after a Bonferroni correction. This can detect that a model copies no better
+before n. Each test therefore pools the targets of a window of 1, 2, 4, 8 ... lengths that starts (or ends) at n. We
+take the smallest p value of all windows, with a Bonferroni correction. Pooling can show that a model copies no better
 than it guesses over many long lengths, even if no single length is significant. The unit of a test is the target, not
 the token, because the tokens of a target are correlated. Targets that share scored tokens are correlated too, so a
 test uses the largest subset of targets without shared tokens.
 
-For a curve of the adaptive protocol, we test single lengths only, because the protocol measures few lengths with
-significant results. The Bonferroni correction is for the number of lengths and for repeated looks: a protocol that
-tests after 3, 5, 7 and 10 repeats, and stops at the first rejection, can err four times.
+For the adaptive protocol, we test single lengths only, because it measures few lengths until each result is
+significant. The Bonferroni correction is for the number of lengths and for repeated looks: a protocol that tests after
+3, 5, 7 and 10 repeats, and stops at the first rejection, has four chances to err.
 
-`scripts/evidence/curve_coverage.py` counts how often the intervals of simulated curves miss the true length. This file
+`scripts/evidence/curve_coverage.py` counts how often the intervals miss the true length of simulated curves. This file
 does not run a model.
 """
 
@@ -33,18 +33,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # loads scipy.special on first use, which keeps `--help` fast
+import scipy  # scipy imports scipy.special on first use, which keeps `--help` fast
 
 from ..overlap import separate
 
 
 STAGES = (3, 5, 7, 10)  # repeats after which the adaptive protocol tests a length
-SEPARATE = 0.75  # the corpus is reported as too short if a smaller share of the repeats does not overlap
+SEPARATE = 0.75  # minimum share of repeats without overlap; below it, we report that the corpus is too short
 ENOUGH = 6  # minimum number of targets for a significant sign test of one length
-ALONE = 0.64  # share of the error rate that a sign test of one length gets
+ALONE = 0.64  # share of the error rate for the sign test of a single length
 
 
-# For each length: the span [first, stop) of the scored tokens in the corpus, for each repeat
+# The span [first, stop) of the scored tokens in the corpus, for each length and repeat
 Places = Sequence[Sequence[tuple[int, int]] | None]
 
 
@@ -59,13 +59,13 @@ def centre(margins: np.ndarray, method: str) -> float:
 def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
     """Return the one-sided p value of a window of lengths, with shape (...).
 
-    "fine" uses a sign test, "coarse" a t test of the mean margin per scored token. The standard error of the t test is
-    robust to heteroscedasticity, and is at least one token in total. Otherwise, identical margins in a few short
+    "fine" uses a sign test, "coarse" a t test of the mean margin per scored token. The standard error is robust to
+    heteroscedasticity. For the total margin in tokens, it is at least 1; otherwise, identical margins in a few short
     repeats would be significant.
 
     Args:
-        margins: for each length of the window, margins of its repeats, (..., R); R may differ between lengths.
-        scored: for each length, number of scored tokens per repeat.
+        margins: margins (..., R) of the repeats, for each length of the window; R may differ between lengths.
+        scored: number of scored tokens per repeat, for each length.
         direction: 1 to test whether the window passes, -1 to test whether it fails.
     """
     samples = sum(m.shape[-1] for m in margins)
@@ -131,13 +131,12 @@ def p_values(
     """Return the p value of each length, corrected for the number of windows.
 
     Args:
-        margins: for each length, margins of its repeats, (..., R).
-        scored: for each length, number of scored tokens per repeat.
+        margins: margins (..., R) of the repeats, for each length.
+        scored: number of scored tokens per repeat, for each length.
         direction: 1 to test whether memory reaches a length, with windows that start at the length. -1 to test
             whether memory ends before a length, with windows that end at the length.
         method: "fine" or "coarse".
-        places: for each length, the span of the scored tokens in the corpus, for each repeat. None if no two repeats
-            overlap.
+        places: span of the scored tokens in the corpus, for each length and repeat; None if no two repeats overlap.
 
     Returns:
         (..., lengths) float64.
@@ -155,7 +154,7 @@ def p_values(
 
 
 def rejected(p: np.ndarray, level: float) -> np.ndarray:
-    """Count the lengths, from the first one on, whose p values are below the level; (..., lengths) to (...)."""
+    """Count the leading lengths whose p values (..., lengths) are below the level, as an array (...)."""
     return np.logical_and.accumulate(p < level, axis=-1).sum(-1)
 
 
@@ -163,8 +162,8 @@ class LengthInterval(NamedTuple):
     """The confidence interval [low, high) of a fine or coarse length, in tokens.
 
     Attributes:
-        low: the longest tested length that memory significantly reaches; 0 if no length is significant.
-        high: the shortest tested length that memory significantly does not reach; None if no length is significant.
+        low: the longest tested length that memory significantly reaches; 0 if there is none.
+        high: the shortest tested length that is significantly beyond the reach of memory; None if there is none.
         longest: whether `low` is the longest tested length.
         text_too_short: whether a tighter interval needs a longer corpus, because too many repeats overlap.
 
@@ -185,7 +184,7 @@ class LengthInterval(NamedTuple):
         return self.low > 0 or self.high is not None
 
     def in_words(self) -> str:
-        """Return the interval in words, as figures and tables print it."""
+        """Return the interval in words, for figures and tables."""
         if self.high is not None:
             return f"{self.low:,} to {self.high:,}" if self.low else f"below {self.high:,}"
         if self.low:
@@ -210,8 +209,8 @@ def length_interval(
 
     Args:
         lengths: tested lengths in tokens, ascending.
-        margins: for each length, margins of its repeats; see `lengths.margins`.
-        scored: for each length, number of scored tokens per repeat.
+        margins: margins of the repeats, for each length; see `lengths.margins`.
+        scored: number of scored tokens per repeat, for each length.
         method: "fine" or "coarse".
         confidence: confidence level, between 0 and 1.
         protocol: protocol that chose the lengths: "reference" or "adaptive".
@@ -228,7 +227,7 @@ def length_interval(
     if not count:
         return LengthInterval(0, None)
     level, places = (1 - confidence) / 2, places or [None] * count
-    # for each length, the margins of the repeats that do not overlap
+    # margins of the repeats that do not overlap, for each length
     alone = [without_overlap([m], [row])[0] for m, row in zip(margins, places)]
     if protocol == "adaptive":
         level /= adaptive_tests(count, max(m.shape[-1] for m in margins), method, level)
@@ -247,7 +246,7 @@ def length_interval(
 def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int:
     """Return the maximum number of tests in the adaptive protocol, for the Bonferroni correction.
 
-    A sign test of too few targets can never reject, so it is not counted.
+    A sign test with too few targets to be significant is not counted.
 
     Args:
         lengths: number of lengths.

@@ -1,8 +1,8 @@
 """The counts of a forgetting curve at one length, and the memory lengths that the paper derives from them.
 
-A length passes as fine if its copy accuracy is above 99 %. It passes as coarse if its copy accuracy is at least 1 %
-above its LM accuracy. With many lengths, one may pass by chance even if the model does not remember anything. For
-significance tests, see intervals.py.
+A length passes as fine if its copy accuracy is above 99 %. It passes as coarse if its copy accuracy is at least 1
+percentage point above its LM accuracy. With many lengths, one may pass by chance even if the model does not remember
+anything. For significance tests, see intervals.py.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def check_method(method: str) -> None:
 def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_tokens: int, method: str) -> np.ndarray:
     """Return the accuracy of each repeat minus the threshold of a method, (R,) float64.
 
-    For "fine", it is the copy accuracy minus 0.99. For "coarse", it is the copy accuracy minus the LM accuracy minus
-    0.01.
+    The margin is copy accuracy - 0.99 for "fine", and copy accuracy - LM accuracy - 0.01 for "coarse".
 
     Raises:
         ValueError: the method is unknown.
@@ -48,8 +47,7 @@ class CurvePoint:
     Attributes:
         length: number of tokens in the target.
         copy_correct: number of correctly predicted tokens in the copy input, for each repeat.
-        lm_correct: number of correctly predicted tokens in the LM input, for each repeat. The target is the same as
-            in the copy input.
+        lm_correct: number of correctly predicted tokens in the LM input with the same target, for each repeat.
         begin_locs: start of each target in the corpus; None for random data.
     """
 
@@ -106,12 +104,12 @@ class CurvePoint:
 
     @property
     def texts(self) -> list[int]:
-        """Indices of the repeats that count as separate passages, because they do not share scored tokens."""
+        """Indices of repeats that count as separate passages, because they do not share scored tokens."""
         return [*range(self.repeats)] if self.places is None else sorted(separate(self.places))
 
     @property
     def copied(self) -> int:
-        """Number of repeats that are copied with an accuracy above 99 %."""
+        """Number of repeats with a copy accuracy above 99 %."""
         return sum(100 * correct > 99 * self.scored_tokens for correct in self.copy_correct)
 
     @property
@@ -135,7 +133,7 @@ class CurvePoint:
 
         It is 1 if there is only one repeat, or if the accuracies are equal in all repeats.
         """
-        # Counts give the same t as accuracies, and integers make a constant difference exactly constant.
+        # Counts give the same t as accuracies, and differences of integers are exact.
         difference = np.subtract(self.copy_correct, self.lm_correct)
         if self.repeats < 2 or not difference.any():
             return 1.0
@@ -143,7 +141,7 @@ class CurvePoint:
         return 0.0 if error == 0 else float(2 * scipy.special.stdtr(self.repeats - 1, -abs(difference.mean()) / error))
 
     def margins(self, method: str) -> np.ndarray:
-        """Return the margin of each repeat, (R,) float64; see the function `margins`."""
+        """Return the margins of the repeats, (R,) float64; see the function `margins`."""
         return margins(self.copy_correct, self.lm_correct, self.scored_tokens, method)
 
     def passes(self, method: str) -> bool:
@@ -156,7 +154,7 @@ class MemoryLength(int):
     """A memory length in tokens: a tested length that passes, or 0 if no length passes.
 
     Attributes:
-        open_ended: whether it is the longest tested length, so that the true length may be larger. An open-ended
+        open_ended: whether this is the longest tested length, so that the true length may be larger. An open-ended
             length is printed as ">1400".
         next_tested: the next longer tested length; None if open-ended. The true length lies in [self, next_tested).
 
@@ -178,7 +176,7 @@ class MemoryLength(int):
 
 
 def memory_lengths(points: Sequence[CurvePoint]) -> dict[str, MemoryLength]:
-    """Compute the memory length of a curve by five definitions.
+    """Compute the memory length of a curve under five definitions.
 
     Args:
         points: points of the curve, in ascending order of length.
@@ -186,7 +184,7 @@ def memory_lengths(points: Sequence[CurvePoint]) -> dict[str, MemoryLength]:
     Returns:
         `fine_max`, `coarse_max`: the longest length that passes (Table 3 of the paper).
         `fine_first_run`, `coarse_first_run`: the last length of the first uninterrupted run of passing lengths.
-        Lengths before the run may fail, because very short targets do not show that the task is to copy (footnote 7).
+        Shorter lengths may fail, because very short targets do not show that the task is to copy (footnote 7).
         `coarse_max_significant`: the longest length that passes as coarse with p < 0.05.
 
     >>> memory_lengths([CurvePoint(8, [4], [1]), CurvePoint(64, [31], [9]), CurvePoint(128, [5], [5])])["coarse_max"]

@@ -16,9 +16,9 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     """Draw copy and LM accuracy over the length of the target, with a one-sentence conclusion.
 
     Lines show means over repeats, ribbons show one population standard deviation on each side, and triangles show the
-    worst repeat. The background is green at lengths within the fine interval, blue at lengths within the coarse
-    interval, and red at lengths that memory significantly does not reach. The upper axis shows the input length, which
-    is 2n + 3 tokens at length n. A vertical line marks an input of `train_length` tokens. See `Result.plot`.
+    worst repeat. The background is green or blue at lengths that significantly pass as fine or as coarse, and red at
+    lengths that are significantly beyond the reach of memory. The upper axis shows the input length, which is 2n + 3
+    tokens at length n. A vertical line marks an input of `train_length` tokens. See `Result.plot`.
     """
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
@@ -59,7 +59,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
 
 
 def logarithmic(lengths) -> bool:
-    """Return whether the axis should be logarithmic, because the median length is far below the longest length.
+    """Return whether the axis should be logarithmic, i.e. the median length is far below the longest length.
 
     >>> logarithmic([8, 64, 512]), logarithmic([8, 48, 88, 128])
     (True, False)
@@ -80,7 +80,7 @@ def mark_input(axes, train_length: int, right: float) -> bool:
 
 
 def area_of(point, intervals) -> str:
-    """Return the verdict at a length: "fine", "coarse" or "amnesia" if it is significant, otherwise "unsure"."""
+    """Return the verdict at a length: "fine", "coarse" or "amnesia" if significant, otherwise "unsure"."""
     fine, coarse = (intervals[method] for method in METHODS)
     if 2 * point.copied > point.repeats and point.length <= fine.low:
         return "fine"
@@ -90,7 +90,7 @@ def area_of(point, intervals) -> str:
 
 
 def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, float, str]]:
-    """Split the x axis from `left` to `right` into areas with the same verdict: (start, end, verdict) for each.
+    """Split the x axis from `left` to `right` into areas (start, end, verdict) with the same verdict.
 
     The boundary between two measured lengths is their mean, or their geometric mean on a logarithmic axis.
     """

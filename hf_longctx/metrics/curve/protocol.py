@@ -103,7 +103,7 @@ def order_samples(
 ) -> dict[int, list[Sample]]:
     """Draw `repeats` targets per length from a corpus.
 
-    Targets are drawn in the order of `lengths`, so the samples of a length do not depend on the lengths after it.
+    We draw targets in the order of `lengths`, so the samples of a length do not depend on the lengths after it.
 
     Args:
         corpus: token ids, (N,) int64.
@@ -142,8 +142,7 @@ def random_samples(
         skip: special ids, which are never drawn.
 
     Raises:
-        ValueError: fewer than two ids of the range can be drawn. A sequence of a single repeated id does not test
-            memory.
+        ValueError: fewer than two ids can be drawn. A sequence of a single repeated id does not test memory.
     """
     low, high = id_range
     skipped = sum(low <= i <= high for i in skip)
@@ -177,7 +176,7 @@ def input_tokens(length: int) -> int:
 
 
 def longest_length(max_tokens: int) -> int:
-    """Return the longest length whose input has at most `max_tokens` tokens; 0 if every input is longer."""
+    """Return the longest length whose input has at most `max_tokens` tokens; 0 if there is none."""
     return max((max_tokens - 3) // 2, 0)
 
 
@@ -187,6 +186,6 @@ def scored_tokens(length: int) -> int:
 
 
 def scored_logits(length: int) -> range:
-    """Return the positions of the logits that predict the scored tokens: one position before each scored token."""
+    """Return the positions of the logits that predict the scored tokens, i.e. one position before each token."""
     end = 2 * length + 1  # the last scored token is at position 2n + 1, followed by [eos]
     return range(end - scored_tokens(length), end)

@@ -29,18 +29,17 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     """Compare the results of several models, and write a figure or a Markdown file.
 
     Args:
-        results: results of one metric by model name: `curve`, `loss`, or any metric that counts correct answers by
-            length.
-        path: path of a PNG, SVG or PDF for the figure, or of a Markdown file (.md) for the title and the returned
-            text.
+        results: results of one metric, keyed by model name. The metric is `curve`, `loss`, or any metric that counts
+            correct answers by length.
+        path: path of a PNG, SVG or PDF for the figure, or of a Markdown file (.md) for the title and returned text.
         title: title of the figure or the Markdown file (default: name of the metric).
 
     Returns:
-        Markdown text with the conclusions on which model remembers more, a table of the results, a warning for each
-        setting that differs, the paired tests, and the effective lengths under three rules.
+        Markdown text: which model remembers more, a table of the results, a warning for each setting that differs,
+        the paired tests, and the effective lengths under three rules.
 
     Raises:
-        ValueError: a result is empty, the results are from different metrics, or their metric cannot be compared.
+        ValueError: a result is empty, the results are from different metrics, or the metric cannot be compared.
         ImportError: matplotlib is missing.
     """
     kinds = {type(result) for result in results.values()}
@@ -62,7 +61,7 @@ def compare_counts(models: Mapping[str, Counts], path: str | PathLike, *, title:
     """Compare numbers of correct answers by length, from any benchmark, in a figure or a Markdown file.
 
     Args:
-        models: for each model name, rows of (length in tokens, correct answers, answers). See `read_counts`.
+        models: maps each model name to rows of (length in tokens, correct answers, answers). See `read_counts`.
         path: see `compare`.
         title: see `compare`.
 
@@ -99,7 +98,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
-    """Return sentences that compare each model with the first, and Markdown tables of the paired tests."""
+    """Compare each model with the first in sentences and in Markdown tables of the paired tests."""
     (name, first), *others = results.items()
     said, text = [], ""
     for other, second in others:
@@ -134,7 +133,7 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
 
 
 def reaches(results: Mapping[str, TaskResult]) -> str:
-    """Describe the coarse length of each forgetting curve; return an empty string for other results."""
+    """Describe the coarse length of each forgetting curve; an empty string for results of other metrics."""
     ends = []
     for name, curve in results.items():
         if isinstance(curve, ForgettingCurve):
@@ -146,14 +145,14 @@ def reaches(results: Mapping[str, TaskResult]) -> str:
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
-    """Raise ValueError if there are no results, or one of them does not contain measurements."""
+    """Raise ValueError if there are no results, or if a result does not contain measurements."""
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
         raise ValueError(f"`results` must contain measurements, got none from {', '.join(empty) or 'an empty list'}.")
 
 
 def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
-    """Return results by model name without the namespace; the file name is appended to duplicate names.
+    """Return results keyed by model name, without the namespace; append the file name to duplicate names.
 
     If a result does not contain the name of its model, we use the file name.
     """
@@ -193,7 +192,7 @@ def differences(results: Mapping[str, TaskResult]) -> list[str]:
         for words, value in conditions(result).items():
             values.setdefault(words, {})[Path(value).name] = None
     if len({result.settings.get("corpus_sha256", index) for index, result in enumerate(results.values())}) == 1:
-        values.pop("tokenizers", None)  # with equal token hashes, the tokenizers only differ in their names
+        values.pop("tokenizers", None)  # equal token hashes mean that only the tokenizers' names differ
     comment = {"tokenizers": ", whose tokens differ in size"}
     return [f"{w}{comment.get(w, '')} ({', '.join(several)})" for w, several in values.items() if len(several) > 1]
 
@@ -253,13 +252,13 @@ def shares_by_length(counts: TaskResult | Counts) -> dict[int, float]:
 def plot_comparison(models: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> None:
     """Plot the share of correct answers by length, or the loss by position, for several models.
 
-    The figure lists the settings that differ. For a forgetting curve, dotted lines show the LM accuracy, and vertical
-    lines mark the length at which a prompt fills the model's training context.
+    The figure lists the settings that differ. For forgetting curves, dotted lines show the LM accuracy, and vertical
+    lines mark the length at which an input fills the model's training context.
 
     Args:
-        models: results of one metric by model name, or rows of counts as in `compare_counts`.
+        models: results of one metric, keyed by model name, or rows of counts as in `compare_counts`.
         path: path of a PNG, SVG or PDF.
-        title: title of the figure (default: the metric).
+        title: title of the figure (default: name of the metric).
 
     Raises:
         ImportError: matplotlib is missing.

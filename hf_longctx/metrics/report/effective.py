@@ -4,20 +4,20 @@ The effective length is the largest tested length at which the share of correct 
 
 - "ours": 85 %.
 - "RULER": 85.6 %, the score of Llama-2-7B at 4,096 tokens (Hsieh et al. 2024).
-- "NoLiMa": 85 % of the base score, i.e. of the best share at lengths up to 1,000 tokens, or at the shortest length if
-  all are longer (Modarressi et al. 2025).
+- "NoLiMa": 85 % of the base score, which is the best share at lengths up to 1,000 tokens, or the share at the shortest
+  length if all lengths are longer (Modarressi et al. 2025).
 
-These benchmarks do not report confidence intervals. We compute confidence limits for the share at each length, and
-correct them for multiple lengths, so that the interval has a joint confidence of 95 %:
+RULER and NoLiMa do not report confidence intervals. We compute confidence limits for the share at each length, and
+correct them for multiple lengths, so that the interval has a confidence level of 95 %:
 
-- If each sample has one answer, we use the exact Clopper-Pearson limits of the share. Several answers about the same
-  sample (a target, or a haystack with several questions) are dependent, so we use the median over samples with the
+- If each sample has one answer, we use the exact Clopper-Pearson limits of the share. If a sample has several answers
+  (a target, or a haystack with several questions), they are dependent, so we use the median over samples with the
   limits of a sign test.
-- The lower end of the interval is the largest length at which the share is significantly above the threshold. All
-  lengths share the error rate, and each significant length passes its part on to the next (fallback procedure, Wiens
-  2003).
-- The upper end is the smallest length from which the share at all lengths is significantly below the threshold. We
-  test from the longest length down.
+- The lower end of the interval is the largest length at which the share is significantly above the threshold. The
+  error rate is split between the lengths, and each significant length passes its part on to the next (fallback
+  procedure, Wiens 2003).
+- The upper end is the smallest length from which on all shares are significantly below the threshold. We test from the
+  longest length down.
 - Under NoLiMa's rule, half of the error rate is spent on the base score.
 """
 
@@ -42,10 +42,10 @@ class EffectiveLength(NamedTuple):
     """The effective length under one rule, with its confidence interval.
 
     Attributes:
-        tokens: the largest tested length whose share of correct answers reaches the threshold; 0 if none does.
-        low: the largest tested length whose share is significantly above the threshold; 0 if none is.
-        high: the smallest tested length from which all shares are significantly below the threshold; None if there is
-            none.
+        tokens: the largest tested length whose share of correct answers reaches the threshold; 0 if there is none.
+        low: the largest tested length whose share is significantly above the threshold; 0 if there is none.
+        high: the smallest tested length from which on all shares are significantly below the threshold; None if there
+            is none.
         threshold: required share of correct answers, from 0 to 1.
     """
 
@@ -71,7 +71,7 @@ class Shares(NamedTuple):
 
     Attributes:
         length: length in tokens.
-        share: share of correct answers, or its median over samples.
+        share: share of correct answers, or its median over samples with several answers.
         texts: share of each sample, in ascending order; None if each sample has one answer.
         right: number of correct answers, if each sample has one answer.
         answers: number of answers, if each sample has one answer.
@@ -94,7 +94,7 @@ class Shares(NamedTuple):
                 return float(betaincinv(self.right, wrong + 1, level)) if self.right else 0.0
             return float(betaincinv(self.right + 1, wrong, 1 - level)) if wrong else 1.0
         n = len(self.texts)
-        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of samples that lie beyond the limit
+        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of samples beyond the limit
         if not beyond:
             return 0.0 if direction < 0 else 1.0
         return float(self.texts[beyond - 1 if direction < 0 else n - beyond])
@@ -104,7 +104,7 @@ def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Share
     """Return the share at each length, in ascending order of length.
 
     Raises:
-        ValueError: counts are missing, impossible, or duplicated for a length.
+        ValueError: counts are missing or impossible, or a length occurs twice.
     """
     if isinstance(counts, TaskResult):
         scores = counts.by_length()
@@ -138,7 +138,7 @@ def effective_length(
     Args:
         counts: a forgetting curve, needle or line retrieval result, or rows of (length in tokens, correct answers,
             answers) from any benchmark.
-        rule: threshold for "enough": "ours", "RULER" or "NoLiMa". See the module docstring.
+        rule: required share: "ours", "RULER" or "NoLiMa". See the module docstring.
         confidence: confidence level, between 0 and 1.
 
     Raises:
@@ -177,7 +177,7 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
     """Read a CSV file with the columns length, correct and total, and optionally model.
 
     Returns:
-        rows of (length, correct answers, answers) for `effective_length`, by model name.
+        rows of (length, correct answers, answers) for `effective_length`, keyed by model name.
 
     Raises:
         ValueError: a column is missing, or a value is not a whole number; the message names the line.
@@ -190,8 +190,8 @@ def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
         if missing:
             raise ValueError(
                 f"the first line of {path} must be length,correct,total or model,length,correct,total, but lacks "
-                f"{' and '.join(sorted(missing))}. For scores in per cent, as in RULER's summaries, write "
-                "correct = score / 100 * total into a row for each length."
+                f"{' and '.join(sorted(missing))}. For scores in per cent, as in RULER's summaries, compute "
+                "correct = score / 100 * total for each length."
             )
         for row in table:
             try:
@@ -217,7 +217,7 @@ def effective_rows(
         for rule in RULES:
             length = effective_length(counts, rule)
             tested = f"{shares[0].length} to {shares[-1].length}"
-            base = length.threshold / RULES[rule]  # under NoLiMa's rule, a low base score results in a low threshold
+            base = length.threshold / RULES[rule]  # with NoLiMa's rule, a low base score gives a low threshold
             tokens = f"{length.tokens} (base score {base:.0%}: cannot do the task)" if base < 0.5 else length.tokens
             rows.append((name, rule, f"{length.threshold:.1%}", tokens, length.interval, tested))
     return columns, rows

@@ -25,7 +25,7 @@ from ..task import Subject, Task
 from .page import write_report
 
 
-# Exceptions of a metric that does not support the model, the corpus or the installed packages.
+# Exceptions raised if a metric does not support the model, the corpus or the installed packages.
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError, NotImplementedError)
 
 
@@ -33,8 +33,8 @@ class Report(NamedTuple):
     """The report page that `measure_all` wrote, and the results on it."""
 
     page: Path  # report.html
-    results: dict[str, Result]  # by task name; saved as NAME.json with the figure NAME.png
-    missing: dict[str, str]  # reason why a metric was not measured or completed, by title
+    results: dict[str, Result]  # keyed by task name; saved as NAME.json with the figure NAME.png
+    missing: dict[str, str]  # maps the title of each metric that was not measured or not completed to the reason
 
 
 def measure_all(
@@ -52,7 +52,7 @@ def measure_all(
 ) -> Report | None:
     """Run all tasks (curve, lines, loss, needle) on a model, and check its RoPE bound.
 
-    We write a self-contained report.html into `folder`, and NAME.json and NAME.png for each metric. If a metric does
+    We write a self-contained report.html, and NAME.json and NAME.png for each metric, into `folder`. If a metric does
     not support the model, the corpus or the installed packages, the page gives the reason.
 
     After an interruption, call this function again to resume from the journals in `folder`/journals. With
@@ -64,7 +64,7 @@ def measure_all(
         tokens: token ids of the corpus, a flat sequence without special tokens.
         context_length: length of the longest input, in tokens (default: the claimed context).
         train_length: training context in tokens, which the figures mark.
-        repeats: number of targets per length in the forgetting curve.
+        repeats: number of targets per length of the forgetting curve.
         seed: random seed of all metrics.
         corpus_name: name of the corpus in the settings of the results and in the model card.
         progress: whether to print the current metric and a progress bar to stderr.
@@ -84,7 +84,7 @@ def measure_all(
     config = getattr(getattr(subject.reader, "model", None), "config", None) or getattr(tokenizer, "name_or_path", "")
 
     def check_rope(run: Run) -> RopeReport:
-        return rope_report(config)  # checks the claimed context, even if context_length is shorter
+        return rope_report(config)  # check the claimed context, even if context_length is shorter
 
     metrics: dict[str, Any] = {
         name: (task.result.title, partial(run_task, task.in_report(repeats=repeats, seed=seed), subject))

@@ -37,10 +37,10 @@ def write_report(
     """Write an HTML page with the results of one model.
 
     Args:
-        results: results of any metrics, in the order in which the page shows them.
+        results: results of any metrics, in the order they appear on the page.
         path: path of the HTML file.
         title: heading (default: the name of the model).
-        missing: for the title of a metric, the reason why it was not measured or not completed.
+        missing: maps the title of each metric that was not measured or not completed to the reason.
 
     Raises:
         ImportError: matplotlib or jinja2 is missing.
@@ -62,7 +62,7 @@ def write_report(
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
-    """Return up to three sentences on how far the model copies, roughly and exactly, and on what it retrieves."""
+    """Return up to three sentences: how far the model copies, roughly and exactly, and what it retrieves."""
     measured = [result for result in results if result.measured]
     curve = next((result for result in measured if isinstance(result, ForgettingCurve)), None)
     losses = [result for result in measured if isinstance(result, PositionLoss)]
@@ -89,7 +89,7 @@ def found(result: Retrieval) -> str:
 
 
 def facts(results: Sequence[Result]) -> str:
-    """Return the number of parameters, the dtype and the hardware on one line, if they are known.
+    """Return the number of parameters, the dtype and the hardware in one line, if known.
 
     >>> facts([ForgettingCurve.of_points([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
     '5.3 million parameters, float32, AMD EPYC'
@@ -106,7 +106,7 @@ def facts(results: Sequence[Result]) -> str:
 
 
 def overview(result: Result) -> list[tuple[str, str, str, str]]:
-    """Return name, value, interval and sample of each number in a result; missing entries are empty strings."""
+    """Return name, value, interval and sample size of each number in a result; empty strings if missing."""
     rows = [(n.name, rounded(n.value), n.interval(), n.sample) for n in result.numbers()]
     return rows or [("", "nothing measured", "", "")]
 

@@ -3,14 +3,14 @@
 If both models read the same samples, we can test the differences between their scores on each sample, which removes
 the variation in difficulty between samples. At each length we run two tests, and report the larger p value:
 
-- The paired t test, where the standard error of the total is at least one token (or question).
+- The paired t test, where the standard error of the total difference is at least one token (or question).
 - The sign-flip test (Fisher 1935): if the models do not differ, each difference is as likely as its negative. The p
-  value is exact for any distribution. It is needed because a t test reports a significant difference after a few
+  value is exact for any distribution. We need this test because a t test reports a significant difference after a few
   identical outcomes, which are common if models copy a target either completely or not at all. With one question per
-  sample, this test is McNemar's exact test.
+  sample, the sign-flip test is McNemar's exact test.
 
-With the sign-flip test, a difference at one length can be significant only with at least six samples. The reported
-confidence interval is the smallest interval that contains the intervals of both tests; the ends of the sign-flip
+With the sign-flip test, a difference at one length can only be significant with at least six samples. The reported
+confidence interval is the smallest interval that contains the intervals of both tests. The ends of the sign-flip
 interval are means of subsets (Hartigan 1969). With Holm's correction, the familywise error rate over all lengths and
 their mean is 5 %.
 """
@@ -31,17 +31,17 @@ from ..tasks.curve import ForgettingCurve
 
 
 RISK = 0.05
-MAX_EXACT = 13  # up to this many differences, enumerate all sign patterns; otherwise, draw `SIGN_DRAWS` patterns
+MAX_EXACT = 13  # maximum number of differences for which we enumerate all sign patterns
 SIGN_DRAWS = 10_000
 
 
 class Difference(NamedTuple):
-    """The difference between two models in the share of correct answers at one length.
+    """The difference in the share of correct answers between two models at one length.
 
     Attributes:
         length: length in tokens or lines; None for the mean over all lengths.
         first, second: shares of correct answers of the two models, from 0 to 1.
-        low, high: 95 % confidence interval of second - first; infinite with fewer than six pairs.
+        low, high: 95 % confidence interval for second - first; infinite with fewer than six pairs.
         p: p value under the null hypothesis that the models do not differ.
         holm: p value after Holm's correction for all lengths and their mean.
         pairs: number of samples that both models read.
@@ -63,7 +63,7 @@ class Difference(NamedTuple):
 
 
 def signs(pairs: int) -> np.ndarray:
-    """Return sign patterns for the sign-flip test, (F, pairs): all patterns, or random ones for many pairs.
+    """Return sign patterns for the sign-flip test, (F, pairs): all patterns, or random patterns for many pairs.
 
     The first pattern does not flip any sign. The sign of the first pair is never flipped, because the test is
     two-sided.
@@ -87,9 +87,8 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
     flips = signs(len(differences))
     subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
     subsets = subsets[subsets.any(-1)]
-    outside = math.floor(
-        RISK / 2 * (len(subsets) + 1)
-    )  # the centre lies in each gap between means with equal probability
+    # the centre lies in each gap between sorted means with equal probability
+    outside = math.floor(RISK / 2 * (len(subsets) + 1))
     if not outside:
         return -math.inf, math.inf
     means = np.sort(subsets @ differences / subsets.sum(-1))
@@ -97,7 +96,7 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
 
 
 def t_error(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the standard error of the mean of differences (..., R). The standard error of their sum is >= `least`."""
+    """Return the standard error of the mean of differences (..., R); for their sum, it is at least `least`."""
     pairs = differences.shape[-1]
     return np.sqrt(differences.var(-1) * pairs**2 / max(pairs - 1, 1) + least**2) / pairs
 
@@ -141,10 +140,10 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
         second: result of the second model on the same metric.
 
     Returns:
-        a `Difference` for each common length, followed by one for the mean over lengths if there are several.
+        a `Difference` for each common length, followed by one for the mean over lengths if there are several lengths.
 
     Raises:
-        ValueError: the results are from two metrics or different samples; the message names the setting that differs.
+        ValueError: the results are from different metrics or samples; the message names the setting that differs.
     """
     if type(first) is not type(second):
         raise ValueError(f"both results must be from one metric, got {first.kind} and {second.kind}.")
@@ -161,7 +160,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
         a, b = (place[n][:pairs] if first.kind != "needle" else place[n] for place in places)
         if a != b:
             raise ValueError(f"the differences cannot be paired: the samples of length {n} are not the same.")
-        kept = first.distinct(n, pairs)  # of several overlapping samples, keep one
+        kept = first.distinct(n, pairs)  # keep one of several overlapping samples
         shares = one[n].shares[kept], other[n].shares[kept]
         units.append(shares[1] - shares[0])
         tests.append((n, shares, units[-1], 1 / one[n].questions))
@@ -181,7 +180,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
 
 
 def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, differences: Sequence[Difference]) -> str:
-    """Return one or two sentences on which model is significantly better, and at which lengths."""
+    """State in one or two sentences which model is significantly better, and at which lengths."""
     verb, size = first.verb, first.size_unit
     sentences = further(name, other, first, second)
     claims = []
@@ -204,7 +203,7 @@ def conclusion(name: str, other: str, first: TaskResult, second: TaskResult, dif
 
 
 def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
-    """Format a selection of the tested lengths, and write consecutive lengths as a range.
+    """Format a selection of the tested lengths, with consecutive lengths as a range.
 
     >>> spans([8, 16, 32, 64, 128], [8, 32, 64, 128])
     '8 and 32 to 128'
@@ -219,7 +218,7 @@ def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
 def further(name: str, other: str, first: TaskResult, second: TaskResult) -> list[str]:
     """Describe which model has the significantly larger fine or coarse length; the results need not be paired.
 
-    With different tokenizers, we compare lengths in bytes. The error rate of 5 % is split between two methods, two
+    If the tokenizers differ, we compare lengths in bytes. The error rate of 5 % is split between two methods, two
     models and two directions.
     """
     sentences = []

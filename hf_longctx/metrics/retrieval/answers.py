@@ -1,7 +1,7 @@
 """Score answers to retrieval questions without a judge model.
 
-The answer to a question is known, and only the prompt contains it. One forward pass over prompt and answer gives two
-scores: the probability of the answer, and whether greedy decoding reproduces the answer token for token. The third
+The answer to a question is known, and can only be found in the prompt. One forward pass over prompt and answer gives
+two scores: the probability of the answer, and whether greedy decoding reproduces the answer token for token. The third
 score is whether the generated response contains the answer.
 """
 
@@ -20,7 +20,7 @@ from ..result import Number, plural
 from ..task import Answered, Counts, TaskResult
 
 
-REPLY_MARGIN = 16  # a response may be longer than the answer by this number of tokens
+REPLY_MARGIN = 16  # number of tokens by which a response may be longer than the answer
 FEWEST = 5  # minimum number of haystacks or records for a confidence interval
 # Characters of scripts that do not separate words with spaces
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
@@ -40,9 +40,9 @@ class Answer:
     """The scores of one answer.
 
     Attributes:
-        log_prob: log-probability of the right answer after the prompt, in nats, summed over its tokens.
-        tokens: number of tokens in the right answer.
-        exact: whether greedy decoding gives the right answer, i.e. each of its tokens is the most likely token.
+        log_prob: log-probability of the correct answer after the prompt, in nats, summed over its tokens.
+        tokens: number of tokens in the correct answer.
+        exact: whether greedy decoding gives the correct answer, i.e. each of its tokens is the most likely token.
         reply: generated response, or None.
         matched: whether the response contains the answer; equal to `exact` if there is no response.
     """
@@ -59,8 +59,8 @@ class Answer:
 
         Args:
             response: response of the model.
-            tokens: number of tokens in the right answer.
-            matches: function that returns whether a string contains the right answer. It is called with the response
+            tokens: number of tokens in the correct answer.
+            matches: function that returns whether a string contains the correct answer. It is called with the response
                 without the model's thinking.
             opened: marker at the end of the prompt that begins the model's thinking; see `opened_thought`.
         """
@@ -85,7 +85,7 @@ class Answer:
 class Answers:
     """The answers to several prompts of the same kind, e.g. of one length and depth. All rates are from 0 to 1.
 
-    A subclass adds fields. The fields named in `key` are the key of the answers in a result. The other fields are
+    A subclass adds fields. The fields listed in `key` form the key of the answers in a result. The other fields are
     saved alongside the answers.
     """
 
@@ -95,7 +95,7 @@ class Answers:
 
     @classmethod
     def of_score(cls, key: Any, score: dict[str, Any]) -> Self:
-        """Load the answers from a key and a score of a result; see `score`."""
+        """Create the answers from a key and a score in a result; see `score`."""
         names = dict(zip(cls.key, key if isinstance(key, tuple) else (key,)))
         others = {name: tuple(values) for name, values in score.items()}
         return cls(**{**names, **others, "answers": tuple(Answer(**answer) for answer in score["answers"])})
@@ -128,12 +128,12 @@ class Answers:
         return tuple(RATES)[all(a.reply is None for a in self.answers) :]
 
     def rates(self) -> dict[str, float]:
-        """Return the rates by name."""
+        """Return the rates, keyed by name."""
         return {score: getattr(self, score) for score in self.scores}
 
 
 def wilson(rate: float, answers: int) -> tuple[float, float]:
-    """Return the 95 % Wilson score interval of a rate over `answers` answers.
+    """Return the 95 % Wilson score interval for a rate over `answers` answers.
 
     >>> wilson(0, 11)[0], wilson(1, 11)[1]
     (0.0, 1.0)
@@ -141,14 +141,14 @@ def wilson(rate: float, answers: int) -> tuple[float, float]:
     z = 1.96
     centre = (rate + z**2 / (2 * answers)) / (1 + z**2 / answers)
     half = z / (1 + z**2 / answers) * math.sqrt(rate * (1 - rate) / answers + z**2 / (4 * answers**2))
-    # at rates of 0 and 1, the formula would add a rounding error to the bounds 0 and 1
+    # for rates of 0 and 1, the formula would add a rounding error to the bounds 0 and 1
     return 0.0 if rate == 0 else centre - half, 1.0 if rate == 1 else centre + half
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the marker that begins the model's thinking, if a prompt contains it without the marker that ends it.
+    """Return the marker that begins the model's thinking, if a prompt begins the thinking but does not end it.
 
-    Returns an empty string otherwise.
+    Otherwise, return an empty string.
 
     >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
     ('<think>', '')
@@ -158,7 +158,7 @@ def opened_thought(prompt: str) -> str:
 
 
 def after_thought(response: str) -> str | None:
-    """Return the part of a response after the model's thinking; None if the response ends before that part.
+    """Return the part of a response after the model's thinking; None if the thinking does not end.
 
     >>> after_thought("<think>The cow ...</think> Alm"), after_thought("Alm"), after_thought("<think>The cow")
     (' Alm', 'Alm', None)
@@ -170,7 +170,7 @@ def after_thought(response: str) -> str | None:
 
 
 def contains_text(reply: str, expected: str) -> bool:
-    """Return whether `reply` contains the words of `expected` in a row, ignoring case and punctuation.
+    """Return whether `reply` contains the words of `expected` consecutively, ignoring case and punctuation.
 
     >>> contains_text(" Eat a\\nsandwich, of course.", "eat a sandwich")
     True
@@ -196,13 +196,13 @@ def contains_number(reply: str, expected: int) -> bool:
 
 
 class Retrieval(TaskResult):
-    """The base class of retrieval results: `Answers` for each size of the prompt.
+    """The base class of retrieval results, which contain `Answers` for each prompt size.
 
     A subclass sets the attributes and defines `units`. Summaries show the first of the `rates_measured`.
 
     Attributes:
         part: subclass of `Answers` for the answers at one size.
-        question: description of the question, as a sentence.
+        question: sentence that describes the question.
         drawn: noun for the randomly drawn part of a prompt, such as "record".
         hidden: description of the information that the model has to find, such as "one of many lines".
     """
@@ -218,7 +218,7 @@ class Retrieval(TaskResult):
         return cls(dict(part.score() for part in parts), settings or {})
 
     def __post_init__(self):
-        assert self.parts is not None  # computed here, so that an incomplete score raises an error
+        assert self.parts is not None  # computed now, so that an incomplete score raises an error
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
@@ -254,7 +254,7 @@ class Retrieval(TaskResult):
         return counts
 
     def rates(self) -> dict[int, float]:
-        """Return, for each size, the first of the `rates_measured`."""
+        """Return the first of the `rates_measured` at each size."""
         return {counts.length: counts.right / counts.asked for counts in self.by_length()}
 
     def numbers(self):
@@ -272,7 +272,7 @@ class Retrieval(TaskResult):
         return numbers
 
     def with_gaps(self, text: str) -> str:
-        """Append the number of responses that ended while the model was thinking, before it gave an answer."""
+        """Append the number of responses that ended while the model was still thinking."""
         answers = [answer for part in self.parts for answer in part.answers]
         thinking = sum(answer.ends_in_thought for answer in answers)
         if thinking:

@@ -5,8 +5,8 @@ mode, which is for models without instruction tuning, the needle contains the qu
 known, so scoring does not need a judge model; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
-and Qin et al. 2024. Our prompts differ from theirs in three ways: they are exactly as long as requested, a sentence
-ends at any token that ends with a full stop, exclamation mark or question mark, and the needle is inserted at the
+and Qin et al. 2024. Our prompts differ in three ways: they are exactly as long as requested, a sentence ends at any
+token that ends with a full stop, exclamation mark or question mark, and the needle is inserted exactly at the
 requested depth if no sentence ends before that depth. This file does not use a model.
 """
 
@@ -26,9 +26,9 @@ DEPTHS = tuple(i / 10 for i in range(11))
 
 
 class Pieces(NamedTuple):
-    """Token ids of everything in a prompt except the haystack, and of the answer; each array is (n,) int64."""
+    """Token ids of the answer, and of all pieces of a prompt except the haystack; each array is (n,) int64."""
 
-    bos: np.ndarray  # the BOS token, or in a chat all tokens before the user message
+    bos: np.ndarray  # the BOS token, or all tokens before the user message of a chat
     needle: np.ndarray
     question: np.ndarray
     answer: np.ndarray
@@ -80,7 +80,7 @@ def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: 
 
 
 def haystack_length(length: int, pieces: Pieces) -> int:
-    """Return the number of tokens in the haystack, if prompt and answer have `length` tokens.
+    """Return the number of tokens in the haystack, given the total length of prompt and answer.
 
     Raises:
         ValueError: `length` is too short for a haystack.
@@ -89,7 +89,7 @@ def haystack_length(length: int, pieces: Pieces) -> int:
     if room < 1:
         raise ValueError(
             f"lengths must be above {pieces.tokens}, the number of tokens in needle, question and answer, got "
-            f"{length}. Start at several times that number."
+            f"{length}. Use lengths of several times that number."
         )
     return room
 
@@ -124,8 +124,8 @@ def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> lis
 def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
     """Return the number of haystack tokens before the needle.
 
-    The needle is inserted after the last sentence that ends before `depth`. If no sentence ends before that depth, the
-    needle is inserted exactly at it.
+    The needle is inserted after the last sentence that ends before `depth`, or exactly at `depth` if no sentence ends
+    before it.
 
     Args:
         sentence_ends: (n,) bool, whether each token of the haystack ends a sentence.
@@ -142,7 +142,7 @@ def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
 
 
 def hide_needle(haystack: np.ndarray, at: int, pieces: Pieces) -> np.ndarray:
-    """Return the ids of a prompt, (n,) int64, with the needle after the first `at` tokens of the haystack."""
+    """Return the prompt with the needle after the first `at` tokens of the haystack, as ids (n,) int64."""
     return np.concatenate([pieces.bos, haystack[:at], pieces.needle, haystack[at:], pieces.question])
 
 
@@ -152,4 +152,4 @@ def ends_sentence(text: str) -> bool:
     >>> [ends_sentence(token) for token in ('."', ".\\n", " e.g", "!", "\u3002", ",")]
     [True, True, False, True, True, False]
     """
-    return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # includes full-width marks
+    return re.search(r"[.!?\u3002\uff01\uff1f]\W*$", text) is not None  # including full-width marks

@@ -29,7 +29,7 @@ class Wording(NamedTuple):
     Attributes:
         needle: sentence that is hidden in the haystack.
         question: question after the haystack.
-        begin: first words of the answer, which are the end of the prompt.
+        begin: first words of the answer, with which the prompt ends.
         answer: expected continuation of the prompt.
     """
 
@@ -60,10 +60,10 @@ def wording(
         mode: "standard" or "easy". In easy mode, the needle consists of question and answer.
         needle: custom needle, for standard mode only.
         question: custom question, in any language.
-        answer: answer to the custom question. A space is prepended if the question contains spaces.
+        answer: answer to the custom question. If the question contains spaces, we prepend a space to the answer.
 
     Raises:
-        ValueError: the question or the answer is missing, a needle is missing or not allowed, or the needle does not
+        ValueError: the question or answer is missing, the needle is missing or not allowed, or the needle does not
             contain the answer.
     """
     if needle is None and question is None and answer is None:
@@ -89,7 +89,7 @@ def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
     """Return the text that the tokenizer's chat template adds before and after a user message.
 
     Args:
-        tokenizer: a tokenizer of transformers.
+        tokenizer: a transformers tokenizer.
         kwargs: additional variables of the template, such as enable_thinking.
 
     Raises:
@@ -143,9 +143,9 @@ class RetrievalTask(Task):
         return check_token_ids(ids, f"the {name} as the tokenizer encodes it", self.subject.reader.vocab_size)
 
     def ask(self, prompt: np.ndarray, answer: np.ndarray) -> Ask:
-        """Create the request for a prompt and its right answer, both (n,) int64 ids."""
+        """Create the request for a prompt and its correct answer, both ids (n,) int64."""
         return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN))
 
     def trial(self, key: Any, tokens: int, questions: int) -> Trial:
-        """Create a trial of some questions; `tokens` is the maximum length of prompt and answer."""
+        """Create a trial with several questions; `tokens` is the maximum total length of prompt and answer."""
         return Trial(key, tokens + self.replies * REPLY_MARGIN, questions)

@@ -1,1 +1,1 @@
-"""Compute the RoPE base bound, and check models against it."""
+"""Compute the RoPE base bound, and check whether models satisfy it."""

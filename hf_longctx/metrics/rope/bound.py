@@ -12,14 +12,14 @@ and a lower bound on the base for a given context:
     base_L = inf { base > 1 : B_m >= 0 for m = 0..L }                              (eq. 18)
 
 m is a distance: in a context of N tokens, m <= N - 1. The bound is only a first estimate, because it considers a
-single layer, and stacked layers see further (sec. 4.3). All arithmetic is numpy float64.
+single layer, whereas stacked layers have a larger receptive field (sec. 4.3). All arithmetic is numpy float64.
 
-A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval: the first ones lie
-in windows whose relative width can be as small as 1e-5, and bases far above base_L can still fail. A grid search
-misses such windows, and therefore reports a larger minimum. `rope_base_bound` finds the infimum itself and three
+A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval: the smallest ones
+lie in windows whose relative width can be as small as 1e-5, and bases far above base_L can still fail. A grid search
+misses such windows, and therefore reports a larger minimum. `rope_base_bound` finds the exact infimum and three
 numbers for practical use: the width of the first window, the first admissible base with two digits, and the base above
-which none fails. By Taylor's theorem, no violation between two evaluations is missed. This proof does not include the
-rounding errors of the evaluations (below 1e-8 in B_m at m = 1e6).
+which none fails. By Taylor's theorem, we do not miss any violation between two evaluations. This proof does not cover
+the rounding errors of the evaluations (below 1e-8 in B_m at m = 1e6).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..checks import as_int
 EPS = float(np.finfo(np.float64).eps)
 WIDTH = 256  # number of consecutive distances in one row of a matrix product
 BATCH = 32  # number of rows that are re-evaluated together
-MAX_CONTEXT = 10**8  # longest context in tokens; longer ones take minutes
+MAX_CONTEXT = 10**8  # longest context in tokens; longer contexts take minutes
 TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
 
 
@@ -79,7 +79,7 @@ def rope_decay(
             2 sqrt(n) sines per frequency and one matrix product instead of n cosines; see `_decay_range`.
         base: rope_theta of plain RoPE.
         head_dim: dimensions of a head, all of which rotate.
-        inv_freq: frequencies in radians per token, (n,), instead of base and head_dim. A zero stands for a pair of
+        inv_freq: frequencies (n,) in radians per token, instead of base and head_dim. A zero stands for a pair of
             dimensions that does not rotate.
 
     Returns:
@@ -126,7 +126,7 @@ def rope_context_bound(
     1706
     """
     theta = _frequencies(base, head_dim, inv_freq)
-    first, size = 0, 1024  # ranges that double, so that the search can stop early
+    first, size = 0, 1024  # the size of the ranges doubles, so that the search can stop early
     while first <= limit:
         size = min(size, limit + 1 - first)
         decay = _decay_range(theta, first, 1, size)
@@ -193,7 +193,7 @@ def complex_exponential(angle: np.ndarray) -> NDArray[np.complex128]:
 
 
 def real_product(coarse: NDArray[np.complex128], fine: NDArray[np.complex128]) -> np.ndarray:
-    """Return Re(coarse^T fine), the sum over frequencies of the cosine of a coarse plus a fine angle."""
+    """Return Re(coarse^T fine), i.e. cos(coarse angle + fine angle) summed over frequencies."""
     return np.concatenate([coarse.real, -coarse.imag]).T @ np.concatenate([fine.real, fine.imag])
 
 
@@ -202,7 +202,7 @@ def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
     return 4 * EPS * (m * theta.sum() + len(theta))
 
 
-# The smallest base of a context -----------------------------------------------------------------------------------
+# The smallest base for a context ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -211,11 +211,11 @@ class RopeBaseBound:
 
     Attributes:
         context_length: L, the largest distance in tokens.
-        head_dim: number of dimensions that rotate; each pair of them has one frequency.
-        non_rotary_dims: number of additional dimensions that do not rotate; they add non_rotary_dims / 2 to every B_m.
+        head_dim: number of dimensions that rotate; each pair has one frequency.
+        non_rotary_dims: number of other dimensions, which do not rotate; they add non_rotary_dims / 2 to every B_m.
         base: base_L of eq. 18, the infimum of the admissible bases.
-        critical_distance: the distance m at which B_m is 0 for `base` and negative for slightly smaller bases; None if
-            base is 1.
+        critical_distance: distance m at which B_m is 0 for `base` and negative for slightly smaller bases; None if
+            `base` is 1.
         window_end: end of the first interval of admissible bases, [base, window_end]; None if it extends beyond
             search_limit.
         two_digit_base: the smallest admissible base with two significant digits.
@@ -246,11 +246,11 @@ def rope_base_bound(
     """Find the exact minimum base for a context length (eq. 18), and bases for use in practice.
 
     Args:
-        context_length: L in tokens: B_m must be >= 0 for m = 0..L. A context of N tokens needs only L = N - 1.
+        context_length: L in tokens: B_m must be >= 0 for m = 0..L. A context of N tokens requires L = N - 1.
         head_dim: number of dimensions that rotate, even and at least 4.
         non_rotary_dims: number of dimensions that do not rotate (partial rotary embeddings), even.
-        search_ratio: the search for window_end and settled_base ends at search_ratio * base. It takes most of the
-            time; `rope_base_table` omits it.
+        search_ratio: the search for window_end and settled_base ends at search_ratio * base. This search takes most
+            of the time; `rope_base_table` omits it.
 
     Returns:
         RopeBaseBound, whose `base` is correct to one unit in the last place of a float64.
@@ -270,13 +270,13 @@ def rope_base_bound(
         raise ValueError(
             f"context_length must be at most {MAX_CONTEXT:,}, got {length:,}. Longer contexts take minutes."
         )
-    # With u = ln base, find the infimum, then the first violation above it, then the last one before the search ends.
+    # With u = ln base, find the infimum, then the first violation above it, then the last violation before `end`.
     ((_, start, critical),) = _infima(family, [length])
     base = family.base_at_root(start, critical)
     end = start + math.log(search_ratio)
     window = _next_root(family, start, end, length)
     settled = (start, critical) if window is None else _next_root(family, end, start, length)
-    assert settled is not None  # a search downwards at least finds the infimum
+    assert settled is not None  # a downward search stops at the infimum at the latest
     return RopeBaseBound(
         context_length=length,
         head_dim=head_dim,
@@ -291,9 +291,9 @@ def rope_base_bound(
 
 
 def rope_base_table(context_lengths: Iterable[int], head_dim: int, *, non_rotary_dims: int = 0) -> dict[int, float]:
-    """Find base_L of eq. 18 for several lengths, in the time that the largest length takes alone.
+    """Map each length to its base_L (eq. 18), in the same time as for the largest length alone.
 
-    See `rope_base_bound` for the arguments and exceptions. The result maps each length to its base_L.
+    See `rope_base_bound` for the arguments and exceptions.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
     return {length: family.base_at_root(u, m) for length, u, m in _infima(family, _lengths(context_lengths))}
@@ -302,10 +302,10 @@ def rope_base_table(context_lengths: Iterable[int], head_dim: int, *, non_rotary
 def rope_base_scan(
     context_lengths: Iterable[int], head_dim: int, *, digits: int = 2, non_rotary_dims: int = 0
 ) -> dict[int, float]:
-    """Find the first admissible base with a given number of significant digits, for several lengths.
+    """Map each length to its first admissible base with a given number of significant digits.
 
     Such a base is suitable for a config, but larger bases may still fail. See `rope_base_bound` for the arguments and
-    exceptions. The result maps each length to a base.
+    exceptions.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
     return _scan(family, _lengths(context_lengths), as_int("digits", digits, 1), 1.0)
@@ -327,7 +327,7 @@ class _DecayFamily:
         self.head_dim, self.constant = head_dim, non_rotary_dims // 2
 
     def at(self, m: np.ndarray, u: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return B_m, its slope dB/du and the curvature bound K at u, each (k,), for distances m, (k,)."""
+        """Return B_m, its slope dB/du and the curvature bound K at u, each (k,), for distances m (k,)."""
         theta = np.exp(-u * self.x)
         angle = np.multiply.outer(m, theta)
         value = np.cos(angle).sum(-1) + self.constant
@@ -344,14 +344,14 @@ class _DecayFamily:
     def curvature(self, m: np.ndarray, theta: np.ndarray) -> np.ndarray:
         """Return the curvature bound K for each distance in m."""
         x_theta = self.x * theta
-        return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # positive also at m = 0
+        return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # positive even at m = 0
 
     def rounding(self, m: np.ndarray, u: float) -> np.ndarray:
         """Return an upper bound on the rounding error of B_m at u."""
         return rounding_error(m, np.exp(-u * self.x))
 
     def first_negative(self, u: float, length: int) -> np.ndarray:
-        """Return distances m <= length with B_m < 0 at u, (k,), from the first of several ranges that contains any."""
+        """Return distances m <= length with B_m < 0 at u, (k,), from the first range that contains any."""
         theta = np.exp(-u * self.x)
         fine = rotations(theta, 0, 1, WIDTH)
         row, rows = 0, 8
@@ -364,12 +364,12 @@ class _DecayFamily:
                 return negative
 
     def _negative(self, value: np.ndarray, starts: np.ndarray, u: float, length: int) -> np.ndarray:
-        """Return distances m <= length at which B_m, evaluated again, is more negative than its rounding error."""
+        """Re-evaluate B_m, and return the distances m <= length at which it is below minus its rounding error."""
         row, column = np.nonzero(value < 0)
         m = starts[row] + column
         m = m[m <= length]
         negative = m[:0]
-        for sample in (m[:: len(m) // 64 + 1], m):  # one violation suffices, so try a sample first
+        for sample in (m[:: len(m) // 64 + 1], m):  # one violation is enough, so try a sample first
             negative = sample[self.at(sample, u)[0] < -self.rounding(sample, u)]
             if len(negative):
                 break
@@ -396,8 +396,8 @@ class _DecayFamily:
 def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int, float, int | None]]:
     """Find base_L of eq. 18 for each length, in ascending order.
 
-    u = ln base increases from 0. If B_m < 0 at some m <= L, no base is admissible up to the next root of this B_m, so
-    we move u to that root. If there is no such m, exp(u) is base_L.
+    We increase u = ln base from 0. If B_m < 0 for some m <= L, no base up to the next root of this B_m is admissible,
+    so we move u to that root. If there is no such m, exp(u) is base_L.
 
     Yields:
         (L, u, m): base_L is exp(u), and B_m rises through 0 there; m is None if u is 0.
@@ -410,13 +410,10 @@ def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int,
 
 
 def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple[float, int]:
-    """Return the next root of B_m above u for one of several distances m with B_m < 0.
+    """Return the next root of B_m above u, and the distance m that we chose.
 
     Args:
-        m: distances with B_m < 0 at u, (k,). We choose the distance whose B_m provably stays negative for longest.
-
-    Returns:
-        the root, and the chosen distance.
+        m: distances (k,) with B_m < 0 at u. We choose the distance whose B_m provably stays negative the longest.
     """
     furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
     m = m[furthest : furthest + 1]
@@ -431,15 +428,15 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
     """Find the first point between u and end at which B_m becomes negative for some m <= length.
 
-    For each row of distances, `proven` is the step from u over which B_m is proven to be non-negative. We repeatedly
-    evaluate the rows with the shortest such steps, and extend their steps.
+    For each row of distances, B_m is proven to be non-negative over a step of `proven` from u towards end. We
+    repeatedly evaluate the rows with the smallest `proven`, and increase it.
 
     Returns:
         the point and the distance m; None if there is no such point.
     """
     towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
     proven = np.zeros(len(starts))
-    stride = 0.05  # maximum step in u, over which K grows at most by the factor exp(2 stride)
+    stride = 0.05  # maximum step in u, over which K grows by a factor of at most exp(2 stride)
     while True:
         rows = np.argpartition(proven, min(BATCH, len(starts)) - 1)[:BATCH]
         v = u + towards * proven[rows].min()

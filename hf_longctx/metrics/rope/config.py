@@ -2,7 +2,7 @@
 
 The input is a model, a config, the parsed content of a config.json, or the name or folder of a model. transformers
 parses the config if it supports the model type, and computes the frequencies of every RoPE scaling type. For other
-model types, we read the config fields of a Llama, including alternative names that code on the Hub uses. The model's
+model types, we read the config fields of a Llama, or alternative field names that code on the Hub uses. The model's
 own code runs only with `trust_remote_code`.
 
 With a claimed context of N tokens, full attention attends over distances up to N - 1. Sliding-window attention attends
@@ -60,14 +60,14 @@ SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
 LLAMA_BASE = 10_000.0
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
-# Model types with settings that only their code contains. `python -m scripts.rope_types` finds them in transformers.
+# Model types whose code has settings that the config lacks; `python -m scripts.rope_types` lists them.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
 ROPE_ON_SLIDING_LAYERS_ONLY = (
     *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
 )
 NTK_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")  # dynamic scaling: base * alpha ** (d / (d - 2))
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
-# Parameters that determine the frequencies of each rope type, and parameters that do not affect any frequency.
+# Parameters that determine the frequencies of each rope type, and parameters that do not affect the frequencies.
 READS = {
     "default": "",
     "linear": "factor",
@@ -90,7 +90,7 @@ class NoRopeError(ValueError):
 
     Args:
         config: config of the model.
-        reason: why we conclude this, for the error message.
+        reason: reason for this conclusion, for the error message.
     """
 
     def __init__(self, config: Any, reason: str):
@@ -101,7 +101,7 @@ class NoRopeError(ValueError):
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of a group of layers. inv_freq (n,) float64 rotates the first 2n dimensions of a head."""
+    """The rotary embedding of a group of layers: inv_freq (n,) float64 rotates the first 2n dimensions of a head."""
 
     type: str
     base: float
@@ -119,8 +119,8 @@ class Source:
     Attributes:
         config: copy of the text decoder's config.
         name: name for the report; for a local model, the last component of its path.
-        file: parsed config.json, with the text decoder's fields at the top level; empty if it is not on this machine.
-        tokenizer: parsed tokenizer_config.json; empty if it is not on this machine.
+        file: parsed config.json, with the text decoder's fields at the top level; empty if not available.
+        tokenizer: parsed tokenizer_config.json; empty if not available.
         notes: sentences about the assumptions that we made.
         known: whether transformers has a config class for the model type.
     """
@@ -180,7 +180,7 @@ def read_source(model: Any, **options: Any) -> Source:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Convert exceptions from invalid values in a config into a ValueError."""
+    """Raise a ValueError instead of any exception that an invalid value in a config causes."""
     try:
         yield
     except (ValueError, NotImplementedError, ImportError, OSError):
@@ -193,7 +193,7 @@ def readable() -> Iterator[None]:
 
 
 def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and tokenizer_config.json; the latter is empty if the file is missing."""
+    """Return the contents of config.json and tokenizer_config.json; {} for a missing tokenizer_config.json."""
     from transformers import PreTrainedConfig
     from transformers.utils import cached_file
 
@@ -250,7 +250,7 @@ def with_part_on_top(file: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rope(value: Any) -> dict[str, Any]:
-    """Normalize RoPE parameters, flat or per layer type: drop null values, and use rope types of transformers."""
+    """Normalize RoPE parameters, flat or per layer type: drop null values, and use transformers' rope types."""
     if not isinstance(value, dict):
         raise ValueError(f"rope_parameters must be a JSON object, got {value!r}.")
     if any(isinstance(entry, dict) for entry in value.values()):  # an entry per layer type, null without RoPE
@@ -267,7 +267,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
     notes.append(f"transformers does not know the model type {kind!r}; its config.json is read as a Llama would")
     file = {key: value for key, value in file.items() if value is not None}
     fields = {name: file[name] for name in LENGTHS if name in file}
-    if fields:  # functions of transformers read max_position_embeddings
+    if fields:  # transformers functions read max_position_embeddings
         fields.setdefault("max_position_embeddings", next(iter(fields.values())))
     for name, others in SPELLINGS.items():
         spelling = next((spelling for spelling in (name, *others) if spelling in file), None)
@@ -278,7 +278,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         rope |= {"factor": 1.0} | read_rope(file["rotary"])
         rope["factor"] = rope.pop("scaling_factor", rope["factor"])
     base = fields.get("rope_theta", rope.pop("base", rope.get("rope_theta")))
-    if kind == "chatglm":  # its code rotates half of each head, which config.json does not mention
+    if kind == "chatglm":  # its code rotates half of each head, although config.json does not say so
         fields.setdefault("partial_rotary_factor", 0.5)
     if "qk_rope_head_dim" in file:  # multi-head latent attention
         fields["head_dim"] = file["qk_rope_head_dim"]
@@ -308,7 +308,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
 
 
 def claimed_context(source: Source) -> tuple[int, str]:
-    """Return the context length that a model claims, and the setting that claims it; add notes to `source.notes`.
+    """Return the claimed context, and the setting that claims it; add notes to `source.notes`.
 
     The claimed context is the largest length in the config or the tokenizer's config.
 
@@ -344,7 +344,7 @@ def claimed_context(source: Source) -> tuple[int, str]:
 
 
 def stated_lengths(source: Source) -> dict[str, int]:
-    """Return the lengths in a config by name; class defaults count only if config.json does not set any length."""
+    """Return the lengths in a config, keyed by name; ignore class defaults if config.json sets a length."""
     config, lengths = source.config, {}
     named = any(map(source.names, LENGTHS))
     for name in LENGTHS:
@@ -358,11 +358,11 @@ def stated_lengths(source: Source) -> dict[str, int]:
 
 
 def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str, int]:
-    """Return the scaled length, i.e. the scaling factor times the original length; add a note if it is a guess.
+    """Return the scaled length (factor times original length), keyed by its origin; add a note if we guess.
 
     If a config does not contain the original length, max_position_embeddings may be the original or the scaled length.
-    With dynamic scaling and YaRN, we assume the original length, like transformers. With linear scaling, we assume the
-    original length only if the model would otherwise have been trained on 2048 tokens or fewer.
+    With dynamic scaling and YaRN, we assume that it is the original length, like transformers. With linear scaling, we
+    assume the original length only if the model would otherwise have been trained on 2048 tokens or fewer.
 
     Args:
         stated: max_position_embeddings.
@@ -444,7 +444,7 @@ def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
         kinds = ["sliding_attention" if sliding else "full_attention"] * count
     if not isinstance(kinds, list) or len(kinds) != count or not all(isinstance(kind, str) for kind in kinds):
         raise ValueError(f"layer_types must be a list with the type of each of {count} layers, got {kinds!r}.")
-    if nested and not set(nested) & set(kinds):  # keys that are not layer types, as in DeepSeek-V4
+    if nested and not set(nested) & set(kinds):  # the keys are not layer types, as in DeepSeek-V4
         return {(key, required_base(config.rope_parameters[key])): [] for key in nested}
 
     groups: dict[tuple[str, float], list[int]] = {}
@@ -531,7 +531,7 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
 
 
 def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
-    """Add notes on parameters that we assume, and on parameters that the rope type does not use.
+    """Add notes on assumed parameters, and on parameters that the rope type does not use.
 
     Raises:
         ValueError: transformers does not define a parameter, so its effect on the frequencies is unknown.

@@ -35,7 +35,7 @@ from .config import (
 )
 
 
-SEARCHED = 1 << 22  # search at least this many distances for the first B_m < 0
+SEARCHED = 1 << 22  # minimum number of distances to search for the first B_m < 0
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 MINIMUM_BASE_UP_TO = 1 << 20  # in tokens; for longer contexts, eq. 18 takes minutes
 CAVEAT = (
@@ -58,19 +58,19 @@ class RopeLayers:
         base: rope_theta.
         head_dim: dimensions of a query or key head.
         rotary_dim: dimensions of a head that rotate.
-        max_distance: largest distance that these layers attend over at the claimed context.
+        max_distance: largest distance over which these layers attend at the claimed context.
         context_bound: L_theta of eq. 17; the first distance with B_m < 0 is context_bound + 1. None if B_m >= 0 up to
             m = 4194304 and up to max_distance.
         rotary_only_bound: context_bound computed from only the dimensions that rotate.
         negative_distances: number of distances m in 0..max_distance with B_m < 0.
-        last_negative: the largest of these distances; None if there are none.
+        last_negative: largest of these distances; None if there are none.
         lowest_decay: minimum of B_m for m in 0..max_distance, to three decimals; B_0 = head_dim / 2.
         minimum_base: base_L of eq. 18 for L = max_distance and plain RoPE on the same dimensions. None if every base
             satisfies the bound (at least half of the head does not rotate), or if it was not computed (not requested,
             more than 1048576 tokens, or proportional RoPE, whose exponents differ). Some larger bases fail.
         two_digit_base: smallest base with two significant digits that satisfies the bound.
-        settled_base: base from which all bases up to search_limit satisfy the bound; None if search_limit does not, or
-            if minimum_base is None.
+        settled_base: base from which all bases up to search_limit satisfy the bound; None if search_limit does not
+            satisfy it, or if minimum_base is None.
         search_limit: largest base searched, 16 times minimum_base.
         inv_freq: the rotary_dim / 2 frequencies, in radians per token.
     """
@@ -104,7 +104,7 @@ class RopeLayers:
 
     @property
     def detail(self) -> str:
-        """Explain the verdict of this group in a few words."""
+        """Explain the verdict on this group in a few words."""
         if self.verdict == "violated":
             assert self.negative_distances is not None and self.context_bound is not None
             share = f"{self.negative_distances} of {self.max_distance + 1} distances"
@@ -134,7 +134,7 @@ class RopeReport(Result):
     def verdict(self) -> str:
         """The worst verdict of all groups: 'violated', 'inconclusive', 'holds' or 'holds within windows'.
 
-        The last one means that no layer with RoPE attends over the whole claimed context.
+        'holds within windows' means that no layer with RoPE attends over the whole claimed context.
         """
         verdicts = {group.verdict for group in self.groups}
         worst = next(verdict for verdict in ("violated", "inconclusive", "holds", "no RoPE") if verdict in verdicts)
@@ -234,9 +234,9 @@ def rope_report(
     """Check whether a model's rotary embedding satisfies B_m >= 0 over its context, and find the bases that do.
 
     The config may contain `rope_parameters` of transformers 5 (flat or per layer type), or `rope_theta` and
-    `rope_scaling` of earlier versions. Supported are the rope types default, linear, dynamic, yarn, longrope, llama3
-    and proportional, partial rotary embeddings, sliding windows, and layers without RoPE. In multimodal models, we
-    check the text decoder. If transformers does not support the model type, we read the config fields of a Llama.
+    `rope_scaling` of earlier versions. We support the rope types default, linear, dynamic, yarn, longrope, llama3 and
+    proportional, partial rotary embeddings, sliding windows, and layers without RoPE. In multimodal models, we check
+    the text decoder. If transformers does not support the model type, we read the config fields of a Llama.
 
     Args:
         model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, the content of a config.json, or the name, folder
@@ -259,7 +259,6 @@ def rope_report(
 
 
 def _report(source: Source, context_length: int | None, minimum_base: bool) -> RopeReport:
-    """Check each group of layers in a config."""
     config, notes = with_rope_parameters(source), source.notes
     claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
     claimed = as_int(f"the context to check ({claimed_by})", claimed, 2)
@@ -290,7 +289,7 @@ def _report(source: Source, context_length: int | None, minimum_base: bool) -> R
 
 
 def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -> RopeLayers:
-    """Compute the bound of one group of layers, which attend over distances up to `reach`."""
+    """Compute the bound for a group of layers that attend over distances up to `reach`."""
     rotating = rope.inv_freq[rope.inv_freq > 0]
     at_rest = rope.head_dim // 2 - len(rotating)
     theta = np.append(rotating, np.zeros(at_rest))

@@ -12,7 +12,7 @@ from .reader import Reader
 def rank_and_world_size(reader: Reader | None = None) -> tuple[int, int]:
     """Return the rank of this process, and the number of processes among which the trials are divided.
 
-    Returns (0, 1) without torch.distributed, or if the model itself is sharded over the processes.
+    Without torch.distributed, or if the model itself is sharded over the processes, return (0, 1).
     """
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized() or (reader and reader.is_distributed):
@@ -29,8 +29,8 @@ def exchange(scores: dict, failure: BaseException | None) -> tuple[dict, BaseExc
     """Gather the scores of all processes.
 
     Returns:
-        the scores, and an exception or None. If this process failed, it is the exception of this process. If only
-        other processes failed, it is a RuntimeError about the first of them.
+        the scores, and an exception or None: the exception of this process if it failed, or else a RuntimeError about
+        the first process that failed.
     """
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (scores, repr(failure) if failure else None))

@@ -1,13 +1,13 @@
-"""Compute the logits at some positions of many inputs, with chunked inputs, batches and shared prefixes.
+"""Compute the logits at some positions of many inputs, using chunked inputs, batches and shared prefixes.
 
-The function `last_logits` is the reference: one forward pass per input. An `Engine` computes the same logits with less
-time and memory:
+The function `last_logits` is the reference: one forward pass per input. An `Engine` computes the same logits in less
+time and with less memory:
 
-- The common prefix of several inputs is read once. The cache of the prefix is cropped after each input.
-- Long inputs are read in chunks of a bounded number of tokens, and short inputs are batched.
+- The common prefix of several inputs is read once. After each input, the cache is cropped to the prefix.
+- Long inputs are read in chunks with a maximum number of tokens, and short inputs are batched.
 
-An engine uses a cache only if the model supports one, and if the chunked logits of a short input equal the logits of
-one forward pass.
+An engine uses a cache only if the model supports one, and if the chunked logits of a short input equal the logits from
+a single forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .logits import CACHES, accepted_options, argmax, input_device, last_logits
 from .model import first_parameter, text_config
 
 
-# Maximum tokens and logits per forward pass: small on a CPU to save memory, large on an accelerator for speed
+# Maximum numbers of tokens and logits per pass: small on a CPU to save memory, large on an accelerator for speed
 TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
 LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class UnsupportedInput(RuntimeError):
-    """The model cannot read an input, for the reason in the message. Other inputs may work."""
+    """The model does not support an input, for the reason in the message. It may support other inputs."""
 
 
 class OutOfMemory(UnsupportedInput):
@@ -73,7 +73,7 @@ class Engine:
         scalings = [getattr(module, "rope_type", None) for module in model.modules()]
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
-        # dynamic RoPE keeps the scaling for the longest input so far, until an input does not need scaling
+        # dynamic RoPE retains the scaling of the longest input so far, until an input does not need scaling
         self._rescales = any("dynamic" in name for name in rope_types)
         trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
@@ -136,14 +136,12 @@ class Engine:
         yield from logits.split(max(1, self.logits_per_pass // self.vocab_size))
 
     def forget_lengths(self) -> None:
-        """Reset the scaling of dynamic RoPE, which may still be the scaling for an earlier, longer input."""
+        """Reset the scaling of dynamic RoPE, which may still be set for an earlier, longer input."""
         if self._rescales:
             self._logits(self._first_id, 1)
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int) -> Iterator[torch.Tensor]:
-        """Read ids (B, t) after the tokens of a cache, in chunks of at most `tokens_per_pass` tokens.
-
-        The ids are added to the cache.
+        """Read ids (B, t) after the cached tokens, in chunks of at most `tokens_per_pass` tokens; extend the cache.
 
         Yields:
             the logits (B, n, V) of the next n positions, until the last `scored` positions are done.
@@ -172,11 +170,11 @@ class Engine:
         yield from self.read(ids, branch, scored)
 
     def _continues_exactly(self, ids, logits):
-        """Return whether chunked logits, after cropping the cache, equal the logits of one pass up to rounding."""
+        """Return whether chunked logits from a cropped cache equal the logits of one pass up to rounding."""
         if not isinstance(self.config, PreTrainedConfig) or getattr(self.model, "_is_stateful", False):
             return False
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
-            return False  # PEFT puts its virtual tokens into a cache of its own
+            return False  # PEFT stores its virtual tokens in its own cache
         if not getattr(self.model, "_supports_default_dynamic_cache", lambda: True)():
             return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
@@ -198,8 +196,8 @@ def check_causal(
 ) -> None:
     """Check that changing the second half of an input does not change the logits of its first half.
 
-    The second half begins at an odd index, which lies within a block if a model looks ahead in blocks of even size.
-    The check does not detect NaN logits; the runner reports them.
+    The second half begins at an odd index, to detect models that look ahead within blocks of even size. The check does
+    not detect NaN logits; the runner reports them.
 
     Args:
         model: the model, for its name and dtypes.

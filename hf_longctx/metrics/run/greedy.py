@@ -1,10 +1,9 @@
-"""Count the right predictions of a served model with greedy completions.
+"""Count the correct predictions of a served model with greedy completions.
 
-This is for servers that do not report the log-probabilities of prompt tokens. We send the first p tokens of a sequence
-as a prompt, and compare the response at temperature 0 with the following tokens. The model predicts these tokens right
+We use completions if a server does not report the log-probabilities of prompt tokens. We send the first p tokens of a
+sequence as a prompt, and compare the response at temperature 0 with the following tokens. The predictions are correct
 up to the first difference. The next prompt contains all tokens up to and including the token that was predicted wrong.
-A sequence thus takes one request per wrong prediction, plus one. It is split into parts, which are requested in
-parallel.
+A sequence thus takes one request per wrong prediction, plus one. We request parts of each sequence in parallel.
 
 If a server returns text instead of token ids, each request covers a single token, because different tokens may decode
 to the same text.
@@ -28,7 +27,7 @@ from .engine import UnsupportedInput
 from .journal import Journal, content_hash
 
 
-ANOTHER = -2  # placeholder for the id of a wrong prediction
+ANOTHER = -2  # placeholder for the predicted id if the prediction is wrong
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0, "frequency_penalty": 0}
 
 
@@ -42,10 +41,10 @@ class Form(NamedTuple):
 
 
 FORMS = [
-    Form(
-        True, True, {"return_token_ids": True, **NEUTRAL}
-    ),  # vLLM, which would otherwise use the penalties of generation_config.json
-    Form(True, True, {"logprobs": 1, "repeat_penalty": 1.0}),  # llama.cpp, which returns ids with log-probabilities
+    # vLLM would otherwise use the penalties in generation_config.json
+    Form(True, True, {"return_token_ids": True, **NEUTRAL}),
+    # llama.cpp returns ids along with log-probabilities
+    Form(True, True, {"logprobs": 1, "repeat_penalty": 1.0}),
     Form(True, False),
     Form(False, False),
     Form(False, False, adds_bos=True),
@@ -98,7 +97,7 @@ class GreedyCompletions:
         return ([] if bos is None else [bos]) + ids[: 5 - (bos is not None)]
 
     def predict(self, inputs: np.ndarray, positions: range) -> np.ndarray:
-        """Return the input's next id at positions that are predicted right, and -2 at positions predicted wrong.
+        """Return the next input id where the prediction is correct, and -2 where it is wrong.
 
         Raises:
             UnsupportedInput: the server returns text, and at some positions the text does not determine the tokens.
@@ -111,7 +110,7 @@ class GreedyCompletions:
         self.halted = False
         with ThreadPoolExecutor(workers) as pool:
             try:
-                if parts > 1:  # lets the server cache each row, before the parts of the row are requested
+                if parts > 1:  # lets the server cache each row before we request the parts of the row
                     list(pool.map(lambda row: self.read(row, stop - 1, stop), rows))
                 read = list(pool.map(lambda job: self.read(*job), jobs))
             finally:  # on Ctrl-C, cancel the other parts
@@ -126,7 +125,7 @@ class GreedyCompletions:
         return np.where(verdicts == "right", rows[:, first:stop], ANOTHER)[inverse.reshape(-1)]
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> list[str]:
-        """Return whether each of ids[start:stop] is predicted "right", "wrong" or "unsure"."""
+        """Return a verdict on the prediction of each of ids[start:stop]: "right", "wrong" or "unsure"."""
         verdicts: list[str] = []
         name, chunk = content_hash(ids)[:16], stop - start
         while len(verdicts) < stop - start and not self.halted:
@@ -142,7 +141,7 @@ class GreedyCompletions:
                         self.answers.append((name, at), answer)
             right, then = self.answers.done[name, at]
             verdicts += ["right"] * right + [then] * bool(then)
-            # request fewer tokens after an error, and twice as many otherwise
+            # request fewer tokens after a wrong prediction, and twice as many otherwise
             chunk = 2 * right + 1 if then else 2 * chunk
         return verdicts[: stop - start]
 
@@ -150,8 +149,8 @@ class GreedyCompletions:
         """Request predictions of ids[start:stop] with the prompt ids[:start].
 
         Returns:
-            the number of right predictions before the first other verdict, and this verdict: "wrong" or "unsure". The
-            verdict is an empty string if the response does not contain another verdict.
+            the number of leading "right" predictions, and the verdict on the next prediction: "wrong" or "unsure", or
+            an empty string if all predictions in the response are "right".
         """
         if not self.form.returns_ids:
             return self.ask_for_text(ids[:start], ids[start], **options)
@@ -159,7 +158,7 @@ class GreedyCompletions:
         right = next((i for i, pair in enumerate(zip(said, ids[start:stop])) if pair[0] != pair[1]), len(said))
         if right < len(said):
             return right, "wrong"
-        if stopped and start + right < stop:  # an end-of-text token, which the response does not contain
+        if stopped and start + right < stop:  # the model predicted an end-of-text token, which is omitted
             return right, "unsure" if self.is_special(ids[start + right]) else "wrong"
         if not right:
             raise ValueError(f"{self.server.base_url} did not return token ids.")
@@ -223,7 +222,7 @@ class GreedyCompletions:
 
     @cached_property
     def ids_of_text(self) -> Counter[str]:
-        """The number of ids that decode to each string, if they follow another token."""
+        """The number of ids that decode to each string when they follow another token."""
         before = self.encode("a")
         texts = [self.decode([*before, token]) for token in range(len(self.tokenizer))]
         return Counter(text.removeprefix(self.decode(before)) for text in texts)

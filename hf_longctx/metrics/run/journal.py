@@ -1,4 +1,4 @@
-"""A journal: a file with a line for every finished part of a measurement, from which a killed run resumes.
+"""A journal: a file with one line per finished part of a measurement, from which a killed run resumes.
 
     with Journal("curve.jsonl", settings) as journal:
         for length in lengths:
@@ -30,7 +30,7 @@ class OtherRun(ValueError):
 
 
 class Journal(AbstractContextManager):
-    """A JSONL file of results by key. Use the journal in a `with` statement, or close it.
+    """A JSONL file of results, keyed by part. Use the journal in a `with` statement, or close it.
 
     Args:
         path: path of the file. A missing file is created with its folder, and an existing journal with the same
@@ -39,7 +39,7 @@ class Journal(AbstractContextManager):
 
     Attributes:
         settings: the settings in JSON types.
-        done: results of the finished parts by key. A list in a JSON key becomes a tuple.
+        done: results of the finished parts, by key. A list in a JSON key becomes a tuple.
 
     Raises:
         OtherRun: the file belongs to a run with different settings, which the message lists.
@@ -94,14 +94,14 @@ class Journal(AbstractContextManager):
 
     def _write(self, line):
         try:
-            if self._file.write(line) < len(line):  # unbuffered, so a full disk is detected here
+            if self._file.write(line) < len(line):  # the file is unbuffered, so a full disk is detected here
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.fsync(self._file.fileno())
         except OSError as error:
             raise OSError(error.errno, f"the journal cannot be written: {error.strerror}", str(self.path)) from error
 
     def _read(self, lines):
-        """Parse the lines of a journal into `{key: result}`; raise an error if the header is from another run."""
+        """Parse the lines of a journal into `{key: result}`; raise an error if the journal is from another run."""
         try:
             header, *parts = map(json.loads, lines)
             written, version = header["settings"], header["format"]

@@ -18,9 +18,9 @@ CACHES = ("cache", "past_key_values")
 
 
 def last_logits(model: nn.Module, ids: np.ndarray, keep: int, accepted: set[str], cache: Any = None) -> torch.Tensor:
-    """Return the logits at the last `keep` positions of inputs (B, T) from one forward pass, (B, keep, V).
+    """Return the logits (B, keep, V) at the last `keep` positions of inputs (B, T), from one forward pass.
 
-    Causal models in transformers do not compute the other logits, because their forward accepts `logits_to_keep`.
+    Causal models in transformers accept `logits_to_keep`, so they do not compute the other logits.
 
     Args:
         model: a causal language model.
@@ -51,7 +51,7 @@ def last_logits(model: nn.Module, ids: np.ndarray, keep: int, accepted: set[str]
 
 
 def argmax(logits: torch.Tensor) -> np.ndarray:
-    """Return the argmax of logits (..., V), (...) int64. Ties give the lowest index, and a NaN gives -1."""
+    """Return the argmax of logits (..., V) as (...) int64. Ties give the lowest index, and a NaN gives -1."""
     best = logits.max(-1)  # also detects NaN, without a second pass over the logits
     return best.indices.masked_fill(best.values.isnan(), -1).cpu().numpy()
 
@@ -76,7 +76,7 @@ def accepted_options(model: nn.Module) -> set[str]:
 
 
 def cache_argument(model: nn.Module) -> str:
-    """Return the name of a model's cache, as an argument and in the output: one of `CACHES`."""
+    """Return the name of the cache in a model's arguments and output: one of `CACHES`."""
     return next(name for name in CACHES if name in accepted_options(model))
 
 

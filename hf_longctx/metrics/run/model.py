@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 
-# Config entries that do not change the function that a model computes, so `weights_hash` skips them. The dtype and the
+# Config entries that do not change what a model computes, so `weights_hash` skips them. The dtype and the
 # attention implementation are separate settings of a result.
 VOLATILE = {"_name_or_path", "backbone_name_or_path", "transformers_version", "architectures", "auto_map"}
 VOLATILE |= {"dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "use_cache"}
@@ -30,12 +30,12 @@ def text_config(model: nn.Module) -> Any:
 
 
 def first_parameter(model: nn.Module) -> torch.Tensor:
-    """Return the first parameter, which has the model's dtype and input device; empty without parameters."""
+    """Return the first parameter, for the model's dtype and input device; an empty tensor if there is none."""
     return next(model.parameters(), torch.empty(0))
 
 
 def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
-    """Return the number of parameters and the name of the hardware, as settings; empty for a remote model."""
+    """Return the number of parameters and the name of the hardware as settings; empty for a remote model."""
     if not isinstance(model, nn.Module) or device is None:
         return {}
     kind = device.partition(":")[0]
@@ -52,8 +52,8 @@ def cpu_name() -> str:
 def weights_hash(model: nn.Module) -> str:
     """Return a SHA-256 of the config, and of the name, shape and about 64 values of every parameter.
 
-    Because the config is included, a different RoPE base, window or scale also changes the hash. The values of
-    parameters on the meta device, and of quantized parameters that do not support indexing, are skipped.
+    The config is included, so a different RoPE base, window or scale changes the hash. We skip the values of
+    parameters on the meta device, and of quantized parameters that do not support indexing.
     """
     config: Any = model.config
     config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
@@ -74,7 +74,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return the number of input embeddings, i.e. of ids that the model accepts."""
+    """Return the number of input embeddings, i.e. the number of ids that the model accepts."""
     with suppress(AttributeError, NotImplementedError):
         embeddings: Any = model.get_input_embeddings
         return embeddings().num_embeddings
@@ -86,7 +86,7 @@ def position_limit(model: nn.Module) -> int | None:
 
     We search the model for the table of position embeddings, learned or fixed. `max_position_embeddings` is the size
     of this table in some models (GPT-2, OPT), but only a claim in others (RoPE, ALiBi). If a model
-    `reads_in_segments`, the table does not limit the input, because it is used for one segment at a time.
+    `reads_in_segments`, the table limits a single segment, not the whole input.
     """
     if getattr(model, "reads_in_segments", False):
         return None

@@ -1,4 +1,4 @@
-"""Read vLLM models, which report log-probabilities for each token of a prompt (`prompt_logprobs`).
+"""Read vLLM models, which report log-probabilities of prompt tokens (`prompt_logprobs`).
 
 vLLM reports a prediction at the position of the predicted token, so a prompt must be one token longer than the scored
 input. `served.ServedModel` reads a vLLM server, and `OfflineModel` reads a vLLM engine in this process:
@@ -18,18 +18,18 @@ from .reader import Reader
 
 
 NO_PREDICTION = -1  # placeholder for the predicted id if the logits are NaN
-Entry = dict[int, float]  # log-probabilities (nats) by id, of the prompt token and of the most likely token
+Entry = dict[int, float]  # log-probabilities (nats) of the prompt token and of the most likely token, keyed by id
 
 
 class PromptReader(Reader):
-    """A `Reader` that computes predictions and scores from the log-probabilities of prompt tokens."""
+    """A `Reader` that derives predictions and scores from the log-probabilities of prompt tokens."""
 
     def prompt_entries(self, prompts: np.ndarray) -> list[list[Entry]]:
         """Return an `Entry` for each token of prompts (R, T) int64. The first entry of a prompt is empty."""
         raise NotImplementedError
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        """See `Reader.predict`. Positions must be below T - 1, because vLLM does not report what follows a prompt."""
+        """See `Reader.predict`. Positions must be below T - 1, because vLLM only reports tokens of the prompt."""
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         reported = slice(positions.start + 1, positions.stop + 1)
         best = np.array([[likeliest(entry) for entry in row[reported]] for row in self.prompt_entries(rows)])
@@ -50,7 +50,7 @@ def likeliest(entry: Entry) -> int:
 
 
 def check_entries(entries: list[Entry], ids: list[int]) -> list[Entry]:
-    """Return the entries of a prompt, after checking that each contains the prompt token at its position."""
+    """Check that each entry contains the prompt token at its position, and return the entries."""
     for i, (entry, token) in enumerate(zip(entries, ids)):
         if i and token not in entry:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Readers: the interface between metrics and models.
 
-This file has the base class `Reader`, and `LocalReader` for a PyTorch model in this process. The other readers are
+This file defines the base class `Reader`, and `LocalReader` for a PyTorch model in this process. The other readers are
 `served.ServedModel` and `prompts.OfflineModel`.
 """
 
@@ -34,7 +34,7 @@ class Reader:
         device: device of the model, such as "cuda:0"; None if unknown.
         can_reply: whether the model supports `reply`.
         is_distributed: whether the model is sharded over processes, so that all processes must read the same inputs.
-        configs: configs of transformers that may set special ids. The first config that sets an id takes precedence.
+        configs: transformers configs that may set special ids. The first config that sets an id takes precedence.
     """
 
     vocab_size: int | float = math.inf
@@ -46,11 +46,11 @@ class Reader:
     configs: Sequence[Any] = ()
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a result that describe the model. The setting "model" is its name."""
+        """Return the settings of a result that describe the model. "model" is the name of the model."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, str]:
-        """Return settings that identify the model in addition to its name, such as a hash of the weights."""
+        """Return settings other than the name that identify the model, such as a hash of the weights."""
         return {}
 
     def configured_id(self, name: str) -> int | None:
@@ -62,11 +62,11 @@ class Reader:
         return None
 
     def cost(self, tokens: int) -> float:
-        """Return the relative cost of reading an input of `tokens` tokens. A token of a short input costs 1."""
+        """Return the relative cost of an input of `tokens` tokens. A token of a short input costs 1."""
         return tokens
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
-        """Return a context manager that prepares the model. `predict`, `score` and `reply` are only called inside it.
+        """Return a context manager that prepares the model. We only call `predict`, `score` and `reply` inside it.
 
         Args:
             trial: ids of a typical input, (T,).
@@ -79,11 +79,11 @@ class Reader:
 
         Args:
             inputs: input ids, (R, T) int64.
-            prefix: number of first tokens that several inputs may have in common, at most `positions.start`.
+            prefix: number of leading tokens that several inputs may have in common, at most `positions.start`.
             positions: consecutive input positions, ascending.
 
         Returns:
-            (R, len(positions)) int64, the most likely next id at each position; -1 where a logit is NaN.
+            the most likely next id at each position, (R, len(positions)) int64; -1 where a logit is NaN.
 
         Raises:
             engine.OutOfMemory: memory runs out even in the smallest passes.
@@ -134,7 +134,7 @@ class LocalReader(Reader):
     The model's `forward(input_ids)` returns logits (B, T, V), as `.logits` of its output or the first of a tuple.
 
     Raises:
-        ValueError: the model is an encoder-decoder. A model that is not causal raises an error when it first reads.
+        ValueError: the model is an encoder-decoder. (If it is not causal, the first forward pass raises a ValueError.)
     """
 
     def __init__(self, model: nn.Module):
@@ -185,7 +185,7 @@ class LocalReader(Reader):
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine, created on first use because its constructor runs the model."""
+        """The engine, which is created on first use, because its constructor runs the model."""
         return Engine(self.model, *self._engine_arguments)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
@@ -215,13 +215,13 @@ class LocalReader(Reader):
             num_beams=1,
             repetition_penalty=1.0,
             no_repeat_ngram_size=0,
-            pad_token_id=0 if pad is None else pad,  # any id: a single sequence is not padded
+            pad_token_id=0 if pad is None else pad,  # any id works, because a single sequence is not padded
         )
         return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True)
 
 
 class UnloadedModel(Reader):
-    """A reader that only has a model's config, to check options before the weights are loaded.
+    """A reader with only a model's config, to check options before the weights are loaded.
 
     Args:
         config: config of the language model.
@@ -240,7 +240,7 @@ class UnloadedModel(Reader):
 def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, int]:
     """Return the ids of BOS and EOS.
 
-    An id that is None is taken from the model's configs. If only one of the two ids is known, it is used for both.
+    If an id is None, we use the id from the model's configs. If only one of the two ids is known, we use it for both.
 
     Raises:
         ValueError: both ids are unknown, or an id is not in the vocabulary.

@@ -22,14 +22,14 @@ from .model import size_and_hardware
 from .reader import Reader
 
 
-BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # advances by the cost of a trial
+BAR = "{l_bar}{bar}| {elapsed}<{remaining}{postfix}"  # the bar advances by the cost of a trial
 OVERFLOW = "A common cause is float16 overflow: load the model in torch.bfloat16 or torch.float32."
 VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 @dataclass(frozen=True)
 class Run:
-    """Options of a run. They only change the result by rounding errors.
+    """Options of a run, which only change the result by rounding errors.
 
     If torch.distributed is initialized (`torchrun`, `accelerate launch`), each process has a copy of the model and
     measures some of the trials. All processes return the complete result. If an exception (including
@@ -83,7 +83,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     with Journal(path, settings) as journal, tqdm(desc=task.name, bar_format=BAR, **options) as bar:
         failure = read_all(task, run, journal, bar, rank)
     outcome = result_of(task, scores_of(journal.done), depends_on | labels | facts(reader, run), failure)
-    if failure is None and not outcome.scores:  # ValueError: all inputs are too long
+    if failure is None and not outcome.scores:  # raises ValueError: all inputs are too long
         reasons = [*dict.fromkeys(outcome.missing.values())]
         kind = ValueError if all(reason.startswith("beyond") for reason in reasons) else UnsupportedInput
         failure = kind(f"nothing could be measured: {'; '.join(reasons)}.")
@@ -107,7 +107,7 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
             journal.done, _ = distributed.exchange(journal.done, None)
         with reader.reading(typical[: reader.position_limit], run.tokens_per_pass):
             while trials := [trial for trial in task.trials(scores_of(journal.done)) if trial.key not in journal.done]:
-                # in each round, another process gets the most expensive trial
+                # a different process gets the most expensive trial in each round
                 place = (rank + len(journal.done) // processes) % processes
                 costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
                 mine = share(costs, place, processes) if processes > 1 else costs.keys()
@@ -142,7 +142,7 @@ def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
 
 
 def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:
-    """Convert the values of `measure_one`, by key, to scores; a missing score becomes a `Missing`."""
+    """Convert values of `measure_one`, keyed by trial, to scores; a missing score becomes a `Missing`."""
     return {
         key: Missing(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
         for key, entry in entries.items()
@@ -150,7 +150,7 @@ def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:
 
 
 def facts(reader: Reader, run: Run) -> dict[str, Any]:
-    """Return settings for the record that only change the result by rounding errors: device, versions, ..."""
+    """Return settings that only change the result by rounding errors: device, versions, ..."""
     tokens_per_pass = run.tokens_per_pass
     if tokens_per_pass is None and reader.device is not None:
         tokens_per_pass = TOKENS_PER_PASS["cpu" if reader.device == "cpu" else "accelerator"]
@@ -210,7 +210,7 @@ def answer(reader: Reader, request: Request, tokenizer: Any) -> Any:
 
 
 def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return the log-probabilities of ids[first:], and the most likely id in place of each.
+    """Return the log-probabilities of ids[first:], and the most likely ids at their positions.
 
     Raises:
         NotFinite: a log-probability is NaN, or infinite if `finite`.
@@ -226,7 +226,7 @@ def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> t
 
 
 def first_ids(request: Request) -> np.ndarray:
-    """Return the first input of a request, as a typical input for `Reader.reading`."""
+    """Return the first input of a request, the `trial` of `Reader.reading`."""
     if isinstance(request, Predict):
         return request.rows[0]
     return request.ids[:-1] if isinstance(request, Score) else request.prompt

@@ -1,10 +1,10 @@
-"""Read models that are served with an OpenAI-compatible completions endpoint.
+"""Read models that are served through an OpenAI-compatible completions endpoint.
 
 For each prompt token, vLLM reports the log-probabilities of the token and of the most likely token
-(`prompt_logprobs`). On other servers we only measure forgetting curves, by greedy completions.
+(`prompt_logprobs`). On other servers, we only measure forgetting curves, using greedy completions.
 
-Before measuring, we send prompts that differ in the last token only. The prediction of the last token must be the same
-for all of these prompts. If it is not, the server reports predictions one position late, and is not supported.
+Before measuring, we send prompts that only differ in the last token. The prediction of the last token must be the same
+for all these prompts. Otherwise, the server reports predictions one position late, and is not supported.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
@@ -33,7 +33,7 @@ from .prompts import Entry, PromptReader, check_entries
 PASSING = {408, 409, 425, 429, 500, 502, 503, 504}  # status codes of temporary errors
 TOO_LONG = re.compile("context (length|window|size)|context_length_exceeded|max_model_len")
 REQUEST = {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
-ROUNDING = 0.02  # maximum difference (nats) between log-probabilities of the same token in several requests
+ROUNDING = 0.02  # maximum difference (nats) between the log-probabilities of a token in several requests
 
 
 class ServedModel(PromptReader):
@@ -135,7 +135,7 @@ class ServedModel(PromptReader):
         """Send a completions request, and return the response.
 
         Raises:
-            RuntimeError: the response does not have choices.
+            RuntimeError: the response does not contain choices.
         """
         response = self._send("/completions", body, **options)
         if not (isinstance(response, dict) and isinstance(response.get("choices"), list) and response["choices"]):
@@ -148,7 +148,7 @@ class ServedModel(PromptReader):
         return self.complete(body)["choices"][0]["text"]
 
     def _choose_model(self, model):
-        """Return the name of the model, and its maximum prompt length in tokens or None."""
+        """Return the model's name, and its maximum prompt length in tokens (None if unknown)."""
         try:
             entries = self._send("/models")["data"]
         except (RuntimeError, LookupError, TypeError) as error:  # some servers do not list models
@@ -176,8 +176,8 @@ class ServedModel(PromptReader):
     def _send(self, path, body=None, retries=None):
         """Send a request and return the JSON of the response; retry after temporary errors.
 
-        We do not use `huggingface_hub.utils.http_backoff`. Under HF_HUB_OFFLINE, its client rejects every address,
-        even a server on this machine. If one thread cannot connect, the client is closed for all threads.
+        We do not use `huggingface_hub.utils.http_backoff`. With HF_HUB_OFFLINE=1, its client rejects every address,
+        even on this machine. If one thread cannot connect, the client is closed for all threads.
         """
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}

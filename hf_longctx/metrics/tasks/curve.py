@@ -1,6 +1,6 @@
 """The forgetting curve: how far back a model can copy from its context (Liu et al. 2024, section 3).
 
-This file has the task and its result. They use the functions in `metrics.curve`: `protocol` builds the inputs,
+This file defines the task and its result, using the modules in `metrics.curve`: `protocol` builds the inputs,
 `adaptive` chooses lengths, `intervals` computes confidence intervals, and `lengths` computes the paper's lengths.
 """
 
@@ -37,12 +37,12 @@ from ..task import Counts, Missing, Predict, Task, TaskResult, Trial, option
 
 
 PAPER_POINTS = 32  # number of lengths in the paper
-# Settings that determine the random sequences of data_type="random"
+# Settings that determine the random sequences with data_type="random"
 RANDOM_TEXTS = ("seed", "repeats", "lengths", "id_range", "skipped_sha256", "bos_token_id", "eos_token_id")
 
 
 def span(lengths: Sequence[int]) -> str:
-    """Describe lengths in words, by their number and range.
+    """Describe the number and range of lengths in words.
 
     >>> span([800]), span([8, 16, 64])
     ('length 800', '3 lengths from 8 to 64')
@@ -71,7 +71,7 @@ class ForgettingCurve(TaskResult):
         Args:
             points: points of different lengths, in any order.
             settings: settings of the measurement.
-            not_measured: reasons for missing points, by length.
+            not_measured: maps the lengths of missing points to the reasons.
         """
         points = sorted(points, key=lambda p: p.length)
         twice = [a.length for a, b in pairwise(points) if a.length == b.length]
@@ -85,7 +85,7 @@ class ForgettingCurve(TaskResult):
         return cls(scores, settings or {}, not_measured or {})
 
     def __post_init__(self):
-        assert self.points is not None  # creating the points checks the counts
+        assert self.points is not None  # creates the points, which checks the counts
 
     @cached_property
     def points(self) -> tuple[CurvePoint, ...]:
@@ -94,7 +94,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def not_measured(self) -> dict[int, str]:
-        """The reasons for missing points, by length."""
+        """The reasons for missing points, keyed by length."""
         return self.missing
 
     def span(self, keys):
@@ -107,7 +107,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def coarse_length(self) -> MemoryLength:
-        """The paper's coarse length: the largest measured length copied at least 1 % better than guessed.
+        """The paper's coarse length: the largest measured length that passes as coarse; see `curve.lengths`.
 
         With many lengths, one may pass by chance, even without memory. `interval` tests for significance.
         """
@@ -115,11 +115,11 @@ class ForgettingCurve(TaskResult):
 
     @property
     def memory_lengths(self) -> dict[str, MemoryLength]:
-        """The memory length by five definitions; see the function `memory_lengths`."""
+        """The memory length under five definitions; see the function `memory_lengths`."""
         return memory_lengths(self.points)
 
     def interval(self, method: str, confidence: float = 0.95) -> LengthInterval:
-        """Return the confidence interval of the "fine" or the "coarse" length; see `length_interval`."""
+        """Return the confidence interval for the "fine" or the "coarse" length; see `length_interval`."""
         key = method, confidence
         if key not in self._intervals:
             lengths, scored = [p.length for p in self.points], [p.scored_tokens for p in self.points]
@@ -130,18 +130,18 @@ class ForgettingCurve(TaskResult):
 
     @cached_property
     def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
-        """Cached return values of `interval`, which a model card calls a dozen times."""
+        """Cache of `interval`, which is called a dozen times for a model card."""
         return {}
 
     @property
     def repeats_in_words(self) -> str:
-        """The number of repeats in words: "10 repeats", or "3 to 10 repeats" for the adaptive protocol."""
+        """The number of repeats in words: "10 repeats", or "3 to 10 repeats" with the adaptive protocol."""
         counts = sorted({p.repeats for p in self.points})
         return plural(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
 
     @property
     def overlapping(self) -> list[int]:
-        """The lengths at which less than three quarters of the repeats count as separate passages."""
+        """The lengths at which fewer than three quarters of the repeats count as separate passages."""
         return [p.length for p in self.points if len(p.texts) < SEPARATE * p.repeats]
 
     def by_length(self, replies=True, overlapping=False):
@@ -174,7 +174,7 @@ class ForgettingCurve(TaskResult):
         }
 
     def in_words(self) -> str:
-        """Return the coarse and the fine length in a sentence, with 95 % CIs in brackets."""
+        """Describe the coarse and the fine length in a sentence, with 95 % CIs in brackets."""
         fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
@@ -205,7 +205,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """The end of the summary if too many passages overlap in the corpus; otherwise an empty string."""
+        """Suffix of the summary if too many passages overlap in the corpus; otherwise an empty string."""
         if not self.overlapping:
             return ""
         p = next(p for p in self.points if p.length == self.overlapping[0])
@@ -226,7 +226,7 @@ class ForgettingCurve(TaskResult):
     def numbers(self):
         """Return the lower ends of the confidence intervals of the fine and the coarse length.
 
-        A leaderboard ranks models by these numbers, so they are the lengths that a model significantly reaches.
+        Leaderboards rank models by these numbers, so we report the lengths that a model significantly reaches.
         """
         if not self.points:
             return []
@@ -282,14 +282,14 @@ class ForgettingCurve(TaskResult):
 
 @dataclass(frozen=True)
 class Curve(Task):
-    """Measure how far a causal language model remembers: its forgetting curve (Liu et al. 2024, section 3).
+    """Measure how far back a causal language model remembers: its forgetting curve (Liu et al. 2024, section 3).
 
     The model reads a passage S twice, `[bos] S [bos] S [eos]`, and once after an unrelated passage I,
     `[bos] I [bos] S [eos]`. We count the correct greedy predictions in the second half of the last S, for `repeats`
     passages per length. An input has 2n + 3 tokens at length n.
 
-    The fine length is the longest length copied with an accuracy above 99 %. The coarse length is the longest length
-    copied at least 1 % better than after the unrelated passage.
+    The fine length is the longest length with a copy accuracy above 99 %. The coarse length is the longest length at
+    which the copy accuracy is at least 1 percentage point above the accuracy after the unrelated passage.
     """
 
     name, result = "curve", ForgettingCurve
@@ -308,7 +308,7 @@ class Curve(Task):
     log_lengths: bool = option(False, "space the lengths logarithmically")
     preset: str | None = option(
         None,
-        "lengths of a published protocol. paper: the 32 lengths l/32, 2l/32 ... l of Liu et al., where l is "
+        "published protocol for the lengths. paper: the 32 lengths l/32, 2l/32 ... l of Liu et al., where l is "
         "--max-length or the claimed context; inputs are twice as long",
         choices=("paper",),
     )
@@ -324,7 +324,7 @@ class Curve(Task):
     )
     protocol: str = option(
         "reference",
-        "lengths to measure. reference: the whole grid, as in the paper's program; adaptive: only lengths that decide "
+        "lengths to measure. reference: the whole grid, as in the paper's code; adaptive: only lengths that determine "
         "the fine and the coarse length",
         choices=("reference", "adaptive"),
     )
@@ -429,7 +429,7 @@ class Curve(Task):
         too_long = min([length for length, *_ in asked], default=math.inf)  # longer inputs are not supported either
 
         def measure(length: int, first: int, stop: int) -> CurvePoint:
-            """Return the point with the repeats 0 to `stop - 1`; raise `Pending` if they are not measured yet.
+            """Return the point with repeats 0 to `stop - 1`; raise `Pending` if they are not measured yet.
 
             The new repeats are split into one trial per process.
             """
@@ -442,20 +442,20 @@ class Curve(Task):
             return CurvePoint(length, point["copy"], point["LM"], point.get("begins"))
 
         lengths = [length for length in self.samples if length < too_long]
-        with suppress(Pending):  # repeats the whole search with the known scores, up to the first unknown score
+        with suppress(Pending):  # repeats the search from the start, up to the first unknown score
             if lengths:
                 locate(lengths, measure, repeats=self.repeats, confidence=self.confidence or 0.95)
         return [*asked.values()]
 
     def trial(self, length: int, first: int, stop: int) -> Trial:
-        """Return the trial of the repeats `first` to `stop - 1` of a length, which have two inputs each."""
+        """Return the trial with repeats `first` to `stop - 1` of a length, each with two inputs."""
         return Trial((length, first, stop), input_tokens(length), 2 * (stop - first))
 
     def requests(self, key):
         length, first, stop = key
         samples, subject = self.samples[length][first:stop], self.subject
         inputs = (model_inputs(kind, samples, subject.bos, subject.eos) for kind in ("copy", "LM"))
-        # inputs with the same first passage share the prefix `[bos] I`, which is read once
+        # the prefix of inputs with the same first passage is read once
         return [Predict(rows, 1 + length, scored_logits(length)) for rows in inputs]
 
     def score(self, key, responses):
@@ -465,7 +465,7 @@ class Curve(Task):
         return {"copy": copy, "LM": lm} | ({} if None in begins else {"begins": begins})
 
     def summarize(self, scores, missing):
-        """Join the scores of the trials at each length, of which an interrupted run lacks some."""
+        """Join the scores of the trials at each length; in an interrupted run, some may be missing."""
         reasons = {length: reason for (length, *_), reason in missing.items()}
         readable = {key: score for key, score in scores.items() if reasons.get(key[0], "interrupted") == "interrupted"}
         measured = joined(readable)
@@ -478,7 +478,7 @@ forgetting_curve = function(Curve)
 
 
 class Pending(Exception):
-    """The adaptive protocol needs a score that is not known yet."""
+    """Raised if the adaptive protocol needs a score that is not known yet."""
 
 
 def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int, dict[str, list[int]]]:
@@ -491,6 +491,6 @@ def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int
 
 
 def undrawn_ids(tokenizer, low: int, high: int) -> frozenset[int]:
-    """Return the ids from `low` to `high` that are special tokens, added tokens, or not in the vocabulary."""
+    """Return the ids from `low` to `high` that are special or added tokens, or not in the vocabulary."""
     added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return frozenset(range(low, high + 1)) - (set(tokenizer.get_vocab().values()) - added)

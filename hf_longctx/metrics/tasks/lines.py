@@ -1,4 +1,4 @@
-"""Line retrieval: the model reads many lines with a name and a number each, and is asked for one of the numbers.
+"""Line retrieval: the model reads many lines, each with a name and a number, and is asked for one of the numbers.
 
 This is the line task of LongEval (Li et al. 2023). Our prompt also contains the beginning of the answer, so that the
 task works for models without instruction tuning.
@@ -50,9 +50,9 @@ class Record(NamedTuple):
 
     text: str
     question: str
-    answer: str  # continuation of the question
+    answer: str  # expected continuation of the question
     number: int
-    asked_line: int  # index of the line in question, from 0
+    asked_line: int  # index (from 0) of the line in question
 
 
 def draw_record(lines: int, seed: int, repeat: int) -> Record:
@@ -79,7 +79,7 @@ def draw_record(lines: int, seed: int, repeat: int) -> Record:
 
 @dataclass(frozen=True)
 class LinesPoint(Answers):
-    """The answers about records with the same number of lines.
+    """The answers to questions about records with the same number of lines.
 
     Attributes:
         lines: number of lines in a record.
@@ -148,7 +148,7 @@ class LineRetrieval(Retrieval):
 
 @dataclass(frozen=True)
 class Lines(RetrievalTask):
-    """Ask for the number in one of many lines, as in LongEval, and count right answers by the number of lines."""
+    """Ask for the number in one of many lines, as in LongEval, and count correct answers by number of lines."""
 
     name, result, reads_text = "lines", LineRetrieval, False
     examples = """
@@ -172,7 +172,7 @@ class Lines(RetrievalTask):
         self.fill(lines=lines, questions={n: [self.draw(n, i) for i in range(self.repeats)] for n in lines})
 
     def draw(self, n: int, repeat: int) -> tuple[Record, np.ndarray, np.ndarray]:
-        """Draw the record of a repeat; return it with the ids of its prompt and answer."""
+        """Draw the record of a repeat; return the record, and the ids of its prompt and answer."""
         record, subject = draw_record(n, self.seed, repeat), self.subject
         prompt, answer = split_encoding(subject.encode, record_prompt(record, self.frame), record.answer)
         prompt = self.check_ids("record", [*([] if self.frame else [subject.bos]), *prompt])
@@ -206,7 +206,7 @@ line_retrieval = function(Lines)
 
 
 def record_prompt(record: Record, frame: Frame | None) -> str:
-    """Return the prompt: record, question and the beginning of the answer, which in a chat begins the response."""
+    """Return record, question and beginning of the answer. In a chat, the response begins with this beginning."""
     if frame is None:
         return record.text + record.question
     question, _, begin = record.question.rpartition("\nAnswer: ")
@@ -214,7 +214,7 @@ def record_prompt(record: Record, frame: Frame | None) -> str:
 
 
 def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return the numbers of lines 5, 10, 20 ... whose prompts do not exceed the context; at least 5 lines."""
+    """Return the numbers of lines 5, 10, 20 ... whose prompts fit into the context; always include 5."""
     counts = [5]
     while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
         counts.append(2 * counts[-1])
@@ -222,7 +222,7 @@ def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[in
 
 
 def record_tokens(lines: int, encode: Callable[[str], Sequence[int]]) -> float:
-    """Return an upper bound on the tokens in the record, the question and the response."""
+    """Return an upper bound on the number of tokens in record, question and response."""
     return 1.1 * len(encode(draw_record(lines, seed=0, repeat=0).text)) + 200
 
 
@@ -231,8 +231,8 @@ def draw_rates(figure: Any, result: LineRetrieval, title: str) -> None:
     from .. import style
 
     axes = figure.add_subplot()
-    scores, places = result.rates_measured, np.arange(len(result.points))  # evenly spaced on the x axis
-    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # shifted: equal rates stay apart
+    scores, places = result.rates_measured, np.arange(len(result.points))  # even spacing
+    for score, shift in zip(scores, np.linspace(-0.1, 0.1, len(scores))):  # shifted, to show equal rates
         label, colour, marker, dashes = style.RATES[score]
         rates = np.array([getattr(point, score) for point in result.points])
         bars: dict[str, Any] = dict(capsize=3, elinewidth=1)

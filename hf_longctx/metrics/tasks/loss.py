@@ -1,8 +1,8 @@
 """Per-token loss: how well a model predicts the i-th token of a sequence, given the i - 1 tokens before it.
 
-L(i) is the mean negative log-probability of token i over M sequences, in nats. While L falls with i, the model uses
-context of that length. Where L is flat, the model does not benefit from more context. The perplexity
-P(l) = exp(mean of L(1) .. L(l)) is less informative, because it can still fall where L is flat.
+L(i) is the mean negative log-probability of token i over M sequences, in nats. Where L falls with i, the model
+benefits from more context. Where L is flat, it does not. The perplexity P(l) = exp(mean of L(1) .. L(l)) is less
+informative, because it can still fall where L is flat.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.2 and appendix C (arXiv 2503.02130).
 """
@@ -24,8 +24,8 @@ from ..result import Number, Table, plural
 from ..task import Score, Task, TaskResult, Trial, option
 
 
-MAX_SEQUENCES = 32  # maximum for the default number of sequences
-WINDOW = 101  # tokens in the moving average of the paper's figures
+MAX_SEQUENCES = 32  # upper limit of the default number of sequences
+WINDOW = 101  # window of the moving average in the paper's figures, in tokens
 
 
 # Averages ------------------------------------------------------------------------------------------------------------
@@ -41,9 +41,9 @@ def smoothing_window(context_length: int) -> int:
 
 
 def moving_average(values: Sequence[float], window: int) -> np.ndarray:
-    """Return the centred moving average of values, float64 of the same length.
+    """Return the centred moving average of values, as float64 of the same length.
 
-    At both ends, the average is over the part of the window that contains values.
+    At both ends, we average over the part of the window that contains values.
 
     Args:
         values: numbers.
@@ -64,7 +64,7 @@ def mean_loss(losses: Sequence[Sequence[float]], starts: Sequence[int]) -> dict[
     The standard error only uses sequences that do not overlap. It is None if there is only one such sequence.
 
     Args:
-        losses: losses of M sequences of T tokens, in nats.
+        losses: losses (M, T) of M sequences of T tokens, in nats.
         starts: start of each sequence in the corpus.
     """
     array, error = np.array(losses), None
@@ -105,7 +105,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
 
 @dataclass(frozen=True)
 class PositionLoss(TaskResult):
-    """The result of a per-token loss. Its only score is "mean", a dictionary of the arguments of `of_mean`."""
+    """The result of a per-token loss. Its only score, "mean", is a dictionary of the arguments of `of_mean`."""
 
     kind, title, inches = "position_loss", "Per-token loss", (6.6, 7)
 
@@ -131,7 +131,7 @@ class PositionLoss(TaskResult):
             sequences: number of sequences.
             settings: settings of the measurement.
             error: standard error of `smoothed()` over sequences, one float per position; None if unknown.
-            texts: number of sequences that do not overlap, from which the error was computed. Default (0): all.
+            texts: number of sequences without overlap, from which the error was computed (default 0: all).
         """
         mean = {"loss": np.asarray(loss, dtype=np.float64).tolist(), "error": None if error is None else [*error]}
         return cls({"mean": {**mean, "sequences": sequences, "texts": texts or sequences}}, settings or {})
@@ -187,7 +187,7 @@ class PositionLoss(TaskResult):
         return moving_average(self.loss, self.window)
 
     def smoothed_at(self, position: int) -> str:
-        """Return the smoothed loss at a position (from 1) in words, with its standard error if known."""
+        """Format the smoothed loss at a position (from 1), with its standard error if known."""
         error = "" if self.error is None else f" ± {self.error[position - 1]:.3f}"
         return f"{self.smoothed()[position - 1]:.3f}{error}"
 
@@ -208,7 +208,7 @@ class PositionLoss(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """The end of the summary if sequences overlap in the corpus; otherwise an empty string."""
+        """Suffix of the summary if sequences overlap in the corpus; otherwise an empty string."""
         if self.texts == self.sequences:
             return ""
         return f"; the corpus is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'sequence')}"
@@ -218,7 +218,7 @@ class PositionLoss(TaskResult):
             return []
         end, loss, sample = self.context_length, float(self.smoothed()[-1]), plural(self.sequences, "sequence")
         low = high = None
-        if self.error is not None:  # Student's t: 13 standard errors for two sequences, not 1.96
+        if self.error is not None:  # with Student's t, the half-width for 2 sequences is 13 standard errors
             width = float(scipy.special.stdtrit(self.texts - 1, 0.975) * self.error[-1])
             low, high = loss - width, loss + width
         last = round(float(self.perplexity[-1]), 4)
@@ -275,7 +275,7 @@ class Loss(Task):
         self.fill(context_length=length, starts=starts)
 
     def trials(self, scores):
-        assert self.context_length is not None and self.starts is not None  # `prepare` has set both
+        assert self.context_length is not None and self.starts is not None  # set by `prepare`
         return [Trial(start, self.context_length) for start in self.starts]
 
     def requests(self, start):
@@ -322,7 +322,7 @@ def draw_losses(
             above.fill_between(positions, *edges, color=colour, alpha=0.2, linewidth=0)
         label = f"{style.literal(result.model_name)}, {plural(result.sequences, 'sequence')}"
         above.plot(positions, smoothed, color=colour, linewidth=1.6, label=label)
-        begin = result.window // 2  # the first perplexities would be far off the scale
+        begin = result.window // 2  # the first perplexities would be off the scale
         below.plot(positions[begin:], result.perplexity[begin:], color=colour, linewidth=1.6)
     style.strip_frame(above, up="loss L(i), nats")
     style.strip_frame(below, "position i, or context length l (tokens)", "perplexity P(l)")

@@ -1,6 +1,6 @@
 """Needle in a haystack: one sentence is hidden in a long document, and only this sentence answers the question.
 
-The protocol is described in `retrieval.haystack`, which builds the prompts. `retrieval.wording` has their wording.
+`retrieval.haystack` describes the protocol and builds the prompts. `retrieval.wording` contains their wording.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NeedleCell(Answers):
 
 @dataclass(frozen=True)
 class NeedleGrid(Retrieval):
-    """The result of a needle in a haystack. The key of a score is (length, depth)."""
+    """The result of the needle in a haystack. The key of a score is (length, depth)."""
 
     kind = "needle"
     title = "Needle in a haystack"
@@ -70,7 +70,7 @@ class NeedleGrid(Retrieval):
         return f"{lengths[0]} tokens" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]} tokens"
 
     def units(self, size: int) -> list[list[Answer]]:
-        """Return the answers at a length, grouped by haystack, or by repeat if the haystacks are unknown."""
+        """Return the answers at a length, grouped by haystack (by repeat if haystacks are unknown)."""
         answers: dict[int, list[Answer]] = {}
         for cell in self.cells:
             if cell.length == size:
@@ -128,7 +128,7 @@ class NeedleGrid(Retrieval):
 class Needle(RetrievalTask):
     """Hide one sentence in long documents, and check whether the model finds it (needle in a haystack).
 
-    A judge model is not needed. Each question is about a different part of the corpus, if the corpus is long enough.
+    We do not use a judge model. If the corpus is long enough, each question is about a different part of the corpus.
     """
 
     name, result = "needle", NeedleGrid
@@ -140,8 +140,8 @@ class Needle(RetrievalTask):
 
     lengths: list[int] | None = option(
         None,
-        "lengths of prompt and answer in tokens (default: 8 evenly spaced lengths up to the claimed context, except "
-        "lengths that are too short)",
+        "total lengths of prompt and answer in tokens (default: 8 evenly spaced lengths up to the claimed context, "
+        "without lengths that are too short)",
         least=1,
         selects=True,
     )
@@ -217,9 +217,9 @@ needle_in_a_haystack = function(Needle)
 
 
 def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | None = None) -> None:
-    """Draw the rate of right answers as a heat map of length and depth, from red (0) to blue (1).
+    """Draw the rate of correct answers as a heat map of length and depth, from red (0) to blue (1).
 
-    Each cell contains the number of right answers. White cells were not measured.
+    Each cell contains the number of correct answers. White cells were not measured.
     """
     from .. import style
 
@@ -227,7 +227,7 @@ def draw_grid(figure: Any, result: NeedleGrid, title: str, train_length: int | N
     rates, lengths, depths = result.grid(shown), result.lengths, result.depths
     figure.set_size_inches(max(style.WIDTH, 1.8 + 0.55 * len(lengths)), max(3.4, 2 + 0.34 * len(depths)))
     axes = figure.add_subplot()
-    image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # for colour-blind readers
+    image = axes.imshow(rates, cmap="RdYlBu", vmin=0, vmax=1, aspect="auto")  # a palette for colour-blind readers
     for cell in result.cells:
         rate, answers = getattr(cell, shown), len(cell.answers)
         colour = "white" if abs(rate - 0.5) > 0.35 else style.INK  # white text in dark cells

@@ -1,4 +1,4 @@
-"""The forgetting curve as an evaluate module: it measures how far a language model remembers."""
+"""The forgetting curve as an evaluate module: it measures how far back a language model remembers."""
 
 import datasets
 import evaluate
@@ -71,7 +71,7 @@ class ForgettingCurve(evaluate.Metric):
         )
 
     def compute(self, *, predictions=None, references=None, model=None, **options):
-        """Measure a model, or score predictions: these arguments and the predictions from earlier calls of `add`."""
+        """Measure a model, or score the given predictions and those from earlier calls of `add`."""
         if evaluate_modules.measures(self, model, predictions, references):
             return evaluate_modules.measure_curve(model, **options)
         return super().compute(predictions=predictions, references=references, **options)

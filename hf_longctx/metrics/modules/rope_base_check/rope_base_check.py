@@ -64,7 +64,7 @@ class RopeBaseCheck(evaluate.Metric):
         )
 
     def compute(self, *, predictions=None, references=None, model=None, **options):
-        """Check a model, or pairs of base and context: these arguments and the pairs from earlier calls of `add`."""
+        """Check a model, or the given pairs of base and context and those from earlier calls of `add`."""
         if evaluate_modules.measures(self, model, predictions, references):
             return evaluate_modules.check_model(model, **options)
         return super().compute(predictions=predictions, references=references, **options)
