@@ -122,8 +122,8 @@ def open_source(
     Args:
         part: "held_out" or "train", the part to read if the source is a dataset, "pg19" or "stdlib".
         column: table column to read. Default: "text".
-        conversations: without `column`, return a table's conversations as dicts: {"messages"} or
-            {"prompt", "completion"}, with "tools" and "chat_template_kwargs", which may be None.
+        conversations: whether to return conversations if a table has them and `column` is None: dicts of "messages",
+            or "prompt" and "completion", and of "tools" and "chat_template_kwargs", which may be None.
     """
     if source is None:
         with suppress(Exception):  # `datasets` is missing or the Hub does not respond

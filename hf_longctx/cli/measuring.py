@@ -58,8 +58,8 @@ def add_text(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--text",
         metavar="SOURCE",
-        help='text file or .jsonl, .json, .parquet or .csv file with a column "text" (all also as .gz), folder of such '
-        "files, dataset name, pg19, or stdlib for English from CPython (default: pg19 if the Hub responds, else stdlib)",
+        help='text file; .jsonl, .json, .parquet or .csv file with a "text" column; folder of such files; dataset name; '
+        "pg19; or stdlib, English from CPython. Files can be gzipped (default: pg19 if the Hub responds, else stdlib)",
     )
 
 

@@ -377,8 +377,8 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         marker = head_dim + GATE_PARTS * config.gates_per_key  # column of a folded key that contains `GATE_QUERY`
         if keys.shape[::3] != (batch, width) or (readable and keys[0, 0, 0, marker] != GATE_QUERY):
             raise ValueError(
-                f"the keys in this {kind} must be (rows, width) = {(batch, width)} with the decay of a FoX, got "
-                f"{(keys.shape[0], keys.shape[3])}. It was filled by another model, for another batch, or by PEFT's prefix "
+                f"this {kind} must contain the keys of a FoX, with (rows, width) = {(batch, width)}, got "
+                f"{(keys.shape[0], keys.shape[3])}, or keys without the decay. It was filled by another model, for another batch, or by PEFT's prefix "
                 f"tuning. {repair} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
             )
     if (config.k_shift or config.v_shift) and not hasattr(layer, "conv_states"):

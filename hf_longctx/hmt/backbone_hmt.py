@@ -54,7 +54,7 @@ class Backbone:
         name = type(model).__name__
         if not isinstance(model, PreTrainedModel) or not model.can_generate():
             raise TypeError(
-                "The backbone must be a causal LM of transformers, such as LlamaForCausalLM, or the name or path of "
+                "The backbone must be a transformers causal LM, such as LlamaForCausalLM, or the name or path of "
                 f"such a model, got a {name}."
             )
         self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)

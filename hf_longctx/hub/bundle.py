@@ -307,7 +307,7 @@ def module_names(file, auto_map):
         module, _, class_name = str(name).partition(".")
         if not (module.isidentifier() and class_name.isidentifier()):
             raise ValueError(
-                f"auto_map of {file} must name classes of files in the same folder, such as "
+                f"auto_map in {file} must name classes that are defined in the same folder, such as "
                 f"'modeling_fox.FoxForCausalLM', got {name!r}. Code in another repository can change at any time."
             )
         modules.add(module)

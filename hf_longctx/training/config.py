@@ -101,7 +101,7 @@ class RunConfig(TrainingArguments):
     attn_implementation: str | None = option(
         None, "Attention implementation (default: the model's; for a FoX on a GPU, auto)"
     )
-    sequence_parallel: int = option(1, "Number of processes that share each sequence of a FoX")
+    sequence_parallel: int = option(1, "Number of processes that each sequence is split across; FoX only")
     recipe: str | None = option(None, "Recipe that sets other defaults")
     set: list[str] = field(
         default_factory=list,

@@ -77,7 +77,7 @@ def test_heads_without_groups(tmp_path):
 @pytest.mark.parametrize("capability", PRODUCTS)
 def test_whole_table(tmp_path, capability, dtype):
     rows = compile_all(tmp_path, "--capability", capability, "--dtype", dtype)
-    assert len(rows) == 5 * 8 * 2  # head sizes, kernels, with and without bounds
+    assert len(rows) == 5 * 10 * 2  # head sizes, kernels, with and without bounds
     check(rows, capability, dtype)
 
 

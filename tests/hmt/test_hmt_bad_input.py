@@ -406,5 +406,5 @@ def test_official_parameters(llama, make_wrapper):
 @pytest.mark.parametrize("backbone", [torch.nn.Linear(2, 2), LlamaForSequenceClassification, LlamaModel, object()])
 def test_what_is_no_causal_lm_is_named(backbone):
     backbone = backbone(tiny_llama().config) if isinstance(backbone, type) else backbone
-    with pytest.raises(TypeError, match="must be a causal LM of transformers"):
+    with pytest.raises(TypeError, match="must be a transformers causal LM"):
         HMTWrapper.from_backbone(backbone, config())

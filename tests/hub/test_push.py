@@ -235,7 +235,7 @@ MISTAKES = [
         for says, rows in {
             "transformers cannot load": [("hidden_size", "many"), ("rope_parameters", [1]), ("model_type", "hmt")],
             r"must have shape \(99, 32\) according to config.json": [("vocab_size", 99)],
-            "must name classes of files in the same folder": [
+            "must name classes that are defined in the same folder": [
                 *(("auto_map", "x"), ("auto_map", 3)),
                 *(("auto_map", {"AutoConfig": name}) for name in ("../x.C", "mod", 3, "bob/code--mod.C")),
             ],

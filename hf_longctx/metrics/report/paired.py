@@ -83,7 +83,7 @@ def flip_test(differences: np.ndarray) -> np.ndarray:
 
 
 def flip_interval(differences: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval for the centre of R differences, from means of subsets; infinite if R < 6."""
+    """Return a 95 % CI for the center of R differences, from the means of all subsets; infinite if R < 6."""
     flips = signs(len(differences))
     subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
     subsets = subsets[subsets.any(-1)]

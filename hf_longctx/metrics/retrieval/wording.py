@@ -124,7 +124,10 @@ class RetrievalTask(Task):
         None, "variables of the chat template as JSON, such as '{\"enable_thinking\": false}'"
     )
     seed: int = option(0, "random seed of the prompts")
-    replies: bool = option(True, "generate a response if greedy decoding does not give the answer")
+    replies: bool = option(
+        True,
+        "generate a response where the most likely tokens are not exactly the answer, and search it for the answer",
+    )
 
     def prepare(self):
         subject = self.subject

@@ -236,7 +236,7 @@ def rope_report(
     The config may contain `rope_parameters` of transformers 5 (flat or per layer type), or `rope_theta` and
     `rope_scaling` of earlier versions. We support the rope types default, linear, dynamic, yarn, longrope, llama3 and
     proportional, partial rotary embeddings, sliding windows, and layers without RoPE. In multimodal models, we check
-    the text decoder. If transformers does not support the model type, we read the config fields of a Llama.
+    the text decoder. If transformers does not support the model type, we read its config as a Llama's.
 
     Args:
         model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, the content of a config.json, or the name, folder

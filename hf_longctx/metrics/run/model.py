@@ -30,7 +30,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def first_parameter(model: nn.Module) -> torch.Tensor:
-    """Return the first parameter, for the model's dtype and input device; an empty tensor if there is none."""
+    """Return the model's first parameter, which has its dtype and input device, or an empty tensor."""
     return next(model.parameters(), torch.empty(0))
 
 

@@ -183,7 +183,7 @@ class ForgettingCurve(TaskResult):
         return f"{self.copies_in_words()}; {self.exact_in_words()}. {measured}{advice}{self.shortage}"
 
     def copies_in_words(self) -> str:
-        """Return the coarse length in words, with its 95 % CI and the copy accuracy at this length."""
+        """Return a sentence with the coarse length, its 95 % CI, and the copy accuracy at this length."""
         coarse = self.interval("coarse")
         if coarse.low:
             p = next(p for p in self.points if p.length == coarse.low)

@@ -227,7 +227,7 @@ def record_tokens(lines: int, encode: Callable[[str], Sequence[int]]) -> float:
 
 
 def draw_rates(figure: Any, result: LineRetrieval, title: str) -> None:
-    """Draw each rate over the number of lines, with 95 % CIs. The upper axis shows the length in tokens."""
+    """Plot each rate against the number of lines, with 95 % CIs. The upper axis shows the length in tokens."""
     from .. import style
 
     axes = figure.add_subplot()
