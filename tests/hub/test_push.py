@@ -255,7 +255,7 @@ MISTAKES = [
         "code that imports a file outside", built(with_an_import_of_a_file_outside), r"does not contain .*/private\.py"
     ),
     refused(
-        "tokenizer's code elsewhere", adding("tokenizer_config.json", TOKENIZER), "auto_map of tokenizer_config.json"
+        "tokenizer's code elsewhere", adding("tokenizer_config.json", TOKENIZER), "auto_map in tokenizer_config.json"
     ),
     refused("no configuration", without("config.json"), "does not contain config.json or adapter_config.json"),
     refused("configuration of half a file", adding("config.json", b"{"), "is not JSON"),
