@@ -69,9 +69,8 @@ def main(argv: list[str] | None = None) -> int:
             args.run(args)
         print(end="", flush=True)
     except BrokenPipeError:  # the reader of our output, such as `head`, has exited
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise Python reports the closed pipe at exit
+        # Otherwise Python reports the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except shared.EXPECTED as error:
         print("hf-longctx: error:", *str(error).split(), file=sys.stderr)

@@ -258,9 +258,12 @@ class PrunedLayer(DynamicLayer):
             bound = self.scaling * self.largest_query * self.largest_key.repeat_interleave(self.queries_per_key)
         return bound.view(self.kv_heads, self.gates_per_key, -1).amax(2).double()
 
-    def make_room(self, tokens: int) -> None:
-        """Prune before a call with `tokens` tokens, if `prune_every` tokens have been added since the last pruning."""
-        if int(self.length) - self.pruned_at >= self.prune_every:
+    def make_room(self, tokens: int, length: int) -> None:
+        """Prune before a call with `tokens` tokens, if `prune_every` tokens have been added since the last pruning.
+
+        length: `length` as an int, which takes a GPU synchronization that all layers share.
+        """
+        if length - self.pruned_at >= self.prune_every:
             self.prune(tokens)
 
     @torch.no_grad()
@@ -441,9 +444,9 @@ class StaticPrunedLayer(PrunedLayer):
             visible = visible & (slots <= self._slots(group, tokens)[1][..., None])
         return group.keys, group.values, visible.repeat_interleave(self.queries_per_key, dim=1)
 
-    def make_room(self, tokens):
-        super().make_room(tokens)
-        length = int(self.length) + tokens
+    def make_room(self, tokens, length):
+        super().make_room(tokens, length)
+        length += tokens
         if any(length - min(group.dropped) > group.keys.shape[2] for group in self.groups):
             self.prune(tokens)
         needed = length - min((n for group in self.groups for n in group.dropped), default=0)
@@ -565,8 +568,9 @@ class PrunedCache(Cache):
     def make_room(self, tokens: int) -> None:
         """Prune the layers that are due, before a call with `tokens` tokens. Do nothing during compilation."""
         if not torch.compiler.is_compiling():
+            length = int(self.layers[0].length)
             for layer in self.layers:
-                layer.make_room(tokens)
+                layer.make_room(tokens, length)
 
     def prune(self) -> None:
         """Drop all tokens that can be dropped now. Call it after a long prompt, or between compiled steps."""

@@ -129,7 +129,7 @@ def test_no_query_loses_more_than_the_tolerance(kind, gates, sharing):
     exact, begin, most = exact.transpose(1, 2), 0, 0.0
     for step in [40, 20, 7] + [1] * (length - 67):
         end = begin + step
-        layer.make_room(step)
+        layer.make_room(step, int(layer.length))
         c = log_f[..., begin:end].cumsum(-1)
         if begin:
             c = c + unfold_decay(layer.keys, head_dim, gates_per_key, scale)
