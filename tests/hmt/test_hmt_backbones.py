@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 import hf_longctx
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.hmt.backbone_hmt import Backbone
 
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 61}
@@ -152,4 +151,10 @@ def test_the_layout_of_the_single_mode(model):
     assert 0.5 < model.memory.summary_token.std() / model.get_input_embeddings()(torch.arange(61)).std() < 2
     assert model.config.reread == (name in READ_AGAIN)
     assert lm.continues == (name not in WITHOUT_CACHE)
-    assert Backbone(copy.deepcopy(lm.model).bfloat16()).continues == lm.continues
+    rounded = HMTWrapper.from_backbone(copy.deepcopy(lm.model).bfloat16(), model.config)
+    assert rounded.lm.continues == lm.continues and rounded.config.reread == model.config.reread
+    with torch.device("meta"):
+        empty = HMTWrapper.from_backbone(
+            type(lm.model)(lm.model.config), HMTConfig(segment_length=8, sensory_tokens=3)
+        )
+    assert empty.config.reread is None  # decided when there are weights
