@@ -37,6 +37,10 @@ BACKBONES = {
         **{"cls_token_id": 1, "sep_token_id": 2},
     },
     "RobertaForCausalLM": {**SIZES, **ROOM, "is_decoder": True},
+    "FalconH1ForCausalLM": {  # fills a buffer of its layers from a module that has no parameter of its own
+        **{**SIZES, **ROOM, **HEADS, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
+        **{"mamba_n_groups": 1, "mamba_chunk_size": 8},
+    },
     "MambaForCausalLM": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61, "state_size": 4},
     "RwkvForCausalLM": {
         **{"hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 61},
@@ -47,7 +51,7 @@ BACKBONES = {
 
 # How the model-pass mode reads them. Nothing can be put in front of windows shorter than a segment, or of gates, and
 # BLOOM takes no position ids.
-RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "Mamba", "Rwkv")}
+RECURRENT = {f"{name}ForCausalLM" for name in ("Lfm2", "MiniMax", "FalconH1", "Mamba", "Rwkv")}
 WITHOUT_CACHE = RECURRENT | {"RobertaForCausalLM"}
 READ_AGAIN = WITHOUT_CACHE | {f"{name}ForCausalLM" for name in ("Gemma2", "Fox", "ModernBertDecoder", "Bloom")}
 

@@ -16,11 +16,6 @@ from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.hmt.backbone_hmt import Backbone
 
 
-FALCON = {
-    **{"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
-    **{"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
-    **{"mamba_d_state": 4, "mamba_n_groups": 1, "mamba_chunk_size": 8},
-}
 LLAMA, LLAMA4 = (BACKBONES[f"{name}ForCausalLM"] for name in ("Llama", "Llama4"))
 NEO = dict(vocab_size=61, hidden_size=16, num_layers=2, num_heads=2, max_position_embeddings=64, window_size=9)
 NEO |= {"attention_types": [[["global", "local"], 1]]}
@@ -35,7 +30,7 @@ KINDS = {  # name, sizes, reread
     "Gemma2": ("Gemma2ForCausalLM", BACKBONES["Gemma2ForCausalLM"], True),
     "BLOOM": ("BloomForCausalLM", BACKBONES["BloomForCausalLM"], True),
     "Mamba": ("MambaForCausalLM", BACKBONES["MambaForCausalLM"], True),
-    "Falcon-H1": ("FalconH1ForCausalLM", FALCON, True),
+    "Falcon-H1": ("FalconH1ForCausalLM", BACKBONES["FalconH1ForCausalLM"], True),
 }
 
 
