@@ -1,4 +1,4 @@
-"""One wrapper, many backbones: training step, stream, generation and reload on tiny random instances."""
+"""One wrapper, many backbones: training step, streams and reload on tiny random instances."""
 
 import copy
 from functools import cache
@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from causality import changed_by
+from streams import assert_calls_do_not_matter
 from transformers import AutoModelForCausalLM
 
 import hf_longctx
@@ -102,21 +103,6 @@ def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
     assert model.lm.can_skip_logits() == (type(model.lm.model).__name__ not in more_than_a_product)
 
 
-def test_stream_and_generation_equal_forward(model, tokens):
-    with torch.no_grad():
-        whole = model(tokens).logits
-        start = model(tokens[:, :13], use_cache=True)
-        rest = model(tokens[:, 13:], state=start.state)
-    assert_same_logits(torch.cat([start.logits, rest.logits], 1), whole)
-
-    ids = model.generate(tokens[:, :13], max_new_tokens=14, do_sample=False, eos_token_id=None)
-    with torch.no_grad():
-        logits = model(ids).logits[:, 12:-1]
-    chosen = logits.gather(2, ids[:, 13:, None])[..., 0]
-    assert ids.shape == (2, 27)
-    assert_same_logits(chosen, logits.amax(2))  # the arg-max, up to a tie
-
-
 def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -128,19 +114,10 @@ def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     assert tied[0] == tied[1]
 
 
-def test_a_padded_row_is_as_alone_at_once_and_token_by_token(model, tokens):
+def test_streams_do_not_depend_on_the_calls(model, tmp_path):
     """No recurrence, convolution, window, position bias or cache sees padding."""
-    padding, state, logits = 5, None, []
-    ids, mask = tokens[:, :26], torch.ones_like(tokens)[:, :26]
-    mask[1, :padding] = 0
     with torch.no_grad():
-        alone = model(ids[1:, padding:]).logits
-        assert_same_logits(model(ids, attention_mask=mask).logits[1:, padding:], alone)
-        for column, seen in zip(ids.split(1, 1), mask.split(1, 1)):
-            out = model(column, attention_mask=seen, state=state, use_cache=True)
-            state = out.state
-            logits.append(out.logits)
-    assert_same_logits(torch.cat(logits, 1)[1:, padding:], alone)
+        assert_calls_do_not_matter(model, tmp_path, assert_same=assert_same_logits)
 
 
 def test_no_position_sees_a_later_token(model, tokens):

@@ -6,14 +6,10 @@ from collections import Counter
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
-from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
 from hf_longctx.hmt import HMTState
 from hf_longctx.hmt.pages_hmt import MemoryPages, PageFile
-
-
-PAGED = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}
 
 
 def filled(embeddings, page_size=4, recalled=3, file=None, at_once=7):
@@ -60,17 +56,6 @@ def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, 
         torch.testing.assert_close(weights, expected / expected.sum(1, keepdim=True), atol=ROUNDING, rtol=0)
         counts.append(max((ends > 0).sum(1)))
     assert counts[:4] == [1, 2, 3, 4] and max(counts) < 10
-
-
-@pytest.mark.parametrize("chunks", ["ragged", "at j"])
-def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
-    model, mask = make_wrapper(**PAGED), torch.ones_like(tokens)
-    mask[1, :13] = 0
-    with torch.no_grad():
-        whole = model(tokens, attention_mask=mask, use_cache=True)
-        logits, state = stream(model, tokens, CHUNKS[chunks], mask)
-    torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
-    assert [len(row) for row in pages_of(state)] == [len(row) for row in pages_of(whole.state)] == [3, 1]
 
 
 @pytest.mark.parametrize("in_file", [False, True], ids=["RAM", "file"])

@@ -1,7 +1,6 @@
 """The single-pass mode: its definition, that no position sees a later token, and how it reads."""
 
 import gzip
-import math
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from tiny_hmt import NORM, ROUNDING
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_longctx.hmt import HMTConfig, HMTMemory, HMTWrapper
+from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.hmt.backbone_hmt import Backbone
-from hf_longctx.hmt.memory_hmt import TEMPERATURE
 
 
 SETTINGS = [
@@ -116,19 +114,3 @@ def test_wrapping_costs_nothing_before_training(name):
     assert abs(more.mean()) < 1e-3
     if name == "llama-demo":  # in a FoX, whose gates close and open, 192 tokens are known to 0.4 % only
         assert abs(more[:, behind_recall].mean()) < 1e-3
-
-
-def test_recall_is_free_of_scale():
-    """What all memories have in common, and their size, do not matter, and the start is not saturated."""
-    torch.manual_seed(0)
-    memory = HMTMemory(64, 1, 64, single_pass=True).double()
-    torch.nn.init.eye_(memory.wq)
-    torch.nn.init.eye_(memory.wk)
-    torch.nn.init.constant_(memory.log_temperature, math.log(TEMPERATURE))
-    bank, valid = torch.randn(1, 12, 64).double(), torch.ones(1, 12, dtype=torch.bool)
-    query = bank[:, 3:4] + 2 * torch.randn(1, 1, 64)
-    weights = memory.recall(query, bank, valid)[1]
-    assert 0.1 < weights[0, 3] < 0.95 and weights.argmax() == 3
-    torch.testing.assert_close(memory.recall(20 * query, 20 * bank, valid)[1], weights, atol=1e-6, rtol=0)
-    # 1e-4 of the squared length stays, and with it 0.3 % of the cosines
-    torch.testing.assert_close(memory.recall(query + 3, bank + 3, valid)[1], weights, atol=0, rtol=0.05)
