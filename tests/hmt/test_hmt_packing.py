@@ -3,15 +3,10 @@
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
-from streams import LENGTHS, padded
-from tiny_hmt import ROUNDING
+from streams import LENGTHS, assert_close, padded
 
 
 FP32 = 64 * torch.finfo(torch.float32).eps  # the loss is of float32
-
-
-def close(a, b):
-    torch.testing.assert_close(a, b, atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -22,12 +17,12 @@ def test_a_padded_row_is_as_alone(make_wrapper, tokens, settings, left):
     batch = model(ids, attention_mask=mask, output_recall=True)
     for b, real in enumerate(mask.bool()):
         alone = model(ids[b : b + 1, real], output_recall=True)
-        close(batch.logits[b, real], alone.logits[0])
+        assert_close(batch.logits[b, real], alone.logits[0])
         n = len(alone.recall_distance)
         assert torch.equal(batch.recall_distance[:n, b], alone.recall_distance[:, 0])
         assert not batch.recall_distance[n:, b].any()
         for made, made_alone in zip(batch.memories, alone.memories):
-            close(made[b], made_alone[0])
+            assert_close(made[b], made_alone[0])
 
 
 @pytest.mark.parametrize(
@@ -78,8 +73,8 @@ def test_logits_of_the_last_positions_of_unequal_rows(make_wrapper, tokens):
         for mask, computed in ((torch.ones_like(ids), 3), (left, 9), (right, 9)):
             whole = model(ids, attention_mask=mask).logits
             rows.clear()
-            close(model(ids, attention_mask=mask, logits_to_keep=1).logits, whole[:, -1:])
+            assert_close(model(ids, attention_mask=mask, logits_to_keep=1).logits, whole[:, -1:])
             assert sum(rows) <= computed
             for kept in (9, torch.tensor([42, 3, 20])):
                 expected = whole[:, -9:] if isinstance(kept, int) else whole[:, kept]
-                close(model(ids, attention_mask=mask, logits_to_keep=kept).logits, expected)
+                assert_close(model(ids, attention_mask=mask, logits_to_keep=kept).logits, expected)
