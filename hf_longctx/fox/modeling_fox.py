@@ -318,10 +318,8 @@ class FoxPreTrainedModel(PreTrainedModel):
             return attention_mask
         if config._attn_implementation == AUTO:
             config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
-        return {
-            config._attn_implementation: create_attention_mask(config, inputs_embeds, attention_mask, cache),
-            "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1]),
-        }
+        name, mask = create_attention_mask(config, inputs_embeds, attention_mask, cache)
+        return {name: mask, "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1])}
 
     def save_pretrained(self, *args, **kwargs):
         self.config.auto_map = dict(AUTO_MAP)

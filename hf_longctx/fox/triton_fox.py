@@ -418,13 +418,12 @@ def triton_attention(
             because the norms would take as long as pruning saves.
 
     Returns:
-        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens. In 16 bits, the
+        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D). In 16 bits, the
         rounding of the output causes an error in the gradients of q and k, as in every flash attention. This error is
         larger the faster the gates forget.
     """
     _refuse_tangents(q, k, v, log_f)
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
-    q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
     key_start = visible.key_start
     query_end = None if key_start is None else find_query_end(key_start, k.shape[2])
     c = fox_running_sum(log_f, query_end)
@@ -432,11 +431,8 @@ def triton_attention(
     if is_decoding(q, k, v, log_f):
         gates = c.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
         bound = None if logit_bound is None else bound_per_head(q, logit_bound)
-        o = triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
-    else:
-        bounds = key_start, query_end, scale, log_pruning_tolerance, logit_bound
-        o = attention_from_sums(q, k, v, c, *bounds)
-    return visible.unsort_queries(o)
+        return triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
+    return attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound)
 
 
 def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound):
