@@ -55,7 +55,7 @@ KERNEL_TOKENS = 16384
 ROUNDING = 1.03
 
 
-def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=None) -> str:
+def choose_implementation(config, x: torch.Tensor, cache=None) -> str:
     """Return the implementation that `attn_implementation="auto"` selects for one call.
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
@@ -64,7 +64,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
     Args:
         config: the `FoxConfig`.
         x: the embedded tokens, (B, T, hidden).
-        attention_mask, cache: arguments of the call, or None.
+        cache: the cache of the call, or None.
     """
     if x.device.type != "cuda" or config.forget_gate == "none" or x.shape[1] <= DECODE_ROWS:
         return "sdpa"
