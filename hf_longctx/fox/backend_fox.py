@@ -33,7 +33,7 @@ from .attention_fox import (
 )
 from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
-from .state_fox import CachedLayer, Call, drops_tokens
+from .state_fox import CachedLayer, Call
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
     attention_from_sums,
@@ -72,7 +72,7 @@ def choose_implementation(config, x: torch.Tensor, cache=None) -> str:
         return "sdpa"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "sdpa"  # the kernels do not support all derivatives
-    if drops_tokens(cache) and cache.is_compileable:
+    if hasattr(cache, "make_room") and cache.is_compileable:  # a static `PrunedCache`
         return "sdpa"
     cannot = why_not(config.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
     return NAME if cannot is None else "sdpa"
@@ -156,16 +156,6 @@ def logit_bound_of_norms(attention, heads):
     return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
 
-def gates_in(module, key, heads):
-    """Return the parts of c that are folded into the keys, (B, Hkv, heads // Hkv, Tk, parts), as a view."""
-    if module.f_proj is None:
-        gates = key.new_zeros(()).expand(*key.shape[:2], 1, key.shape[2], 1)
-    else:
-        gates = key[..., module.head_dim : module.head_dim + GATE_PARTS * module.gates_per_key]
-        gates = gates.unflatten(-1, (-1, GATE_PARTS)).transpose(2, 3)
-    return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
-
-
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
     """Run our kernels as an attention function for transformers: (B, H, T, D) -> (B, T, H, D), without weights.
 
@@ -207,7 +197,12 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         options = dict(scale=scaling, log_pruning_tolerance=tolerance, logit_bound=bound)
         return triton_attention(q, k, v, log_f, visible, **options).transpose(1, 2), None
 
-    gates, gate_scale = gates_in(module, key, heads), -GATE_QUERY * scaling
+    # the parts of c that are folded into the keys, (B, Hkv, Hq // Hkv, Tk, parts), as a view
+    gates, gate_scale = key.new_zeros(()).expand(*key.shape[:2], 1, key.shape[2], 1), -GATE_QUERY * scaling
+    if module.f_proj is not None:
+        gates = key[..., module.head_dim : module.head_dim + GATE_PARTS * module.gates_per_key]
+        gates = gates.unflatten(-1, (-1, GATE_PARTS)).transpose(2, 3)
+    gates = gates.expand(-1, -1, heads // key.shape[1], -1, -1)
     if decoding:
         bounds = visible.key_start, end, scaling, tolerance, largest, bound_scale
         return triton_decode(q, k, v, gates, gate_scale, *bounds).transpose(1, 2), None

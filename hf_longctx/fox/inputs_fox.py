@@ -18,7 +18,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width, is_exporting
 from .backend_fox import NAME, find_triton_mask, with_implementation
-from .state_fox import Call, drops_tokens
+from .state_fox import Call
 
 
 NO_QUANTIZED_CACHE = (
@@ -236,7 +236,7 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
             the model has a token shift and a new token continues a cached token other than the last one.
         NotImplementedError: the cache is a `PrunedCache`.
     """
-    if drops_tokens(cache):
+    if hasattr(cache, "make_room"):  # a `PrunedCache`
         raise NotImplementedError(
             f"a {type(cache).__name__} has dropped tokens assuming that all gates apply, so it does not support a 4D "
             "attention_mask. Use DynamicCache(config=model.config)."

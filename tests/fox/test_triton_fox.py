@@ -430,7 +430,7 @@ def test_custom_ops_are_registered_correctly():
     library.opcheck(ops.fox_prune, (c.detach()[:, :, None, :, None], first, None, bound, 5, 2, 4, 1.0, 1.0, -3.0))
     gates, end = c.detach().view(1, 1, 2, 9, 1), torch.tensor(9, device=DEVICE)
     few, heads = [x.detach() for x in (q[:, :, -3:], k, v)], torch.ones(2, device=DEVICE)
-    library.opcheck(ops.fox_decode, (*few, gates, None, end, heads, 0.25, 1.0, 1.0, -10.0))
+    library.opcheck(ops.fox_decode, (*few, gates, 1.0, None, end, 0.25, -10.0, heads, 1.0))
 
 
 # --- the source ------------------------------------------------------------------------------------------------------
