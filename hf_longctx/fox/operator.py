@@ -148,18 +148,14 @@ def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
     return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
 
 
-def triton_runs_well(q: torch.Tensor) -> bool:
-    """Return whether the Triton kernels support q without the interpreter."""
-    return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
-
-
 def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
     """Return `backend`, or the default for None. Raise an error if the backend does not support q or pruning."""
+    reason = why_not(q.shape[-1], q.dtype, q.device) if backend in (None, "triton") else None
     if backend is None:  # the folded form ignores the tolerance, because skipping keys is optional
-        return "triton" if triton_runs_well(q) else "folded"
+        return "folded" if INTERPRETED.value or reason is not None else "triton"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None, got {backend!r}.")
-    if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
+    if backend == "triton" and reason is not None:
         raise reason
     if backend != "triton" and log_pruning_tolerance is not None:
         raise NotImplementedError(

@@ -75,7 +75,7 @@ def make_with_eight_heads(**kwargs):
     return FoxForCausalLM(FoxConfig(**sizes, **kwargs)).eval()
 
 
-@pytest.mark.parametrize("choice", [{}, {"layers": [0], "resolution": 16}, {"layers": [1], "heads": [3]}], ids=str)
+@pytest.mark.parametrize("choice", [{}, {"layers": [0]}, {"layers": [1], "heads": [3]}], ids=str)
 def test_writes_a_picture(choice, tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     path = tmp_path / "gates.png"
@@ -95,7 +95,6 @@ def test_typical_heads_span_from_the_fastest_to_the_slowest():
     [
         ({"input_ids": torch.zeros(2, 5)}, "one sequence"),
         ({"layers": [2]}, r"layers must be .* 0 to 1, got \[2\]"),
-        ({"resolution": 0}, "resolution must be at least 1, got 0"),
         ({"model": torch.nn.Linear(1, 1)}, "a FoX with a forget gate, got a Linear"),
     ],
     ids=str,

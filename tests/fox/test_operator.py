@@ -141,26 +141,27 @@ def test_a_compiled_graph_refuses_bad_values():
 
 
 def test_the_default_is_triton_on_a_gpu_and_the_folded_form_elsewhere(monkeypatch):
-    def gpu(dtype=BF16, head_dim=64):
-        return types.SimpleNamespace(shape=(1, 1, 1, head_dim), dtype=dtype, device=torch.device("cuda"))
+    def chosen(dtype=BF16, head_dim=64):
+        q = types.SimpleNamespace(shape=(1, 1, 1, head_dim), dtype=dtype, device=torch.device("cuda"))
+        return operator.choose_backend(None, q, None)
 
     capability = 90
     monkeypatch.setattr(triton_fox, "capability_of", lambda device: capability)
     for module in (operator, triton_fox):
         monkeypatch.setattr(module, "INTERPRETED", types.SimpleNamespace(value=False))
     monkeypatch.setattr(triton_fox, "triton", "installed")
-    assert all(operator.triton_runs_well(gpu(dtype)) for dtype in (BF16, FP16, FP32))
-    assert not operator.triton_runs_well(gpu(torch.float64)) and not operator.triton_runs_well(gpu(head_dim=320))
-    assert not operator.triton_runs_well(torch.zeros(1, 1, 1, 64))
+    assert all(chosen(dtype) == "triton" for dtype in (BF16, FP16, FP32))
+    assert chosen(torch.float64) == chosen(head_dim=320) == "folded"
+    assert operator.choose_backend(None, torch.zeros(1, 1, 1, 64), None) == "folded"
     capability = 75
-    assert not operator.triton_runs_well(gpu())
+    assert chosen() == "folded"
     assert "compute capability 7.5" in str(triton_fox.why_not(64, BF16, torch.device("cuda")))
     capability = 94
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in str(triton_fox.why_not(64, BF16, torch.device("cuda")))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(triton_fox, "triton", None)
-    assert not operator.triton_runs_well(gpu())
+    assert chosen() == "folded"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="asks what a CPU does")
