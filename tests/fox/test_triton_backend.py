@@ -123,7 +123,7 @@ CHUNKED = [  # variant, padding of two rows, chunks, cache: pair-wise
     ("llama", None, [20, 1, 17], "static"),
     ("one gate per key head", [(0, 0), (0, 15)], [19, 19], "dynamic"),
     (PRO, [(0, 4), (2, 9)], [18, 1, 3, 16], "dynamic"),
-    (PRO, [(0, 0), (0, 5)], [42, 1, 1], "pruned"),
+    (PRO, [(0, 0), (0, 5)], [80, 1, 1], "pruned"),
     ("pro with a window", [(0, 3), (22, 25)], [20, 17, 1], "static"),
     ("no gate", [(0, 3), (0, 0)], [18, 1, 19], "static"),
 ]
