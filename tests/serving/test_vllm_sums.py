@@ -102,11 +102,11 @@ def test_requests_of_any_schedule(dtype, tokens_per_state, sizes):
     assert together
 
 
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]], ids=str)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 5, 1, 3]], ids=str)
 def test_requests_of_one_step_may_go_on_from_each_other(order):
     """Each begins with 32 tokens more of the one before."""
     requests = Requests()
-    for i in range(5):
+    for i in range(6):
         requests.add(40 + 32 * i, *([i - 1, 32 * i] if i else []))
     assert exact(requests.run([(i, 32 * i, 40 + 32 * i) for i in order]))
 
