@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from hf_longctx.fox import FoxConfig
-from hf_longctx.metrics.run.logits import cache_argument
+from hf_longctx.metrics.run.engine import cache_argument
 from scripts.bench import common
 
 

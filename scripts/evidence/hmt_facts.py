@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics.run.logits import cache_argument
+from hf_longctx.metrics.run.engine import cache_argument
 from scripts.bench import common
 from scripts.evidence import hmt_training
 from scripts.evidence.hmt_training import (

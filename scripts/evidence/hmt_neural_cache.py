@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, DynamicCache, set_seed
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics.run.logits import cache_argument
+from hf_longctx.metrics.run.engine import cache_argument
 from scripts.bench import common
 from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
 from scripts.evidence.parts import make_parser, measure_parts, require

@@ -10,7 +10,7 @@ import transformers
 from tiny_models import LLAMA, RemoteCode, build
 
 from hf_longctx.metrics import Run, position_loss
-from hf_longctx.metrics.run.logits import CACHES
+from hf_longctx.metrics.run.engine import CACHES
 
 
 CORPUS = np.random.default_rng(0).integers(3, 32, size=400)

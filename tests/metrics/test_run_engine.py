@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics.run.engine import Engine
-from hf_longctx.metrics.run.logits import argmax
+from hf_longctx.metrics.run.engine import Engine, argmax
 
 
 V = 89  # not the size of anything else
