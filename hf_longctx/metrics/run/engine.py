@@ -56,7 +56,7 @@ class Engine:
             CPU, 4096 on other devices.
 
     Raises:
-        ValueError: the model is not causal.
+        ValueError: the model is not causal; see `check_causal`.
 
     Attributes:
         tokens_per_pass: the argument or its default, reduced if memory runs out.
@@ -79,7 +79,7 @@ class Engine:
         self._first_id = trial[:, :1]
         logits = self.last_logits(trial, trial.shape[1])
         self.vocab_size = logits.shape[-1]
-        self._check_causal(trial, logits)
+        check_causal(model, trial, logits, lambda ids: self.last_logits(ids, ids.shape[1]))
         # "dynamic" and "longrope" change all frequencies when an input exceeds a length, which invalidates cached keys
         fixed = not self._rescales and "longrope" not in rope_types
         takes_cache = "use_cache" in self._accepted and not self._accepted.isdisjoint(CACHES)
@@ -220,27 +220,6 @@ class Engine:
         exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
         return bool(error <= (1e-3 if exact else 0.1) * (logits.float() - logits.float().mean()).norm())
 
-    def _check_causal(self, ids, logits):
-        """Check that changing the second half of an input (1, T) does not change the logits of its first half.
-
-        The second half begins at an odd index, to detect models that look ahead within blocks of even size. The check
-        does not detect NaN logits; the runner reports them.
-        """
-        boundary = ids.shape[1] // 2 | 1
-        distinct = np.unique(ids) if (ids != ids[0, 0]).any() else np.unique([ids[0, 0], 0, 1])
-        others = distinct[(np.searchsorted(distinct, ids) + 1) % len(distinct)]
-        changed = self.last_logits(np.concatenate([ids[:, :boundary], others[:, boundary:]], axis=1), ids.shape[1])
-        before, after = (x[:, :boundary].float() for x in (logits, changed))
-        dtypes = {p.dtype for p in self.model.parameters() if p.is_floating_point() and p.element_size() > 1}
-        eps = max(torch.finfo(dtype).eps for dtype in dtypes or {torch.float32})  # of unquantized parameters
-        # The tolerance allows for rounding: a mixture of experts groups the tokens differently if some of them change.
-        if (after - before).norm() > max(8 * eps, 1e-4) * (before - before.mean()).norm():
-            raise ValueError(
-                f"{type(self.model).__name__} is not causal: its logits depend on later tokens. Load a causal language "
-                'model, e.g. BERT with config.is_decoder=True or XLNet with attn_type="uni", if it was trained as such. '
-                "Activations must not be quantized with one scale for all tokens, as in torch's dynamic int8."
-            )
-
 
 def argmax(logits: torch.Tensor) -> np.ndarray:
     """Return the argmax of logits (..., V) as (...) int64. Ties give the lowest index, and a NaN gives -1."""
@@ -270,6 +249,41 @@ def accepted_options(model: nn.Module) -> set[str]:
 def cache_argument(model: nn.Module) -> str:
     """Return the name of the cache in a model's arguments and output: one of `CACHES`."""
     return next(name for name in CACHES if name in accepted_options(model))
+
+
+def check_causal(
+    model: nn.Module, ids: np.ndarray, logits: torch.Tensor, read: Callable[[np.ndarray], torch.Tensor]
+) -> None:
+    """Check that changing the second half of an input does not change the logits of its first half.
+
+    The second half begins at an odd index, to detect models that look ahead within blocks of even size. The check does
+    not detect NaN logits; the runner reports them.
+
+    Args:
+        model: the model, for its name and dtypes.
+        ids: the input, (1, T) int64, T >= 3.
+        logits: logits of the input, (1, T, V).
+        read: function that returns the logits (1, T, V) of other ids.
+
+    Raises:
+        ValueError: the first half depends on the second.
+    """
+    if logits.shape[1] < ids.shape[1]:  # the model returns too few logits
+        return
+    boundary = ids.shape[1] // 2 | 1
+    distinct = np.unique(ids) if (ids != ids[0, 0]).any() else np.unique([ids[0, 0], 0, 1])
+    others = distinct[(np.searchsorted(distinct, ids) + 1) % len(distinct)]
+    changed = read(np.concatenate([ids[:, :boundary], others[:, boundary:]], axis=1))
+    before, after = (x[:, :boundary].float() for x in (logits, changed))
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point() and p.element_size() > 1}  # unquantized
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes or {torch.float32})
+    # The tolerance allows for rounding: a mixture of experts groups the tokens differently if some of them change.
+    if (after - before).norm() > max(8 * eps, 1e-4) * (before - before.mean()).norm():
+        raise ValueError(
+            f"{type(model).__name__} is not causal: its logits depend on later tokens. Load a causal language model, "
+            'e.g. BERT with config.is_decoder=True or XLNet with attn_type="uni", if it was trained as such. '
+            "Activations must not be quantized with one scale for all tokens, as in torch's dynamic int8."
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
