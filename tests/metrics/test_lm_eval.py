@@ -13,13 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from hf_longctx import HMTConfig, HMTWrapper, cli
 from hf_longctx.corpus import load_tokens, stdlib_text
 from hf_longctx.lm_eval import tasks_folder
-from hf_longctx.metrics import forgetting_curve, line_retrieval, position_loss
+from hf_longctx.metrics import forgetting_curve, line_retrieval
 
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'hf-longctx[lm-eval]'")
 
 CURVE = {"lengths": [8, 17], "repeats": 3, "seed": 1, "text": "stdlib"}
-LOSS = {"context_length": 50, "sequences": 3, "text": "stdlib"}
 
 
 @pytest.fixture(scope="module")
@@ -83,14 +82,6 @@ def test_passages_that_overlap_count_as_one_text(model, tokenizer, tmp_path, cap
         ends = [result[f"{name}{end},none"] for end in ("", "_low")]
         assert ends == [number.value, number.low]
     assert sum("the corpus is too short: its passages overlap" in record.message for record in caplog.records) == 1
-
-
-def test_losses_are_those_of_our_loss(model, tokenizer):
-    result = evaluate(hf(model, tokenizer), "position_loss", LOSS)
-    tokens = load_tokens(tokenizer, "stdlib").tokens
-    loss = position_loss(model, tokens, context_length=50, sequences=3, tokenizer=tokenizer)
-    assert result["perplexity_of_50_tokens,none"] == pytest.approx(loss.perplexity[-1], rel=1e-4)
-    assert result["loss_at_50_tokens_nats,none"] == pytest.approx(loss.smoothed()[-1], abs=1e-4)
 
 
 def test_lines_are_those_of_our_lines(model, tokenizer):
