@@ -12,12 +12,10 @@ of our functions.
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import cache
 from typing import Any
 
 import datasets
@@ -26,6 +24,7 @@ from lm_eval.api.model import TemplateLM, hash_args
 from lm_eval.api.task import ConfigurableTask
 from torch import nn
 from tqdm import tqdm
+from transformers.utils import logging
 
 from ..corpus import load_tokens
 from ..metrics import tasks  # noqa: F401 - importing `tasks` registers every Task
@@ -36,6 +35,7 @@ from ..metrics.run.served import ServedModel
 from ..metrics.task import Missing, Subject, Task, as_key, options
 
 
+logger = logging.get_logger(__name__)
 DOCUMENTS = 8  # default number of documents into which the trials are split
 
 
@@ -120,8 +120,9 @@ class TaskInLmEval(ConfigurableTask):
         scores, _ = task.summarize({key: score for key, score in scores.items() if key not in missing}, missing)
         named: dict[str, float] = {}
         result = self.task.result(scores)
-        if len(documents) > 1:  # with one document, the call is from `process_results`, which only uses the names
-            warn_once(getattr(result, "shortage", ""))
+        shortage = getattr(result, "shortage", "")
+        if shortage and len(documents) > 1:  # a call with one document, from `process_results`, only uses the names
+            logger.warning_once(shortage.removeprefix("; "))
         for number in result.numbers():
             name = re.sub(r"\W+", "_", number.name).strip("_")
             ends = {"": number.value, "_low": number.low, "_high": number.high}
@@ -144,13 +145,6 @@ class Named(dict):
 
     def __missing__(self, name: str) -> Any:
         return self.value(name)
-
-
-@cache
-def warn_once(text: str) -> None:
-    """Log a warning only once, because lm-eval calls `numbers` once per metric."""
-    if text:
-        logging.getLogger(__name__).warning(text.removeprefix("; "))
 
 
 def task_of(task: type[Task], settings: dict[str, Any]) -> Task:

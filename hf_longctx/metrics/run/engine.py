@@ -125,7 +125,8 @@ class Engine:
             try:
                 return work(*args)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+                if not out_of_memory and "allocate memory" not in str(error):  # torch's error for the CPU's memory
                     raise
                 if self.tokens_per_pass <= SMALLEST_PASS:
                     raise OutOfMemory("out of memory, even in the smallest passes") from error
@@ -284,10 +285,3 @@ def check_causal(
             'e.g. BERT with config.is_decoder=True or XLNet with attn_type="uni", if it was trained as such. '
             "Activations must not be quantized with one scale for all tokens, as in torch's dynamic int8."
         )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the memory of a device or of the CPU ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)
