@@ -247,11 +247,6 @@ def accepted_options(model: nn.Module) -> set[str]:
     return accepted
 
 
-def cache_argument(model: nn.Module) -> str:
-    """Return the name of the cache in a model's arguments and output: one of `CACHES`."""
-    return next(name for name in CACHES if name in accepted_options(model))
-
-
 def check_causal(
     model: nn.Module, ids: np.ndarray, logits: torch.Tensor, read: Callable[[np.ndarray], torch.Tensor]
 ) -> None:
