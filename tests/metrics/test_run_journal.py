@@ -3,7 +3,6 @@
 import json
 import os
 
-import numpy as np
 import pytest
 from tiny_models import CORPUS, tiny_llama
 
@@ -82,20 +81,13 @@ def test_other_files_are_left_alone(tmp_path, content, message):
     assert path.read_text() == content
 
 
-@pytest.mark.parametrize(
-    "key, result, message",
-    [
-        ("new", float("nan"), "JSON"),
-        ("new", np.int64(3), "not JSON serializable"),
-    ],
-)
-def test_bad_entries_change_nothing(tmp_path, key, result, message):
+def test_bad_entries_change_nothing(tmp_path):
     path = tmp_path / "journal"
     with Journal(path, {}) as journal:
         journal.append(["a", 1], 0)
         before = path.read_bytes()
-        with pytest.raises((ValueError, TypeError), match=message):
-            journal.append(key, result)
+        with pytest.raises(ValueError, match="JSON"):
+            journal.append("new", float("nan"))
         assert (path.read_bytes(), journal.done) == (before, {("a", 1): 0})
 
 
