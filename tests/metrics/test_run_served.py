@@ -45,8 +45,10 @@ def test_predictions_at_positions(model):
         asked = len(server.requests)
         predictions = endpoint.predict(rows, 0, range(4, 29))
         assert len(server.requests) - asked == 2  # equal rows are sent once
+        scored = endpoint.score(rows[0, :-1], rows[0, 5:], range(4, 29))
         server.spoil = make_nan
         assert np.flatnonzero(endpoint.predict(rows[:1], 0, range(3, 28))[0] == -1).tolist() == [26 - 3]
+    assert np.array_equal(scored[1], predictions[0])
     expected, right = likeliest[:, 4:29], rows[:, 5:30]
     assert np.array_equal(predictions == right, expected == right)
     assert (predictions == right).any()
