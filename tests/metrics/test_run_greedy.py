@@ -90,7 +90,7 @@ def test_an_end_that_is_not_named(model, true_is_end):
         endpoint = connect(server, concurrency=1, tokenizer=SimpleNamespace(all_special_ids=[0, 1, 2]))
 
         def end(choice):
-            return choice | {"token_ids": [], "finish_reason": "stop"}
+            return choice | {"token_ids": [], "text": "", "finish_reason": "stop"}
 
         server.spoil = end
         rows = np.full((1, 30), 2 if true_is_end else 5)

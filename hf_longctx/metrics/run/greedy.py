@@ -123,7 +123,7 @@ class GreedyCompletions:
             return right[: right.index(False) + 1]
         if right:
             return right
-        if choice.get("finish_reason") != "stop":
+        if choice.get("finish_reason") != "stop" or choice.get("text"):
             raise ValueError(f"{self.server.base_url} did not return token ids")
         # the prediction is an end-of-text token, whose id is omitted
         if self.tokenizer is None or ids[start] in self.tokenizer.all_special_ids:
