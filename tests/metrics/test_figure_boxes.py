@@ -6,7 +6,7 @@ import pytest
 from examples import one_of_each
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
-from hf_longctx.metrics.report.comparison import compare, compare_counts
+from hf_longctx.metrics.report.comparison import compare
 
 
 NAMES = ["a model of " * 60, "\u6a21" * 200, "some-organization/" + "long-name-" * 12, "$" * 90]
@@ -54,6 +54,5 @@ def test_several_models(figures, count):
     curves = {name: ForgettingCurve.of_points(points, {"tokenizer": name, "train_length": 90}) for name in names}
     compare(curves, "x.png", title=names[0])
     compare({name: PositionLoss.of_mean([3.0, 2.5], 4, {"model": name}) for name in names}, "x.png")
-    compare_counts({name: [(64, 5, 9), (128, 3, 9)] for name in names}, "x.png")
     for figure in figures:
         check_boxes(figure)

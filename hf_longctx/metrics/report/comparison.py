@@ -22,7 +22,6 @@ from .paired import conclusion, further, paired_differences
 
 
 R = TypeVar("R", bound=Result)
-Counts = list[tuple[int, int, int]]
 
 
 def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> str:
@@ -53,35 +52,11 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     text += "".join(f"\nDifferent: {difference}.\n" for difference in differences(results)) + tests
     if not isinstance(first, PositionLoss):
         text += f"\n{markdown(*effective_rows(results))}"
-    write(text, results, path, title or first.title)
-    return text
-
-
-def compare_counts(models: Mapping[str, Counts], path: str | PathLike, *, title: str | None = None) -> str:
-    """Compare numbers of correct answers by length, from any benchmark, in a figure or a Markdown file.
-
-    Args:
-        models: maps each model name to rows of (length in tokens, correct answers, answers). See `read_counts`.
-        path: see `compare`.
-        title: see `compare`.
-
-    Returns:
-        a Markdown table of the effective lengths under three rules.
-
-    Raises:
-        ValueError: counts are impossible, or matplotlib does not support the extension.
-    """
-    text = markdown(*effective_rows(models))
-    write(text, models, path, title or "Effective length")
-    return text
-
-
-def write(text: str, models: Mapping[str, Any], path: str | PathLike, title: str) -> None:
-    """Write `text` if the path ends with .md; otherwise, write the figure of the models."""
     if Path(path).suffix == ".md":
-        Path(path).write_text(f"# {title}\n\n{text}", encoding="utf-8")
+        Path(path).write_text(f"# {title or first.title}\n\n{text}", encoding="utf-8")
     else:
-        plot_comparison(models, path, title=title)
+        plot_comparison(results, path, title=title)
+    return text
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -240,23 +215,19 @@ def loss_table(losses: Mapping[str, PositionLoss]) -> str:
     return markdown(columns, rows)
 
 
-def shares_by_length(counts: TaskResult | Counts) -> dict[int, float]:
+def shares_by_length(result: TaskResult) -> dict[int, float]:
     """Return the mean share of correct answers by length."""
-    if isinstance(counts, ForgettingCurve):
-        return {point.length: point.copy_mean for point in counts.points}
-    if isinstance(counts, TaskResult):
-        return {at.length: float(at.shares.mean()) for at in counts.by_length()}
-    return {length: right / answers for length, right, answers in sorted(counts)}
+    return {at.length: float(at.shares.mean()) for at in result.by_length(overlapping=True)}
 
 
-def plot_comparison(models: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> None:
+def plot_comparison(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> None:
     """Plot the share of correct answers by length, or the loss by position, for several models.
 
     The figure lists the settings that differ. For forgetting curves, dotted lines show the LM accuracy, and vertical
     lines mark the length at which an input fills the model's training context.
 
     Args:
-        models: results of one metric, keyed by model name, or rows of counts as in `compare_counts`.
+        results: results of one metric, keyed by model name.
         path: path of a PNG, SVG or PDF.
         title: title of the figure (default: name of the metric).
 
@@ -264,24 +235,23 @@ def plot_comparison(models: Mapping[str, Any], path: str | PathLike, *, title: s
         ImportError: matplotlib is missing.
         ValueError: matplotlib does not support the extension.
     """
-    first: Any = next(iter(models.values()))
-    different = differences(models) if isinstance(first, TaskResult) else []
-    title = title or getattr(first, "title", "Right answers by length")
+    first: Any = next(iter(results.values()))
+    different, title = differences(results), title or first.title
     if isinstance(first, PositionLoss):
         figure = style.figure(*first.inches)
-        losses = [loss.with_settings(model=name) for name, loss in models.items()]
+        losses = [loss.with_settings(model=name) for name, loss in results.items()]
         draw_losses(figure, losses, title, differences=different)
         style.save(figure, path)
         return
     figure = style.figure(style.WIDTH, 4.6)
     axes = figure.add_subplot()
-    shares = {name: shares_by_length(counts) for name, counts in models.items()}
-    across, up = f"length of the prompt ({getattr(first, 'size_unit', 'tokens')})", "questions answered"
-    for name, colour, marker in zip(models, cycle(style.MODELS), cycle(style.MARKERS)):
+    shares = {name: shares_by_length(result) for name, result in results.items()}
+    across, up = f"length of the prompt ({first.size_unit})", "questions answered"
+    for name, colour, marker in zip(results, cycle(style.MODELS), cycle(style.MARKERS)):
         line: dict[str, Any] = dict(color=colour, marker=marker, label=style.literal(name))
         axes.plot([*shares[name]], [*shares[name].values()], **line)
         if isinstance(first, ForgettingCurve):
-            curve = models[name]
+            curve = results[name]
             axes.plot([*shares[name]], [p.lm_mean for p in curve.points], color=colour, linewidth=1, linestyle=":")
             filled = (curve.settings.get("train_length", 0) - 3) / 2
             if 0 < filled <= curve.points[-1].length:
