@@ -80,7 +80,7 @@ SCALINGS = [
     *(
         (
             scaled(name, original_max_position_embeddings=4096),
-            [f"max_position_embeddings is 4096; {name} claims 8 times 4096 tokens"],
+            [f"max_position_embeddings is 4096; factor of {name} claims 32768 tokens"],
             {"claimed": 32768, "by": f"factor of {name}"},
         )
         for name in ("yarn", "linear")
@@ -90,11 +90,6 @@ SCALINGS = [
         scaled("linear") | {"max_sequence_length": 30000},
         ["max_sequence_length claims 30000 tokens"],
         {"claimed": 30000, "by": "max_sequence_length"},
-    ),
-    (
-        {"max_sequence_length": 16384, "rope_condense_ratio": 8},
-        ["FastChat", "plain RoPE is judged"],
-        {"claimed": 32768, "by": "rope_condense_ratio"},
     ),
 ]
 CHATGLM = {"model_type": "chatglm", "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 40}
@@ -108,14 +103,6 @@ CONFIGS = [
     ),
     row({**PLAIN, "model_type": "internlm2", "rope_theta": 1e6}, base=1e6),
     row(
-        {**SIZES, "model_type": "internlm", "seq_length": 512, "rotary": {"base": 1e5}},
-        **{"base": 1e5, "claimed": 512, "by": "seq_length"},
-    ),
-    row(
-        {**SIZES, "model_type": "internlm", "n_ctx": 512, "rotary": {"base": 9.0, "type": "dynamic"}},
-        **{"base": 9.0, "claimed": 512, "by": "n_ctx"},
-    ),
-    row(
         {**CHATGLM, "kv_channels": 128, "seq_length": 8192, "rope_ratio": 500},
         "rope_ratio multiplies the base by 500",
         **{"base": 5e6, "rotary": 64, "claimed": 8192, "by": "seq_length"},
@@ -128,7 +115,7 @@ CONFIGS = [
     row({**PLAIN, "model_type": None}),
     *(
         row({**PLAIN, "model_type": "qwen", name: 2.0}, f"not read: {name}")
-        for name in ("use_dynamic_ntk", "rope_scaling_factor", "ntk_alpha", "rope_percentage")
+        for name in ("use_dynamic_ntk", "rope_scaling_factor", "ntk_alpha", "rope_percentage", "rotary")
     ),
 ]
 
@@ -281,8 +268,8 @@ JUNK = (
 )
 FIELDS = (
     *("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim", "max_position_embeddings"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary", "rotary_dim", "rope_ratio"),
-    *("layer_types", "sliding_window", "no_rope_layers", "rope_condense_ratio", "dual_chunk_attention_config"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary_dim", "rope_ratio"),
+    *("layer_types", "sliding_window", "no_rope_layers", "dual_chunk_attention_config"),
     *("text_config", "qk_rope_head_dim", "n_ctx", "quantization_config", "architectures"),
 )
 

@@ -53,7 +53,7 @@ ROPE_UNLESS = {
 }
 # Settings that have the same meaning in model types that transformers does not support.
 SHARED_FIELDS = (
-    *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers", "rope_condense_ratio"),
+    *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers"),
     *("original_max_position_embeddings", "dual_chunk_attention_config"),
 )
 SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
@@ -160,8 +160,7 @@ def read_source(model: Any, **options: Any) -> Source:
         run_code = trust and "auto_map" in file
         model = AutoConfig.from_pretrained(name, trust_remote_code=True, **options) if run_code else file
     elif isinstance(model, dict):
-        names = [model.get(key) for key in ("_name_or_path", "model_type")]
-        name = next((name[:200] for name in names if isinstance(name, str) and name), "config.json")
+        name = str(model.get("_name_or_path") or model.get("model_type") or "config.json")[:200]
         file = model
     else:
         model = getattr(model, "config", model)
@@ -217,9 +216,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
         elif decoder.model_type in CONFIG_MAPPING:
             return Source(copy.deepcopy(decoder), name, file, tokenizer)
         else:
-            aliases = {key: getattr(decoder, key, None) for key in (*SPELLINGS, *LENGTHS)}
-            aliases = {key: value for key, value in aliases.items() if value is not None}
-            model = decoder.to_dict() | aliases | {"model_type": decoder.model_type}
+            model = decoder.to_dict()
     whole = model
     while (part := text_part(model)) is not None:
         model = {"model_type": model.get("model_type"), **part}
@@ -274,10 +271,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         fields |= {} if spelling is None else {name: file[spelling]}
     fields |= {name: file[name] for name in (*SHARED_FIELDS, *ROPE_UNLESS) if name in file}
     rope = dict(fields.get("rope_parameters") or {})
-    if "rotary" in file:  # internlm's
-        rope |= {"factor": 1.0} | read_rope(file["rotary"])
-        rope["factor"] = rope.pop("scaling_factor", rope["factor"])
-    base = fields.get("rope_theta", rope.pop("base", rope.get("rope_theta")))
+    base = fields.get("rope_theta", rope.get("rope_theta"))
     if kind == "chatglm":  # its code rotates half of each head, although config.json does not say so
         fields.setdefault("partial_rotary_factor", 0.5)
     if "qk_rope_head_dim" in file:  # multi-head latent attention
@@ -294,7 +288,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         base *= file["rope_ratio"]
         notes.append(f"rope_ratio multiplies the base by {file['rope_ratio']:g}")
     read = {*fields, *(other for others in SPELLINGS.values() for other in others)}
-    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "rotary", "original_rope"})
+    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "original_rope"})
     if unread:
         notes.append(f"not read: {', '.join(unread)}")
     config: Any = PreTrainedConfig()
@@ -319,10 +313,6 @@ def claimed_context(source: Source) -> tuple[int, str]:
     claims = stated_lengths(source)
     stated = claims.get("max_position_embeddings", max(claims.values(), default=None))
     claims |= scaled_length(source, stated, max(claims.values(), default=0) != stated)
-    condensed = getattr(config, "rope_condense_ratio", None)
-    if condensed and stated:
-        claims["rope_condense_ratio"] = int(condensed * stated)
-        notes.append(f"rope_condense_ratio = {condensed:g} needs code of FastChat: plain RoPE is judged")
     of_tokenizer: Any = source.tokenizer.get("model_max_length")
     if isinstance(of_tokenizer, int | float) and 1 < of_tokenizer <= MAX_CONTEXT:  # 1e30 means unlimited
         claims["model_max_length of the tokenizer"] = int(of_tokenizer)
@@ -331,7 +321,7 @@ def claimed_context(source: Source) -> tuple[int, str]:
     by = max(claims, key=lambda name: claims[name])
     if by in LENGTHS and not any(map(source.names, LENGTHS)):
         notes.append(f"{by} = {claims[by]} is the default of {type(config).__name__}; config.json names none")
-    elif stated is not None and claims[by] > stated and not ("max_pos" in by or by.startswith("factor")):
+    elif stated is not None and claims[by] > stated and "max_pos" not in by:
         notes.append(f"max_position_embeddings is {stated}; {by} claims {claims[by]} tokens")
     chunks = getattr(config, "dual_chunk_attention_config", None)
     if isinstance(chunks, dict):
@@ -376,10 +366,6 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
         if scaling not in ("yarn", "linear", "dynamic") or not factor or factor <= 1 or parameters.get("alpha"):
             continue
         if original and (scaling != "yarn" or source.names("original_max_position_embeddings")):
-            if stated and factor * original > stated:
-                notes.append(
-                    f"max_position_embeddings is {stated}; {scaling} claims {factor:g} times {original} tokens"
-                )
             return {f"factor of {scaling}": int(factor * original)}
         if not stated or nested or longer:
             continue

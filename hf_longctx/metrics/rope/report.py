@@ -200,10 +200,9 @@ class RopeReport(Result):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
-        groups = [RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"]]
+        groups = tuple(RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"])
         named: dict[str, Any] = {f.name: document[f.name] for f in fields(cls)}
-        named |= {"groups": tuple(groups), "notes": tuple(document["notes"])}
-        return cls(**named)
+        return cls(**named | {"groups": groups, "notes": tuple(document["notes"])})
 
     def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_bound
