@@ -80,7 +80,8 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
         try:
             differences = paired_differences(first, second)
         except ValueError as error:
-            said.append(" ".join(further(name, other, first, second)) or reaches({name: first, other: second}))
+            unknown = f"Neither {name} nor {other} copies significantly further than the other."
+            said.append(" ".join(further(name, other, first, second)) or unknown * isinstance(first, ForgettingCurve))
             text += f"\nNot tested length by length, {other} against {name}: {error}\n"
             continue
         said.append(conclusion(name, other, first, second, differences))
@@ -105,18 +106,6 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
         ]
         text += f"\n{markdown(columns, rows)}"
     return [sentence for sentence in said if sentence], text
-
-
-def reaches(results: Mapping[str, TaskResult]) -> str:
-    """Describe the coarse length of each forgetting curve; an empty string for results of other metrics."""
-    ends = []
-    for name, curve in results.items():
-        if isinstance(curve, ForgettingCurve):
-            interval, size = curve.interval("coarse"), curve.settings.get("bytes_per_token") or 0
-            tokens = f"{interval.in_words()} tokens" if interval.significant else "not known"
-            longest = f", {interval.low * size:,.0f} bytes" if size * interval.low else ""
-            ends.append(f"{name} {tokens}{longest}{' (the longest tested)' * interval.longest}")
-    return f"Which copies further is not significant: {'; '.join(ends)}." if ends else ""
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
@@ -197,8 +186,6 @@ def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
         row["training context"] = curve.settings.get("train_length", "-")
         row["bytes per token"] = curve.settings.get("bytes_per_token", "-")
         rows.append(row)
-    if all(row["bytes per token"] == "-" for row in rows):  # random data
-        rows = [{column: row[column] for column in row if column != "bytes per token"} for row in rows]
     return markdown(list(rows[0]), [row.values() for row in rows])
 
 
