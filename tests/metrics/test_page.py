@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, NeedleGrid, PositionLoss, rope_report
-from hf_longctx.metrics.report.page import conclusion, facts, write_report
+from hf_longctx.metrics.report.page import conclusion, write_report
 from hf_longctx.metrics.report.page import overview as overview_rows
 from hf_longctx.metrics.tasks.needle import NeedleCell
 
@@ -182,9 +182,5 @@ def test_the_page_begins_with_them(tmp_path):
     result = curve(1, 0.5, 0.2, model="fox", parameters=1_240_000_000, dtype="bfloat16", hardware="NVIDIA H100")
     write_report([result], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert page.index("Copies up to 800 tokens") < page.index("1.24 billion parameters, bfloat16, NVIDIA H100; 20")
+    assert page.index("Copies up to 800 tokens") < page.index("1,240,000,000 parameters, bfloat16, NVIDIA H100; 20")
     assert page.index("NVIDIA H100; 20") < page.index("<table")
-
-
-def test_sizes_in_words():
-    assert facts([curve(1, parameters=86_336)]) == "86,336 parameters"

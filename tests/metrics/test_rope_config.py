@@ -4,6 +4,7 @@ import json
 import re
 from contextlib import suppress
 
+import numpy as np
 import pytest
 import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -29,7 +30,7 @@ def only(config, **options):
 def quick(monkeypatch):
     """Reports without the search for violations."""
     monkeypatch.setattr(rope_reports, "rope_context_bound", lambda **keywords: None)
-    monkeypatch.setattr(rope_reports, "_negative_distances", lambda theta, reach: (0, None, 0.0))
+    monkeypatch.setattr(rope_reports, "rope_decay", lambda *arguments, **keywords: np.zeros(1))
 
 
 # --- what is read ---

@@ -268,15 +268,6 @@ def test_the_base_above_which_none_fails_is_next_to_the_minimum():
     assert f"all bases from                      {bound.settled_base:.7g}; the search ended at" in str(report)
 
 
-def test_distances_are_looked_at_as_far_as_the_claim(monkeypatch):
-    """In blocks; the first violation may lie beyond the first block."""
-    monkeypatch.setattr("hf_longctx.metrics.rope.report.SEARCHED", 20)
-    config = llama(rope("default", 500.0))
-    far = only(rope_report(config, minimum_base=False))
-    monkeypatch.undo()
-    assert far == only(rope_report(config, minimum_base=False)) and far.context_bound > 20
-
-
 # --- what is assumed ---
 
 

@@ -92,17 +92,13 @@ def facts(results: Sequence[Result]) -> str:
     """Return the number of parameters, the dtype and the hardware in one line, if known.
 
     >>> facts([ForgettingCurve.of_points([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
-    '5.3 million parameters, float32, AMD EPYC'
+    '5,300,000 parameters, float32, AMD EPYC'
     """
     known: dict[str, Any] = {}
     for result in results:
         known |= {name: value for name, value in result.settings.items() if value is not None}
-    parts = [str(known[name]) for name in ("dtype", "hardware", "endpoint") if name in known]
-    if "parameters" in known:
-        size = known["parameters"]
-        unit, words = (1e9, "billion ") if size >= 1e9 else (1e6, "million ") if size >= 1e6 else (1, "")
-        parts.insert(0, f"{size / unit:,.3g} {words}parameters" if words else f"{size:,} parameters")
-    return ", ".join(parts)
+    parts = [f"{known['parameters']:,} parameters"] if "parameters" in known else []
+    return ", ".join(parts + [str(known[name]) for name in ("dtype", "hardware", "endpoint") if name in known])
 
 
 def overview(result: Result) -> list[tuple[str, str, str, str]]:

@@ -119,7 +119,7 @@ class Source:
     Attributes:
         config: copy of the text decoder's config.
         name: name for the report; for a local model, the last component of its path.
-        file: parsed config.json, with the text decoder's fields at the top level; empty if not available.
+        file: the text decoder's fields in config.json; empty if not available.
         tokenizer: parsed tokenizer_config.json; empty if not available.
         notes: sentences about the assumptions that we made.
         known: whether transformers has a config class for the model type.
@@ -208,7 +208,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
     """Select the text decoder of a config object or a parsed config.json, and return its `Source`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    file = with_part_on_top(file)
+    file = text_part(file)
     if not isinstance(model, dict):
         decoder = model.get_text_config(decoder=True)
         if isinstance(decoder, dict):  # the config class does not define this sub-config
@@ -217,9 +217,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
             return Source(copy.deepcopy(decoder), name, file, tokenizer)
         else:
             model = decoder.to_dict()
-    whole = model
-    while (part := text_part(model)) is not None:
-        model = {"model_type": model.get("model_type"), **part}
+    whole, model = model, text_part(model)
     fields, kind = copy.deepcopy(model), model.get("model_type")
     fields |= {key: read_rope(fields[key]) for key in ("rope_parameters", "rope_scaling") if fields.get(key)}
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -234,15 +232,10 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
     return Source(decoder, name, file, tokenizer)
 
 
-def text_part(file: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the sub-config for the text decoder in a parsed config.json; None if there is none."""
-    return next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)
-
-
-def with_part_on_top(file: dict[str, Any]) -> dict[str, Any]:
-    """Move the fields of the text decoder to the top level of a parsed config.json."""
-    while (part := text_part(file)) is not None:
-        file = {key: value for key, value in file.items() if value is not part} | part
+def text_part(file: dict[str, Any]) -> dict[str, Any]:
+    """Return the sub-config for the text decoder in a parsed config.json; the whole file if there is none."""
+    while (part := next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)) is not None:
+        file = {"model_type": file.get("model_type"), **part}
     return file
 
 

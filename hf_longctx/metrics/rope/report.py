@@ -9,7 +9,6 @@ rotate, B_m is never negative for any base, and the bound is inconclusive.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
@@ -295,7 +294,8 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
     searched = max(reach, SEARCHED)
     bound = rope_context_bound(inv_freq=theta, limit=searched)
     holds = bound is None or bound >= reach
-    negative, last_negative, lowest = _negative_distances(theta, reach)
+    decay = rope_decay(range(reach + 1), inv_freq=theta)
+    negative = np.array([]) if holds else np.flatnonzero(decay < 0)
     minimum = {}
     if minimum_base and at_rest < len(rotating):
         bases = rope_base_bound(reach, 2 * len(rotating), non_rotary_dims=2 * at_rest)
@@ -311,20 +311,9 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
         rotary_dim=2 * len(rotating),
         context_bound=bound,
         rotary_only_bound=rope_context_bound(inv_freq=rotating, limit=searched),
-        negative_distances=0 if holds else negative,
-        last_negative=None if holds else last_negative,
-        lowest_decay=round(lowest, 3),
+        negative_distances=len(negative),
+        last_negative=int(negative[-1]) if len(negative) else None,
+        lowest_decay=round(float(decay.min()), 3),
         inv_freq=rotating.tolist(),
         **minimum,
     )
-
-
-def _negative_distances(theta: np.ndarray, reach: int) -> tuple[int, int | None, float]:
-    """Return the number of m in 0..reach with B_m < 0, the largest such m, and the minimum of B_m."""
-    negative, last, lowest = 0, None, math.inf
-    for first in range(0, reach + 1, SEARCHED):  # chunks limit the memory use
-        decay = rope_decay(range(first, min(first + SEARCHED, reach + 1)), inv_freq=theta)
-        below = np.flatnonzero(decay < 0)
-        negative, lowest = negative + len(below), min(lowest, float(decay.min()))
-        last = first + int(below[-1]) if len(below) else last
-    return negative, last, lowest
