@@ -91,19 +91,6 @@ def test_the_interval_holds_the_length(model, rule):
     assert missed <= scipy.stats.binom.ppf(0.99, tables, 0.05)
 
 
-@pytest.mark.parametrize("repeats", [6, 20])
-def test_texts_copied_wholly_or_not_fool_nobody(repeats):
-    """45 % of the texts of each length are copied: the typical one is not, and its length is 0."""
-    rng = np.random.default_rng(repeats)
-    missed = 0
-    for _ in range(150):
-        points = [
-            CurvePoint(n, [n // 2 * (rng.random() < 0.45) for _ in range(repeats)], [0] * repeats) for n in LENGTHS
-        ]
-        missed += effective_length(ForgettingCurve.of_points(points)).low > 0
-    assert missed <= scipy.stats.binom.ppf(0.99, 150, 0.025)
-
-
 @pytest.mark.parametrize(
     "counts, options, message",
     [

@@ -100,10 +100,11 @@ def test_length_dependent_types_follow_the_context(name):
 
 
 def test_minimum_base_is_eq_18():
-    group = only(rope_report(llama()))
-    bound = rope_base_bound(511, 16)
+    report, bound = rope_report(llama()), rope_base_bound(511, 16)
+    group = only(report)
     assert group.minimum_base == pytest.approx(bound.base, rel=1e-15)
-    assert group.two_digit_base == bound.two_digit_base
+    assert (group.two_digit_base, group.settled_base) == (bound.two_digit_base, bound.settled_base)
+    assert f"all bases from                      {bound.settled_base:.7g}; the search ended at" in str(report)
     partial = only(rope_report(llama({**rope("default"), "partial_rotary_factor": 0.75})))
     assert partial.minimum_base == pytest.approx(rope_base_bound(511, 12, non_rotary_dims=4).base, rel=1e-15)
     good = only(rope_report(llama({"rope_type": "default", "rope_theta": group.two_digit_base})))
@@ -154,13 +155,6 @@ def test_layers_of_their_own_size():
     assert (sliding.max_distance, full.max_distance) == (511, 131071)
 
 
-def test_sliding_window_on_every_layer():
-    config = tf.MistralConfig(**TINY, sliding_window=64, rope_parameters=rope("default"))
-    assert only(rope_report(config, minimum_base=False)).max_distance == 63
-    config.sliding_window = None
-    assert only(rope_report(config, minimum_base=False)).max_distance == 511
-
-
 def test_base_fixed_in_code():
     from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 
@@ -194,17 +188,9 @@ def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
     assert sum(group.layers for group in groups) == 2
 
 
-@pytest.mark.parametrize(
-    "config, reason",
-    [
-        (tf.GraniteMoeHybridConfig(position_embedding_type=None), "position_embedding_type is None"),
-        (tf.SmolLM3Config(**TINY, no_rope_layers=[0, 0]), "none of its layers"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, tf.PreTrainedConfig) else value.split()[0],
-)
-def test_models_without_rope_say_so(config, reason):
-    with pytest.raises(ValueError, match=f"does not describe a rotary position embedding.*{reason}"):
-        rope_report(config)
+def test_a_model_without_rope_says_so():
+    with pytest.raises(ValueError, match=r"does not describe a rotary .*none of its layers"):
+        rope_report(tf.SmolLM3Config(**TINY, no_rope_layers=[0, 0]))
 
 
 # --- results and errors ---
@@ -258,14 +244,6 @@ def test_a_violation_is_reported_with_the_number_of_distances():
     assert words in str(report) and words in report.summary()
     config.max_position_embeddings = 27116
     assert "1 of 27116 distances (0.0037 %), at 27115" in str(rope_report(config, minimum_base=False))
-
-
-def test_the_base_above_which_none_fails_is_next_to_the_minimum():
-    """It explains how a base above the minimum can violate the bound."""
-    report = rope_report(llama(rope("default", 1000.0), head_dim=32))
-    group, bound = only(report), rope_base_bound(511, 32)
-    assert group.minimum_base < group.settled_base == bound.settled_base
-    assert f"all bases from                      {bound.settled_base:.7g}; the search ended at" in str(report)
 
 
 # --- what is assumed ---
