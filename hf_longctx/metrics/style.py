@@ -103,7 +103,11 @@ def heading(result) -> str:
 
 
 def draw_title(figure: Figure, text: str) -> None:
-    figure.suptitle(textwrap.fill(text, 52), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    for width in (52, 26):  # wide characters, such as Chinese, need shorter lines
+        lines = textwrap.fill(text, width, max_lines=4, placeholder=" ...")
+        title = figure.suptitle(lines, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+        if title.get_window_extent().width <= 0.98 * figure.bbox.width:
+            return
 
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:

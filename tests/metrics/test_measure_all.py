@@ -126,13 +126,10 @@ def test_a_failure_before_anything_was_measured_leaves_no_result():
 
 def test_an_interrupted_run_resumes(llama, tokenizer, tokens, tmp_path):
     """What was measured until an interruption is on disk, and not measured again."""
-    forward, read = llama.forward, []
+    forward = llama.forward
 
     def interrupted(input_ids, **kwargs):
-        for i in range(6):
-            if input_ids[0, 1:5].tolist() == tokens[20 * i : 20 * i + 4] and input_ids.shape[1] == 20:
-                read.append(i)
-        if read[-1:] == [4]:  # the fifth sequence
+        if input_ids[0, 1:5].tolist() == tokens[80:84]:  # the fifth sequence
             raise KeyboardInterrupt
         return forward(input_ids, **kwargs)
 

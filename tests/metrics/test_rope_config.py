@@ -49,10 +49,8 @@ def scaled(rope_type, factor=8.0, **parameters):
 SU = {"type": "su", "long_factor": [1.5] * 64, "short_factor": [1.0] * 64}
 SCALINGS = [
     ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, ["default RoPE does not use factor"], {}),
-    ({"rope_scaling": {"factor": 8.0, "type": None}}, ["default RoPE does not use factor"], {}),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["multimodal RoPE .mrope. is judged on"], {}),
     ({"rope_scaling": SU}, ["longrope freq.* 4096"], {}),
-    ({"dual_chunk_attention_config": {}}, ["dual_chunk_attention_config .fewer tokens"], {}),
     (
         {"dual_chunk_attention_config": {"original_max_position_embeddings": 1024}},
         ["dual_chunk_attention_config .1024 tokens without it"],
@@ -66,7 +64,6 @@ SCALINGS = [
         {"claimed": 8192, "by": "2 times max_position_embeddings, by linear scaling"},
     ),
     (scaled("linear", 1.5), ["with linear scaling by 1.5; where it is that before scaling, check 6144 tokens"], {}),
-    (scaled("dynamic", 1.0), ["dynamic frequencies depend"], {}),
     (
         scaled("dynamic", 2.0),
         ["dynamic frequencies depend on the length; they are those at 8192"],
@@ -110,8 +107,6 @@ CONFIGS = [
     row({**PLAIN, "model_type": "qwen", "rotary_emb_base": 1e5, "rope_theta": None}, base=1e5),
     row(KIMI, rotary=64, head=192),
     row(PHI, "base = 10000 is Llama's default", rotary=32, head=80, claimed=2048, by="n_positions"),
-    row({**PLAIN, "model_type": "phi3_v", "rope_scaling": SU}),
-    row({"model_type": "internvl_chat", "llm_config": {**PLAIN, "model_type": "internlm2"}}),
     row({**PLAIN, "model_type": None}),
     *(
         row({**PLAIN, "model_type": "qwen", name: 2.0}, f"not read: {name}")

@@ -9,7 +9,14 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_longctx.metrics import rope_base_bound, rope_context_bound, rope_decay, rope_inv_freq, rope_report
+from hf_longctx.metrics import (
+    read_result,
+    rope_base_bound,
+    rope_context_bound,
+    rope_decay,
+    rope_inv_freq,
+    rope_report,
+)
 
 
 TINY = {
@@ -272,3 +279,38 @@ def test_missing_entry_for_a_layer_type():
     del config.rope_parameters["full_attention"]
     with pytest.raises(ValueError, match="'full_attention'"):
         rope_report(config)
+
+
+# --- pictures ---
+
+
+def test_bound_and_claim_are_marked(words, tmp_path):
+    """Also in the figure of a saved report."""
+    rope_report(llama(), minimum_base=False).save(tmp_path / "rope.json")
+    violated = read_result(tmp_path / "rope.json")
+    figure = words(violated.plot, train_length=256, title="My bound")
+    bound = f"{violated.groups[0].context_bound + 1:,}"
+    expected = (bound, "needed up to 511", "training: 256", "violated: B_m", "claimed context: 512 tokens", "My bound")
+    assert all(text in figure for text in expected) and "dimensions that do not rotate" not in figure
+    figure = words(rope_report(llama(rope("partial")), minimum_base=False).plot)
+    assert "inconclusive: half of the head" in figure and "0 without the 8 dimensions that do not rotate" in figure
+
+
+@pytest.mark.parametrize("base, scale", [(50.0, "log"), (1e9, "linear")])
+def test_a_bound_far_below_the_claim_is_seen(figures, base, scale):
+    """On a linear axis it would lie in the first pixels."""
+    rope_report(llama(rope("default", base), max_position_embeddings=5000), minimum_base=False).plot("unused")
+    assert figures[0].axes[0].get_xscale() == scale
+
+
+@pytest.mark.usefixtures("figures")
+def test_every_distance_is_in_the_picture():
+    """A single negative distance between two drawn points is seen."""
+    from hf_longctx.metrics.rope.plot import decay_range
+
+    group = only(rope_report(llama(rope("default", 1e4), max_position_embeddings=4096), minimum_base=False))
+    decay = rope_decay(range(4000), base=1e4, head_dim=16)
+    at, lowest, highest = decay_range(group, np.array([0, 7, 100, 4000]))
+    assert at.tolist() == [0, 7, 100]
+    np.testing.assert_allclose(lowest, [decay[:7].min(), decay[7:100].min(), decay[100:].min()], atol=1e-9)
+    np.testing.assert_allclose(highest, [decay[:7].max(), decay[7:100].max(), decay[100:].max()], atol=1e-9)

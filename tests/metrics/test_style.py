@@ -1,6 +1,5 @@
 """What all pictures share."""
 
-import io
 import sys
 
 import pytest
@@ -40,18 +39,9 @@ def test_an_interrupted_run_is_called_so(result):
 # Legends, titles and small print stay on the page, whatever names they hold
 
 
-@pytest.fixture
-def figures(monkeypatch):
-    """The figures that are drawn, instead of files."""
-    pytest.importorskip("matplotlib")
-    drawn = []
-    monkeypatch.setattr("hf_longctx.metrics.style.save", lambda figure, path: drawn.append(figure))
-    return drawn
-
-
 def check_boxes(figure):
     """Draw the figure, and compare the boxes of its legends and of its own words with the page."""
-    figure.savefig(io.BytesIO(), format="png", dpi=60)
+    figure.draw_without_rendering()
     legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
     words = [figure._suptitle, figure._supxlabel]
     for artist in (*legends, *words):
@@ -77,11 +67,11 @@ def test_one_result(figures, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 20])
 def test_several_models(figures, count):
+    from hf_longctx.metrics.report.comparison import compare
+
     names = [f"{i} {NAMES[i % len(NAMES)]}" for i in range(count)]
     points = [CurvePoint(n, [n // 2] * 6, [0] * 6) for n in (64, 128)]
     curves = {name: ForgettingCurve.of_points(points, {"tokenizer": name, "train_length": 90}) for name in names}
-    from hf_longctx.metrics.report.comparison import compare
-
     compare(curves, "x.png", title=names[0])
     compare({name: PositionLoss.of_mean([3.0, 2.5], 4, {"model": name}) for name in names}, "x.png")
     for figure in figures:
