@@ -51,11 +51,8 @@ SCALINGS = [
     ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, ["default RoPE does not use factor"], {}),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["multimodal RoPE .mrope. is judged on"], {}),
     ({"rope_scaling": SU}, ["longrope freq.* 4096"], {}),
-    (
-        {"dual_chunk_attention_config": {"original_max_position_embeddings": 1024}},
-        ["dual_chunk_attention_config .1024 tokens without it"],
-        {},
-    ),
+    ({"dual_chunk_attention_config": {"chunk_size": 1024}}, ["dual_chunk_attention_config .* plain RoPE is"], {}),
+    ({"rope_condense_ratio": 8}, ["rope_condense_ratio has .* FastChat"], {}),
     # Vicuna 16k says 4096 tokens and a factor of 4: at 4096, linear scaling by 4 holds always
     (scaled("linear", 4.0), [], {"claimed": 16384, "by": "4 times max_position_embeddings, by linear scaling"}),
     (

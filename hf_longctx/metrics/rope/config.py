@@ -54,7 +54,7 @@ ROPE_UNLESS = {
 # Settings that have the same meaning in model types that transformers does not support.
 SHARED_FIELDS = (
     *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers"),
-    *("original_max_position_embeddings", "dual_chunk_attention_config"),
+    *("original_max_position_embeddings", "dual_chunk_attention_config", "rope_condense_ratio"),
 )
 SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
 LLAMA_BASE = 10_000.0
@@ -316,13 +316,9 @@ def claimed_context(source: Source) -> tuple[int, str]:
         notes.append(f"{by} = {claims[by]} is the default of {type(config).__name__}; config.json names none")
     elif stated is not None and claims[by] > stated and "max_pos" not in by:
         notes.append(f"max_position_embeddings is {stated}; {by} claims {claims[by]} tokens")
-    chunks = getattr(config, "dual_chunk_attention_config", None)
-    if isinstance(chunks, dict):
-        native = chunks.get("original_max_position_embeddings", "fewer")
-        notes.append(
-            f"the claim rests on dual_chunk_attention_config ({native} tokens without it), which transformers ignores: "
-            "plain RoPE is judged"
-        )
+    for name, program in (("dual_chunk_attention_config", "vLLM"), ("rope_condense_ratio", "FastChat")):
+        if getattr(config, name, None):
+            notes.append(f"{name} has an effect in {program} only: plain RoPE is judged, as in transformers")
     return claims[by], by
 
 
