@@ -34,15 +34,6 @@ def test_a_curve_is_a_line_with_its_guesses_and_its_training_context(figures, le
     assert drawn[2][0] == [640, 640] and len(drawn) == 5, "at (train_length - 3) / 2"
 
 
-def test_words_of_the_picture(words):
-    picture = words(plot_comparison, CURVES, title="My models")
-    for expected in (
-        *("My models", "fades | early", "dotted: LM accuracy"),
-        "different: data (random, order); longest lengths (5120, 640)",
-    ):
-        assert expected in picture
-
-
 def test_names_hold_no_mathematics(words):
     """Those that matplotlib could not parse stopped pictures, pages and the Space."""
     name = "a$x_{$b"

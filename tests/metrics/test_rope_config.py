@@ -79,7 +79,6 @@ SCALINGS = [
         )
         for name in ("yarn", "linear")
     ),
-    (scaled("linear", original_max_position_embeddings=512), [], {}),
     (
         scaled("linear") | {"max_sequence_length": 30000},
         ["max_sequence_length claims 30000 tokens"],

@@ -133,13 +133,11 @@ def _frequencies(
     base: float | None, head_dim: int | None, inv_freq: Sequence[float] | np.ndarray | None
 ) -> np.ndarray:
     """Check the arguments, and return the frequencies as float64, (n,)."""
-    if inv_freq is None:
-        if base is None or head_dim is None:
-            raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq.")
+    if inv_freq is None and base is not None and head_dim is not None:
         return rope_inv_freq(base, head_dim)
+    if inv_freq is None or base is not None or head_dim is not None:
+        raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq.")
     theta = np.asarray(inv_freq, dtype=np.float64)
-    if base is not None or head_dim is not None:
-        raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq, not both of them.")
     if theta.ndim != 1 or not len(theta) or not (np.isfinite(theta) & (theta >= 0)).all():
         raise ValueError(
             f"inv_freq must be a vector of finite frequencies >= 0 in radians per token, got an array of shape "
