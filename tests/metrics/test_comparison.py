@@ -99,7 +99,7 @@ def test_each_model_is_tested_against_the_first(tmp_path):
     curves = {"a": curve(0.5, 0.5, **settings), "b": curve(1, 1, **settings)}
     text = compare(curves | {"other": curve(1, 1, lengths=(400, 800))}, tmp_path / "x.md")
     assert text.startswith("b copies further than a: its fine length is larger, significant. ")
-    assert "| tokens | a | b | difference | 95 % interval | p | p of all lengths (Holm) | pairs |" in text
+    assert "| tokens | a | b | difference | 95 % CI | p | p (Holm) | pairs |" in text
     assert "| 400 | 50.0% | 100.0% | +50.0% | +49.9% to +50.1% | 0.0078 | 0.016 | 8 |" in text
     assert "| mean | 50.0% | 100.0% |" in text
     assert "other copies further than a: its fine length is larger, significant." in text.partition("\n|")[0]

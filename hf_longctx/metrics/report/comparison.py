@@ -85,16 +85,7 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
             text += f"\nNot tested length by length, {other} against {name}: {error}\n"
             continue
         said.append(conclusion(name, other, first, second, differences))
-        columns = (
-            first.size_unit,
-            name,
-            other,
-            "difference",
-            "95 % interval",
-            "p",
-            "p of all lengths (Holm)",
-            "pairs",
-        )
+        columns = (first.size_unit, name, other, "difference", "95 % CI", "p", "p (Holm)", "pairs")
         rows = [
             (
                 *("mean" if d.length is None else d.length, f"{d.first:.1%}", f"{d.second:.1%}"),

@@ -57,7 +57,6 @@ SHARED_FIELDS = (
     *("original_max_position_embeddings", "dual_chunk_attention_config", "rope_condense_ratio"),
 )
 SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
-LLAMA_BASE = 10_000.0
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
 # Model types whose code has settings that the config lacks; `python -m scripts.rope_types` lists them.
@@ -275,8 +274,8 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         fields["partial_rotary_factor"] = file["rotary_dim"] / head_dim
     about = {key for key, value in file.items() if ABOUT_ROPE.search(key) and value is not False} - ROPE_UNLESS.keys()
     if base is None and about:
-        base = LLAMA_BASE
-        notes.append(f"base = {base:g} is Llama's default; config.json names none")
+        base = 10_000.0
+        notes.append("base = 10000 is Llama's default; config.json names none")
     if "rope_ratio" in file and base is not None:
         base *= file["rope_ratio"]
         notes.append(f"rope_ratio multiplies the base by {file['rope_ratio']:g}")
