@@ -169,6 +169,7 @@ class OneId:
         ({"lengths": [9000]}, "at least 8.* for a haystack"),
         ({"depths": [50.5]}, r"numbers from 0 to 1, .* got \[50.5\]"),
         ({"tokens": [400, 5]}, r"tokens\[0\] is 400"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs requires chat_template"),
         ({"tokenizer": OneId()}, "does not cover this language"),
         ({"replies": True}, "Copier does not have a generate method. Measure without responses: replies=False"),
         ({"lines": [0, 3]}, "lines must be from 1 to 15872, got 0"),
