@@ -14,7 +14,7 @@ Examples:
 import argparse
 from pathlib import Path
 
-from . import measuring
+from . import shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> None:
     if args.counts is not None:
         if args.names is not None:
             raise ValueError('--names is for result files; for --counts, add a column "model" to the CSV.')
-        models, output = read_counts(args.counts), measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
+        models, output = read_counts(args.counts), shared.figure_path(args.output)
         print(compare_counts(models, output, title=args.title), end="")
         print(f"wrote {output}")
         return
@@ -55,6 +55,6 @@ def run(args: argparse.Namespace) -> None:
         )
     results = [read_result(file) for file in files]
     results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
-    output = measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
+    output = shared.figure_path(args.output)
     print(compare(results, output, title=args.title), end="")
     print(f"wrote {output}")

@@ -55,7 +55,6 @@ MODELS = [
 
 FILES = [
     ("gates {fox} --text {text} --layers 99", r"layers must be .* got \[99\]"),
-    ("gates {nowhere} --output {empty}", "--output must be a file, got the folder"),
     ("gates {llama} --text {text}", "FoX"),
     ("convert {fox} {empty_file} --to official", "empty_file"),
     ("convert {fox} {new} --to fla", "cannot be converted to flash-linear-attention"),
@@ -79,8 +78,7 @@ MEASURING = [
     ("curve {fox} --lengths 8,16 --points 5", "lengths cannot be combined with points"),
     ("curve {fox} --data-type random --text {text}", "--text is not used with these options"),
     ("curve {fox} --confidence 0.9", "protocol=reference cannot be combined with confidence"),
-    ("curve {fox} --output /proc/x", "--output /proc/x cannot be written: /proc is not a writable folder"),
-    ("curve {fox} --output a.gif", "--output must end with one of .png, .svg, .pdf, got a.gif"),
+    ("curve {fox} --output /proc/x", "--output: /proc is not a writable folder"),
     ("report {fox} --output {empty_file}", "empty_file is not a writable folder"),
     ("curve {nowhere}", "the folder .* does not exist"),
     ("curve {fox} --served-as x", "require --endpoint"),
