@@ -41,20 +41,14 @@ def run(args: argparse.Namespace) -> None:
 
     if bool(args.files) == bool(args.counts):
         raise ValueError("give either result files or --counts FILE.csv.")
-    if args.counts is not None:
-        if args.names is not None:
-            raise ValueError('--names is for result files; for --counts, add a column "model" to the CSV.')
-        models, output = read_counts(args.counts), shared.figure_path(args.output)
-        print(compare_counts(models, output, title=args.title), end="")
-        print(f"wrote {output}")
-        return
     files = [Path(file) for file in args.files]
-    if args.names is not None and (len(args.names) != len(files) or len(set(args.names)) != len(files)):
-        raise ValueError(
-            f"--names has {len(args.names)} names for {len(files)} files; give each file a different name."
-        )
-    results = [read_result(file) for file in files]
-    results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
+    if args.names is not None and not len(args.names) == len(set(args.names)) == len(files):
+        raise ValueError(f"--names has {len(args.names)} names for {len(files)} files; give each a different name.")
     output = shared.figure_path(args.output)
-    print(compare(results, output, title=args.title), end="")
-    print(f"wrote {output}")
+    if args.counts is not None:
+        text = compare_counts(read_counts(args.counts), output, title=args.title)
+    else:
+        results = [read_result(file) for file in files]
+        models = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
+        text = compare(models, output, title=args.title)
+    print(f"{text}wrote {output}")

@@ -66,9 +66,9 @@ FILES = [
     ("compare", "give either result files or --counts FILE.csv"),
     ("compare {empty}", "empty"),
     ("compare {curve} {loss}", "must be from one metric .*ForgettingCurve, PositionLoss"),
-    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each file a different name"),
+    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each a different name"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
-    ("compare --counts {text} --names a", "is for result files"),
+    ("compare --counts {text} --names a", "1 names for 0 files"),
 ]
 
 # -- measuring: before a model is loaded, and nothing is written
