@@ -164,7 +164,12 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         )
     if "config.json" in names:
         config, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
-        files |= auto_map_and_code(folder, config) | {path.name: path for path in checkpoint.files.values()}
+        auto_map, files["config.json"] = config.get("auto_map") or {}, folder / "config.json"
+        if not auto_map and config.get("model_type") in AUTO_MAPS:
+            auto_map = AUTO_MAPS[config["model_type"]]
+            text = json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n"
+            files["config.json"] = text.encode()
+        files |= code_files(folder, auto_map) | {path.name: path for path in checkpoint.files.values()}
         index = transformers.utils.SAFE_WEIGHTS_INDEX_NAME
         files |= {name: folder / name for name in (index,) if name in names}
         tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
@@ -232,15 +237,6 @@ def read_measurement(path, results, documents, samples):
         documents[path.name] = document
     except ValueError:  # the file does not contain a measurement
         return
-
-
-def auto_map_and_code(folder, config):
-    """Return config.json, with an auto_map for FoX and HMT, and the code files of the model and its tokenizer."""
-    files = {"config.json": folder / "config.json"}
-    auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
-    if not config.get("auto_map") and auto_map:
-        files["config.json"] = (json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n").encode()
-    return files | code_files(folder, auto_map)
 
 
 def code_files(folder, auto_map):

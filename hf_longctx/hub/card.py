@@ -81,6 +81,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
         data.widget = [{"text": x["prompt"], "output": {"text": x["text"]}} for x in bundle.samples.values()]
     introduction, *sections = SECTION.split(bundle.text(NOTES).strip())
     code = {path for path in bundle.files if path.endswith(".py")}
+    settings = yaml.safe_load(bundle.text("training.yaml")) or {}
     card = ModelCard.from_template(
         data,
         str(TEMPLATE),
@@ -92,7 +93,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
         embeddings=sum(size for tensor, size in bundle.tensors.items() if EMBEDDINGS.search(tensor)),
         kinds=[result.kind for result in bundle.results.values()],
         benchmarks={file: value for file, value in bundle.documents.items() if file not in bundle.results},
-        training=read_settings(bundle),
+        training={NAMES.get(name, name): value for name, value in settings.items()},
         training_files=[file for file in TRAINING if file in bundle.files],
         last_losses=last_losses(bundle),
         package_code=bool(code) and all(bundle.files[path] == PACKAGE_CODE.get(path) for path in code),
@@ -125,12 +126,6 @@ def read_card(text: str) -> ModelCard:
         return ModelCard(text if text.startswith("---") else f"---\n\n---\n{text}")
     except (yaml.YAMLError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"the metadata of {CARD} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def read_settings(bundle: Bundle) -> dict:
-    """Return the settings in training.yaml, or an empty dictionary if the file does not exist."""
-    settings = yaml.safe_load(bundle.text("training.yaml")) or {}
-    return {NAMES.get(name, name): value for name, value in settings.items()}
 
 
 def last_losses(bundle: Bundle) -> dict[str, dict]:
