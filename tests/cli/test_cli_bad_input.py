@@ -31,7 +31,10 @@ PARSER = [
 OPTIONS = [
     ("read {hmt} {facts} Ada --max-new-tokens 0", "max_new_tokens. must be greater than 0"),
     ("read {hmt} memory.safetensors", "is a saved memory. Give a QUESTION"),
-    ("read {hmt} {facts} Ada --temperature -1", "temperature"),
+    ("read {hmt} memory.safetensors Ada", "memory.safetensors does not exist"),
+    ("read {hmt} {facts} --output {facts}", "is not a complete file of HMTState.save"),
+    ("read {hmt} {facts} --output {nowhere}/x", "The output folder .* does not exist"),
+    ("read {hmt} {facts} Ada --temperature -1", "--temperature must be at least 0, got -1.0"),
     ("gates {fox} --revision v1", "--revision v1 is for a model on the Hub"),
     ("read {no_template} {text} x --chat", "chat_template is not set"),
     ("read {nan_weights} {facts} Ada --temperature 0", "logits of .* tokens are NaN"),
@@ -41,7 +44,7 @@ OPTIONS = [
 # -- models that are not there, or are damaged
 
 MODELS = [
-    ("read {nowhere} {text}", "the folder .*nowhere.* does not exist"),
+    ("read {fox} {text}", "does not have a memory"),
     ("read {fox}/config.json {text}", "is a file; give the folder"),
     ("read no-such/model {text}", "couldn't connect"),
     ("read {fox} {text} --device banana", "device banana is not available"),
@@ -57,14 +60,12 @@ FILES = [
     ("gates {fox} --text {text} --layers 99", r"layers must be .* got \[99\]"),
     ("gates {llama} --text {text}", "FoX"),
     ("convert {fox} {empty_file} --to official", "empty_file"),
-    ("convert {fox} {new} --to fla", "cannot be converted to flash-linear-attention"),
     ("convert {fox} {new} --from official", "official|forgetting_transformer|model_type"),
     ("convert {fox} {new} --to official --decay-time 5", "decay"),
     ("push {fox} fox --dry-run", "Give NAMESPACE/NAME"),
     ("push forgetting_curve https://huggingface.co/alice/curve --dry-run", "Give NAMESPACE/NAME"),
     ("push {fox} alice/fox --revision= --dry-run", "'' is not a valid name of a branch or tag"),
     ("compare", "give either result files or --counts FILE.csv"),
-    ("compare {empty}", "empty"),
     ("compare {curve} {loss}", "must be from one metric .*ForgettingCurve, PositionLoss"),
     ("compare {curve} {curve} --names a a", "2 names for 2 files; give each a different name"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
