@@ -4,7 +4,6 @@ A row is a command line and what its error says. Names in braces stand for paths
 """
 
 import io
-import json
 import re
 import shutil
 
@@ -36,7 +35,6 @@ OPTIONS = [
     ("read {hmt} {facts} --output {nowhere}/x", "The output folder .* does not exist"),
     ("read {hmt} {facts} Ada --temperature -1", "--temperature must be at least 0, got -1.0"),
     ("gates {fox} --revision v1", "--revision v1 is for a model on the Hub"),
-    ("read {no_template} {text} x --chat", "chat_template is not set"),
     ("read {nan_weights} {facts} Ada --temperature 0", "logits of .* tokens are NaN"),
     ("read {hmt} {text} Foxes", "cannot encode the text .*Missing .UNK. token"),
 ]
@@ -49,7 +47,6 @@ MODELS = [
     ("read no-such/model {text}", "couldn't connect"),
     ("read {fox} {text} --device banana", "device banana is not available"),
     ("read {half_weights} {text}", "cannot be loaded.*damaged"),
-    ("read {llama_hidden_act=bogus} {text}", "cannot be loaded.*bogus"),
     ("read {no_tokenizer} {text}", "does not contain a tokenizer that can be loaded"),
     ("rope {fox}", "rotary position embedding"),
 ]
@@ -113,7 +110,6 @@ def places(folder, tmp_path_factory):
         paths[name] = root / name
         return shutil.copytree(of, root / name, ignore=shutil.ignore_patterns(*leave_out, "*.py"))
 
-    copy("no_template", "chat_template.jinja")
     copy("no_tokenizer", "tokenizer*")
     (copy("half_weights") / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:1000])
     nan_weights = copy("nan_weights", of=paths["hmt"]) / "model.safetensors"
@@ -122,8 +118,6 @@ def places(folder, tmp_path_factory):
     save_file(tensors, nan_weights, metadata={"format": "pt"})
     (root / "facts.txt").write_text("remember Ada red Ada the of")
     paths["facts"] = root / "facts.txt"
-    config = copy("llama_hidden_act=bogus", of=llama) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"hidden_act": "bogus"}))
     return paths
 
 

@@ -194,23 +194,17 @@ async def commits(hub, request, plural, id, revision):
     return rows
 
 
-@endpoint(f"{API}/branch/(?P<name>[^/]+)", "POST")
-async def branch(hub, request, plural, id, name):
+@endpoint(f"{API}/(?P<kind>branch|tag)/(?P<name>[^/]+)", "POST")
+async def create_ref(hub, request, plural, id, kind, name):
+    """Create a branch, whose name is in the address, or a tag of the revision in the address."""
     repo = hub.repo(request, plural, id)
-    return add_ref(repo.branches, unquote(name), repo.at("main"))
-
-
-@endpoint(f"{API}/tag/(?P<revision>[^/]+)", "POST")
-async def tag(hub, request, plural, id, revision):
-    body = await request.json()
-    repo = hub.repo(request, plural, id)
-    return add_ref(repo.tags, body["tag"], repo.at(revision))
-
-
-def add_ref(refs, name, commit):
+    if kind == "branch":
+        refs, name, start = repo.branches, unquote(name), "main"
+    else:
+        refs, name, start = repo.tags, (await request.json())["tag"], name
     if name in refs:
         raise Refusal(409, f"Reference already exists: {name}")
-    refs[name] = commit.sha
+    refs[name] = repo.at(start).sha
     return Response(status_code=201)
 
 

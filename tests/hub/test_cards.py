@@ -174,24 +174,6 @@ def test_a_card_vouches_for_the_code_of_the_package_only(tmp_path):
     assert "runs the Python files of this repository" in text and sentence not in text
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft
-def test_the_template_of_peft_is_replaced(tmp_path):
-    peft = pytest.importorskip("peft")
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(LlamaForCausalLM(LLAMA), lora)
-    model.peft_config["default"].base_model_name_or_path = "alice/llama"
-    model.save_pretrained(tmp_path)
-    assert "[More Information Needed]" in (tmp_path / "README.md").read_text()
-    bundle = with_card(build_bundle(tmp_path), "alice/adapter", "v1")
-    check(bundle)
-    text, data = bundle.text("README.md"), ModelCard(bundle.text("README.md")).data
-    assert "[More Information Needed]" not in text
-    assert (data["library_name"], data.base_model, data.base_model_relation) == ("peft", "alice/llama", "adapter")
-    assert "| base | alice/llama, without a fixed commit |" in text and "| LoRA | rank 2, alpha 8 |" in text
-    assert 'AutoPeftModelForCausalLM.from_pretrained("alice/adapter", revision="v1")' in text
-    assert "README.md: the base model alice/llama is not pinned to a commit" in missing_fields(bundle)
-
-
 def test_a_person_s_card_stays_as_it_is(folder, capsys):
     write(folder / "README.md", "# Mine\nIt has 3 heads.\n")
     assert cli.main(["push", str(folder), "alice/fox", "--write-card"]) == 0

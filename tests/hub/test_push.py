@@ -11,7 +11,7 @@ import pytest
 import torch
 from demo_model import DEMO
 from huggingface_hub import HfApi
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HTTPError
+from huggingface_hub.errors import GatedRepoError
 from mistakes import refused
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +21,7 @@ import hf_longctx
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTWrapper
 from hf_longctx.fox import modeling_fox
 from hf_longctx.hub import Bundle, build_bundle, check_destination, loading_lines, pin_base, push
-from hf_longctx.hub.push import named_errors, removed_files
+from hf_longctx.hub.push import removed_files
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,6 +90,9 @@ def test_a_bundle_of_an_adapter(adapter):
     bundle = build_bundle(adapter)
     assert "base.json" in bundle.files and bundle.auto_class == "AutoPeftModelForSequenceClassification"
     assert 'revision="b", trust_remote_code=True)' in loading_lines(bundle, "alice/a", "b")
+    write(adapter / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}})
+    (adapter / "words.py").touch()
+    assert build_bundle(adapter).files["words.py"] == adapter / "words.py"
 
 
 @pytest.mark.parametrize(
@@ -114,13 +117,6 @@ def test_the_code_of_a_backbone_is_pushed_and_not_the_name_of_its_folder(fox, tm
     assert files["modeling_fox.py"] == Path(modeling_fox.__file__)
     HMTWrapper.from_backbone(LlamaForCausalLM(LlamaConfig(**TINY))).save_pretrained(tmp_path)
     assert "modeling_fox.py" not in build_bundle(tmp_path).files
-
-
-def test_the_code_of_the_tokenizer_of_an_adapter_is_pushed(adapter):
-    write(adapter / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}})
-    (adapter / "words.py").touch()
-    bundle = build_bundle(adapter)
-    assert bundle.files["words.py"] == adapter / "words.py" and bundle.has_code
 
 
 def test_code_of_another_model_comes_from_its_folder(folder):
@@ -257,24 +253,6 @@ def test_a_push_needs_a_token(folder, monkeypatch, tmp_path):
         push(build_bundle(folder), "alice/fox")
 
 
-def response(status):
-    return SimpleNamespace(status_code=status, headers={}, request=None)
-
-
-@pytest.mark.parametrize(
-    "error, raised, words",
-    [
-        (HTTPError("[Errno 111] Connection refused"), ConnectionError, r"https?://.* cannot be reached .*Errno 111"),
-        (HfHubHTTPError("no", response=response(403)), PermissionError, "lacks permission"),
-        (HfHubHTTPError("no", response=response(412)), HfHubHTTPError, "no"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
-def test_errors_of_the_hub_say_why_and_what_it_keeps(error, raised, words):
-    with pytest.raises(raised, match=f"{words}.* The rest stays."), named_errors("The rest stays."):
-        raise error
-
-
 def test_a_dry_run_without_a_network_does_not_retry(folder, monkeypatch, caplog):
     bundle = build_bundle(folder)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -304,7 +282,8 @@ def test_names_that_confuse_are_refused(row, says):
 
 
 def test_a_gated_base_is_there(monkeypatch, adapter):
-    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=GatedRepoError("gated", response=response(403))))
+    response = SimpleNamespace(status_code=403, headers={}, request=None)
+    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=GatedRepoError("gated", response=response)))
     with pytest.raises(PermissionError, match=r"lacks permission.* gated"):
         pin_base(build_bundle(adapter))
 
