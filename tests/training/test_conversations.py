@@ -5,7 +5,7 @@ from itertools import groupby
 
 import pytest
 from demo_model import DEMO
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import AutoTokenizer
 
 from hf_longctx.training.conversations import encode_conversation
 from hf_longctx.training.data import encode, pack
@@ -208,13 +208,6 @@ def test_lists_of_content_are_read(chatml_tokenizer):
         {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns("Hi", "Yes", "More?", "No")
     ]
     assert runs({"messages": parts}, chatml_tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
-
-
-def test_a_tokenizer_without_offsets_scores_the_same_characters():
-    tokenizer = ByT5Tokenizer(chat_template=CHATML)
-    assert not tokenizer.is_fast
-    assert runs({"messages": TURNS}, tokenizer) == ["The fox.</s>", "It no longer needs it.</s>"]
-    assert runs({"prompt": "The fox", "completion": " forgets."}, tokenizer) == [" forgets.</s>"]
 
 
 def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer):

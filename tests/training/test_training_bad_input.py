@@ -112,7 +112,9 @@ SETTINGS = [
     ),
     refused("no mapping", yaml("- steps"), "must contain settings, in lines such as"),
     refused(
-        "misspelt field", run(set=["hidden_sise=8"]), "hidden_sise, which FoxConfig does not have. Did you mean hid"
+        "misspelt field",
+        run(set=["hidden_sise=8"]),
+        "--set hidden_sise=8: FoxConfig has no field hidden_sise. Did you mean hidden_size",
     ),
     refused("a log that a kill would tear", settings(logging_steps=2), "`logging_steps` must be 1"),
     refused("no log", settings(logging_strategy="no"), "`logging_strategy` must be steps"),
@@ -280,7 +282,7 @@ def test_the_exit_code_of_a_mistake_is_2_and_of_an_overflow_1(kit, capsys):
     overflow = "--learning_rate 1e38 --max_grad_norm 0 --weight_decay 0 --lr_scheduler_type constant"
     for code, options in [(2, "--recipe none"), (2, "--config none.yaml"), (1, overflow)]:
         assert cli.main([*command, *options.split()]) == code
-        assert capsys.readouterr().err.splitlines()[-1].startswith("hf-longctx: error: ")
+        assert "hf-longctx: error: " in capsys.readouterr().err
 
 
 def test_a_full_disk_leaves_the_older_checkpoints(kit, monkeypatch):
