@@ -115,20 +115,6 @@ def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, m
     assert found["chunked"] == pytest.approx(found["plain"], rel=1e-5)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_flags_of_conversations_are_part_of_the_data(packing, llama, tmp_path):
-    rows = [{"prompt": f"What is {n}?", "completion": f" It is {n}, which comes after {n - 1}."} for n in range(40)]
-    data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = values(llama, tmp_path / "run", data=str(data), packing=packing, save_steps=1)
-    assert train(make(run)) == 0
-    shutil.rmtree(tmp_path / "run" / "model")
-    (tokens,) = (tmp_path / "run" / "data").glob("*.npy")
-    tokens.write_bytes(tokens.read_bytes()[:-1] + b"\0")  # the last token is not scored
-    with pytest.raises(ValueError, match=r"other settings \(data: "):
-        train(make(run))
-
-
 @pytest.mark.parametrize("recipe", ["fox-from-llama", "rope-extend", "hmt"])
 def test_modules_trained_in_full_stay_float32_alongside_a_bfloat16_base(recipe, llama, tmp_path):
     base = tmp_path / "base"

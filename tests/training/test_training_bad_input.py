@@ -32,7 +32,6 @@ from hf_longctx.training.config import PretrainConfig, parse
 from hf_longctx.training.data import encode
 from hf_longctx.training.run import train
 from hf_longctx.training.run_folder import COMPLETE
-from hf_longctx.training.trainer import LongContextTrainer
 
 
 WORDS = ["--data", "text.txt", "--tokenizer", "gpt2", "--output_dir", "run"]
@@ -283,21 +282,3 @@ def test_the_exit_code_of_a_mistake_is_2_and_of_an_overflow_1(kit, capsys):
     for code, options in [(2, "--recipe none"), (2, "--config none.yaml"), (1, overflow)]:
         assert cli.main([*command, *options.split()]) == code
         assert "hf-longctx: error: " in capsys.readouterr().err
-
-
-def test_a_full_disk_leaves_the_older_checkpoints(kit, monkeypatch):
-    save = LongContextTrainer._save_optimizer_and_scheduler
-
-    def fill(self, folder):
-        if self.state.global_step == 2:
-            raise OSError(28, "No space left on device")
-        save(self, folder)
-
-    monkeypatch.setattr(LongContextTrainer, "_save_optimizer_and_scheduler", fill)
-    with pytest.raises(OSError, match="No space left") as raised:
-        run()(kit)
-    assert cli.shared.exit_code(raised.value) == 1
-    monkeypatch.undo()
-    run()(kit)
-    assert sorted(path.name for path in (kit.path / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
-    assert log(kit.path / "run") == log(kit.finished)
