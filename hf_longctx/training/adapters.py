@@ -23,13 +23,15 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
         ValueError: the settings name a module that the model does not have, or merging would corrupt tied embeddings.
     """
     config = getattr(model.config, "backbone_config", model.config)  # the model inside an HMT has its own config
-    targets, in_full = args.lora_target_modules or ["all-linear"], args.lora_modules_to_save or []
+    targets, in_full = args.lora_target_modules or ["all-linear"], args.lora_modules_to_save
+    names = {name for name, _ in _leaves(model)}
     modules = (model.get_input_embeddings(), model.get_output_embeddings())
     embeddings = {name for name, module in _leaves(model) if any(module is other for other in modules)}
-    if args.lora_modules_to_save is None and args.recipe == "rope-extend":  # as in arXiv 2309.12307
+    if in_full is None and args.recipe == "rope-extend":  # norms and embeddings, as in arXiv 2309.12307
         norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
         in_full = sorted(norms | {name for name, module in _leaves(model) if module is modules[0]})
-    names = {name for name, _ in _leaves(model)}
+    elif in_full is None:
+        in_full = {"fox-from-llama": ["f_proj"], "hmt": ["memory"]}.get(str(args.recipe), [])
     for option, given in (("--lora_target_modules", targets), ("--lora_modules_to_save", in_full)):
         for name in given:
             if name not in names | {"all-linear"}:

@@ -1,6 +1,5 @@
 """Creation of the model to train: a new model, or a pretrained model that a recipe adapts."""
 
-import functools
 import inspect
 import math
 import sys
@@ -21,9 +20,6 @@ from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest
 from .trainer import GATE
-
-
-base_bound = functools.cache(rope_base_bound)  # a run computes the same bound several times
 
 
 def make_config(args: RunConfig, tokenizer) -> Any:
@@ -215,7 +211,7 @@ def extend_rope(config, args: FinetuneConfig) -> str:
             f"--max_length {args.max_length} does not extend the context of {claimed} tokens, whose RoPE base "
             f"{old:g} already suffices. Give a larger --max_length, or --recipe lora."
         )
-    bound = base_bound(context - 1, head_dim)
+    bound = rope_base_bound(context - 1, head_dim)
     base = bound.settled_base or bound.base
     unit = 10.0 ** (math.floor(math.log10(base)) - 1)  # two digits
     rope["rope_theta"], config.max_position_embeddings = math.ceil(base / unit) * unit, context

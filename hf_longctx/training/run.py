@@ -133,11 +133,10 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
                 f"accelerate's parallelism_config must have {name}=1, got {size}. It splits sequences without exchanging "
                 f"gates, token shift and memory. For a FoX, use --sequence_parallel {size}."
             )
-    makes_logits = not options and args.label_smoothing_factor == 0
     if args.compile_layers:
         compile_layers(model)
     # ZeRO-3 gathers the head's weights only in the head's own forward
-    if makes_logits and not trainer.is_deepspeed_enabled:
+    if not (options or args.label_smoothing_factor or trainer.is_deepspeed_enabled):
         chunk_loss(base)
     return trainer
 
