@@ -47,10 +47,10 @@ HOOKS = [
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
     ("_is_exporting_flag", "torch.compiler", "return _is_exporting_flag", "an export is not any compilation"),
     (
-        "_are_functorch_transforms_active",
-        "torch.autograd:Function",
         "torch._C._are_functorch_transforms_active()",
-        "same",
+        "torch.autograd:backward",
+        "if torch._C._are_functorch_transforms_active():",
+        "no kernel of ours under a transform of torch.func",
     ),
     (
         "is_in_torch_dispatch_mode",
