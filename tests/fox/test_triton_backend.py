@@ -362,9 +362,9 @@ for model in (installed, remote):
 
 def test_remote_code_beside_the_package(tmp_path):
     """Each copy of the files has operators of its own."""
-    make("llama", log_pruning_tolerance=None).cpu().save_pretrained(tmp_path / "model")
+    make("llama", log_pruning_tolerance=None).cpu().save_pretrained(tmp_path / "a modèle")
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = run(["python", "-c", REMOTE, tmp_path / "model"], env=environment)
+    done = run(["python", "-c", REMOTE, tmp_path / "a modèle"], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     installed, remote = done.stdout.split()[:2], done.stdout.split()[2:]
     assert installed == remote
