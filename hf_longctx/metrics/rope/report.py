@@ -200,7 +200,8 @@ class RopeReport(Result):
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
         groups = tuple(RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"])
         named: dict[str, Any] = {f.name: document[f.name] for f in fields(cls)}
-        return cls(**named | {"groups": groups, "notes": tuple(document["notes"])})
+        named |= {"groups": groups, "notes": tuple(document["notes"])}
+        return cls(**named)
 
     def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_bound
