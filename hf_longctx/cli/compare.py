@@ -12,7 +12,7 @@ Examples:
 import argparse
 from pathlib import Path
 
-from . import measuring
+from . import shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,12 +34,9 @@ def run(args: argparse.Namespace) -> None:
     from ..metrics.report.comparison import compare, named
 
     files = [Path(file) for file in args.files]
-    if args.names is not None and (len(args.names) != len(files) or len(set(args.names)) != len(files)):
-        raise ValueError(
-            f"--names has {len(args.names)} names for {len(files)} files; give each file a different name."
-        )
+    if args.names is not None and not len(args.names) == len(set(args.names)) == len(files):
+        raise ValueError(f"--names has {len(args.names)} names for {len(files)} files; give each a different name.")
+    output = shared.figure_path(args.output)
     results = [read_result(file) for file in files]
-    results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
-    output = measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
-    print(compare(results, output, title=args.title), end="")
-    print(f"wrote {output}")
+    models = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
+    print(f"{compare(models, output, title=args.title)}wrote {output}")

@@ -10,7 +10,7 @@ from tiny_models import CORPUS, tiny_llama
 
 from hf_longctx.metrics import ForgettingCurve
 from hf_longctx.metrics.curve import protocol as core
-from hf_longctx.metrics.run.logits import CACHES
+from hf_longctx.metrics.run.engine import CACHES
 
 
 PROTOCOLS = ["reference", "adaptive"]

@@ -138,17 +138,6 @@ def test_offloaded_model(tmp_path):
     assert curve.points == forgetting_curve(model, CORPUS, lengths=[7, 20], repeats=3).points
 
 
-class RemoteCodeWithOptions(RemoteCode):
-    def forward(self, idx, **ignored):
-        return SimpleNamespace(logits=super().forward(idx)[0])
-
-
-def test_model_without_logits_to_keep():
-    model, options = tiny_llama(), dict(lengths=[1, 7, 20], repeats=3)
-    expected = forgetting_curve(model, CORPUS, **options)
-    assert forgetting_curve(RemoteCodeWithOptions(model), CORPUS, **options).points == expected.points
-
-
 def test_model_with_other_logits():
     with pytest.raises(ValueError, match="must return logits for the last 19 of 19 positions, got 5"):
         forgetting_curve(RemoteCode(tiny_llama(), slice(-5, None)), CORPUS, lengths=[8])

@@ -125,11 +125,29 @@ def test_served_models(bytes_tokenizer, prose, k):
     assert needle.settings["served_with"] == "prompt_logprobs"
 
 
-def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_tokenizer):
-    options = dict(repeats=1, replies=False, run=Run(tmp_path / "journal"))
+# -- journals and failures
+
+
+def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_tokenizer, capsys):
+    options = dict(repeats=1, replies=False, run=Run(tmp_path / "journal", progress=True))
     line_retrieval(Copier(12), bytes_tokenizer, lines=[2, 3], **options)
+    assert "100%" in capsys.readouterr().err
     result = line_retrieval(Copier(12), bytes_tokenizer, lines=[2], **options)
     assert [point.lines for point in result.points] == result.settings["lines"] == [2]
+
+
+def test_nan_logits(bytes_tokenizer, prose):
+    class Broken(Copier):
+        def forward(self, input_ids):
+            (logits,) = super().forward(input_ids)
+            logits[:, 17] = torch.nan
+            return (logits,)
+
+    message = (
+        "loss, trial 0: the log-probability of token 18 is nan: the logits at position 17 are not finite.*bfloat16"
+    )
+    with pytest.raises(ValueError, match=message):
+        position_loss(Broken(12), prose, context_length=50, sequences=2)
 
 
 # -- bad input
