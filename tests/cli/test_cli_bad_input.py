@@ -62,11 +62,11 @@ FILES = [
     ("push {fox} fox --dry-run", "Give NAMESPACE/NAME"),
     ("push forgetting_curve https://huggingface.co/alice/curve --dry-run", "Give NAMESPACE/NAME"),
     ("push {fox} alice/fox --revision= --dry-run", "'' is not a valid name of a branch or tag"),
-    ("compare", "give either result files or --counts FILE.csv"),
+    ("compare", "FILE.json"),
+    ("compare {empty}", "empty"),
     ("compare {curve} {loss}", "must be from one metric .*ForgettingCurve, PositionLoss"),
     ("compare {curve} {curve} --names a a", "2 names for 2 files; give each a different name"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
-    ("compare --counts {text} --names a", "1 names for 0 files"),
 ]
 
 # -- measuring: before a model is loaded, and nothing is written
