@@ -15,6 +15,8 @@ from demo_model import DEMO
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx import HMTConfig, HMTWrapper, cli
+from hf_longctx.corpus import load_tokens
+from hf_longctx.metrics import ServedModel, forgetting_curve
 
 
 PROMPTS = ["The import statement", "If a class", "An exception", "Coroutines are"]
@@ -49,6 +51,19 @@ def served(model, *options):
         yield client
         os.kill(server.pid, signal.SIGINT)
         assert server.wait(30) == 130
+
+
+def test_a_forgetting_curve_of_the_server_is_that_of_the_model(monkeypatch):
+    """By greedy completions: the server takes and returns text only."""
+    monkeypatch.setenv("no_proxy", "localhost")
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    options = dict(lengths=[12], repeats=2, bos_token_id=tokenizer.bos_token_id)
+    tokens = load_tokens(tokenizer, "stdlib").tokens
+    with served(DEMO) as client:
+        model = ServedModel(str(client.base_url), tokenizer=tokenizer)
+        curve = forgetting_curve(model, tokens, **options)
+    local = AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32").eval()
+    assert curve.points == forgetting_curve(local, tokens, **options).points and curve.points[0].copy_mean > 0
 
 
 @pytest.fixture(scope="module", params=["", BATCHING], ids=["one at a time", "continuous batching"])

@@ -22,12 +22,12 @@ class Server:
     Attributes:
         form: "vllm" (prompt_logprobs), "ids" (the ids of the completion, of vLLM),
             "llama.cpp" (log-probabilities of the completion only, which name ids), "text" (text of the completion),
-            "chat" (no completions).
+            "text only" (the prompt must be text too, and gets a BOS), "chat" (no completions).
         troubles: what happens to the next requests for completions instead of an answer: a status, a function of the
             handler, or None, nothing.
         spoil: changes a reply before it is sent.
         keys: what each request had for "Authorization".
-        decode: text of ids.
+        decode, encode: text of ids, and back.
         eos: the id that ends a completion.
         lists_limit: whether /models tells max_model_len.
     """
@@ -35,7 +35,7 @@ class Server:
     def __init__(self, model, form="vllm", key=None, max_model_len=None, names=("tiny",)):
         self.model, self.form, self.key, self.max_model_len, self.names = model, form, key, max_model_len, names
         self.lists_limit = True
-        self.decode, self.eos = lambda ids: "".join(map(text_of, ids)), None
+        self.decode, self.encode, self.eos = lambda ids: "".join(map(text_of, ids)), None, None
         self.troubles, self.spoil, self.requests, self.keys = deque(), lambda choice: choice, [], []
         self.lock = threading.Lock()
 
@@ -51,6 +51,10 @@ class Server:
         """Status and reply."""
         if self.form == "chat":
             return 404, {"detail": "Not Found"}
+        if isinstance(body["prompt"], str) != (self.form == "text only"):
+            return 400, {"error": {"message": "prompt must be a string or ids"}}
+        if self.form == "text only":
+            body = body | {"prompt": [1, *self.encode(body["prompt"])]}
         if self.max_model_len is not None and len(body["prompt"]) + body["max_tokens"] > self.max_model_len:
             return 400, {"error": {"message": f"maximum context length is {self.max_model_len} tokens"}}
         said = self.say(body["prompt"], body["max_tokens"])

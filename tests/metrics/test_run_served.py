@@ -135,7 +135,6 @@ def test_a_key_goes_only_where_it_is_meant_to_go(model, monkeypatch):
     "form, options, message",
     [
         ("chat", OPTIONS, "404: .*Not Found.*Chat APIs are not supported"),
-        ("text", OPTIONS, "must complete prompts of token ids.*did not return token ids.*with vLLM or llama.cpp"),
         ("vllm", OPTIONS | {"bos_token_id": None, "eos_token_id": None}, "must have a BOS or EOS token"),
         ("vllm", OPTIONS | {"data_type": "random"}, "vocabulary size of .* is unknown. Pass vocab_size"),
         ("llama.cpp", None, "must report log-probabilities of prompt tokens.*does not contain log-prob.*with vLLM"),

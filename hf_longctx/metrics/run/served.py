@@ -42,8 +42,8 @@ class ServedModel(PromptReader):
     Args:
         base_url: URL of the API with its version, such as "http://localhost:8000/v1".
         model: name of the served model; optional if the server lists a single model.
-        tokenizer: the model's tokenizer, whose special tokens greedy completions need on servers that omit the id of
-            an end-of-text token.
+        tokenizer: the model's tokenizer, for greedy completions on servers that do not accept or return ids.
+        journal: path of a file that records greedy completions, so that a killed run can resume.
         vocab_size: size of the vocabulary, which servers do not report. Required for random data without id_range.
         api_key: bearer token, which is not sent to redirected addresses. Default: none.
         concurrency: maximum number of concurrent requests.
@@ -69,6 +69,7 @@ class ServedModel(PromptReader):
         model: str | None = None,
         *,
         tokenizer: Any = None,
+        journal: Any = None,
         vocab_size: int | None = None,
         api_key: str | None = None,
         concurrency: int = 8,
@@ -87,7 +88,7 @@ class ServedModel(PromptReader):
             self._check_log_probs()
         except (RuntimeError, ValueError) as error:
             self._no_log_probs = str(error).rstrip(".")
-            self.greedy = GreedyCompletions(self, tokenizer)
+            self.greedy = GreedyCompletions(self, tokenizer, journal)
 
     def __repr__(self):
         return f"ServedModel({self.base_url!r}, {self.model!r})"
