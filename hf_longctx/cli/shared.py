@@ -65,7 +65,7 @@ def add_served(parser: Any) -> None:
         "--endpoint",
         metavar="URL",
         help="URL of a server that serves MODEL, such as http://localhost:8000/v1; then only the tokenizer is loaded. "
-        "Forgetting curves also work with llama.cpp's server; other metrics require vLLM",
+        "Forgetting curves work with any server that decodes greedily; other metrics require vLLM",
     )
     parser.add_argument(
         "--served-as",
@@ -197,6 +197,8 @@ def open_model(args: Namespace) -> tuple[Any, Any, Callable[[], Any]]:
     join_processes()
     if args.endpoint is not None:
         tokenizer = load_tokenizer(args)
+        journal = getattr(args, "journal", None)
+        options["journal"] = journal and f"{journal}.responses{os.environ.get('RANK', '')}"
         reader = ServedModel(args.endpoint, tokenizer=tokenizer, vocab_size=len(tokenizer), **options)
         return tokenizer, reader, lambda: reader
     choose_device(args.device)
