@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -28,7 +27,6 @@ from .graphs_hmt import PassGraphs
 # Layer types whose cache can be extended by several tokens at a time, including padding. "hybrid" is the type of FoX
 # layers, whose token shift skips padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
-_LOGITS_AT_ONCE = 2**23  # chunk size of 32 MiB in float32, large enough for fast matrix products
 
 
 class Backbone:
@@ -83,8 +81,6 @@ class Backbone:
         extends = cache_name(type(model)) is not None and not self.stateful and layers <= _CONTINUED_LAYERS
         self._continues: bool | None = None if extends and has_dynamic_cache() else False
         self._hides: bool | None = None
-        # The head of RWKV is not probed, because RWKV's eval() changes weights in place.
-        self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
         self.graphs = PassGraphs()
         self._check_causal()
 
@@ -253,58 +249,6 @@ class Backbone:
                 config._attn_implementation = attention
             for module in training:
                 module.training = True
-
-    def can_skip_logits(self) -> bool:
-        """Return whether `loss_without_logits` can replace the head.
-
-        The head must be a plain linear layer on the device of the last hidden states, and its output must be the
-        logits, without a cap or a scale. PyTorch 2.13 is required.
-        """
-        head = self.model.get_output_embeddings()
-        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and self.has_data
-        if not plain or not hasattr(F, "linear_cross_entropy"):
-            return False
-        if self._head_alone_makes_logits is None:
-            try:
-                self._head_alone_makes_logits = self._probe_head(head)
-            except Exception:  # for example, because the head is not called as a module
-                self._head_alone_makes_logits = False
-        return self._head_alone_makes_logits
-
-    def _probe_head(self, head: nn.Linear) -> bool:
-        """Return whether the logits of a short pass equal the output of the head bit for bit."""
-        with self._probing(3) as embeds:
-            logits, hidden = self.run(embeds, keep=torch.arange(3, device=embeds.device))
-            output = head(hidden)
-        assert logits is not None
-        return head.weight.device == hidden.device and bool(logits.any()) and torch.equal(output.to(logits), logits)
-
-    def loss_without_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed cross entropy, computed from chunked logits. Requires `can_skip_logits`.
-
-        PyTorch computes the gradients together with the loss, one chunk at a time. Each call stores a gradient of the
-        head's weight, so call it once per sequence. The loss is computed in at least float32, because
-        bfloat16 would round the sum to 8 bits.
-
-        Args:
-            hidden: last hidden states, (n, d).
-            targets: target token ids, (n,), long, -100 where not scored.
-
-        Returns:
-            A scalar, fp32 or fp64.
-        """
-        head = self.model.get_output_embeddings()
-        rows = max(1, _LOGITS_AT_ONCE // head.out_features)
-        dtype = torch.promote_types(head.weight.dtype, torch.float32)
-        return F.linear_cross_entropy(
-            hidden.to(dtype),
-            head.weight.to(dtype),
-            targets,
-            linear_bias=None if head.bias is None else head.bias.to(dtype),
-            reduction="sum",
-            ignore_index=-100,
-            options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),
-        )
 
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings that the backbone's first layer receives for token ids, (B, T) -> (B, T, d)."""

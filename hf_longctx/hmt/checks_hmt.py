@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from .backbone_hmt import Backbone
-from .callers_hmt import check_prompt_learning, trl_advice
 from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
@@ -43,10 +42,9 @@ def same_state(*states: object) -> HMTState | None:
         )
     for state in given:
         if not isinstance(state, HMTState):
-            check_prompt_learning()
             raise TypeError(
                 f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` "
-                "that the earlier call returned."
+                "that the earlier call returned. Prefix tuning of PEFT is not supported: use LoRA."
             )
         return state
     return None
@@ -73,9 +71,11 @@ def check_call(
     """
     for name, value in keywords.items():
         if name not in _FOR_OTHER_MODELS or not (value is None or value is False):
-            check_prompt_learning()
-            advice = trl_advice() or "Pass input_ids, attention_mask and labels."
-            raise ValueError(f"HMTWrapper does not support the argument {name}. {advice}")
+            raise ValueError(
+                f"HMTWrapper does not support the argument {name}. Pass input_ids, attention_mask and labels. Packed "
+                "rows, the trainers of TRL, and prompt tuning of PEFT are not supported: train with Trainer of "
+                "transformers or with hf-longctx finetune --recipe hmt, and use LoRA."
+            )
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"`input_ids` must have shape (batch, tokens) with at least one token, got {shape}.")

@@ -10,7 +10,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .callers_hmt import check_prompt_learning
 from .compat_hmt import REPAIR  # noqa: F401 - the import warns if transformers is newer
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
@@ -31,7 +30,7 @@ class HMTConfig(PreTrainedConfig):
         sensory_tokens: k, number of tokens at the end of the previous segment that a segment re-reads.
         memory_size: N, number of memory embeddings retained for recall; the oldest is dropped first. None: all.
         recalled_pages: r, number of pages that a recall attends to (`pages_hmt.py`). Pages store the memory embeddings
-            beyond `memory_size`, in CPU memory or in a file. None: no pages.
+            beyond `memory_size` in CPU memory. None: no pages.
         page_size: initial maximum number of memory embeddings per page. It grows with the square root of the sequence
             length.
         sum_fraction: fraction of a segment that forms its recall query: the first j = int(round(segment_length *
@@ -57,10 +56,6 @@ class HMTConfig(PreTrainedConfig):
             such as 0.1. The cache works without training. With a cache, a state stores d numbers per remembered token
             (177 MB in bfloat16 at d = 576 and the defaults), and training retains these numbers for the backward pass
             of each segment. None: no cache.
-        recurrence: whether the memory of a segment depends on what the segment recalled. With False (single-pass mode
-            only), the memory depends only on the segment itself. The backbone is then called twice per group of
-            `summary_batch` segments, and gradients flow through one recall only. A chain of n recalls then requires
-            reading the sequence n times.
         loss_scope: "all" to score all labels, or "last" to score only the last `segment_length` labels of a row, as
             the authors of the paper do in training and evaluation.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
@@ -108,7 +103,6 @@ class HMTConfig(PreTrainedConfig):
     reread: bool | None = None
     recall_tokens: int | None = None
     neural_cache_weight: float | int | None = None
-    recurrence: bool = True
     loss_scope: str = "all"
     bptt_segments: int | None = None
     summary_batch: int = 16
@@ -211,10 +205,9 @@ class HMTConfig(PreTrainedConfig):
         flat = {"recall": True, "recall_mode": "single_pass", "recalled_pages": None}
         needed: dict[str, tuple[bool, dict[str, Any]]] = {
             "memory_tokens": (self.memory_tokens != 1, {"recall": False, "recall_mode": "paper"}),
-            "recurrence": (not self.recurrence, {"recall_mode": "single_pass"}),
             "recalled_pages": (self.recalled_pages is not None, {"recall": True}),
             "recall_tokens": (self.recall_tokens is not None, flat),
-            "neural_cache_weight": (self.neural_cache_weight is not None, flat | {"recurrence": True}),
+            "neural_cache_weight": (self.neural_cache_weight is not None, flat),
         }
         for name, (is_set, others) in needed.items():
             differing = {
@@ -256,7 +249,6 @@ class HMTConfig(PreTrainedConfig):
             "recall",
             "memory_tokens",
             "recall_tokens",
-            "recurrence",
             "retrievers",
         )
         return {
@@ -284,8 +276,7 @@ class HMTConfig(PreTrainedConfig):
     @property
     def positions_per_segment(self) -> int:
         """Number of backbone positions of a full segment: prompts, re-read tokens, sensory tokens and new tokens."""
-        prompts = 2 * self.memory_tokens + (not self.recurrence)
-        return (self.recall_tokens or 0) + prompts + self.sensory_tokens + self.segment_length
+        return (self.recall_tokens or 0) + 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -301,8 +292,7 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Number of layers of the backbone. Raises ValueError for prompt-learning methods of PEFT."""
-        check_prompt_learning()
+        """Number of layers of the backbone."""
         return self.text_config.num_hidden_layers
 
     @property

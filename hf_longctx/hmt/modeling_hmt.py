@@ -48,7 +48,6 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
-from .callers_hmt import INSTEAD, trl_advice
 from .checks_hmt import check_call, first_position, same_state
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
@@ -99,8 +98,11 @@ class HMTOutput(ModelOutput):
     @property
     def last_hidden_state(self) -> Tensor:
         """Raise AttributeError, because no single pass reads the whole sequence."""
-        advice = trl_advice() or f"Trainers such as SFTTrainer of TRL need it. {INSTEAD}"
-        raise AttributeError(f"HMT does not return last_hidden_state. {advice}")
+        raise AttributeError(
+            "HMT does not return last_hidden_state, so the trainers of TRL cannot train it. Train with Trainer of "
+            "transformers or with hf-longctx finetune --recipe hmt. Trainers of TRL can train the backbone before it "
+            "is wrapped: HMTWrapper.from_backbone(trainer.model, config)."
+        )
 
     def add_reports(self, reports: list[list[Report]], segment_length: int, ids: Tensor) -> None:
         """Set `recall_*`, `memories` and `segment_length` from the reports of the segments."""
@@ -286,8 +288,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             use_cache: whether to return the state (default: True with a state, otherwise False).
             logits_to_keep: number of last positions whose logits are returned (0: all), or a long tensor (n,) of
                 positions. The loss always includes all labels. With 1, memory does not grow with T times the
-                vocabulary size, except in training without gradient checkpointing if the model has a neural cache or
-                a head that is not a plain linear layer.
+                vocabulary size, except in training without gradient checkpointing.
             score_from: position within a segment. The loss excludes predictions made before this position.
             output_recall: whether to return recall scores, distances and memories.
             num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps (from
@@ -375,11 +376,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
         """Return the mean cross entropy of the scored labels, or this call's share of the whole batch's mean."""
-        losses = layout.losses
-        if layout.scored:
-            hidden, targets = map(torch.cat, zip(*layout.scored))
-            losses = [*losses, self.lm.loss_without_logits(hidden, targets).float()]
-        loss = torch.stack(losses).sum()
+        loss = torch.stack(layout.losses).sum()
         loss = loss / packed.n_scored.clamp(min=1).to(loss)  # the loss is 0, not nan, if no label is scored
         if num_items_in_batch is not None:
             loss = loss * (packed.n_labelled / num_items_in_batch).to(loss)
@@ -393,25 +390,22 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             return False
         return any(p.requires_grad and ".lora_" in name for name, p in self.backbone.named_parameters())
 
-    def new_state(
-        self, batch_size: int = 1, page_file: str | Path | None = None, device: torch.device | str | None = None
-    ) -> HMTState:
+    def new_state(self, batch_size: int = 1, device: torch.device | str | None = None) -> HMTState:
         """Create an empty state. A call without a `state` creates its own.
 
         Args:
             batch_size: B.
-            page_file: file to store pages in (default: CPU memory). An existing file is replaced.
             device: device of the state (default: the model's device).
 
         Raises:
-            ValueError: `page_file` is given for a model without pages, or `batch_size` is below 1.
+            ValueError: `batch_size` is below 1.
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         device = self.device if device is None else device
         like = self.lm.embed(torch.zeros(1, 1, dtype=torch.long, device=device))
         tail = torch.zeros(batch_size, self.config.sensory_tokens, dtype=torch.long, device=device)
-        memory = self.retriever.empty(batch_size, like, page_file)
+        memory = self.retriever.empty(batch_size, like)
         return HMTState(memory, tail, (0,) * batch_size, self.config.signature(self.lm.width))
 
     # ---------------------------------------------------------------------------------------- generation, training

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .configuration_hmt import HMTConfig
 from .retriever_hmt import Retriever, Segment, register_retriever, remember
 
 
@@ -32,12 +31,8 @@ class NeuralCacheRetriever(Retriever):
     Memory: `keys` (B, c, L' - 1, d), `ids` (B, c, L') and `ends` (B, c).
     """
 
+    field = "neural_cache_weight"
     reads_hidden = True
-
-    @classmethod
-    def is_used(cls, config: HMTConfig) -> bool:
-        """Return whether `neural_cache_weight` is set."""
-        return config.neural_cache_weight is not None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
         """Return an empty cache."""

@@ -18,9 +18,6 @@ flat memory, for unrelated vectors and for the memories of a novel.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from mmap import mmap
-from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -34,43 +31,6 @@ from .memory_hmt import mean_memory
 from .retriever_hmt import Retrieved, Segment, register_retriever
 
 
-_STORING = Lock()  # several threads may write to the same file, because states can branch
-
-
-class PageFile:
-    """A memory-mapped file of pages. Only the data that a recall accesses is read from disk.
-
-    Args:
-        path: path of the file. An existing file is replaced; states that use the old file can still read it.
-    """
-
-    def __init__(self, path: str | Path):
-        Path(path).unlink(missing_ok=True)
-        self.path, self.used = path, 0
-        self.file = Path(path).open("wb+")  # noqa: SIM115 - the file stays open as long as a state uses it
-        self._map(1)
-
-    def store(self, block: Tensor) -> Tensor:
-        """Copy `block` into the file; raise ValueError if this would lose a gradient."""
-        if block.requires_grad:
-            raise ValueError(
-                f"Memories stored in {self.path} would lose their gradients. Call the model under torch.no_grad(), or "
-                "create the state without page_file: pages in RAM retain gradients."
-            )
-        size = block.numel() * block.element_size()
-        with _STORING:
-            if self.used + size > len(self.mapped):
-                # Doubling the size limits the number of mappings. Most file systems do not store the unwritten zeros.
-                self._map(2 * (self.used + size))
-            place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
-            self.used += size
-        return place.copy_(block)
-
-    def _map(self, size: int) -> None:
-        self.file.truncate(size)
-        self.mapped = torch.frombuffer(mmap(self.file.fileno(), size), dtype=torch.uint8)
-
-
 @dataclass
 class MemoryPages:
     """The pages of one row, with the n memory embeddings that its bank has dropped.
@@ -79,7 +39,7 @@ class MemoryPages:
 
     page_size: initial maximum number of embeddings per page, and size of a block.
     recalled: r, the number of pages that a recall attends to.
-    blocks: tuple of tensors (page_size, d), the embeddings in the order of the sequence, in CPU memory or in `file`.
+    blocks: tuple of tensors (page_size, d), the embeddings in the order of the sequence, in CPU memory.
     rest: (t, d), t < page_size, the latest embeddings, which do not fill a block yet.
     members: tuple of P tuples of ints, the indices of the embeddings in each page.
     sums: (P, d) fp32, the sum of the embeddings of each page.
@@ -91,25 +51,14 @@ class MemoryPages:
     sums: Tensor
     members: tuple[tuple[int, ...], ...] = ()
     blocks: tuple[Tensor, ...] = ()
-    file: PageFile | None = None
 
     @classmethod
     def empty(
-        cls,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        page_size: int,
-        recalled: int,
-        file: PageFile | None = None,
+        cls, width: int, dtype: torch.dtype, device: torch.device | str, page_size: int, recalled: int
     ) -> "MemoryPages":
-        """Return empty pages, which will store tags on `device` and embeddings in CPU memory or in `file`."""
+        """Return empty pages, which will store tags on `device` and embeddings in CPU memory."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
-
-    def __getstate__(self) -> dict:
-        """Copy blocks to RAM for pickles and deep copies, because a second `PageFile` would overwrite the first."""
-        return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
+        return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums)
 
     def __len__(self) -> int:
         """Return n, the number of embeddings."""
@@ -120,7 +69,7 @@ class MemoryPages:
         rest, blocks, size = torch.cat([self.rest, embeddings.to(self.rest.device)]), list(self.blocks), self.page_size
         while len(rest) >= size:
             block, rest = rest[:size], rest[size:]
-            blocks.append(block if self.file is None else self.file.store(block))
+            blocks.append(block)
         pages = replace(self, rest=rest, blocks=(*blocks,), sums=self.sums.clone())
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
             for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
@@ -195,7 +144,7 @@ class MemoryPages:
         return replace(self, rest=function(self.rest), sums=function(self.sums), blocks=blocks)
 
     def pack(self) -> tuple[dict[str, Tensor], dict]:
-        """Return the tensors and numbers from which `unpack` restores the pages in RAM."""
+        """Return the tensors and numbers from which `unpack` restores the pages."""
         members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
         tensors = {"embeddings": torch.cat([*self.blocks, self.rest]), "sums": self.sums, "members": members}
         sizes = [*map(len, self.members)]
@@ -203,7 +152,7 @@ class MemoryPages:
 
     @classmethod
     def unpack(cls, tensors: dict[str, Tensor], numbers: dict) -> "MemoryPages":
-        """Restore the pages in RAM from the output of `pack`."""
+        """Restore the pages from the output of `pack`."""
         size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
         full = len(embeddings) // size * size
         if not isinstance(numbers["recalled"], int) or numbers["recalled"] < 1:
@@ -225,7 +174,6 @@ class Pages(Bank):
     Memory: `embeddings` and `ends` as in `Bank`; `pages`, a tuple of B `MemoryPages`.
     """
 
-    takes_file = True
     rows = {"pages": MemoryPages}
 
     @classmethod
@@ -233,12 +181,10 @@ class Pages(Bank):
         """Return whether `recalled_pages` is set."""
         return config.recalled_pages is not None
 
-    def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return an empty bank and empty pages, which are stored in `file` or in CPU memory."""
-        config, kept_in = self.config, None if file is None else PageFile(file)
-        pages = MemoryPages.empty(
-            like.shape[-1], like.dtype, like.device, config.page_size, config.recalled_pages or 1, kept_in
-        )
+    def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
+        """Return an empty bank and empty pages."""
+        recalled = self.config.recalled_pages or 1
+        pages = MemoryPages.empty(like.shape[-1], like.dtype, like.device, self.config.page_size, recalled)
         return super().empty(rows, like) | {"pages": (pages,) * rows}
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
@@ -280,4 +226,4 @@ class Pages(Bank):
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 
 
-__all__ = ["MemoryPages", "PageFile", "Pages"]
+__all__ = ["MemoryPages", "Pages"]

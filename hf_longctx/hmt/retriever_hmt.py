@@ -10,7 +10,6 @@ where `ends` is 0. `Retriever.rows` lists the values that are not tensors.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -67,18 +66,18 @@ class Retriever:
         embed: embeds token ids, (B, T) -> (B, T, d).
 
     Attributes:
+        field: field of `HMTConfig` that enables the retriever when it is set.
         columns: number of embeddings that `retrieve` returns. The first embedding of the first retriever is the
             prompt, to which only tokens after the query attend. The other `config.recall_tokens` embeddings follow the
             prompt, and all tokens attend to them.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
-        takes_file: whether `empty` accepts `file`, the path of a file in which to store the memory.
         rows: for memory values that are tuples of one object per row, the classes of these objects, keyed by name.
             A class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
     """
 
+    field: str | None = None
     columns = 0
     reads_hidden = False
-    takes_file = False
     rows: dict[str, Any] = {}
 
     def __init__(self, config: HMTConfig, memory: HMTMemory, embed: Callable[[Tensor], Tensor]):
@@ -87,7 +86,7 @@ class Retriever:
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
         """Return whether a model uses this retriever when `config.retrievers` is None."""
-        return False
+        return cls.field is not None and getattr(config, cls.field) is not None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
         """Return the memory before the first segment.
@@ -160,14 +159,9 @@ class Retrievers(Retriever):
                 f"got {self.columns} in total from {names}. Set recall_tokens, or the `columns` of a retriever."
             )
 
-    def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return the memory before the first segment. A retriever with `takes_file` stores its memory in `file`."""
-        files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
-        if file is not None and not files:
-            raise ValueError(
-                "`page_file` is only supported for a model with pages. Set config.recalled_pages, or omit page_file."
-            )
-        return {name: part.empty(rows, like, **files.get(name, {})) for name, part in self.parts.items()}
+    def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
+        """Return the memory before the first segment."""
+        return {name: part.empty(rows, like) for name, part in self.parts.items()}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
         """Return the embeddings of all retrievers, and the weights of the first retriever that returns weights."""

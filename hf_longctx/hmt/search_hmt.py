@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .configuration_hmt import HMTConfig
 from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, remember
 
 
@@ -26,10 +25,7 @@ class Search(Retriever):
     Memory: `ids` (B, c, L') and `ends` (B, c).
     """
 
-    @classmethod
-    def is_used(cls, config: HMTConfig) -> bool:
-        """Return whether `recall_tokens` is set."""
-        return config.recall_tokens is not None
+    field = "recall_tokens"
 
     @property
     def columns(self) -> int:

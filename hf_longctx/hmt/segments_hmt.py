@@ -3,7 +3,7 @@
 The `read` method of a layout takes a state and the tokens of a call (`packing_hmt.py`). It arranges embeddings as
 passes, runs these passes (`run_pass`), and lets the retriever provide prompts and observe full segments
 (`close_segment`). It returns the state with the updated memory. The layout collects logits, losses and recalls in
-`pieces`, `losses`, `scored` and `reports`, from which `HMTWrapper.forward` builds its output.
+`pieces`, `losses` and `reports`, from which `HMTWrapper.forward` builds its output.
 """
 
 from collections import defaultdict
@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -71,7 +70,6 @@ class Segments:
     Attributes:
         pieces: for each row of the batch, the returned logits (n, V), keyed by (segment, first token).
         losses: the summed losses of the passes that compute logits.
-        scored: pairs of hidden states (n, d) and targets (n,), whose loss is computed at the end of the call.
         reports: lists of reports; list n contains the reports of the n-th segments of all rows.
     """
 
@@ -93,7 +91,6 @@ class Segments:
         self.graphs = cache(lm.graphs.of)
         self.pieces: dict[int, dict[tuple, Tensor]] = defaultdict(dict)
         self.losses: list[Tensor] = []
-        self.scored: list[tuple[Tensor, Tensor]] = []
         self.reports: list[list[Report]] = []
 
     def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
@@ -138,24 +135,17 @@ class Segments:
         """
         chunk, embeds, targets, positions = one.chunk, one.embeds, one.chunk.targets, one.positions
         tokens, kept = one.from_token(chunk.first), one.from_token(min(chunk.returned))
-        columns, kept_columns = ([one.column + i for i in part] for part in (tokens, kept))
+        columns = [one.column + i for i in tokens]
         targets = None if targets is None else targets[:, tokens.start : tokens.stop].contiguous()
         positions = None if positions is None else positions.expand(len(embeds), -1).contiguous()
         if one.hidden_from is not None:
             cached = 0 if kv_cache is None else kv_cache.get_seq_length()
             mask = self.hide_prompt(embeds.shape[1], one.hidden_from, cached, embeds.dtype, embeds.device)
         memory = memory if self.retriever.mixes else None
-        skips = kept != tokens and torch.is_grad_enabled() and memory is None
-        if skips and self.lm.can_skip_logits():
-            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept_columns, None, kv_cache, positions)
-            assert targets is not None
-            self.scored.append((hidden[:, columns].flatten(0, 1), targets.flatten()))
-            tokens = kept
-        else:
-            # Without a prompt, transformers inspects the mask. The inspection synchronizes, which rules out a capture.
-            captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
-            arguments = (embeds, mask, columns, targets, kv_cache, positions)
-            logits, hidden, loss, kv_cache = self.run(*arguments, kept.stop > kept.start, memory, captures)
+        # Without a prompt, transformers inspects the mask. The inspection synchronizes, which rules out a capture.
+        captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
+        arguments = (embeds, mask, columns, targets, kv_cache, positions)
+        logits, hidden, loss, kv_cache = self.run(*arguments, kept.stop > kept.start, memory, captures)
         if loss is not None:
             self.losses.append(loss)
         if logits is not None and kept.stop > kept.start:  # dynamo does not support a symbolic range as a condition

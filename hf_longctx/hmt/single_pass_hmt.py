@@ -24,14 +24,6 @@ Retrievers may return r embeddings in addition to the prompt, such as re-read to
 prompt, shift all later positions by r, and are followed by the whole segment. A retriever that reads hidden states
 needs them for a whole segment, so a segment that was split over several calls is read again when it is full.
 
-`recurrence=False` computes the memory of a segment before the recall. The first part is then the whole segment,
-
-    sensory tokens, x[:j], summary token, x[j:], summary token
-
-and its last hidden state is the memory. Memories do not depend on previous segments, so several second parts share one
-pass too. The backbone is called twice per group of `summary_batch` segments times rows. A memory does not contain what
-its segment recalled, so a chain of n recalls requires reading the sequence n times.
-
 Rows at the same position in their segments are read together. Rows at different positions are read separately, except
 in decoding steps, which use a joint cache.
 """
@@ -54,15 +46,13 @@ from .state_hmt import HMTState, join_memories
 class FirstPart(NamedTuple):
     """Result of reading the first part of a segment.
 
-    query: hidden state of the first summary token, (B, 1, d).
-    end: last hidden state of the first part, (B, 1, d).
+    query: hidden state of the summary token, (B, 1, d).
     kv_cache: cache of the sensory tokens and x[:j], or None.
     hidden: last hidden states of the first j tokens, (B, j, d), for retrievers that read hidden states; otherwise
         None.
     """
 
     query: Tensor
-    end: Tensor
     kv_cache: Cache | None
     hidden: Tensor | None
 
@@ -79,7 +69,6 @@ class SinglePass(Segments):
             self.lm.check_hides(positions, extends=self.cuts)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
         self.hidden_from = None if reread else before_recall  # see `Pass.hidden_from`
-        self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, with the caches to extend
 
     def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
         """See `Segments.read`."""
@@ -95,8 +84,6 @@ class SinglePass(Segments):
                     firsts = self.first_parts(state, [chunks[0] for chunks in batch])
                 for chunks, first in zip(batch, firsts):
                     state = self.read_segment(state, chunks, first, use_cache)
-                if self.pending:
-                    self.run_pending()
         return state
 
     def reads_first_part(self, chunks: list[Chunk]) -> bool:
@@ -169,29 +156,23 @@ class SinglePass(Segments):
         if kv_cache is None and self.cuts:
             kv_cache = DynamicCache(config=self.lm.model.config)
 
-        def shape(chunk: Chunk) -> tuple[bool, int]:
-            """Return whether the first part is the whole segment, and the first token with logits."""
-            return not self.config.recurrence and chunk.count == self.length, min(chunk.first, self.j)
-
         firsts = []
-        for (whole, _), group in groupby(chunks, key=shape):
+        for _, group in groupby(chunks, key=lambda chunk: min(chunk.first, self.j)):
             same = list(group)
             chunk = join_chunks(same)
-            embeds = self.embed_part(chunk, start, self.j, True)
-            if whole:
-                embeds = torch.cat([embeds, self.embed_part(chunk, self.j, self.length, True)], 1)
-            one = self.build_pass(chunk, embeds, start, range(max(start, 0), self.j))
+            one = self.build_pass(
+                chunk, self.embed_part(chunk, start, self.j, True), start, range(max(start, 0), self.j)
+            )
             hidden, cache = self.run_pass(one, kv_cache, None, state.memory)
             caches: list[Cache | None] = [None] * len(same)
             if cache is not None and self.cuts:
-                cache.crop(self.k + self.j - cache.get_seq_length())
+                cache.crop(-1)
                 caches = [*split(cache, len(same))]
-            # Cloned, because views would keep all hidden states in memory
-            copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (self.j - start, -1))
+            queries = hidden[:, -1:].clone().chunk(len(same))  # cloned, because a view would keep all hidden states
             tokens: Any = [None] * len(same)
             if self.retriever.reads_hidden:
-                tokens = hidden[:, -start : self.j - start].chunk(len(same))
-            firsts += map(FirstPart, *copies, caches, tokens)
+                tokens = hidden[:, -start:-1].chunk(len(same))
+            firsts += map(FirstPart, queries, caches, tokens)
         return firsts
 
     def read_chunk(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
@@ -205,9 +186,8 @@ class SinglePass(Segments):
         count, read, later, full = chunk.count, chunk.read, chunk.segments[0] > 0, chunk.count == self.length
         if count == read:
             return state
-        recall, prefix, memory, hidden = None, None, None, None
-        made_before = full and later and not self.config.recurrence
-        if not read or made_before or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
+        recall, prefix, memory = None, None, None
+        if not read or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
             state = state.without_kv_cache()
         kv_cache, start = state.kv_cache, -self.k * later if state.kv_cache is None else read
         recalls = later and count >= self.j
@@ -218,35 +198,18 @@ class SinglePass(Segments):
             prefix = recall.embeds
         if kv_cache is None and keeps:
             kv_cache = DynamicCache(config=self.lm.model.config)
-        embeds = self.embed_part(chunk, start, count, full and not made_before)
+        embeds = self.embed_part(chunk, start, count, full)
         one = self.build_pass(chunk, embeds, start, range(max(start, self.j * recalls, 0), count), prefix)
-        one = one._replace(last=full)
-        if made_before and first is not None:
-            memory = first.end
-            if one.from_token(chunk.first):
-                self.pending.append((one, kv_cache))
-        else:
-            hidden, kv_cache = self.run_pass(one, kv_cache, None, state.memory)
-            memory = hidden[:, -1:].clone() if full else None
-        if memory is not None:
-            if self.retriever.reads_hidden and hidden is not None:
+        hidden, kv_cache = self.run_pass(one._replace(last=full), kv_cache, None, state.memory)
+        if full:
+            memory = hidden[:, -1:].clone()
+            if self.retriever.reads_hidden:
                 hidden = hidden[:, -1 - self.length + self.j * later : -1]
                 hidden = hidden if first is None or first.hidden is None else torch.cat([first.hidden, hidden], 1)
             state = self.close_segment(state, chunk, memory, hidden)
         if self.output_recall:
             self.reports[-1].append(Report(chunk, recall if read < self.j else None, memory))
         return replace(state, kv_cache=kv_cache if keeps else None, kv_mask=None)
-
-    def run_pending(self) -> None:
-        """Read all pending second parts in one pass. The state already contains the memories of their segments."""
-        parts: list[Any] = []
-        for one, cache in self.pending:
-            begin = parts[-1][0][-1] + 1 if parts else 0
-            parts.append(([*range(begin, begin + len(one.embeds))], cache))
-        kv_cache = side_by_side(parts)[0] if self.cuts else None
-        passes, self.pending = [one for one, _ in self.pending], []
-        chunk, embeds = join_chunks([one.chunk for one in passes]), torch.cat([one.embeds for one in passes])
-        self.run_pass(passes[0]._replace(chunk=chunk, embeds=embeds), kv_cache)
 
 
 __all__ = ["SinglePass"]

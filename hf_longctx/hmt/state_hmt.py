@@ -156,7 +156,7 @@ class HMTState:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None, device: torch.device | str = "cpu") -> "HMTState":
-        """Read a state written by `save`. All pages are loaded to CPU memory, including pages from a page file.
+        """Read a state written by `save`. Pages are loaded to CPU memory.
 
         Args:
             model: model that continues from the state; memories are cast to its dtype. None: weights are not checked,

@@ -52,7 +52,7 @@ def settings_of(names):
 
 
 def test_it_gives_the_prompt(make_added, tokens):
-    model, ids = make_added(recurrence=False), tokens[:, :24]
+    model, ids = make_added(), tokens[:, :24]
     out = model(ids, output_recall=True, use_cache=True)
     first, second, third = out.memories
     torch.testing.assert_close(out.state.memory["fading"]["mean"], first / 8 + second / 4 + third / 2)

@@ -106,7 +106,6 @@ CONFIG = [
             {"memory_tokens": 2},
             "memory_tokens=2` is not supported with .*recall_mode",
         ),
-        ("the paper without recurrence", {"recall_mode": "paper", "recurrence": False}, "recurrence=False` is not"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens` must be at least 0, got -1"),
         ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction` must select 1 to 511 of 512 .*got 0.0001"),
         ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction` must select .*got 1.5"),
@@ -124,7 +123,6 @@ CONFIG = [
             for name, x in {
                 "recall": False,
                 "recall_mode": "paper",
-                "recurrence": False,
                 "recalled_pages": 2,
             }.items()
         ),
@@ -275,16 +273,6 @@ READ += [
         lambda it: HMTState.load(it.folder / "hmt" / "model.safetensors", it.model),
         "not a complete file of HMTState",
     ),
-    refused(
-        "a page file without pages", lambda it: it.model.new_state(2, it.folder / "p"), "Set config.recalled_pages"
-    ),
-    refused(
-        "a page file with gradients",
-        lambda it: build(memory_size=1, page_size=1, recalled_pages=1)(
-            it.tokens, state=build(memory_size=1, page_size=1, recalled_pages=1).new_state(2, it.folder / "p")
-        ),
-        "gradient",
-    ),
     harmless("int32 ids", lambda it: (it.model(it.tokens.int()).logits, it.model(it.tokens).logits)),
     harmless(
         "nothing to score",
@@ -383,7 +371,7 @@ def test_a_tie_goes_to_the_even_number():
     [
         dict(sensory_tokens=0),
         dict(sensory_tokens=4, recall_tokens=8),
-        dict(sensory_tokens=0, recall_tokens=7, recurrence=False),
+        dict(sensory_tokens=0, recall_tokens=7),
     ],
     ids=str,
 )

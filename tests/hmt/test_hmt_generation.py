@@ -19,7 +19,6 @@ KINDS = [
     {"recall": False},
     {"sum_fraction": 0.9},
     {"memory_size": 1},
-    {"recurrence": False},
     {"neural_cache_weight": 0.5},
 ]
 

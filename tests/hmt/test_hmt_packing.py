@@ -9,7 +9,6 @@ from tiny_hmt import ROUNDING
 LENGTHS = (43, 30, 3)
 FP32 = 64 * torch.finfo(torch.float32).eps  # the loss is of float32
 PAGED = {"memory_size": 1, "page_size": 1, "recalled_pages": 1}
-PARALLEL = {"recurrence": False}
 
 
 def padded(tokens, left=True):
@@ -30,7 +29,6 @@ def close(a, b):
         (False, {}),
         (True, {"recall": False}),
         (True, PAGED),
-        (True, PARALLEL),
         (False, {"recall_tokens": 4}),
     ],
     ids=str,
@@ -56,7 +54,7 @@ def test_a_padded_row_is_as_alone(make_wrapper, tokens, settings, left):
         close(model(tokens[:1], state=state).logits, model(tokens[:1], state=state_alone).logits)
 
 
-@pytest.mark.parametrize("settings, score_from", [({}, 4), ({"loss_scope": "last"}, None), (PARALLEL, None)], ids=str)
+@pytest.mark.parametrize("settings, score_from", [({}, 4), ({"loss_scope": "last"}, None)], ids=str)
 def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, settings, score_from):
     """Whatever the labels of padding are."""
     model, (ids, mask) = make_wrapper(**settings), padded(tokens)
@@ -78,7 +76,7 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, se
 
 @pytest.mark.parametrize(
     "settings, beams",
-    [({}, 1), ({"sum_fraction": 0.9}, 1), (PAGED, 1), (PARALLEL, 1), (PAGED, 2), (PARALLEL, 2)],
+    [({}, 1), ({"sum_fraction": 0.9}, 1), (PAGED, 1), (PAGED, 2)],
     ids=str,
 )
 def test_generation_of_unequal_prompts(make_wrapper, tokens, settings, beams):
@@ -107,7 +105,7 @@ def test_decoding_unequal_rows_continues_a_cache(make_wrapper, tokens):
 
 @pytest.mark.parametrize(
     "settings, gradients",
-    [({}, False), (PAGED, False), (PARALLEL, True), ({}, True)],
+    [({}, False), (PAGED, False), ({}, True)],
     ids=str,
 )
 def test_rows_that_get_unequal_numbers_of_tokens_in_every_call(make_wrapper, tokens, settings, gradients):

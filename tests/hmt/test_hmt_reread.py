@@ -86,8 +86,6 @@ SETTINGS = [
     {"recall": False},
     {"recall_tokens": 4, "memory_size": 2},
     {"neural_cache_weight": 0.5, "recall_tokens": 4},
-    {"recurrence": False, "recall_tokens": 4},
-    {"recurrence": False},
 ]
 
 
@@ -175,7 +173,7 @@ def flash(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"num_key_value_heads": 1}, {"recurrence": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"num_key_value_heads": 1}], ids=str)
 def test_attention_without_masks_lets_the_prompt_see_itself_alone(tokens, settings, rows, flash):
     settings, tokens = dict(settings), tokens[:rows]
     torch.manual_seed(0)

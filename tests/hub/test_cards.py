@@ -158,7 +158,6 @@ def test_the_model_index_is_that_of_the_results(llama):
     "settings, sentence",
     [
         ({"recall_mode": "paper"}, "it reads the first 4 tokens of a segment before"),
-        ({"recurrence": False}, ""),
         ({"recall_tokens": 4, "neural_cache_weight": 0.1}, ""),
     ],
     ids=str,
