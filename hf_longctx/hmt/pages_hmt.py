@@ -15,7 +15,7 @@ grows with the square root of the sequence length.
 flat memory, for unrelated vectors and for the memories of a novel.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -37,75 +37,72 @@ class MemoryPages:
 
     This object is immutable: `append` returns a new object, so states can branch, and rows can share pages.
 
-    page_size: initial maximum number of embeddings per page, and size of a block.
+    page_size: initial maximum number of embeddings per page.
     recalled: r, the number of pages that a recall attends to.
-    blocks: tuple of tensors (page_size, d), the embeddings in the order of the sequence, in CPU memory.
-    rest: (t, d), t < page_size, the latest embeddings, which do not fill a block yet.
-    members: tuple of P tuples of ints, the indices of the embeddings in each page.
+    empty_page: (0, d), has the dtype and the device of the embeddings, the CPU.
     sums: (P, d) fp32, the sum of the embeddings of each page.
+    members: tuple of P tuples of ints, the indices of the embeddings in each page.
+    pages: tuple of P tensors (t, d), the embeddings of each page.
     """
 
     page_size: int
     recalled: int
-    rest: Tensor
+    empty_page: Tensor
     sums: Tensor
     members: tuple[tuple[int, ...], ...] = ()
-    blocks: tuple[Tensor, ...] = ()
+    pages: tuple[Tensor, ...] = ()
 
     @classmethod
     def empty(
         cls, width: int, dtype: torch.dtype, device: torch.device | str, page_size: int, recalled: int
     ) -> "MemoryPages":
-        """Return empty pages, which will store tags on `device` and embeddings in CPU memory."""
+        """Return no pages, for tags on `device` and embeddings in CPU memory."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums)
 
     def __len__(self) -> int:
         """Return n, the number of embeddings."""
-        return len(self.blocks) * self.page_size + len(self.rest)
+        return sum(map(len, self.members))
 
     def append(self, embeddings: Tensor) -> "MemoryPages":
         """Return pages with `embeddings` (n, d) added, oldest first."""
-        rest, blocks, size = torch.cat([self.rest, embeddings.to(self.rest.device)]), list(self.blocks), self.page_size
-        while len(rest) >= size:
-            block, rest = rest[:size], rest[size:]
-            blocks.append(block)
-        pages = replace(self, rest=rest, blocks=(*blocks,), sums=self.sums.clone())
+        pages = replace(self, sums=self.sums.clone())
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
-            for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
-                pages._put(number, embedding)
+            for embedding in embeddings.to(self.empty_page.device):
+                pages._put(embedding[None])
         return pages
 
-    @torch.no_grad()  # the choice of a page is not differentiable
-    def _put(self, number: int, embedding: Tensor) -> None:
-        """Add the embedding (d,) with index `number` to the page with the nearest tag, in place."""
+    def _put(self, embedding: Tensor) -> None:
+        """Add the embedding (1, d) to the page with the nearest tag, in place."""
+        number, detached = len(self), embedding.detach().to(self.sums, copy=True)
         if number == 0:
-            self.members, self.sums = ((0,),), embedding[None].clone()
+            self.members, self.pages, self.sums = ((0,),), (embedding.clone(),), detached
             return
         mean = self.sums.sum(0) / number
-        page = int((F.normalize(self.tags() - mean, dim=-1) @ (embedding - mean)).argmax())
-        self._replace(page, (*self.members[page], number))
-        self.sums[page] += embedding
+        page = int((F.normalize(self.tags() - mean, dim=-1) @ (detached[0] - mean)).argmax())
+        self._replace(page, [(*self.members[page], number)], [torch.cat([self.pages[page], embedding])])
+        self.sums[page] += detached[0]
         if len(self.members[page]) > max(self.page_size, int((number / self.recalled) ** 0.5)):
             self._split(page, mean)
 
-    def _replace(self, page: int, *pages: tuple[int, ...]) -> None:
-        """Replace a page with one or more pages of the given members, in place."""
-        self.members = (*self.members[:page], *pages, *self.members[page + 1 :])
+    def _replace(self, page: int, members: list[tuple[int, ...]], pages: list[Tensor]) -> None:
+        """Replace a page with one or more pages, in place."""
+        self.members = (*self.members[:page], *members, *self.members[page + 1 :])
+        self.pages = (*self.pages[:page], *pages, *self.pages[page + 1 :])
 
     def _split(self, page: int, mean: Tensor) -> None:
         """Move half of a page to a new one, in place. `mean` (d,) is the mean of all embeddings."""
-        mean = mean.to(self.rest.device)
-        numbers = torch.tensor(self.members[page])
-        embeddings = self._rows(self.members[page]).to(mean)
+        mean, numbers = mean.to(self.empty_page.device), torch.tensor(self.members[page])
+        embeddings = self.pages[page].detach().to(mean)
         directions = F.normalize(embeddings - mean, dim=-1)
         centred = directions - directions.mean(0)
         products = (centred @ centred.mT).nan_to_num(0, 0, 0)  # non-finite memories fail later, in the recall
         places = torch.linalg.eigh(products).eigenvectors[:, -1]  # coordinates along the principal component
         halves = [half.sort().values for half in places.argsort().tensor_split(2)]
-        self._replace(page, *(tuple(numbers[half].tolist()) for half in halves))
         sums = torch.stack([embeddings[half].sum(0) for half in halves]).to(self.sums)
         self.sums = torch.cat([self.sums[:page], sums, self.sums[page + 1 :]])
+        members = [tuple(numbers[half].tolist()) for half in halves]
+        self._replace(page, members, [self.pages[page][half] for half in halves])
 
     def tags(self) -> Tensor:
         """Return the mean of each page, (P, d)."""
@@ -122,17 +119,10 @@ class MemoryPages:
         """
         with torch.no_grad():
             chosen = score(self.tags()).topk(min(len(self.members), self.recalled)).indices.tolist()
-        numbers = sorted(number for page in chosen for number in self.members[page])
-        device = self.sums.device
-        return self._rows(numbers).to(device), torch.tensor(numbers, dtype=torch.long, device=device)
-
-    def _rows(self, numbers: Iterable[int]) -> Tensor:
-        """Return the embeddings with the given indices, (c, d)."""
-        full = len(self) - len(self.rest)
-        rows = [
-            self.blocks[i // self.page_size][i % self.page_size] if i < full else self.rest[i - full] for i in numbers
-        ]
-        return torch.stack(rows) if rows else self.rest[:0]
+        numbers = torch.tensor([number for page in chosen for number in self.members[page]], dtype=torch.long)
+        numbers, order = numbers.sort()
+        embeddings = torch.cat([self.empty_page, *(self.pages[page] for page in chosen)])[order]
+        return embeddings.to(self.sums.device), numbers.to(self.sums.device)
 
     def to(self, device: torch.device | str) -> "MemoryPages":
         """Move the tags to another device. Embeddings are not moved."""
@@ -140,31 +130,26 @@ class MemoryPages:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryPages":
         """Return pages with `function` applied to each tensor."""
-        blocks = (*map(function, self.blocks),)
-        return replace(self, rest=function(self.rest), sums=function(self.sums), blocks=blocks)
+        pages = (*map(function, self.pages),)
+        return replace(self, empty_page=function(self.empty_page), sums=function(self.sums), pages=pages)
 
     def pack(self) -> tuple[dict[str, Tensor], dict]:
         """Return the tensors and numbers from which `unpack` restores the pages."""
         members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
-        tensors = {"embeddings": torch.cat([*self.blocks, self.rest]), "sums": self.sums, "members": members}
+        tensors = {"pages": torch.cat([self.empty_page, *self.pages]), "sums": self.sums, "members": members}
         sizes = [*map(len, self.members)]
         return tensors, {"page_size": self.page_size, "recalled": self.recalled, "sizes": sizes}
 
     @classmethod
     def unpack(cls, tensors: dict[str, Tensor], numbers: dict) -> "MemoryPages":
         """Restore the pages from the output of `pack`."""
-        size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
-        full = len(embeddings) // size * size
-        if not isinstance(numbers["recalled"], int) or numbers["recalled"] < 1:
-            raise ValueError(f"`recalled` must be a positive int, got {numbers['recalled']!r}")
-        return cls(
-            size,
-            numbers["recalled"],
-            rest=embeddings[full:],
-            sums=tensors["sums"],
-            members=tuple(tuple(page.tolist()) for page in tensors["members"].cpu().split(numbers["sizes"])),
-            blocks=embeddings[:full].split(size) if full else (),
-        )
+        for name in ("page_size", "recalled"):
+            if not isinstance(numbers[name], int) or numbers[name] < 1:
+                raise ValueError(f"`{name}` must be a positive int, got {numbers[name]!r}")
+        pages, sizes = tensors["pages"].cpu(), numbers["sizes"]
+        members = tuple(tuple(page.tolist()) for page in tensors["members"].cpu().split(sizes))
+        empty_page, sums = pages[:0], tensors["sums"]
+        return cls(numbers["page_size"], numbers["recalled"], empty_page, sums, members, pages.split(sizes))
 
 
 @register_retriever("pages")
