@@ -1,18 +1,18 @@
 """The second level of memory: embeddings dropped from the bank move to pages, and a recall selects pages.
 
-A page contains similar embeddings, from anywhere in the sequence, and its tag is their mean. A new embedding goes to
-the page with the nearest tag. Distances are angles around the mean of all embeddings, because the embeddings of a
-sequence share a large common component. A page that grows beyond S embeddings is split in half along its principal
-component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and attends to
-their embeddings. With at most r pages, the result equals a recall from a flat memory, which is not divided into pages.
-With more pages, the recall ignores the pages that were not selected.
+A page contains similar embeddings from anywhere in the sequence. Its tag is the mean of its embeddings. A new
+embedding goes to the page with the nearest tag. Distances are angles around the mean of all embeddings, because the
+embeddings of a sequence share a large common component. A page that grows beyond S embeddings is split in half along
+its principal component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and
+attends to their embeddings. With at most r pages, the result equals a recall from a flat memory, that is, a memory
+without pages. With more pages, the recall ignores the other pages.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. A page
 receives S / 2 embeddings between two splits, so there are at most 4 sqrt(r n) tags. The cost of a segment therefore
 grows with the square root of the sequence length.
 
-`python -m scripts.bench.pages` counts how often the selected pages contain the embedding with the highest score in a
-flat memory, for unrelated vectors and for the memories of a novel.
+`python -m scripts.bench.pages` compares pages with a flat memory. It counts how often the selected pages contain the
+embedding with the highest score. It tests unrelated vectors and the memories of a novel.
 """
 
 from collections.abc import Callable
@@ -33,13 +33,13 @@ from .retriever_hmt import Retrieved, Segment, register_retriever
 
 @dataclass
 class MemoryPages:
-    """The pages of one row, with the n memory embeddings that its bank has dropped.
+    """The pages of one row. They contain the n memory embeddings that the bank of the row has dropped.
 
     This object is immutable: `append` returns a new object, so states can branch, and rows can share pages.
 
     page_size: initial maximum number of embeddings per page.
     recalled: r, the number of pages that a recall attends to.
-    empty_page: (0, d), has the dtype and the device of the embeddings, the CPU.
+    empty_page: (0, d), on the CPU, in the dtype of the embeddings.
     sums: (P, d) fp32, the sum of the embeddings of each page.
     members: tuple of P tuples of ints, the indices of the embeddings in each page.
     pages: tuple of P tensors (t, d), the embeddings of each page.
@@ -56,7 +56,7 @@ class MemoryPages:
     def empty(
         cls, width: int, dtype: torch.dtype, device: torch.device | str, page_size: int, recalled: int
     ) -> "MemoryPages":
-        """Return no pages, for tags on `device` and embeddings in CPU memory."""
+        """Return an empty `MemoryPages`. Its tags are on `device`, and its embeddings in CPU memory."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums)
 
@@ -173,14 +173,14 @@ class Pages(Bank):
         return super().empty(rows, like) | {"pages": (pages,) * rows}
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-        """Append the memory of a segment to the bank, and the memory that the bank drops to the pages."""
+        """Append the memory of a segment to the bank. Append the memory dropped by the bank to the pages."""
         drops = [number >= (self.config.memory_size or 0) for number in segment.numbers]
         dropped = state["embeddings"][:, :1]
         pages = tuple(row.append(x) if drop else row for row, x, drop in zip(state["pages"], dropped, drops))
         return super().observe(state, segment) | {"pages": pages}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return the prompt recalled from the bank and the best pages of each row, (B, 1, d)."""
+        """Return the prompt of each row, (B, 1, d). It is recalled from the bank and the best pages of the row."""
         if query is None:
             return super().retrieve(state, query, ids)
         pages, valid = state["pages"], state["ends"] > 0
@@ -206,7 +206,7 @@ class Pages(Bank):
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """For each row, list the `Segment.ends` of the segments in the pages, and then of those in the bank."""
+        """For each row, list `Segment.ends`: first for the segments in the pages, then for those in the bank."""
         rows = super().listed(state, length)
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 

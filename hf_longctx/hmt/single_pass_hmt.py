@@ -9,23 +9,25 @@ The backbone reads each token of a segment once:
 The hidden state of the first summary token is the recall query. The key and the value of this token are then cropped
 from the cache. A second pass extends the cache with the prompt and the second part. In this pass, the prompt attends
 only to itself, and the second part attends to the prompt, the sensory tokens and x[:j]. Position ids place the prompt
-first; the order of the cached keys does not matter. The hidden state of the second summary token is the memory of the
-segment, so queries and memories are computed by the same function. Adjacent tokens stay adjacent, and the prompt is
-a recalled hidden state instead of a random vector. An untrained HMT therefore predicts like its backbone with
-a window of the same length. The first segment does not recall, and is read in one pass.
+first. The order of the cached keys does not matter. The hidden state of the second summary token is the memory of the
+segment. Queries and memories are therefore computed by the same function. The first segment does not recall, and is
+read in one pass.
 
-First parts do not depend on recalls, so those of several segments share one pass. The second parts are then read one
-by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as [prompt,
-sensory tokens, x, summary token], with a mask that hides the prompt from the sensory tokens and x[:j]. This computes
+An untrained HMT predicts like its backbone with a window of the same length, for two reasons. Adjacent tokens stay
+adjacent. The prompt is a recalled hidden state instead of a random vector.
+
+First parts do not depend on recalls. The first parts of several segments therefore share one pass. The second parts
+are then read one by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as
+[prompt, sensory tokens, x, summary token]. A mask hides the prompt from the sensory tokens and x[:j]. This computes
 the same function. With `reread=True`, this pass does not mask the prompt, so x[:j] attends to the prompt too. The
-result is a different function, which every backbone supports.
+result is a different function. Every backbone supports it.
 
-Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. These embeddings follow the
-prompt, shift all later positions by r, and are followed by the whole segment. A retriever that reads hidden states
-needs them for a whole segment, so a segment that was split over several calls is read again when it is full.
+Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. The second pass then reads the
+prompt, these embeddings and the whole segment. All positions of the segment shift by r. Some retrievers read the
+hidden states of a whole segment. For them, a segment that was split over several calls is read again when it is full.
 
-Rows at the same position in their segments are read together. Rows at different positions are read separately, except
-in decoding steps, which use a joint cache.
+Rows at the same position in their segments are read together. Rows at different positions are read separately.
+Decoding steps are an exception: they use a joint cache.
 """
 
 from dataclasses import replace
@@ -87,7 +89,7 @@ class SinglePass(Segments):
         return state
 
     def reads_first_part(self, chunks: list[Chunk]) -> bool:
-        """Return whether, in this call, each row reads the whole first part of a segment other than the first one."""
+        """Return whether this call reads a whole first part in each row. A row's first segment does not count."""
         chunk = chunks[0]
         return len(chunks) == 1 and chunk.segments[0] > 0 and chunk.read == 0 and chunk.count >= self.j
 
@@ -117,7 +119,7 @@ class SinglePass(Segments):
         return not recalls and len({count - read for _, read, count in rows}) == 1
 
     def step(self, state: HMTState, packed: PackedSegments) -> HMTState:
-        """Read the new tokens of all rows, which may be at different positions, in one pass that extends the cache."""
+        """Read the new tokens of all rows in one pass that extends the cache. Rows may be at different positions."""
         chunk, mask = packed.new_tokens(), state.kv_mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(chunk.ids.shape)], 1)
@@ -141,7 +143,10 @@ class SinglePass(Segments):
     def build_pass(
         self, chunk: Chunk, embeds: Tensor, start: int, tokens: range, prefix: Tensor | None = None
     ) -> Pass:
-        """Build a pass over `embeds`, which start at token `start`, after a retrieved `prefix` (B, n, d), if any."""
+        """Build a pass over `embeds`. The first embedding belongs to token `start`.
+
+        If a retrieved `prefix` (B, n, d) is given, it precedes `embeds`.
+        """
         begin = start + (self.n_prefix + self.k) * (chunk.segments[0] > 0)
         positions = torch.arange(begin, begin + embeds.shape[1], device=embeds.device)[None]
         if prefix is None:
@@ -151,7 +156,7 @@ class SinglePass(Segments):
         return Pass(chunk, torch.cat([prefix, embeds], 1), tokens, n - start, positions, self.hidden_from)
 
     def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
-        """Read the first parts of several segments. Consecutive ones of the same shape share a pass."""
+        """Read the first parts of several segments. Consecutive first parts of the same shape share a pass."""
         kv_cache, start = state.kv_cache, -self.k if state.kv_cache is None else chunks[0].read
         if kv_cache is None and self.cuts:
             kv_cache = DynamicCache(config=self.lm.model.config)
@@ -176,11 +181,11 @@ class SinglePass(Segments):
         return firsts
 
     def read_chunk(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
-        """Read one segment, or its tokens so far, of rows that are at the same position in their segments.
+        """Read one segment of each row, or its tokens so far. Rows are at the same position in their segments.
 
         Args:
             state: state of these rows.
-            first: result of the first part, or None if it has not been read yet.
+            first: result of the first part. None: it has not been read yet.
             keeps: whether the new state contains a cache for a later call.
         """
         count, read, later, full = chunk.count, chunk.read, chunk.segments[0] > 0, chunk.count == self.length

@@ -107,7 +107,7 @@ def test_states_and_checkpoints(make_added, tokens, tmp_path, names):
     "names, settings, message",
     [
         (["fadin"], {}, r"`retrievers` must be chosen from .*'fading'.*got \['fadin'\]"),
-        (["seen"], {}, "`retrievers` must give a prompt"),
+        (["seen"], {}, "columns of `retrievers` must sum to 1, got"),
         (["bank"], {"recall_tokens": 4}, r"must include \['search'\]"),
     ],
     ids=str,
