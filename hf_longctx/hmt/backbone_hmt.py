@@ -371,7 +371,7 @@ class PromptAlone:
     @classmethod
     @contextmanager
     def in_column_0(cls, attention: str) -> Iterator[None]:
-        """Let the prompt in column 0 attend only to itself; raise RuntimeError if no layer calls `attention`."""
+        """Let the prompt in column 0 attend only to itself. If no layer calls `attention`, raise RuntimeError."""
         function = ALL_ATTENTION_FUNCTIONS.get(attention)
         if function is not None and not isinstance(function, PromptAlone):
             ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))

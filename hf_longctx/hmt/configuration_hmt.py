@@ -127,7 +127,7 @@ class HMTConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> Any:
-        """Build the config from a dict; raise ValueError for another `model_type`."""
+        """Build the config from a dict. For another `model_type`, raise ValueError."""
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ValueError(
@@ -240,7 +240,7 @@ class HMTConfig(PreTrainedConfig):
             )
 
     def signature(self, width: int) -> dict:
-        """Return the settings that a state or an adapter must share with the model that uses it.
+        """Return the settings that a model must share with its states and adapters.
 
         Args:
             width: d, the width of a memory embedding.
@@ -274,7 +274,7 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def summary_length(self) -> int:
-        """j, the number of tokens at the start of a segment that form its recall query."""
+        """j. The first j tokens of a segment form its recall query."""
         return int(round(self.segment_length * self.sum_fraction))  # noqa: RUF046 - numpy floats round to floats
 
     @property
@@ -306,7 +306,7 @@ class HMTConfig(PreTrainedConfig):
 
 
 def config_from_dict(values: dict) -> PreTrainedConfig:
-    """Build the backbone's configuration from a dict; raise ValueError if its `model_type` is not registered."""
+    """Build the backbone's configuration from a dict. If its `model_type` is not registered, raise ValueError."""
     model_type = values.get("model_type", "")
     if CONFIG_CLASS is not None and CONFIG_CLASS.model_type == model_type:
         return CONFIG_CLASS.from_dict(values)

@@ -1,14 +1,14 @@
 """Hierarchical Memory Transformer (HMT): segment recurrence with memory recall around any causal LM.
 
 He et al., "HMT: Hierarchical Memory Transformer for Long Context Language Processing", arXiv 2405.06067. A sequence is
-split into segments of L' new tokens. Each segment is one short pass of the backbone over
+split into segments of L' new tokens. Each segment is one short pass of the backbone over these embeddings:
 
     [prompt, the last k tokens of the previous segment, the segment's tokens, prompt]
 
-and the hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is
-recalled from the memories of the previous segments. A *summary pass* over the first j tokens of the segment computes a
-query. The query attends to the memories. The cost is linear in the length of the sequence. An `HMTState` of bounded
-size passes information from segment to segment. Retrievers select what a segment reads from the previous segments
+The hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is recalled
+from the memories of the previous segments. A *summary pass* over the first j tokens of the segment computes a query.
+The query attends to the memories. The cost is linear in the length of the sequence. An `HMTState` of bounded size
+passes information from segment to segment. Retrievers select what a segment reads from the previous segments
 (`retriever_hmt.py`).
 
 `recall_mode="paper"` implements this algorithm exactly (`paper_hmt.py`). However, the prompt depends on the first j
@@ -300,8 +300,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             An `HMTOutput`.
 
         Raises:
-            ValueError: the input is empty or has the wrong shape, the padding or an argument is not supported, or the
-                state is from another model.
+            ValueError: one of: the input is empty or has the wrong shape; the padding or an argument is not supported;
+                the state is from another model.
         """
         cache = same_state(cache, past_key_values)
         if cache is not None:
@@ -468,7 +468,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
         Raises:
             TypeError: the backbone is not a causal LM of transformers.
-            ValueError: kwargs are given with a model, or the backbone or the configuration is not supported.
+            ValueError: one of: kwargs are given with a model; the backbone or the configuration is not supported.
         """
         config = HMTConfig() if config is None else deepcopy(config)
         if not isinstance(backbone, str | Path):
@@ -540,8 +540,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         backbone, with the parameter names of the backbone. The memory's weights must be complete.
 
         Raises:
-            ValueError: settings and a configuration object are both given, the checkpoint is not from an HMT, or the
-                backbone has custom code that is not trusted.
+            ValueError: one of: settings and a configuration object are both given; the checkpoint is not from an HMT;
+                the backbone has custom code that is not trusted.
         """
         path = pretrained_model_name_or_path
         hmt_config: Any = config  # Any, because remote code has its own HMTConfig
