@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from huggingface_hub import HfApi, is_offline_mode
 
 
 PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
@@ -127,8 +128,6 @@ def open_source(
     """
     if source is None:
         with suppress(Exception):  # `datasets` is missing or the Hub does not respond
-            from huggingface_hub import HfApi
-
             # one short request first, because `datasets` retries a dead connection several times
             HfApi().dataset_info(PG19, timeout=HUB_TIMEOUT_S)
             return open_source(PG19)
@@ -136,103 +135,85 @@ def open_source(
     if source == STDLIB:
         return f"Python language reference, {part.replace('_', '-')} part", iter([stdlib_text(part)])
     source = PG19 if source == "pg19" else source
-    path = Path(source)
-    if path.is_dir():
-        documents = (document for file in _files(path) for document in _read(file, column, conversations))
-    elif path.is_file():
-        documents = _read(path, column, conversations)
-    else:
-        from huggingface_hub import is_offline_mode
-
-        table = {"path": source, "streaming": not is_offline_mode()}  # offline, read the dataset from the cache
-        documents = _rows(f"dataset {source}", table, part, column, conversations)
-    return str(source), _nonempty(source, documents)
+    return str(source), _documents(source, part, column, conversations)
 
 
-def _nonempty(source, documents):
-    """Yield documents that are not blank; raise ValueError if there are none."""
-    is_empty = True
-    for document in documents:
-        if document and (isinstance(document, dict) or document.strip()):
-            is_empty = False
-            yield document
+def _documents(source, part, column, conversations):
+    """Yield the documents of a source that are not blank; raise ValueError if there are none."""
+    path, is_empty = Path(source), True
+    for file in _files(path) if path.is_dir() else [path]:
+        for document in _read(file, source, part, column, conversations):
+            if document and (isinstance(document, dict) or document.strip()):
+                is_empty = False
+                yield document
     if is_empty:
         raise ValueError(f"{source} does not contain text; a corpus needs at least a few hundred words.")
 
 
 def _files(folder):
     """Return a folder's files with the first suffix of `SUFFIXES` that occurs, except hidden files."""
-    files = {}
-    for file in sorted(folder.rglob("*")):
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(folder).parts):
-            files.setdefault(_suffix(file), []).append(file)
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     for suffix in SUFFIXES:
-        if suffix in files:
-            return files[suffix]
+        if found := [file for file in files if file.name.lower().removesuffix(".gz").endswith(suffix)]:
+            return found
     kinds = ", ".join(f"*{suffix}" for suffix in SUFFIXES)
     raise ValueError(
         f"{folder} does not contain any of these files: {kinds} (or with .gz). Add one, or give a single file."
     )
 
 
-def _suffix(path):
-    """Return a file's suffix, ignoring .gz."""
-    return Path(path.stem if path.suffix == ".gz" else path).suffix.lower()
-
-
-def _read(path, column, conversations):
-    """Return a file's documents: the rows of a table, or the whole file."""
-    if kind := TABLES.get(_suffix(path)):
-        table = {"path": kind, "data_files": glob.escape(str(path)), "streaming": True}
-        return _rows(path, table, "train", column, conversations)
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        text = content.decode("utf-8-sig")
-    except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path} must be UTF-8 text, or a complete gzip file of UTF-8 text, got {error}. Convert other encodings, for example "
-            "with iconv."
-        ) from error
-    if "\0" in text:
-        raise ValueError(f"{path} is a binary file (it contains NUL bytes); give a text file.")
-    return [text.replace("\r\n", "\n")]
-
-
-def _rows(name, table, part, column, conversations):
-    """Return the rows of a table that `datasets` loads, as conversations or strings."""
+def _read(path, source, part, column, conversations):
+    """Yield the documents of a file or a dataset: the rows of a table, or the whole text."""
+    suffix = Path(path.name.lower().removesuffix(".gz")).suffix
+    if path.is_file() and suffix not in TABLES:
+        try:
+            content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+            text = content.decode("utf-8-sig")
+        except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"{path} must be UTF-8 text, or a complete gzip file of UTF-8 text, got {error}. Convert other "
+                "encodings, for example with iconv."
+            ) from error
+        if "\0" in text:
+            raise ValueError(f"{path} is a binary file (it contains NUL bytes); give a text file.")
+        yield text.replace("\r\n", "\n")
+        return
     try:
         import datasets
     except ImportError:
-        raise ImportError(f"{name} needs the datasets library: pip install 'hf-longctx[training]'") from None
+        raise ImportError(f"{path} needs the datasets library: pip install 'hf-longctx[training]'") from None
     try:
-        splits = datasets.load_dataset(**table)
+        if path.is_file():
+            files = glob.escape(str(path))
+            splits = datasets.load_dataset(TABLES[suffix], data_files=files, streaming=True)
+        else:  # offline, read the dataset from the cache
+            splits = datasets.load_dataset(str(source), streaming=not is_offline_mode())
         rows = splits[next(split for split in (*SPLITS[part], *splits) if split in splits)]
         columns = rows.column_names or list(next(iter(rows), {}))  # a streamed dataset may lack column names
     except Exception as error:  # many types: `datasets` is offline, or the dataset is unknown, gated or damaged
-        if isinstance(name, Path):
-            raise ValueError(f"{name} cannot be read as {table['path']}: {error}") from error
+        if path.is_file():
+            raise ValueError(f"{path} cannot be read as {TABLES[suffix]}: {error}") from error
         raise FileNotFoundError(
-            f"{table['path']} is neither a file nor a folder, and load_dataset failed: {error}"
+            f"{source} is neither a file nor a folder, and load_dataset failed: {error}"
         ) from error
     found = next((names for names in CONVERSATIONS if set(names) <= set(columns)), None)
     if conversations and found and column is None:
-        return ({name: row.get(name) for name in (*found, *CHAT_OPTIONS)} for row in rows)
+        yield from ({name: row.get(name) for name in (*found, *CHAT_OPTIONS)} for row in rows)
+        return
     column = column or "text"
     if column not in columns:
         raise ValueError(
-            f'{name} must have a column "{column}", got {columns}. Rename your text column. The commands train '
+            f'{path} must have a column "{column}", got {columns}. Rename your text column. The commands train '
             "and finetune also accept --text_column, and conversations in a column "
             '"messages", lists of {"role", "content"}, or in columns "prompt" and "completion".'
         )
-
-    def text(row):
+    for row in rows:
         if not isinstance(row[column], str | None):
             raise ValueError(
-                f'The column "{column}" of {name} must contain strings, got {type(row[column]).__name__}.'
+                f'The column "{column}" of {path} must contain strings, got {type(row[column]).__name__}.'
             )
-        return row[column]
-
-    return map(text, rows)
+        yield row[column]
 
 
 def stdlib_text(part: str) -> str:

@@ -136,22 +136,16 @@ class Command:
         command: the program, which is "hf-longctx" or "python", and its arguments.
         cwd: its working directory, by default that of the caller.
         env: all of its environment variables, by default those of the caller.
-        input: the text that its standard input gives.
         package: let it find hf_longctx.
     """
 
-    def __init__(self, command, *, cwd=None, env=None, input="", package=True):
+    def __init__(self, command, *, cwd=None, env=None, package=True):
         self._files = tempfile.TemporaryDirectory()
         streams = [os.path.join(self._files.name, name) for name in ("stdin", *OUTPUT)]
-        for path, text in zip(streams, (input, "", "")):
-            Path(path).write_text(text)
-        arguments = (
-            list(command),
-            str(cwd or os.getcwd()),
-            streams,
-            dict(os.environ if env is None else env),
-            package,
-        )
+        for path in streams:
+            Path(path).touch()
+        environment = dict(os.environ if env is None else env)
+        arguments = (list(command), str(cwd or os.getcwd()), streams, environment, package)
         self.args, self._process = command, context().Process(target=_main, args=arguments)
         self._process.start()
         self.pid, self.kill, self.terminate = self._process.pid, self._process.kill, self._process.terminate

@@ -1,6 +1,5 @@
 """Shared fixtures: the golden data, which is next to the repository and not in it."""
 
-import functools
 import gc
 import json
 import os
@@ -42,16 +41,6 @@ def quick_collections():
     """Let no collection search what imports and tests have left: each training and each manager collects garbage."""
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_once():
-    """Compile each template of a card once, which takes longer than to fill it in: PEFT does with every adapter."""
-    import jinja2
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jinja2, "Template", functools.cache(jinja2.Template))
-        yield
 
 
 @pytest.fixture
@@ -129,15 +118,8 @@ def pytest_collection_finish():
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    reports = [report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")]
-    passed = [report for report in reports if report.outcome == "passed" and report.when == "call"]
-    counts = Counter(outcome for report in passed for name, outcome in report.user_properties if name == "mistake")
-    if counts:
-        terminalreporter.write_line(
-            f"bad input: {counts.total()} mistakes, {counts['refused']} refused with one clear error, "
-            f"{counts['harmless']} harmless"
-        )
     if path := config.getoption("durations_json"):
+        reports = [x for reports in terminalreporter.stats.values() for x in reports if hasattr(x, "when")]
         write_durations(Path(path), reports, config.getoption("numprocesses", None) or 1)
 
 

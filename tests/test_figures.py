@@ -58,13 +58,6 @@ def test_tables_link_the_json_of_their_figures(readme):
     assert not list(untraced_figures(readme.read_text(), readme.parent))
 
 
-def test_a_figure_without_a_json_is_noticed(tmp_path):
-    (tmp_path / "x.json").write_text('{"rows": [{"share": 0.8979}]}')
-    text = "Measured: [x.json](x.json).\n\n| model | share |\n|---|---|\n| A | 89.8 % |\n| `B-7b` | `0.91` |\n"
-    assert list(untraced_figures(text, tmp_path)) == ["0.91 in | `B-7b` | `0.91` |"]
-    assert len(list(untraced_figures(text.replace("[x.json](x.json)", "here"), tmp_path))) == 2
-
-
 @readmes
 def test_scripts_that_are_named_exist(readme, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)

@@ -47,10 +47,10 @@ HOOKS = [
     ("_current_level", "torch.autograd.forward_ad", "_current_level = -1", "auto takes what has derivatives"),
     ("_is_exporting_flag", "torch.compiler", "return _is_exporting_flag", "an export is not any compilation"),
     (
-        "_are_functorch_transforms_active",
-        "torch.autograd:Function",
         "torch._C._are_functorch_transforms_active()",
-        "same",
+        "torch.autograd:backward",
+        "if torch._C._are_functorch_transforms_active():",
+        "no kernel of ours under a transform of torch.func",
     ),
     (
         "is_in_torch_dispatch_mode",
@@ -110,7 +110,7 @@ HOOKS = [
         "getattr(transformers, config.arch",
         "hf-longctx serve",
     ),
-    ("_loglikelihood_tokens", "lm_eval.api.model:TemplateLM", "self._loglikelihood_tokens(", "counts by bisection"),
+    ("base_url", "lm_eval.models.api_models:TemplateAPI", "self.base_url = base_url", "endpoints have our reader"),
     ("cache_hook", "lm_eval.api.model:CachingLM", "set_cache_hook", "--use_cache knows requests of ids"),
     ("init_dynamic_modules", "evaluate.loading", '".py")).stat().st_mtime', "metrics found by their bare names"),
     ("init_dynamic_modules", "evaluate.loading", 'f"evaluate-{current_type}--{path}"', "metrics found by bare names"),

@@ -7,13 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTConfig, HMTWrapper
 
 
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "vocab_size": 61,
-    "intermediate_size": 24,
-}
+SIZES = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=61, intermediate_size=24)
 
 
 def fox():

@@ -24,8 +24,6 @@ ALLOWED = {
     "__main__": {"cli"},
 }
 BUNDLE_LIBRARIES = {"torch", "transformers", "huggingface_hub", "safetensors", "triton", *sys.stdlib_module_names}
-MODELS = {"torch", "transformers", "accelerate", "peft"}
-PICTURES = {"matplotlib", "jinja2", "PIL"}
 
 
 def imports(path, inside_functions=True):
@@ -123,22 +121,3 @@ def test_the_suffix_means_that_a_file_travels(bundle, root):
             source = (PACKAGE / bundle / f"{name}.py").read_text()
             stack += re.findall(r"^\s*from\s+\.(\S+)\s+import", source, re.MULTILINE)
     assert reached == {path.stem for path in (PACKAGE / bundle).glob(f"*_{bundle}.py")}
-
-
-def test_metrics_keep_models_and_pictures_in_their_rooms():
-    """Models are run in run/; pictures are drawn in plot.py, style.py and report/.
-
-    A RoPE verdict asks transformers for its config classes and for the formulas of scaled frequencies.
-    """
-    offenders = []
-    for path in (PACKAGE / "metrics").rglob("*.py"):
-        room = path.relative_to(PACKAGE / "metrics")
-        if room.parts[0] == "modules":  # Spaces of the Hub
-            continue
-        runs = room.parts[0] == "run" or room.name in ("config.py", "evaluate_modules.py")
-        draws = room.parts[0] == "report" or room.name in ("plot.py", "style.py")
-        strangers = set() if runs else libraries(path) & MODELS
-        strangers |= set() if draws else libraries(path) & PICTURES
-        if strangers:
-            offenders.append(f"{room} imports {strangers}")
-    assert not offenders, "\n".join(offenders)

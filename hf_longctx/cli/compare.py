@@ -2,26 +2,21 @@
 
 All files must come from one command: `curve`, `loss`, `needle` or `lines`. A paired test at every length compares each
 model with the first, on the documents that both models have read. Effective lengths are reported with intervals,
-under our rule and the rules of RULER and NoLiMa. With --counts, effective lengths are computed for any benchmark, from
-a CSV with columns length,correct,total or model,length,correct,total.
+under our rule and the rules of RULER and NoLiMa.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
   hf-longctx compare gpt2.json llama.json --output both.md
-  hf-longctx compare --counts ruler.csv
 """
 
 import argparse
 from pathlib import Path
 
-from . import measuring
+from . import shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("files", nargs="*", metavar="FILE.json", help="result files, in the order of the figure")
-    parser.add_argument(
-        "--counts", metavar="FILE.csv", help="CSV of correct answers by length, instead of result files"
-    )
+    parser.add_argument("files", nargs="+", metavar="FILE.json", help="result files, in the order of the figure")
     parser.add_argument(
         "--output",
         default="comparison.png",
@@ -36,25 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from ..metrics import read_result
-    from ..metrics.report.comparison import compare, compare_counts, named
-    from ..metrics.report.effective import read_counts
+    from ..metrics.report.comparison import compare, named
 
-    if bool(args.files) == bool(args.counts):
-        raise ValueError("give either result files or --counts FILE.csv.")
-    if args.counts is not None:
-        if args.names is not None:
-            raise ValueError('--names is for result files; for --counts, add a column "model" to the CSV.')
-        models, output = read_counts(args.counts), measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
-        print(compare_counts(models, output, title=args.title), end="")
-        print(f"wrote {output}")
-        return
     files = [Path(file) for file in args.files]
-    if args.names is not None and (len(args.names) != len(files) or len(set(args.names)) != len(files)):
-        raise ValueError(
-            f"--names has {len(args.names)} names for {len(files)} files; give each file a different name."
-        )
+    if args.names is not None and not len(args.names) == len(set(args.names)) == len(files):
+        raise ValueError(f"--names has {len(args.names)} names for {len(files)} files; give each a different name.")
+    output = shared.figure_path(args.output)
     results = [read_result(file) for file in files]
-    results = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
-    output = measuring.figure_path(args.output, (*measuring.FIGURES, ".md"))
-    print(compare(results, output, title=args.title), end="")
-    print(f"wrote {output}")
+    models = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))
+    print(f"{compare(models, output, title=args.title)}wrote {output}")

@@ -11,13 +11,13 @@ Examples:
 from argparse import ArgumentParser, Namespace
 from statistics import median
 
-from . import measuring, shared
+from . import shared
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     shared.add_model(parser)
     group = parser.add_argument_group("figure")
-    measuring.add_text(group)
+    shared.add_text(group)
     group.add_argument(
         "--tokens", type=int, default=768, metavar="N", help="number of tokens to read (default: %(default)s)"
     )
@@ -31,10 +31,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> None:
     from ..fox.plot import plot_forget_gates
 
-    measuring.check(args)
+    output = shared.figure_path(args.output)
     tokenizer = shared.load_tokenizer(args)
-    tokens = measuring.load_corpus(args.text, tokenizer, longest=args.tokens).tokens[: args.tokens].tolist()
-    output = measuring.figure_path(args.output)
+    tokens = shared.load_corpus(args.text, tokenizer, longest=args.tokens).tokens[: args.tokens].tolist()
     maps = plot_forget_gates(shared.load_weights(args), tokens, output, layers=args.layers, heads=args.heads)
     times = sorted(head_map.decay_time for head_map in maps)
     print(

@@ -72,7 +72,7 @@ def run(args: Namespace) -> None:
     text, name = "", "standard input" if args.text == "-" else Path(args.text).name
     if not saved:
         text = sys.stdin.read() if args.text == "-" else load_text(args.text)
-    model, tokenizer = shared.load_model(args)
+    model, tokenizer = shared.load_weights(args), shared.load_tokenizer(args)
     inputs = None if args.question is None else encode(args, tokenizer)
     if saved:
         state = load_state(args.text, model)

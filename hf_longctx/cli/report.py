@@ -11,14 +11,15 @@ Examples:
 """
 
 import argparse
+from pathlib import Path
 
-from . import measuring, shared
+from . import shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    measuring.add_served(shared.add_model(parser))
+    shared.add_served(shared.add_model(parser))
     group = parser.add_argument_group("report")
-    measuring.add_text(group)
+    shared.add_text(group)
     group.add_argument(
         "--context-length",
         type=int,
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="repeats per length of the forgetting curve (default: %(default)s)",
     )
-    measuring.add_train_length(group)
+    shared.add_train_length(group)
     group.add_argument(
         "--output",
         default="report",
@@ -45,10 +46,10 @@ def run(args: argparse.Namespace) -> None:
     from ..metrics import measure_all
     from ..metrics.task import NO_CLAIM
 
-    measuring.check(args, folder=True)
-    tokenizer, claims, open_reader = measuring.open_model(args)
+    shared.create_folder(Path(args.output))
+    tokenizer, claims, open_reader = shared.open_model(args)
     longest = args.context_length or claims.claimed_context or NO_CLAIM
-    corpus = measuring.load_corpus(args.text, tokenizer, longest)
+    corpus = shared.load_corpus(args.text, tokenizer, longest)
     report = measure_all(
         open_reader(),
         tokenizer,

@@ -10,7 +10,7 @@ Examples:
 
 import argparse
 
-from . import measuring, shared
+from . import shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,12 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..metrics import rope_report
 
-    if args.output is not None:
-        measuring.check_writable("--output", args.output)
-    source = shared.source(args, file=True)
-    report = rope_report(args.model, context_length=args.context_length, model_kwargs=source)
+    output = None if args.output is None else shared.figure_path(args.output)
+    report = rope_report(args.model, context_length=args.context_length, model_kwargs=shared.source(args))
     print(report.to_json() if args.json else report)
-    if args.output is not None:
-        output = measuring.figure_path(args.output)
+    if output is not None:
         report.plot(output)
-        measuring.log(f"wrote {output}")
+        shared.log(f"wrote {output}")

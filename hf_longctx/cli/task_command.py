@@ -7,12 +7,13 @@ import argparse
 import inspect
 import json
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..metrics.task import NO_CLAIM, Option, Task, options
-from . import measuring, shared
+from . import shared
 
 
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT", dict: "JSON"}
@@ -31,14 +32,14 @@ class TaskCommand:
         )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        measuring.add_served(shared.add_model(parser))
+        shared.add_served(shared.add_model(parser))
         group = parser.add_argument_group(self.task.name)
         if self.task.reads_text:
-            measuring.add_text(group)
+            shared.add_text(group)
         for option in self.options:
             if option.name != "seed":  # add_model already adds --seed
                 add_option(group, option)
-        measuring.add_train_length(group)
+        shared.add_train_length(group)
         group = parser.add_argument_group("run")
         for name in ("bos", "eos"):
             group.add_argument(
@@ -69,15 +70,16 @@ class TaskCommand:
         from ..metrics.run.runner import Run, run
         from ..metrics.task import Subject
 
-        measuring.check(args)
+        shared.create_folder(Path(args.output).parent)
         chosen: dict[str, Any] = {option.name: getattr(args, option.name) for option in self.options}
         task = self.task(**chosen)  # raises an error for an invalid option
         if getattr(args, "text", None) is not None and not task.uses_text():
             raise ValueError("--text is not used with these options; omit it.")
         run_options = Run(args.journal, args.tokens_per_pass, progress=True)
-        tokenizer, claims, open_reader = measuring.open_model(args)
-        longest = max([claims.claimed_context or NO_CLAIM, *lengths_of(chosen)])
-        corpus = measuring.load_corpus(args.text, tokenizer, longest) if task.uses_text() else None
+        tokenizer, claims, open_reader = shared.open_model(args)
+        lengths = [np.atleast_1d(value)[-1] for name, value in chosen.items() if "length" in name and value]
+        longest = int(max([claims.claimed_context or NO_CLAIM, *lengths]))
+        corpus = shared.load_corpus(args.text, tokenizer, longest) if task.uses_text() else None
         subject_of = partial(
             Subject,
             tokenizer=tokenizer,
@@ -89,13 +91,7 @@ class TaskCommand:
         )
         task.on(subject_of(claims))  # raises errors before the weights are loaded
         subject = subject_of(open_reader())
-        measuring.measure_and_write(args, partial(run, task, subject, run_options), train_length=args.train_length)
-
-
-def lengths_of(chosen: dict[str, Any]) -> list[int]:
-    """Return the value of each option for a length in tokens; for a list of lengths, the last value."""
-    values = [np.atleast_1d(value)[-1] for name, value in chosen.items() if "length" in name and value]
-    return [int(value) for value in values]
+        shared.measure_and_write(args, partial(run, task, subject, run_options), train_length=args.train_length)
 
 
 def add_option(group: argparse._ActionsContainer, option: Option) -> None:

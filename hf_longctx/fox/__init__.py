@@ -4,6 +4,7 @@
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`.
 """
 
+from . import modeling_fox
 from .configuration_fox import FoxConfig
 from .convert import from_fla, from_llama, from_official, to_fla, to_official
 from .convert_folder import convert_folder
@@ -21,14 +22,8 @@ from .pruned_cache import PrunedCache
 
 
 FoxConfig.register_for_auto_class()
-for auto_class, model_class in {
-    "AutoModel": FoxModel,
-    "AutoModelForCausalLM": FoxForCausalLM,
-    "AutoModelForQuestionAnswering": FoxForQuestionAnswering,
-    "AutoModelForSequenceClassification": FoxForSequenceClassification,
-    "AutoModelForTokenClassification": FoxForTokenClassification,
-}.items():
-    model_class.register_for_auto_class(auto_class)
+for auto_class, name in modeling_fox.AUTO_MAP.items():
+    getattr(modeling_fox, name.removeprefix("modeling_fox.")).register_for_auto_class(auto_class)
 
 __all__ = [
     "FoxConfig",

@@ -33,7 +33,7 @@ from .attention_fox import (
 )
 from .kernels_fox import triton
 from .key_ranges_fox import VisibleKeys, find_query_end, find_visible_keys
-from .state_fox import CachedLayer, Call, drops_tokens
+from .state_fox import CachedLayer, Call
 from .tiles_fox import DECODE_ROWS
 from .triton_fox import (
     attention_from_sums,
@@ -55,17 +55,16 @@ KERNEL_TOKENS = 16384
 ROUNDING = 1.03
 
 
-def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=None) -> str:
+def choose_implementation(config, x: torch.Tensor, cache=None) -> str:
     """Return the implementation that `attn_implementation="auto"` selects for one call.
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
-    SDPA handles everything else: decoding, dropout, torch.func transforms, a static `PrunedCache`, and padding with a
-    dynamic one.
+    SDPA handles everything else: decoding, dropout, torch.func transforms and a static `PrunedCache`.
 
     Args:
         config: the `FoxConfig`.
         x: the embedded tokens, (B, T, hidden).
-        attention_mask, cache: arguments of the call, or None.
+        cache: the cache of the call, or None.
     """
     if x.device.type != "cuda" or config.forget_gate == "none" or x.shape[1] <= DECODE_ROWS:
         return "sdpa"
@@ -73,7 +72,7 @@ def choose_implementation(config, x: torch.Tensor, attention_mask=None, cache=No
         return "sdpa"
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return "sdpa"  # the kernels do not support all derivatives
-    if drops_tokens(cache) and (cache.is_compileable or not (attention_mask is None or attention_mask.all())):
+    if hasattr(cache, "make_room") and cache.is_compileable:  # a static `PrunedCache`
         return "sdpa"
     cannot = why_not(config.head_dim, autocast_dtype(x.device) or x.dtype, x.device)
     return NAME if cannot is None else "sdpa"
@@ -91,11 +90,13 @@ def with_implementation(config, name: str) -> Any:
     return copy
 
 
-def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> VisibleKeys | None:
-    """Return the keys that each query attends to, for our kernels; None for plain causal attention.
+def find_triton_mask(
+    config, inputs_embeds, attention_mask, cache, position_in_sequence=None
+) -> tuple[bool, VisibleKeys | None]:
+    """Return whether our kernels support the padding of a call, and the keys that each query attends to.
 
-    Later pipeline stages require None, because their cache lacks the first layer, which stores the number of cached
-    keys.
+    The keys are None for plain causal attention. Later pipeline stages require None, because their cache lacks the
+    first layer, which stores the number of cached keys.
 
     Args:
         config, attention_mask, cache: as in `read_call`; the mask is (B, past + T).
@@ -107,11 +108,13 @@ def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_s
         (0, (length, 0)) if cache is None else (cache.get_seq_length(), cache.get_mask_sizes(length, 0))
     )
     end = cached - dropped + length  # number of filled slots
-    if isinstance(end, torch.Tensor) and length > DECODE_ROWS and not torch.compiler.is_compiling():
+    if isinstance(end, torch.Tensor) and length > DECODE_ROWS:
+        if torch.compiler.is_compiling():
+            return False, None  # only the decoding kernel reads the number on the device
         end = int(end)  # synchronizes once per call, so that every layer can skip the free slots
     if not isinstance(end, torch.Tensor):
         if attention_mask is None and position_in_sequence is None and config.sliding_window is None and end == keys:
-            return None
+            return True, None
         keys, end = end, None
     real = None
     if attention_mask is not None:
@@ -121,7 +124,8 @@ def find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_s
     if position_in_sequence is not None:
         start = torch.arange(length, device=device) - position_in_sequence
     options = dict(sequence_start=start, window=config.sliding_window, end=end)
-    return find_visible_keys(length, keys, device, token_mask=real, **options)
+    visible = find_visible_keys(length, keys, device, token_mask=real, **options)
+    return visible is not None, visible
 
 
 def logit_bound_of_norms(attention, heads):
@@ -150,16 +154,6 @@ def logit_bound_of_norms(attention, heads):
     # RoPE mixes dimensions, so the maxima of q and k may coincide; YaRN and LongRoPE scale q and k
     largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
     return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
-
-
-def gates_in(module, key, heads):
-    """Return the parts of c that are folded into the keys, (B, Hkv, heads // Hkv, Tk, parts), as a view."""
-    if module.f_proj is None:
-        gates = key.new_zeros(()).expand(*key.shape[:2], 1, key.shape[2], 1)
-    else:
-        gates = key[..., module.head_dim : module.head_dim + GATE_PARTS * module.gates_per_key]
-        gates = gates.unflatten(-1, (-1, GATE_PARTS)).transpose(2, 3)
-    return gates.expand(-1, -1, heads // key.shape[1], -1, -1)
 
 
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
@@ -203,20 +197,20 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         options = dict(scale=scaling, log_pruning_tolerance=tolerance, logit_bound=bound)
         return triton_attention(q, k, v, log_f, visible, **options).transpose(1, 2), None
 
-    q, k, v, key = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, key))
-    gates, gate_scale = gates_in(module, key, heads), -GATE_QUERY * scaling
+    # the parts of c that are folded into the keys, (B, Hkv, Hq // Hkv, Tk, parts), as a view
+    gates, gate_scale = key.new_zeros(()).expand(*key.shape[:2], 1, key.shape[2], 1), -GATE_QUERY * scaling
+    if module.f_proj is not None:
+        gates = key[..., module.head_dim : module.head_dim + GATE_PARTS * module.gates_per_key]
+        gates = gates.unflatten(-1, (-1, GATE_PARTS)).transpose(2, 3)
+    gates = gates.expand(-1, -1, heads // key.shape[1], -1, -1)
     if decoding:
         bounds = visible.key_start, end, scaling, tolerance, largest, bound_scale
-        o = triton_decode(q, k, v, gates, gate_scale, *bounds)
-    else:
-        c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
-        if visible.token_mask is not None:
-            c = c.masked_fill(~visible.token_mask[:, None], 0.0)  # c must not increase, even at padding
-        k, v = k.contiguous(), v.contiguous()  # for 16-byte loads; views of folded keys are not aligned
-        stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
-        bound = None if largest is None else bound_scale * largest
-        o = attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound)
-    return visible.unsort_queries(o).transpose(1, 2), None
+        return triton_decode(q, k, v, gates, gate_scale, *bounds).transpose(1, 2), None
+    c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
+    k, v = k.contiguous(), v.contiguous()  # for 16-byte loads; views of folded keys are not aligned
+    stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
+    bound = None if largest is None else bound_scale * largest
+    return attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound).transpose(1, 2), None
 
 
 if triton is not None:

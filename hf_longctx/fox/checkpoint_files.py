@@ -93,9 +93,7 @@ class Checkpoint:
     """The tensors in the safetensors files of a folder.
 
     Attributes:
-        files, shapes, dtypes: map the name of each tensor to its file, shape or dtype. `dtypes` does not contain
-            scalars.
-        largest_file: size of the largest file in bytes.
+        files, shapes: map the name of each tensor to its file or shape.
 
     Raises:
         ValueError: a safetensors file is missing, corrupt or truncated, or two files contain the same tensor.
@@ -104,18 +102,12 @@ class Checkpoint:
     def __init__(self, folder: Path):
         self.files: dict[str, Path] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, torch.dtype] = {}
-        files = weight_files(folder)
-        for file in files:
+        for file in weight_files(folder):
             with open_safetensors(file) as tensors:
                 for name in tensors.keys():  # noqa: SIM118 (a file cannot be iterated)
                     if name in self.files:
                         raise ValueError(f"{name} is in both {self.files[name].name} and {file.name} of {folder}.")
-                    rows = tensors.get_slice(name)
-                    self.files[name], self.shapes[name] = file, tuple(rows.get_shape())
-                    if self.shapes[name]:
-                        self.dtypes[name] = rows[:0].dtype
-        self.largest_file = max(file.stat().st_size for file in files)
+                    self.files[name], self.shapes[name] = file, tuple(tensors.get_slice(name).get_shape())
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor `name`, memory-mapped."""

@@ -116,16 +116,28 @@ class FoxConfig(PreTrainedConfig):
     log_pruning_tolerance: float | int | None = -10.0
 
     def __post_init__(self, **kwargs):
-        self._check_names(kwargs)
-        self._check_heads()
-        self._check_gates()
+        unknown = [x for x in kwargs if x not in BASE_NAMES and not x.startswith("_") and not hasattr(type(self), x)]
+        if unknown and "model_type" not in kwargs:  # other programs add names to saved configurations
+            closest = difflib.get_close_matches(unknown[0], type(self).__annotations__)
+            hint = f"; did you mean {closest[0]!r}?" if closest else "."
+            raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint} help(FoxConfig) lists all fields.")
         if self.intermediate_size is None:
             self.intermediate_size = -(-int(self.hidden_size * 8 / 3) // 256) * 256
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim, rest = divmod(self.hidden_size, self.num_attention_heads)
+            if rest:
+                raise ValueError(
+                    f"hidden_size must be a multiple of num_attention_heads={self.num_attention_heads}, got "
+                    f"{self.hidden_size}. Change one of them, or set head_dim."
+                )
         self.base_model_tp_plan = self._tp_plan()  # ty: ignore[invalid-attribute-access] read by transformers
         without_rope = self.rope_parameters is None and not {"rope_theta", "rope_scaling"} & kwargs.keys()
         super().__post_init__(**kwargs)
         if without_rope:
             self.rope_parameters = None  # the base class fills in a default
+        self.validate_architecture()  # `@strict` calls it too, but its own error is not a ValueError
 
     @property
     def num_key_value_groups(self) -> int:
@@ -180,46 +192,24 @@ class FoxConfig(PreTrainedConfig):
         mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
         return plan | {f"layers.*.mlp.{name}": style for name, style in mlp.items()}
 
-    def validate_rope(self):
-        """Raise ValueError for RoPE parameters that transformers accepts and FoX does not; called by `@strict`."""
-        super().validate_rope()
-        parameters = self.rope_parameters or {}
-        if (share := parameters.get("partial_rotary_factor", 1.0)) != 1:
-            raise ValueError(
-                f"partial_rotary_factor must be 1, got {share}: FoX rotates whole heads, like Llama in transformers, but "
-                "vLLM would rotate only a part. Leave it out."
-            )
-
-    def _check_names(self, kwargs):
-        unknown = [x for x in kwargs if x not in BASE_NAMES and not x.startswith("_") and not hasattr(type(self), x)]
-        if unknown and "model_type" not in kwargs:  # other programs add names to saved configurations
-            closest = difflib.get_close_matches(unknown[0], type(self).__annotations__)
-            hint = f"; did you mean {closest[0]!r}?" if closest else "."
-            raise ValueError(f"{unknown[0]!r} is not a field of FoxConfig{hint} help(FoxConfig) lists all fields.")
-        if not kwargs.get("is_causal", True):
+    def validate_architecture(self):
+        """Raise ValueError if a field is out of range or contradicts another; also called by `@strict`."""
+        if not getattr(self, "is_causal", True):
             raise ValueError(
                 "is_causal must be True, because forget gates require causal attention, got False. Leave it unset."
             )
-
-    def _check_heads(self):
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads={self.num_key_value_heads}, got "
                 f"{self.num_attention_heads}. Query heads share key heads in equal groups."
             )
-        if self.head_dim is None:
-            if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
-                    f"hidden_size must be a multiple of num_attention_heads={self.num_attention_heads}, got "
-                    f"{self.hidden_size}. Change one of them, or set head_dim."
-                )
-            self.head_dim = self.hidden_size // self.num_attention_heads
         if self.sliding_window is not None and self.sliding_window < 2:
             raise ValueError(f"sliding_window must be None or at least 2 tokens, got {self.sliding_window}.")
-
-    def _check_gates(self):
+        if (share := (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)) != 1:
+            raise ValueError(
+                f"partial_rotary_factor must be 1, got {share}: FoX rotates whole heads, like Llama in transformers, but "
+                "vLLM would rotate only a part. Leave it out."
+            )
         if self.forget_gate not in ("full", "bias_only", "fixed", "none"):
             raise ValueError(f"forget_gate must be full, bias_only, fixed or none, got {self.forget_gate!r}.")
         if self.output_gate not in (None, "sigmoid", "silu"):

@@ -36,50 +36,31 @@ OFFICIAL_MODULES = FLA_MODULES | {
 }
 LLAMA_MODULES = {"f_proj": None}  # a Llama has no forget gate
 
-# Configuration fields: {name in the other implementation: name in FoX}. `read_config` and `write_config` compute the
-# fields that are not listed.
+# Configuration fields: {name in the other implementation: name in FoX}. Other fields have the same name in both.
+# `read_config` and `write_config` compute the fields in `COMPUTED`.
 FIELDS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
-    "initializer_range": "initializer_range",
     "norm_eps": "rms_norm_eps",
-    "use_cache": "use_cache",
-    "pad_token_id": "pad_token_id",
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "tie_word_embeddings": "tie_word_embeddings",
     "window_size": "sliding_window",
     "fgate_type": "forget_gate",
-    "decay_time_min": "decay_time_min",
-    "decay_time_max": "decay_time_max",
-    "qkv_bias": "qkv_bias",
-    "qk_norm": "qk_norm",
     "qk_norm_share_param_across_head": "qk_norm_shared",
     "use_output_norm": "output_norm",
     "use_k_shift": "k_shift",
     "use_v_shift": "v_shift",
 }
+COMPUTED = ("intermediate_size", "hidden_act", "max_position_embeddings")
+
+
+def defaults_of_fox(*names: str) -> dict[str, Any]:
+    """Return the default values of fields whose default is the same in FoX and in the other implementations."""
+    return {name: getattr(FoxConfig, FIELDS.get(name, name)) for name in names}
+
+
 # Default values that the three configuration classes share. Each `Layout` adds the defaults of its own class.
-DEFAULTS = {
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "hidden_ratio": 4,
-    "intermediate_size": None,
-    "num_hidden_layers": 24,
-    "num_heads": 32,
-    "num_kv_heads": None,
-    "hidden_act": "swish",
-    "initializer_range": 0.02,
-    "norm_eps": 1e-6,
-    "use_cache": True,
-    "pad_token_id": None,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+DEFAULTS = defaults_of_fox("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "num_kv_heads", "norm_eps")
+DEFAULTS |= defaults_of_fox("initializer_range", "use_cache", "pad_token_id", "bos_token_id", "eos_token_id")
+DEFAULTS |= {"tie_word_embeddings": False, "hidden_ratio": 4, "intermediate_size": None, "hidden_act": "swish"}
 
 
 @dataclass(frozen=True)
@@ -100,21 +81,15 @@ OFFICIAL = Layout(
     model_type="forgetting_transformer-project_fox",
     modules=OFFICIAL_MODULES,
     defaults=DEFAULTS
+    | defaults_of_fox("fgate_type", "decay_time_min", "decay_time_max", "qk_norm", "qk_norm_share_param_across_head")
+    | defaults_of_fox("use_k_shift", "use_v_shift", "use_output_norm")
     | {
         "max_position_embeddings": 2048,
         "use_rope": False,
         "rope_base": 500000.0,
-        "fgate_type": "full",
         "fgate_bias_init": False,
-        "decay_time_min": None,
-        "decay_time_max": None,
-        "qk_norm": False,
-        "qk_norm_share_param_across_head": False,
-        "use_k_shift": False,
-        "use_v_shift": False,
         "use_output_gate": False,
         "ogate_act": "sigmoid",
-        "use_output_norm": False,
     },
     activations=("swish", "sigmoid"),
     refused={"num_kv_heads": "it does not support grouped heads"},
@@ -132,13 +107,8 @@ FLA = Layout(
     model_type="forgetting_transformer",
     modules=FLA_MODULES,
     defaults=DEFAULTS
-    | {
-        "qk_norm": False,
-        "qkv_bias": False,
-        "use_output_gate": False,
-        "window_size": None,
-        "attnres_block_size": None,
-    },
+    | defaults_of_fox("qk_norm", "qkv_bias", "window_size")
+    | {"use_output_gate": False, "attnres_block_size": None},
     refused={
         "window_size": "it applies the window only in decoding, not in training or prefill, so the meaning of the weights "
         "is undefined. If they were trained with it, remove window_size from the configuration",
@@ -345,7 +315,8 @@ def read_config(kind: str, config_dict: dict) -> FoxConfig:
     if theirs["intermediate_size"] is None:
         width = int(theirs["hidden_size"] * (theirs["hidden_ratio"] or 4) * 2 / 3)
         theirs["intermediate_size"] = -(-width // 256) * 256
-    fields = {our_name: theirs[name] for name, our_name in FIELDS.items() if name in theirs}
+    fields = {FIELDS.get(name, name): value for name, value in theirs.items() if name not in COMPUTED}
+    fields = {name: value for name, value in fields.items() if name in FoxConfig.__annotations__}
     if theirs.get("max_position_embeddings"):
         fields["max_position_embeddings"] = theirs["max_position_embeddings"]
     return FoxConfig(
@@ -368,9 +339,8 @@ def write_config(kind: str, config: FoxConfig) -> dict:
     """
     layout = LAYOUTS[kind][0]
     rope = config.rope_parameters or {}
-    values = {theirs: getattr(config, ours) for theirs, ours in FIELDS.items()} | {
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": config.max_position_embeddings,
+    values = {name: getattr(config, FIELDS.get(name, name), default) for name, default in layout.defaults.items()}
+    values |= {
         "hidden_act": {"silu": "swish"}.get(config.hidden_act, config.hidden_act),
         "use_rope": bool(rope),
         "use_output_gate": config.output_gate is not None,
@@ -385,7 +355,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
         values["fgate_bias_init"] = config.decay_time_min is not None
     else:
         values["decay_time_min"] = values["decay_time_max"] = None
-    config_dict = {name: values.get(name, default) for name, default in layout.defaults.items()}
+    config_dict = {name: values[name] for name in layout.defaults}
 
     back = read_config(kind, config_dict)
     # These fields affect initial weights or default arguments, but not the logits.

@@ -118,9 +118,10 @@ def write_folder(
 def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
     """Return the memory-mapped tensors of a folder, keyed by name, and the size of the largest file in bytes."""
     checkpoint = Checkpoint(source)
-    if unknown := set(checkpoint.dtypes.values()) - set(DTYPES.values()):
+    tensors = {name: checkpoint.read(name) for name in checkpoint.files}
+    if unknown := {x.dtype for x in tensors.values() if x.ndim} - set(DTYPES.values()):
         raise ValueError(f"weights of {', '.join(map(str, unknown))} are not supported. Convert the original weights.")
-    return {name: checkpoint.read(name) for name in checkpoint.files}, checkpoint.largest_file
+    return tensors, max(file.stat().st_size for file in checkpoint.files.values())
 
 
 def dtype_of(config_dict: dict, tensors: dict[str, torch.Tensor]) -> torch.dtype:

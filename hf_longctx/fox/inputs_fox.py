@@ -17,8 +17,8 @@ from transformers.utils import TransformersKwargs
 from transformers.utils.generic import is_flash_attention_requested
 
 from .attention_fox import GATE_PARTS, GATE_QUERY, MASKED, folded_width, is_exporting
-from .backend_fox import NAME, find_triton_mask
-from .state_fox import Call, drops_tokens
+from .backend_fox import NAME, find_triton_mask, with_implementation
+from .state_fox import Call
 
 
 NO_QUANTIZED_CACHE = (
@@ -86,7 +86,7 @@ def read_call(
                     "attention_mask; label padding after the documents with -100."
                 )
             attention_mask = cache = None  # the mask is all ones; the cache is empty while compiling
-        mask = create_attention_mask(config, inputs_embeds, attention_mask, cache, sequences)
+        name, mask = create_attention_mask(config, inputs_embeds, attention_mask, cache, sequences)
 
     if config.k_shift or config.v_shift:
         if token_mask is not None:  # the last real token before each token
@@ -132,17 +132,24 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
     return None if not torch.compiler.is_compiling() and token_mask.all() else token_mask
 
 
-def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> Any:
-    """Return the mask in the format of the config's attention implementation. A `PrunedCache` drops tokens first."""
+def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> tuple[str, Any]:
+    """Return the attention implementation of a call, and the mask in its format. A `PrunedCache` drops tokens first.
+
+    The implementation is the config's. If our kernels do not support the padding, it is SDPA.
+    """
     if hasattr(cache, "make_room"):  # a `PrunedCache`
         cache.make_room(inputs_embeds.shape[1])
         if cache.is_compileable:  # mask only new tokens: the cache stores which cached ones are padding
             attention_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
             cache = None
     if config._attn_implementation == NAME:
-        return find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence)
+        supported, visible = find_triton_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence)
+        if supported:
+            return NAME, visible
+        config = with_implementation(config, "sdpa")
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    return create(config, inputs_embeds, attention_mask, cache, position_ids=position_in_sequence)
+    mask = create(config, inputs_embeds, attention_mask, cache, position_ids=position_in_sequence)
+    return config._attn_implementation, mask
 
 
 def find_sequences(
@@ -189,7 +196,15 @@ def find_sequences(
             first = position_ids.gather(1, token_mask.int().argmax(1, keepdim=True))
             starts = starts & token_mask & (position_ids == first)
         elif not compiling and starts[:, 1:].any():
-            check_restarts(position_ids, starts)
+            first = position_ids[:, :1]
+            wrong = starts.all(dim=1, keepdim=True) | (first < 0) | (starts & (position_ids != first))
+            if wrong.any():
+                row, t = wrong.nonzero()[-1].tolist()
+                raise ValueError(
+                    "position_ids must increase within a document, and all documents of a row must start at the same "
+                    f"position, 0 or more, got {position_ids[row, t]} at token {t} of row {row}, whose first is "
+                    f"{first[row, 0]}. Mark padding with 0 in attention_mask."
+                )
     if not compiling and position_ids is not None and (cu_seq_lens_q, seq_idx) != (None, None):
         restarts = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)).to(device)
         if (restarts & ~starts).any():
@@ -221,7 +236,7 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
             the model has a token shift and a new token continues a cached token other than the last one.
         NotImplementedError: the cache is a `PrunedCache`.
     """
-    if drops_tokens(cache):
+    if hasattr(cache, "make_room"):  # a `PrunedCache`
         raise NotImplementedError(
             f"a {type(cache).__name__} has dropped tokens assuming that all gates apply, so it does not support a 4D "
             "attention_mask. Use DynamicCache(config=model.config)."
@@ -296,34 +311,21 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
             "of ids as input_ids[None]."
         )
     batch, length = inputs_embeds.shape[:2]
-    if position_ids is not None:
-        check_positions(position_ids, batch, length, alone=attention_mask is None and cache is None)
-    cached = 0 if cache is None else check_cache(config, cache, batch, inputs_embeds.device)
-    if isinstance(attention_mask, torch.Tensor) and attention_mask.ndim != 4:
-        check_mask(attention_mask, batch, length, cached)
-
-
-def check_positions(position_ids, batch: int, length: int, alone: bool) -> None:
-    """Raise ValueError if position ids are not (1 or B, T), or may belong to a shard of a sequence.
-
-    alone: True without mask and cache. In one process, a sequence may start at any position, because RoPE depends only
-        on differences of positions.
-    """
-    if tuple(position_ids.shape) not in ((batch, length), (1, length)):
+    if position_ids is not None and tuple(position_ids.shape) not in ((batch, length), (1, length)):
         raise ValueError(
             f"position_ids must be {(batch, length)} or {(1, length)} for {batch} rows of {length} tokens, got "
             f"{tuple(position_ids.shape)}. Leave it out to continue from the cached tokens."
         )
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if alone and processes > 1 and (position_ids[:, 0] > 0).any():
+    whole = attention_mask is not None or cache is not None or position_ids is None
+    if processes > 1 and not whole and (position_ids[:, 0] > 0).any():  # valid in one process: RoPE is relative
         raise ValueError(
             f"position_ids start at {position_ids[:, 0].max()} without a cache, in one of {processes} processes. This may "
             f"be {PART_OF_A_ROW} Start the positions of a whole sequence at 0."
         )
-
-
-def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> None:
-    """Raise ValueError unless a mask is (B, past + T) of 1 and 0. `cached`, the value of past, is None if unknown."""
+    cached = 0 if cache is None else check_cache(config, cache, batch, inputs_embeds.device)
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4:
+        return
     shape = (batch, length if cached is None else cached + length)
     if attention_mask.ndim != 2 or (cached is not None and attention_mask.shape != shape):
         raise ValueError(
@@ -337,19 +339,6 @@ def check_mask(attention_mask, batch: int, length: int, cached: int | None) -> N
                 f"attention_mask must be 1 for tokens and 0 for padding, got {others[0].item()}. Convert an additive "
                 "mask: (mask == 0).long()."
             )
-
-
-def check_restarts(position_ids: torch.Tensor, starts: torch.Tensor) -> None:
-    """Raise ValueError unless position ids (B, T) count the tokens of each packed document, beginning at `starts`."""
-    first = position_ids[:, :1]
-    wrong = starts.all(dim=1, keepdim=True) | (first < 0) | (starts & (position_ids != first))
-    if wrong.any():
-        row, t = wrong.nonzero()[-1].tolist()
-        raise ValueError(
-            "position_ids must increase within a document, and all documents of a row must start at the same position, 0 "
-            f"or more, got {position_ids[row, t]} at token {t} of row {row}, whose first is {first[row, 0]}. Mark padding "
-            "with 0 in attention_mask."
-        )
 
 
 def check_cache(config, cache, batch: int, device: torch.device) -> int | None:

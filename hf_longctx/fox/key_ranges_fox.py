@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from .tiles_fox import DECODE_ROWS
-
 
 class VisibleKeys(NamedTuple):
     """The keys that the queries of one call attend to, the same in every layer of a model.
@@ -18,16 +16,10 @@ class VisibleKeys(NamedTuple):
         row. A query whose key_start exceeds its own position attends to nothing. None: plain causal attention.
     end: number of filled key slots. The queries are in the last Tq of them. An int, or a tensor of one element if
         the number is stored on the device.
-    order, query_order: permutations of the keys, (B, Tk), and of the queries, (B, Tq), that move padding to the
-        front. Set only if padding lies between real tokens; `key_start` then counts permuted keys.
-    token_mask: (B, Tk), False for each permuted key that is padding. Set together with `order`.
     """
 
     key_start: torch.Tensor | None
     end: int | torch.Tensor
-    order: torch.Tensor | None = None
-    query_order: torch.Tensor | None = None
-    token_mask: torch.Tensor | None = None
 
     def contiguous(self):
         """Return self. `generate` calls this method on every mask."""
@@ -35,34 +27,13 @@ class VisibleKeys(NamedTuple):
 
     def last(self, length):
         """Restrict the visible keys to the last `length` keys, for a cache that has dropped all earlier ones."""
-        if self.order is not None:
-            raise NotImplementedError(
-                "forgetting_triton does not support a PrunedCache if padding lies between real tokens. Pad on one side, or "
-                "use another backend: model.set_attn_implementation('sdpa')."
-            )
         first = None if self.key_start is None else (self.key_start - (self.end - length)).clamp(min=0)
         return VisibleKeys(first, length)
 
-    def sort_queries(self, x):
-        """Move padding to the front of a tensor of queries, (B, H, Tq, ...)."""
-        return x if self.query_order is None else take(x, self.query_order)
 
-    def sort_keys(self, x):
-        """Move padding to the front of a tensor of keys, (B, H, Tk, ...)."""
-        return x if self.order is None else take(x, self.order)
-
-    def unsort_queries(self, x):
-        """Invert `sort_queries`."""
-        return x if self.query_order is None else take(x, self.query_order.argsort(dim=-1))
-
-
-def take(x, order):
-    """Reorder x, (B, H, T, ...), along T by the permutation `order`, (B, T)."""
-    index = order.view(order.shape[0], 1, -1, *[1] * (x.ndim - 3))
-    return x.gather(2, index.expand(*x.shape[:2], -1, *x.shape[3:]))
-
-
-def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, window=None, end=None) -> VisibleKeys:
+def find_visible_keys(
+    Tq, Tk, device, *, token_mask=None, sequence_start=None, window=None, end=None
+) -> VisibleKeys | None:
     """Combine padding, packed sequences and a sliding window into the `VisibleKeys` of causal queries.
 
     Call it once per forward pass, because reading `token_mask` waits for the device.
@@ -73,9 +44,12 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
         sequence_start: (B or 1, Tq) integers, position of the first key of each query's sequence.
         window: number of most recent positions that a query attends to, including its own.
         end: number of filled key slots, an integer tensor (1,) or (). Default: Tk.
+
+    Returns:
+        The visible keys, or None if padding lies between real tokens, which the kernels do not support. Compiled calls
+        cannot return None, and fail instead.
     """
     compiling = torch.compiler.is_compiling()
-    reorder = end is not None and Tq > DECODE_ROWS  # moves free slots to the front, like padding
     end = Tk if end is None else end
     slots = torch.arange(Tq, device=device) + (end - Tq)  # key slot of each query
     first = torch.zeros_like(slots)[None] if sequence_start is None else sequence_start  # (B or 1, Tq)
@@ -83,28 +57,21 @@ def find_visible_keys(Tq, Tk, device, *, token_mask=None, sequence_start=None, w
         first = torch.maximum(first, slots - window + 1)
     bounded = sequence_start is not None or window is not None
     unpadded = VisibleKeys(first[:, None].int() if bounded else None, end)
-    if token_mask is None and not reorder:
+    if token_mask is None:
         return unpadded
     t = torch.arange(Tk, device=device)
-    token_mask = torch.ones(len(first), Tk, dtype=torch.bool, device=device) if token_mask is None else token_mask
     if not compiling and (token_mask | (t >= end)).all():
         return unpadded
 
     token_mask = token_mask & (t < end)
-    first = first.expand(len(token_mask), -1)
-    before = token_mask.cumsum(-1) - token_mask.long()  # number of real keys before each slot, (B, Tk)
-    count = token_mask.sum(-1, keepdim=True)
     start = token_mask.int().argmax(-1, keepdim=True)
-    one_block = (before == (t - start).clamp(min=0).minimum(count)).all()  # False if padding lies between real tokens
-    if reorder or not (compiling or one_block):
-        query_mask = token_mask[:, slots]  # (B, Tq)
-        order, query_order = (x.int().argsort(dim=-1, stable=True) for x in (token_mask, query_mask))
-        first = before.gather(1, first) * query_mask  # any value is correct for padding queries
-        first = Tk - count + first.gather(1, query_order)
-        return VisibleKeys(first[:, None].int(), Tk, order, query_order, token_mask.gather(1, order))
+    stop = start + token_mask.sum(-1, keepdim=True)
+    one_block = (token_mask == ((t >= start) & (t < stop))).all()
     if compiling:
         torch._assert_async(one_block, "compiled Triton attention: attention_mask has padding between real tokens")
-    first = torch.where(slots < start + count, torch.maximum(first, start), Tk)
+    elif not one_block:
+        return None
+    first = torch.where(slots < stop, torch.maximum(first, start), Tk)
     return VisibleKeys(first[:, None].int(), end)
 
 

@@ -317,11 +317,9 @@ class FoxPreTrainedModel(PreTrainedModel):
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
         if config._attn_implementation == AUTO:
-            config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
-        return {
-            config._attn_implementation: create_attention_mask(config, inputs_embeds, attention_mask, cache),
-            "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1]),
-        }
+            config = with_implementation(config, choose_implementation(config, inputs_embeds, cache))
+        name, mask = create_attention_mask(config, inputs_embeds, attention_mask, cache)
+        return {name: mask, "token_mask": read_token_mask(attention_mask, inputs_embeds.shape[1])}
 
     def save_pretrained(self, *args, **kwargs):
         self.config.auto_map = dict(AUTO_MAP)
@@ -398,7 +396,7 @@ class FoxModel(FoxPreTrainedModel):
 
         config = self.config
         if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # resolved if it is a dict
-            config = with_implementation(config, choose_implementation(config, inputs_embeds, attention_mask, cache))
+            config = with_implementation(config, choose_implementation(config, inputs_embeds, cache))
         call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
         # A cache cannot separate packed documents. Compiled calls only assume that their rows are packed.
         if use_cache and cache is None and (call.position_in_sequence is None or torch.compiler.is_compiling()):

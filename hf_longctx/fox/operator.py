@@ -97,7 +97,8 @@ def forgetting_attention(
             (arXiv 2504.06949, which uses -10). At most 0.
         backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.
             "triton": the kernels of kernels_fox.py, for bf16, fp16 or fp32 and D up to 256. Memory is linear in T. The
-            decay is exact at any length. Only this backend prunes.
+            decay is exact at any length. Only this backend prunes. If padding lies between real tokens, "folded" runs
+            instead.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
             device. Memory is linear in T, except for a mask of Tq * Tk booleans if Tq < Tk or with a window. The
             exponent has a resolution of 6e-8 * -c, and a closed gate adds 120 to -c. In fp16, -c must stay below
@@ -124,25 +125,18 @@ def forgetting_attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     token_mask = None if attention_mask is None else attention_mask.bool()
     if backend == "triton":
-        return _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance)
+        start = None if cu_seqlens is None else sequence_starts(cu_seqlens, k.shape[2])
+        options = dict(token_mask=token_mask, sequence_start=start, window=window)
+        visible = find_visible_keys(q.shape[2], k.shape[2], q.device, **options)
+        if visible is not None:
+            options = dict(scale=scale, log_pruning_tolerance=log_pruning_tolerance)
+            return triton_attention(q, k, v, log_f, visible, **options)
     log_f = log_f.clamp(min=CLOSED_GATE)
     if cu_seqlens is None:
         return folded_attention(q, k, v, log_f, scale, token_mask, window)
     lengths = [length for length in cu_seqlens.diff().tolist() if length]
     sequences = zip(*(x.split(lengths, dim=2) for x in (q, k, v, log_f)))
     return torch.cat([folded_attention(*sequence, scale, window=window) for sequence in sequences], dim=2)
-
-
-def _run_triton(q, k, v, log_f, scale, token_mask, cu_seqlens, window, log_pruning_tolerance):
-    Tq, Tk = q.shape[2], k.shape[2]
-    sequence_start = None if cu_seqlens is None else sequence_starts(cu_seqlens, Tk)
-    visible = find_visible_keys(Tq, Tk, q.device, token_mask=token_mask, sequence_start=sequence_start, window=window)
-    options = dict(scale=scale, log_pruning_tolerance=log_pruning_tolerance)
-    if visible.order is None:
-        return triton_attention(q, k, v, log_f, visible, **options)
-    # The kernels do not set the output to 0 for padding between real tokens.
-    o = triton_attention(*clear_padding(q, k, v, log_f, token_mask), visible, **options)
-    return o.masked_fill(~token_mask[:, None, -Tq:, None], 0.0)
 
 
 def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
@@ -154,18 +148,14 @@ def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
     return cu_seqlens[torch.searchsorted(cu_seqlens, t, right=True) - 1][None]
 
 
-def triton_runs_well(q: torch.Tensor) -> bool:
-    """Return whether the Triton kernels support q without the interpreter."""
-    return not INTERPRETED.value and why_not(q.shape[-1], q.dtype, q.device) is None
-
-
 def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
     """Return `backend`, or the default for None. Raise an error if the backend does not support q or pruning."""
+    reason = why_not(q.shape[-1], q.dtype, q.device) if backend in (None, "triton") else None
     if backend is None:  # the folded form ignores the tolerance, because skipping keys is optional
-        return "triton" if triton_runs_well(q) else "folded"
+        return "folded" if INTERPRETED.value or reason is not None else "triton"
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, or None, got {backend!r}.")
-    if backend == "triton" and (reason := why_not(q.shape[-1], q.dtype, q.device)) is not None:
+    if backend == "triton" and reason is not None:
         raise reason
     if backend != "triton" and log_pruning_tolerance is not None:
         raise NotImplementedError(

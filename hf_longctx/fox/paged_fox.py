@@ -46,27 +46,14 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cach
 
 
 def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) -> torch.Tensor:
-    """Compute the output of `FoxAttention` for x, (1, T, hidden). Keys of earlier tokens are read from pages."""
+    """Compute the output of `FoxAttention` for the new tokens of all requests, x, (1, T, hidden).
+
+    The new tokens are written into their pages. The tokens that attention needs are read from the pages.
+    """
     q, k, v = (
         proj(x).unflatten(-1, (-1, attention.head_dim))
         for proj in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
-    q, k, v = through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs)
-    name = attention.config._attn_implementation.removeprefix("paged|").replace("auto", "sdpa")
-    o, _ = run_backend(name, attention, q, k, v, mask, **kwargs)
-    return attention.output(x, o)
-
-
-def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
-    """Write the new tokens of all requests into their pages, and read the tokens that attention needs.
-
-    Args:
-        q, k, v: projections of x, (1, T, H or Hkv, D).
-        kwargs: positions of tokens in the pages, for `cache.update`.
-
-    Returns:
-        Folded queries (1, Hq, T, D'), and keys and values (1, Hkv, all, D') of all tokens of all requests.
-    """
     shifted = attention.k_shift_proj is not None or attention.v_shift_proj is not None
     log_f = x.new_zeros(1, k.shape[2], x.shape[1]).float() if attention.f_proj is None else attention.f_proj(x)
     q = attention.q_norm(q).transpose(1, 2)
@@ -94,7 +81,10 @@ def through_pages(attention, x, q, k, v, position_embeddings, cache, kwargs):
         v = torch.lerp(v, v_previous, weights[..., 1:])
         k = attention.k_norm(k.transpose(1, 2)).transpose(1, 2)
     q = fold_queries(q, log_f, attention.scaling, attention.gates_per_key)
-    return q, fold_keys(k, c, attention.scaling), F.pad(v, (0, width - attention.head_dim))
+    k, v = fold_keys(k, c, attention.scaling), F.pad(v, (0, width - attention.head_dim))  # (1, Hkv, all, D')
+    name = attention.config._attn_implementation.removeprefix("paged|").replace("auto", "sdpa")
+    o, _ = run_backend(name, attention, q, k, v, mask, **kwargs)
+    return attention.output(x, o)
 
 
 class ContinuousBatching(GenerationMixin):
@@ -105,7 +95,7 @@ class ContinuousBatching(GenerationMixin):
 
     @torch.no_grad()
     def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
-        """Create transformers' manager, whose pages also store log f and shift weights; see `through_pages`.
+        """Create transformers' manager, whose pages also store log f and shift weights; see `paged_attention`.
 
         Raises:
             NotImplementedError: the attention implementation is FlashAttention, transformers is too old, or the model

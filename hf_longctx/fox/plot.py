@@ -111,8 +111,6 @@ def head_maps(
         raise ValueError(
             f"input_ids must be one sequence of at least 2 tokens, (T,) or (1, T), got {tuple(input_ids.shape)}."
         )
-    if resolution < 1:
-        raise ValueError(f"resolution must be at least 1, got {resolution}.")
     layers = _check_indices("layers", layers, model.config.num_hidden_layers)
     heads = _check_indices("heads", heads, model.config.num_attention_heads)
     block = -(-input_ids.shape[1] // resolution)
@@ -146,8 +144,6 @@ def plot_forget_gates(
     *,
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,
-    resolution: int = 384,
-    title: str | None = None,
 ) -> list[HeadMap]:
     """Draw the forget gate matrix F of some heads, and their attention map A below it.
 
@@ -156,8 +152,6 @@ def plot_forget_gates(
         path: output file. Its extension selects the format: PNG, SVG or PDF.
         layers, heads: as in `head_maps`. If both are None, the figure shows four heads, evenly spaced from the head
             that forgets fastest to the one that forgets slowest.
-        resolution: as in `head_maps`. A panel is about 400 pixels wide.
-        title: title of the figure.
 
     Returns:
         The maps of the given layers and heads. If `layers` and `heads` are None, the maps of all heads.
@@ -172,7 +166,7 @@ def plot_forget_gates(
     except ImportError as error:
         raise ImportError("plotting requires matplotlib: pip install 'hf-longctx[plot]'") from error
 
-    measured = head_maps(model, input_ids, layers, heads, resolution)
+    measured = head_maps(model, input_ids, layers, heads)  # a panel is about 400 pixels wide
     maps = spread(measured, DEFAULT_HEADS) if layers is None and heads is None else measured
     columns = min(len(maps), COLUMNS)
     rows = -(-len(maps) // columns)
@@ -204,7 +198,7 @@ def plot_forget_gates(
         memory = "forgets nothing" if time == float("inf") else f"decay time {time:,.{0 if time >= 10 else 1}f} tokens"
         grid[2 * row, column].set_title(f"layer {head_map.layer}, head {head_map.head}\n{memory}", fontsize=10)
         grid[2 * row + 1, column].set_xlabel("key (token)", fontsize=9)
-    figure.suptitle(title or "What each head remembers and attends to", fontsize=13.5, fontweight="bold")
+    figure.suptitle("What each head remembers and attends to", fontsize=13.5, fontweight="bold")
     if (side := maps[0].block) > 1:
         note = f"{maps[0].tokens:,} tokens; a point is {side} x {side} entries: the mean of F, the largest of A"
         figure.supxlabel(note, x=0.99, ha="right", fontsize=8)

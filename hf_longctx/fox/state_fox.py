@@ -7,7 +7,7 @@ together with the keys.
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -240,19 +240,10 @@ class CachedLayer:
 
     def append(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Append keys and values to the cache. Return the keys and values of all tokens, (B, Hkv, all, D')."""
-        if torch.compiler.is_compiling() and self.layer is not None and not self.cache.offloading:
-            return self.layer.update(k, v)
-        if not self.appends_in_place(k):
-            return self.cache.update(k, v, self.index)
-        buffers = vars(self.layer).setdefault("buffers", (InPlaceBuffer(), InPlaceBuffer()))
-        self.layer.keys = buffers[0].append(self.layer.keys, k)
-        self.layer.values = buffers[1].append(self.layer.values, v)
-        return self.layer.keys, self.layer.values
-
-    def appends_in_place(self, k: torch.Tensor) -> bool:
-        """Return whether new keys, (B, Hkv, T, D'), can be appended without a copy: on a CPU, for T = 1."""
         layer = self.layer
-        return (
+        if torch.compiler.is_compiling() and layer is not None and not self.cache.offloading:
+            return layer.update(k, v)
+        in_place = (  # without a copy of the earlier tokens
             k.shape[2] == 1
             and k.device.type == "cpu"
             and type(k) is torch.Tensor
@@ -265,8 +256,9 @@ class CachedLayer:
             and not torch.jit.is_tracing()
             and forward_ad._current_level < 0  # of derivatives
         )
-
-
-def drops_tokens(cache) -> TypeGuard[Cache]:
-    """Return whether a cache's layers run the attention function themselves, as in a `PrunedCache`."""
-    return cache is not None and any(hasattr(layer, "attend") for layer in cache.layers)
+        if not in_place:
+            return self.cache.update(k, v, self.index)
+        buffers = vars(layer).setdefault("buffers", (InPlaceBuffer(), InPlaceBuffer()))
+        layer.keys = buffers[0].append(layer.keys, k)
+        layer.values = buffers[1].append(layer.values, v)
+        return layer.keys, layer.values

@@ -238,14 +238,29 @@ def launch_decode(
     k: Tensor,
     v: Tensor,
     gates: Tensor,
+    gate_scale: float,
     key_start: Tensor | None,
     end: Tensor | None,
-    bound: Tensor | None,
     scale: float,
-    gate_scale: float,
-    bound_scale: float,
-    tolerance: float,
+    log_pruning_tolerance: float | None = None,
+    bound: Tensor | None = None,
+    bound_scale: float = 1.0,
 ) -> Tensor:
+    """Compute `triton_attention` for up to 16 queries. The keys may be the folded keys of a cache.
+
+    Args:
+        q, k, v, scale, log_pruning_tolerance: as in `triton_attention`; any strides.
+        gates, gate_scale: the cumulative sum of log f is c = gate_scale * gates.sum(-1). `gates` has shape
+            (B, Hkv, Hq // Hkv, Tk, parts) and any strides. A float64 tensor must have one part.
+        key_start: as in `VisibleKeys`.
+        end: as in `VisibleKeys`, a tensor of one element. None: Tk.
+        bound, bound_scale: |scale * q.k| <= bound_scale * bound. `bound` is fp32 and expands to (B, Hq). None: nothing
+            is pruned.
+
+    Returns:
+        (B, Hq, Tq, D) in q.dtype.
+    """
+    q, k, v = _readable(q), _readable(k), _readable(v)
     B, Hq, Tq, D = q.shape
     Hkv, Tk = k.shape[1:3]
     G = Hq // Hkv
@@ -257,8 +272,9 @@ def launch_decode(
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
     o = _empty_output(q)
     parts, ends = gates.shape[-1], end is not None
-    if bound is not None:
-        key_start = launch_prune(gates, key_start, end, bound, Tq, 1, tile.BN, gate_scale, bound_scale, tolerance)
+    if bound is not None and log_pruning_tolerance is not None:
+        options = Tq, 1, tile.BN, gate_scale, bound_scale, log_pruning_tolerance
+        key_start = launch_prune(gates, key_start, end, bound, *options)
     key_start, *s_start = _bound(key_start, B, Hq)
     with _on(q.device):
         launch(
@@ -295,62 +311,70 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
 
 
-if triton is not None:
-    # Remote code may be imported alongside the installed package, so each of the two has its own operator namespace.
-    _SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
-    # Inductor launches the kernels of a `triton_op` directly, which does not work in the interpreter.
-    _define = library.custom_op if INTERPRETED.value else library.triton_op
+# Remote code may be imported alongside the installed package, so each of the two has its own operator namespace.
+_SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
+# Inductor launches the kernels of a `triton_op` directly, which does not work in the interpreter.
+_define = library.custom_op if INTERPRETED.value else library.triton_op
 
-    def _operator(launcher, backward=None, save=None):
-        """Register a launcher as a custom operator. Return a function that calls the operator only if `is_traced`.
 
-        Otherwise, the function calls the launcher, because an operator has more host overhead: with gradients, three
-        times as much.
+def _operator(launcher, backward=None, save=None):
+    """Register a launcher as a custom operator. Return a function that calls the operator only if `is_traced`.
 
-        Args:
-            backward, save: `backward` and `setup_context` as in torch.autograd.Function.
-        """
-        name = launcher.__name__.replace("launch", "fox")
-        operator = _define(f"{_SPACE}::{name}", launcher, mutates_args=())
-        operator.register_fake(launcher)
-        differentiable = operator  # differentiation raises an error if there is no backward pass
-        if backward is not None and save is not None:
-            operator.register_autograd(backward, setup_context=save)
+    Otherwise, the function calls the launcher, because an operator has more host overhead: with gradients, three
+    times as much.
 
-            def forward(ctx, *args):  # faster than a separate `setup_context`, which binds its arguments in each call
-                output = launcher(*args)
-                save(ctx, args, output)
-                return output
+    Args:
+        backward, save: `backward` and `setup_context` as in torch.autograd.Function.
+    """
+    name = launcher.__name__.replace("launch", "fox")
+    operator = _define(f"{_SPACE}::{name}", launcher, mutates_args=())
+    operator.register_fake(launcher)
+    differentiable = operator  # differentiation raises an error if there is no backward pass
+    if backward is not None and save is not None:
+        operator.register_autograd(backward, setup_context=save)
 
-            methods = dict(forward=staticmethod(forward), backward=staticmethod(backward))
-            differentiable = type(name, (Function,), methods).apply
+        def forward(ctx, *args):  # faster than a separate `setup_context`, which binds its arguments in each call
+            output = launcher(*args)
+            save(ctx, args, output)
+            return output
 
-        def call(*args):
-            tensors = [x for x in args if isinstance(x, Tensor)]
-            if is_traced(*tensors):
-                return operator(*args)
-            return differentiable(*args) if needs_grad(*tensors) else launcher(*args)
+        methods = dict(forward=staticmethod(forward), backward=staticmethod(backward))
+        differentiable = type(name, (Function,), methods).apply
 
-        return call
+    def call(*args):
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        if any(unpack_dual(x).tangent is not None for x in tensors):  # the operators would return tangents of 0
+            raise NotImplementedError(
+                "the Triton kernels do not support forward-mode derivatives (torch.func.jvp, jacfwd). Use "
+                "backend='reference' or attn_implementation='eager', or reverse mode: torch.autograd.grad."
+            )
+        if is_traced(*tensors):
+            return operator(*args)
+        return differentiable(*args) if needs_grad(*tensors) else launcher(*args)
 
-    def _save(ctx, inputs, output):
-        *tensors, _, ctx.scale = inputs
-        ctx.save_for_backward(*tensors, *output)
+    return call
 
-    def _chain_rule(ctx, do, _):
-        dq, dk, dv, dc = fox_backward(do, *ctx.saved_tensors, ctx.scale)
-        return dq, dk, dv, dc.double(), None, None, None, None
 
-    fox_running_sum_backward = _operator(launch_running_sum_backward)
-    fox_running_sum = _operator(
-        launch_running_sum,
-        backward=lambda ctx, dc: (fox_running_sum_backward(dc, *ctx.saved_tensors), None),
-        save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-    )
-    fox_prune = _operator(launch_prune)
-    fox_backward = _operator(launch_backward)
-    fox_forward = _operator(launch_forward, backward=_chain_rule, save=_save)
-    fox_decode = _operator(launch_decode)
+def _save(ctx, inputs, output):
+    *tensors, _, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _chain_rule(ctx, do, _):
+    dq, dk, dv, dc = fox_backward(do, *ctx.saved_tensors, ctx.scale)
+    return dq, dk, dv, dc.double(), None, None, None, None
+
+
+fox_running_sum_backward = _operator(launch_running_sum_backward)
+fox_running_sum = _operator(
+    launch_running_sum,
+    backward=lambda ctx, dc: (fox_running_sum_backward(dc, *ctx.saved_tensors), None),
+    save=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+fox_prune = _operator(launch_prune)
+fox_backward = _operator(launch_backward)
+fox_forward = _operator(launch_forward, backward=_chain_rule, save=_save)
+triton_decode = _operator(launch_decode)
 
 
 # --- attention; the caller has checked the arguments -----------------------------------------------------------------
@@ -394,15 +418,6 @@ def is_decoding(*tensors: Tensor) -> bool:
     return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad(*tensors)
 
 
-def _refuse_tangents(*tensors: Tensor) -> None:
-    """Raise an error in forward-mode differentiation, where the operators would silently return tangents of 0."""
-    if any(unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(
-            "the Triton kernels do not support forward-mode derivatives (torch.func.jvp, jacfwd). Use "
-            "backend='reference' or attn_implementation='eager', or reverse mode: torch.autograd.grad."
-        )
-
-
 def triton_attention(
     q, k, v, log_f, visible=None, *, scale=None, log_pruning_tolerance=None, logit_bound=None
 ) -> Tensor:
@@ -418,13 +433,11 @@ def triton_attention(
             because the norms would take as long as pruning saves.
 
     Returns:
-        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D) unless padding lies between real tokens. In 16 bits, the
+        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D). In 16 bits, the
         rounding of the output causes an error in the gradients of q and k, as in every flash attention. This error is
         larger the faster the gates forget.
     """
-    _refuse_tangents(q, k, v, log_f)
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
-    q, k, v, log_f = visible.sort_queries(q), *(visible.sort_keys(x) for x in (k, v, log_f))
     key_start = visible.key_start
     query_end = None if key_start is None else find_query_end(key_start, k.shape[2])
     c = fox_running_sum(log_f, query_end)
@@ -432,11 +445,8 @@ def triton_attention(
     if is_decoding(q, k, v, log_f):
         gates = c.unflatten(1, (k.shape[1], -1)).unsqueeze(-1)
         bound = None if logit_bound is None else bound_per_head(q, logit_bound)
-        o = triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
-    else:
-        bounds = key_start, query_end, scale, log_pruning_tolerance, logit_bound
-        o = attention_from_sums(q, k, v, c, *bounds)
-    return visible.unsort_queries(o)
+        return triton_decode(q, k, v, gates, 1.0, key_start, None, scale, log_pruning_tolerance, bound)
+    return attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound)
 
 
 def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tolerance, logit_bound):
@@ -445,7 +455,6 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
     Args:
         key_start, query_end: `VisibleKeys.key_start` and the result of `find_query_end` for it; or both None.
     """
-    _refuse_tangents(q, k, v, c)
     q, k, v = _readable(q), _readable(k), _readable(v)
     with torch.no_grad():
         if logit_bound is not None:
@@ -460,27 +469,3 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
         if q.dtype == torch.float16:  # fp16 cannot represent weights far below a bound, so use the running maximum
             logit_bound = None
     return fox_forward(q, k, v, c, key_start, query_end, logit_bound, scale)[0]
-
-
-def triton_decode(
-    q, k, v, gates, gate_scale, key_start, end, scale, log_pruning_tolerance=None, bound=None, bound_scale=1.0
-) -> Tensor:
-    """Compute `triton_attention` for up to 16 queries without gradients. The keys may be the folded keys of a cache.
-
-    Args:
-        q, k, v, scale, log_pruning_tolerance: as in `triton_attention`; any strides.
-        gates, gate_scale: the cumulative sum of log f is c = gate_scale * gates.sum(-1). `gates` has shape
-            (B, Hkv, Hq // Hkv, Tk, parts) and any strides. A float64 tensor must have one part.
-        key_start: as in `VisibleKeys`.
-        end: as in `VisibleKeys`, a tensor of one element. None: Tk.
-        bound, bound_scale: |scale * q.k| <= bound_scale * bound. `bound` is fp32 and expands to (B, Hq). None: nothing
-            is pruned.
-
-    Returns:
-        (B, Hq, Tq, D) in q.dtype.
-    """
-    _refuse_tangents(q, k, v, gates)
-    q, k, v = _readable(q), _readable(k), _readable(v)
-    bound = None if log_pruning_tolerance is None else bound
-    tolerance = log_pruning_tolerance or 0.0
-    return fox_decode(q, k, v, gates, key_start, end, bound, scale, gate_scale, bound_scale, tolerance)

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -164,13 +163,18 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
             "with `--merge true`, or merge the adapter with PEFT's `merge_and_unload`, and push the merged model."
         )
     if "config.json" in names:
-        config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)
-        files |= auto_map_and_code(folder, config) | {path.name: path for path in checkpoint.files.values()}
+        config, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
+        auto_map, files["config.json"] = config.get("auto_map") or {}, folder / "config.json"
+        if not auto_map and config.get("model_type") in AUTO_MAPS:
+            auto_map = AUTO_MAPS[config["model_type"]]
+            text = json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n"
+            files["config.json"] = text.encode()
+        files |= code_files(folder, auto_map) | {path.name: path for path in checkpoint.files.values()}
         index = transformers.utils.SAFE_WEIGHTS_INDEX_NAME
         files |= {name: folder / name for name in (index,) if name in names}
         tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
     elif "adapter_config.json" in names:
-        config, checkpoint = read_config(folder / "adapter_config.json"), None
+        config, checkpoint = read_json(folder / "adapter_config.json"), None
         tensors = check_safetensors(folder / ADAPTER)
         files |= {name: folder / name for name in ("adapter_config.json", ADAPTER, BASE) if name in names}
         files |= code_files(folder, {})
@@ -186,19 +190,6 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     if checkpoint is not None:
         check_weights(folder, checkpoint, config, bundle.auto_class)
     return with_contents(bundle)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a config, and raise ValueError if its model type, task type or architectures are not strings."""
-    config = read_json(path)
-    classes = config.get("architectures") or []
-    names = [config.get(name) for name in ("model_type", "task_type")]
-    if not isinstance(classes, list) or not all(isinstance(name, str | None) for name in (*names, *classes)):
-        raise ValueError(
-            f"model_type and task_type in {path} must be strings, and architectures must be a list of strings. "
-            "Save the model again."
-        )
-    return config
 
 
 def check_base(folder: Path, bundle: Bundle) -> None:
@@ -230,11 +221,7 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Parse a JSON file of a metric, a benchmark or scripts.sample into one of the dictionaries; skip other files.
-
-    Raises:
-        ValueError: the file contains a result whose values the card cannot render.
-    """
+    """Parse a JSON file of a metric, a benchmark or scripts.sample into one of the dictionaries; skip other files."""
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):
@@ -250,24 +237,6 @@ def read_measurement(path, results, documents, samples):
         documents[path.name] = document
     except ValueError:  # the file does not contain a measurement
         return
-    if path.name in results:
-        result = results[path.name]
-        try:
-            for part in (result.summary, result.numbers, result.table):
-                part()
-        except Exception as error:  # an invalid value can raise any exception
-            raise ValueError(
-                f"{path} is damaged ({type(error).__name__}: {error}). Run the measurement again."
-            ) from error
-
-
-def auto_map_and_code(folder, config):
-    """Return config.json, with an auto_map for FoX and HMT, and the code files of the model and its tokenizer."""
-    files = {"config.json": folder / "config.json"}
-    auto_map = config.get("auto_map") or AUTO_MAPS.get(config.get("model_type"), {})
-    if not config.get("auto_map") and auto_map:
-        files["config.json"] = (json.dumps(config | {"auto_map": auto_map}, indent=2, sort_keys=True) + "\n").encode()
-    return files | code_files(folder, auto_map)
 
 
 def code_files(folder, auto_map):

@@ -198,10 +198,8 @@ def pin_base(bundle: Bundle) -> Bundle:
     name, revision = bundle.base
     try:
         base = HfApi().model_info(name, revision=revision)
-    except GatedRepoError as error:
-        raise PermissionError(
-            f"the base model {name} is gated. Request access on its Hub page, with the account of your token."
-        ) from error
+    except GatedRepoError:  # also a RepositoryNotFoundError
+        raise
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise ValueError(f"the base model {name} (revision {revision}) is not on the Hub. Push it first.") from error
     path, field = ("adapter_config.json", "revision") if bundle.is_adapter else ("config.json", "backbone_revision")

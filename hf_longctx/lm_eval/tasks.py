@@ -5,42 +5,38 @@ Each task has a YAML file that names its class, such as `class: !function hf_lon
 documents, which lm-eval distributes among its processes, and compute the metrics from the scores of all documents. We
 report our own confidence intervals instead of lm-eval's standard errors.
 
-PyTorch models are read through a `LocalReader`. Other models (vllm, completions endpoints) only report the
-log-probability of a continuation and whether it is greedy. For these models, we find the correctly predicted tokens by
-bisection, which takes about 1 + 2 e log2(k/e) requests for e errors among k tokens, and report the mean loss of each
-block of tokens.
+We read lm-eval's PyTorch models, vLLM engines and completions endpoints with our own readers, so the counts are those
+of our functions.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import re
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import datasets
-import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM, hash_args
 from lm_eval.api.task import ConfigurableTask
 from torch import nn
 from tqdm import tqdm
+from transformers.utils import logging
 
 from ..corpus import load_tokens
 from ..metrics import tasks  # noqa: F401 - importing `tasks` registers every Task
+from ..metrics.run.prompts import OfflineModel
 from ..metrics.run.reader import LocalReader, Reader
 from ..metrics.run.runner import first_ids, measure_one, scores_of
+from ..metrics.run.served import ServedModel
 from ..metrics.task import Missing, Subject, Task, as_key, options
 
 
+logger = logging.get_logger(__name__)
 DOCUMENTS = 8  # default number of documents into which the trials are split
-BLOCKS = 8  # maximum number of blocks per sequence, for models that only score continuations
-ANOTHER = -2  # placeholder for a predicted id that the model does not report
 
 
 def __getattr__(name: str) -> type[TaskInLmEval]:
@@ -124,8 +120,9 @@ class TaskInLmEval(ConfigurableTask):
         scores, _ = task.summarize({key: score for key, score in scores.items() if key not in missing}, missing)
         named: dict[str, float] = {}
         result = self.task.result(scores)
-        if len(documents) > 1:  # with one document, the call is from `process_results`, which only uses the names
-            warn_once(getattr(result, "shortage", ""))
+        shortage = getattr(result, "shortage", "")
+        if shortage and len(documents) > 1:  # a call with one document, from `process_results`, only uses the names
+            logger.warning_once(shortage.removeprefix("; "))
         for number in result.numbers():
             name = re.sub(r"\W+", "_", number.name).strip("_")
             ends = {"": number.value, "_low": number.low, "_high": number.high}
@@ -148,13 +145,6 @@ class Named(dict):
 
     def __missing__(self, name: str) -> Any:
         return self.value(name)
-
-
-@cache
-def warn_once(text: str) -> None:
-    """Log a warning only once, because lm-eval calls `numbers` once per metric."""
-    if text:
-        logging.getLogger(__name__).warning(text.removeprefix("; "))
 
 
 def task_of(task: type[Task], settings: dict[str, Any]) -> Task:
@@ -196,62 +186,31 @@ def prepare(lm: Any, name: str, settings: dict[str, Any]) -> Task:
     Raises:
         ValueError: the model's tokenizer is not a transformers tokenizer.
     """
-    tokenizer, model = lm.tokenizer, getattr(lm, "model", None)
+    tokenizer = lm.tokenizer
     if not hasattr(tokenizer, "all_special_ids"):
         raise ValueError(
             f"the model's tokenizer must be a tokenizer of transformers, got {tokenizer!r}. "
             "Add --model_args tokenizer_backend=huggingface,tokenizer=NAME."
         )
-    local = isinstance(model, nn.Module) and getattr(lm, "mixed_precision_dtype", None) is None
-    reader: Any = LocalReader(model) if local else SpanReader(lm)
     task = task_of(Task.tasks[name], settings)
     text = load_tokens(tokenizer, settings["text"]).tokens if task.uses_text() else None
-    return task.on(Subject(reader, tokenizer, text, context=settings["context"]))
+    return task.on(Subject(reader_of(lm), tokenizer, text, context=settings["context"]))
 
 
-class SpanReader(Reader):
-    """A reader for lm-eval models that only report log-probabilities of continuations."""
+def reader_of(lm: Any) -> Reader:
+    """Return the reader of an lm-eval model.
 
-    def __init__(self, lm: Any):
-        self.lm, self.vocab_size = lm, len(lm.tokenizer)
-        self.position_limit = self.claimed_context = lm.max_length  # lm-eval truncates longer inputs
-
-    def settings(self) -> dict[str, Any]:
-        return {"model": getattr(self.lm, "model_name", type(self.lm).__name__)}
-
-    def log_probs(self, ids: list[int], spans: list[tuple[int, int]]) -> list[tuple[float, bool]]:
-        """For each span (a, b), return the log-probability of ids[a:b] given ids[:a], and whether it is greedy."""
-        # lm-eval does not cache a request whose first element is None
-        requests = [(None, ids[:a], ids[a:b]) for a, b in spans]
-        return self.lm._loglikelihood_tokens(requests, disable_tqdm=True)
-
-    def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
-        predictions, first = np.full((len(inputs), len(positions)), ANOTHER), positions.start + 1
-        for row, ids in zip(predictions, inputs.tolist()):
-            spans = [(first, positions.stop + 1)]
-            while spans:  # each bisection step is one batch of requests
-                verdicts, halves = self.log_probs(ids, spans), []
-                for (a, b), (_, all_likeliest) in zip(spans, verdicts):
-                    if all_likeliest:
-                        row[a - first : b - first] = ids[a:b]
-                    elif b - a > 1:
-                        halves += [(a, (a + b) // 2), ((a + b) // 2, b)]
-                spans = halves
-        return predictions
-
-    def score(self, ids: np.ndarray, targets: np.ndarray, positions: range) -> tuple[np.ndarray, np.ndarray]:
-        """Score targets; in a fully scored sequence, each target gets the mean log-probability of its block."""
-        whole, first = [*ids.tolist(), int(targets[-1])], positions.start + 1
-        edges = np.linspace(0, len(targets), min(len(targets), BLOCKS) + 1).astype(int).tolist()
-        spans = [*pairwise(edges if positions.start == 0 else (0, len(targets)))]
-        log_probs, best = np.empty(len(targets)), np.full(len(targets), ANOTHER)
-        replies = self.log_probs(whole, [(first + a, first + b) for a, b in spans])
-        for (a, b), (log_prob, all_likeliest) in zip(spans, replies):
-            log_probs[a:b] = log_prob / (b - a)
-            best[a:b] = targets[a:b] if all_likeliest else ANOTHER
-        return log_probs, best
-
-    def reply(self, prompt: np.ndarray, tokens: int, tokenizer: Any) -> str:
-        generation = {"until": [], "max_gen_toks": tokens, "do_sample": False}
-        request = Instance("generate_until", {}, (tokenizer.decode(prompt), generation), 0)
-        return self.lm.generate_until([request], disable_tqdm=True)[0]
+    Raises:
+        ValueError: we do not have a reader for the model, or it runs in mixed precision.
+    """
+    model = getattr(lm, "model", None)
+    if getattr(lm, "mixed_precision_dtype", None) is not None:
+        raise ValueError("mixed_precision_dtype is not supported, because we run the model ourselves. Set dtype.")
+    if isinstance(model, nn.Module):
+        return LocalReader(model)
+    if getattr(lm, "base_url", None):
+        options = {"tokenizer": lm.tokenizer, "vocab_size": len(lm.tokenizer), "api_key": lm.api_key}
+        return ServedModel(lm.base_url, model, **options)
+    if hasattr(model, "model_config"):  # a vllm.LLM
+        return OfflineModel(model)
+    raise ValueError(f"the model must be hf, hf-longctx, vllm or local-completions, got {type(lm).__name__}.")

@@ -28,8 +28,6 @@ from .tasks.curve import ForgettingCurve
 
 MODULES = Path(__file__).with_name("modules")
 NAMES = ("forgetting_curve", "rope_base_check")
-# Keywords of `from_pretrained` that we also pass to the config and the tokenizer.
-SOURCE = ("revision", "code_revision", "token", "trust_remote_code", "cache_dir", "local_files_only", "subfolder")
 
 
 def module_path(name: str) -> str:
@@ -87,17 +85,6 @@ def measures(module: Any, model: Any, *scored: Any) -> bool:
         got = "neither" if model is None else "both"
         raise ValueError(f"compute() takes either a model, or predictions and references, got {got}.")
     return model is not None
-
-
-def source_of(model: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of `model_kwargs` that we also pass to the config and the tokenizer.
-
-    Raises:
-        ValueError: `model_kwargs` is not empty, but the model is not given by its name.
-    """
-    if model_kwargs and not isinstance(model, str):
-        raise ValueError(f"model must be a name if model_kwargs is set, got a {type(model).__name__}.")
-    return {key: value for key, value in model_kwargs.items() if key in SOURCE}
 
 
 def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
@@ -165,7 +152,6 @@ def measure_curve(
     *,
     corpus: Any = None,
     tokenizer: Any = None,
-    model_kwargs: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
     """Measure the forgetting curve of a model for `evaluate`.
@@ -174,8 +160,6 @@ def measure_curve(
         model: a causal language model, or its name or folder.
         corpus: a document, the path of a text file, a list of documents, or token ids; None for data_type="random".
         tokenizer: tokenizer for the corpus, or its name (default: the model's).
-        model_kwargs: keywords of `from_pretrained` for a model given by its name. Those in `SOURCE` are also passed to
-            the tokenizer.
         options: keywords of `forgetting_curve`, or fields of `Run`.
 
     Returns:
@@ -192,15 +176,14 @@ def measure_curve(
     from .run.runner import Run
 
     run = Run(**{field.name: options.pop(field.name) for field in fields(Run) if field.name in options})
-    source = source_of(model, model_kwargs or {})
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", None)
     if isinstance(model, str):
-        model = load_language_model(model, **{"dtype": "auto", **(model_kwargs or {})})
+        model = load_language_model(model)
     first = corpus[0] if isinstance(corpus, list | tuple) and corpus else corpus
     is_text = isinstance(first, str | os.PathLike)
     tokenizer = name if tokenizer is None and is_text else tokenizer
     if isinstance(tokenizer, str) and tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer, **(source if tokenizer == name else {}))
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     if is_text:
         if not callable(tokenizer):
             raise ValueError(f"tokenizer must be a tokenizer or its name if corpus is a string, got {tokenizer!r}.")
@@ -237,7 +220,7 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
 # The RoPE bound -----------------------------------------------------------------------------------------------------
 
 
-def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+def check_model(model: Any, **options: Any) -> dict[str, Any]:
     """Run `rope_report` on a model, a config or a name, and return the report as plain JSON types.
 
     `holds` is None if the bound is inconclusive, or if the model does not use RoPE; a note explains why it does not.
@@ -245,9 +228,8 @@ def check_model(model: Any, *, model_kwargs: dict[str, Any] | None = None, **opt
     from .rope.config import NoRopeError
     from .rope.report import rope_report
 
-    source = source_of(model, model_kwargs or {})
     try:
-        return rope_report(model, model_kwargs=source, **options).to_dict()
+        return rope_report(model, **options).to_dict()
     except NoRopeError as error:
         return {"verdict": "no RoPE", "holds": None, "groups": [], "notes": [str(error)]}
 

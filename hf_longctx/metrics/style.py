@@ -64,9 +64,9 @@ def strip_frame(axes, across: str = "", up: str = "", colour: str = INK, **ticks
         spine.set_visible(False)
 
 
-def grid(axes, colour: str = GRID, width: float = 0.8) -> None:
+def grid(axes) -> None:
     """Draw horizontal grid lines."""
-    axes.grid(axis="y", color=colour, linewidth=width)
+    axes.grid(axis="y", color=GRID, linewidth=0.8)
 
 
 def percent_axis(axes) -> None:
@@ -96,15 +96,18 @@ def name_differences(axes, differences) -> None:
         )
 
 
-def heading(result, metric: str | None = None) -> str:
+def heading(result) -> str:
     """Return the heading of a result: the metric, the model if known, and "(interrupted)" for a partial result."""
-    metric = metric or result.title
     model = f" of {literal(result.model_name)}" if result.settings.get("model") else ""
-    return f"{metric}{model}{' (interrupted)' if result.interruption else ''}"
+    return f"{result.title}{model}{' (interrupted)' if result.interruption else ''}"
 
 
 def draw_title(figure: Figure, text: str) -> None:
-    figure.suptitle(textwrap.fill(text, 52), x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+    for width in (52, 26):  # wide characters, such as Chinese, need shorter lines
+        lines = textwrap.fill(text, width, max_lines=4, placeholder=" ...")
+        title = figure.suptitle(lines, x=0.01, ha="left", fontsize=13, fontweight="bold", color=INK)
+        if title.get_window_extent().width <= 0.98 * figure.bbox.width:
+            return
 
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:

@@ -24,9 +24,14 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
     """
     config = getattr(model.config, "backbone_config", model.config)  # the model inside an HMT has its own config
     targets, in_full = args.lora_target_modules or ["all-linear"], args.lora_modules_to_save
-    if in_full is None:
-        in_full = modules_of_recipe(model, args.recipe)
-    embeddings, names = embedding_names(model), {name for name, _ in _leaves(model)}
+    names = {name for name, _ in _leaves(model)}
+    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    embeddings = {name for name, module in _leaves(model) if any(module is other for other in modules)}
+    if in_full is None and args.recipe == "rope-extend":  # norms and embeddings, as in arXiv 2309.12307
+        norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
+        in_full = sorted(norms | {name for name, module in _leaves(model) if module is modules[0]})
+    elif in_full is None:
+        in_full = {"fox-from-llama": ["f_proj"], "hmt": ["memory"]}.get(str(args.recipe), [])
     for option, given in (("--lora_target_modules", targets), ("--lora_modules_to_save", in_full)):
         for name in given:
             if name not in names | {"all-linear"}:
@@ -47,23 +52,6 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
     )
     _widen(model, in_full)
     return get_peft_model(model, lora)
-
-
-def modules_of_recipe(model, recipe: str | None) -> list[str]:
-    """Return the names of the modules that a recipe trains in full, alongside LoRA.
-
-    fox-from-llama and hmt train their new modules. rope-extend trains norms and embeddings (arXiv 2309.12307).
-    """
-    if recipe == "rope-extend":
-        norms = {name for name, module in _leaves(model) if "norm" in type(module).__name__.lower()}
-        return sorted(norms | {_leaf_name(model, model.get_input_embeddings())})
-    return {"fox-from-llama": ["f_proj"], "hmt": ["memory"]}.get(str(recipe), [])
-
-
-def embedding_names(model) -> set[str]:
-    """Return the module names of the input and output embeddings."""
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
-    return {_leaf_name(model, module) for module in modules if module is not None}
 
 
 def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
@@ -96,10 +84,6 @@ def load_adapter(model, folder: str | Path) -> PeftModel:
         ValueError: the folder does not contain an adapter, or the adapter was trained on another base.
     """
     folder = Path(folder)
-    if not (folder / "adapter_config.json").exists():
-        raise ValueError(
-            f"{folder} does not contain an adapter (adapter_config.json); give a folder saved by `finetune`."
-        )
     if (folder / BASE).exists():
         saved = json.loads((folder / BASE).read_text())
         base = model_fingerprint(model, saved["names"])
@@ -123,10 +107,6 @@ def _widen(model, names):
 
 def _leaves(model):
     return [(name.rsplit(".", 1)[-1], module) for name, module in model.named_modules() if name]
-
-
-def _leaf_name(model, module):
-    return next(name for name, other in _leaves(model) if other is module)
 
 
 __all__ = ["BASE", "add_lora", "load_adapter", "model_fingerprint"]

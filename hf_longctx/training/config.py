@@ -78,7 +78,6 @@ class RunConfig(TrainingArguments):
     save_total_limit: int | None = option(2, "Number of checkpoints to keep, at least 2")
     eval_steps: float | None = option(500, "Steps between evaluations on `eval_data`")
     logging_steps: float = option(1, "Steps between log entries")
-    disable_tqdm: bool | None = option(True, "Print log lines instead of a progress bar")
     prediction_loss_only: bool = option(True, "Return only the loss from evaluations")
     logging_nan_inf_filter: bool = option(False, "Omit non-finite losses from the log")
     ddp_find_unused_parameters: bool | None = option(False, "Detect parameters without a gradient in DDP")
@@ -170,16 +169,14 @@ class RunConfig(TrainingArguments):
         Raises:
             ValueError: the config class `kind` does not have one of these fields.
         """
-        values = dict(self.set) if isinstance(self.set, dict) else {}
-        for entry in [] if values else self.set:
+        values, names = {}, inspect.signature(kind).parameters
+        for entry in self.set:
             name, equals, value = entry.partition("=")
             if not equals:
                 raise ValueError(f"`set` must be NAME=VALUE, such as hidden_size=512, got {entry!r}.")
-            values[name] = yaml.load(value, Loader)
-        names = inspect.signature(kind).parameters
-        for name in values:
             if name not in names:
-                raise ValueError(f"--set names {name}, which {kind.__name__} does not have. {nearest(name, names)}")
+                raise ValueError(f"--set {entry}: {kind.__name__} has no field {name}. {nearest(name, names)}")
+            values[name] = yaml.load(value, Loader)
         return values
 
 
@@ -267,9 +264,8 @@ def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
         elif action.dest == "recipe":
             action.help = f"{action.help}: {', '.join(RECIPES[kind.command])}"
         if action.dest in kind.__dataclass_fields__:
-            action.option_strings = action.option_strings[
-                :1
-            ]  # the help omits the spelling with hyphens, which is also accepted
+            # the help omits the spelling with hyphens, which is also accepted
+            action.option_strings = action.option_strings[:1]
             action.metavar = {int: "N", float: "X"}.get(action.type, "BOOL" if action.nargs == "?" else None)
     return parser
 

@@ -24,7 +24,7 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
     Args:
         row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two strings or two lists of
             that form. With lists, "tools" and "chat_template_kwargs" of the row are also passed to the template.
-        tokenizer: a transformers tokenizer; messages require a chat template.
+        tokenizer: a fast transformers tokenizer; messages require a chat template.
 
     Returns:
         `TOKEN` records, (T,). Tokens that overlap the assistant's turns, or the completion, are scored. We take these
@@ -43,11 +43,8 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
     else:
         before = [] if "messages" in row else row["prompt"] or []
         turns = row["messages"] if "messages" in row else [*before, *(row["completion"] or [])]
-        if (
-            not isinstance(turns, list)
-            or not turns
-            or not all(isinstance(turn, dict) and "role" in turn for turn in turns)
-        ):
+        are_turns = isinstance(turns, list) and all(isinstance(turn, dict) and "role" in turn for turn in turns)
+        if not (turns and are_turns):
             raise ValueError(
                 f'turns must be a list of {{"role", "content"}}, got {str(turns)[:80]}. For ShareGPT, rename '
                 'the fields "from" and "value" to "role" and "content", and the roles "human" and "gpt" to "user" and '
@@ -77,19 +74,9 @@ def without_nulls(value: Any) -> Any:
 
 def encode_spans(text: str, spans: list[tuple[int, int]], tokenizer, **options) -> tuple[np.ndarray, np.ndarray]:
     """Return the token ids of a text, and a boolean mask of the tokens that overlap the character spans."""
-    if tokenizer.is_fast:
-        encoded = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
-        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
-        starts = np.minimum(starts, np.append(0, ends[:-1]))  # some tokenizers exclude spaces from their offsets
-    else:
-        encoded = tokenizer(text, verbose=False, **options)
-
-        def tokens_before(place: int) -> int:
-            return common_length(encoded["input_ids"], tokenizer(text[:place], **options)["input_ids"])
-
-        spans = [(tokens_before(start), tokens_before(end)) for start, end in spans]
-        starts = np.arange(len(encoded["input_ids"]))
-        ends = starts + 1
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
+    starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+    starts = np.minimum(starts, np.append(0, ends[:-1]))  # some tokenizers exclude spaces from their offsets
     scored = np.zeros(len(ends), bool)
     for start, end in spans:
         scored |= (ends > start) & (starts < end)
@@ -172,11 +159,8 @@ def find_answer(
             head, tail = render([*before, probe, *later]).split(PROBE)
             written = render([*before, turn, *later])
             other = render([*before, turn, with_probe(later[0]), *later[1:]]) if later else text
-        except (
-            TemplateError,
-            ValueError,
-        ):  # the template requires a tool call before a tool response, but the probe is not a tool call
-            continue
+        except (TemplateError, ValueError):
+            continue  # the template requires a tool call before a tool response, but the probe is not a tool call
         if header and header in head[after:]:
             begin = head.rfind(header, after)
             stop = begin + len(header)

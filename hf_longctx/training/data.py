@@ -170,9 +170,8 @@ def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | 
     count, unfinished = 0, path.with_suffix(".unfinished")
     header = {"descr": np.lib.format.dtype_to_descr(TOKEN), "fortran_order": False}
     with open(unfinished, "wb") as file:
-        np.lib.format.write_array_header_1_0(
-            file, header | {"shape": (count,)}
-        )  # numpy pads the header, so the final count fits into it
+        # numpy pads the header, so the final count fits into it
+        np.lib.format.write_array_header_1_0(file, header | {"shape": (count,)})
         for tokens in tqdm(encode(source, tokenizer, part, column), f"packing {source}", disable=None):
             file.write(tokens.data)
             count += len(tokens)
@@ -211,7 +210,8 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
                 if not path.exists():
                     pack(source, tokenizer, path, part, args.text_column)
             parts.append(TokenDataset(path, args.max_length, eos, len(tokenizer), args.packing))
-        loaded[part], hashes = mix(parts, shares), [digest_of_source(dataset.path) for dataset in parts]
+        loaded[part] = ConcatDataset(parts) if None in shares else mix(parts, shares)
+        hashes = [digest_of_source(dataset.path) for dataset in parts]
     train = loaded["train"]
     if len(train) < args.sequences_per_step:
         raise ValueError(
@@ -235,13 +235,11 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def mix(parts: list[TokenDataset], shares: tuple[float | None, ...]) -> Any:
-    """Concatenate datasets in proportion to their shares, or without repetition if there are no shares.
+def mix(parts: list[TokenDataset], shares: tuple[float, ...]) -> Any:
+    """Concatenate datasets in proportion to their shares.
 
     Datasets that are too small for their share are repeated; no sequence is left out. Trainer shuffles all sequences.
     """
-    if None in shares:
-        return ConcatDataset(parts)
     sizes, wanted = np.array([len(part) for part in parts]), np.array(shares, dtype=float)
     counts = np.rint((sizes / wanted).max() * wanted).astype(int)
     rows = [(np.arange(count) % len(part)).tolist() for part, count in zip(parts, counts)]

@@ -1,9 +1,7 @@
 """Creation of the model to train: a new model, or a pretrained model that a recipe adapts."""
 
-import functools
 import inspect
 import math
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,10 +19,7 @@ from ..metrics.rope.bound import rope_base_bound, rope_context_bound
 from ..metrics.run.engine import check_causal
 from ..metrics.run.model import check_decoder, load_language_model, position_limit
 from .config import PRESETS, FinetuneConfig, PretrainConfig, RunConfig, nearest
-
-
-GATE = re.compile(r"\bf_proj\b")
-base_bound = functools.cache(rope_base_bound)  # a run computes the same bound several times
+from .trainer import GATE
 
 
 def make_config(args: RunConfig, tokenizer) -> Any:
@@ -37,7 +32,13 @@ def make_config(args: RunConfig, tokenizer) -> Any:
         return new_config(args, tokenizer)
     assert isinstance(args, FinetuneConfig)
     config = read_config(str(args.model))
-    check_base(args, config, tokenizer)
+    size = getattr(config, "backbone_config", config).get_text_config().vocab_size
+    if len(tokenizer) > size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, but the model has only {size}. Use the model's own tokenizer."
+        )
+    if args.merge and getattr(config, "quantization_config", None):
+        raise ValueError("The adapter of a quantized checkpoint cannot be merged. Give --merge false.")
     dtype = base_dtype(args, config)
     if args.recipe == "hmt":
         config = memory_config(args, config)
@@ -93,17 +94,6 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
     return config
 
 
-def check_base(args: FinetuneConfig, config: Any, tokenizer) -> None:
-    """Raise ValueError if the tokenizer or the settings do not match a pretrained model."""
-    size = getattr(config, "backbone_config", config).get_text_config().vocab_size
-    if len(tokenizer) > size:
-        raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, but the model has only {size}. Use the model's own tokenizer."
-        )
-    if args.merge and getattr(config, "quantization_config", None):
-        raise ValueError("The adapter of a quantized checkpoint cannot be merged. Give --merge false.")
-
-
 def make_model(args: RunConfig, config: Any) -> Any:
     """Create a model in float32 from the config of `make_config`, or load a pretrained model with this config.
 
@@ -118,9 +108,8 @@ def make_model(args: RunConfig, config: Any) -> Any:
     elif args.recipe == "hmt":
         model = load_with_memory(args, config)
     else:
-        is_converted = args.recipe == "fox-from-llama"
-        model = load_whole(args, config, config.dtype, new_gates=is_converted)
-        if is_converted:
+        model = load_whole(args, config, config.dtype)
+        if args.recipe == "fox-from-llama":
             open_gates(model, args.decay_time or float(args.max_length))
         check_length(model, args.max_length)
     if not isinstance(model, HMTWrapper):  # an HMT is causal, and must read across document boundaries
@@ -161,11 +150,8 @@ def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
     return model
 
 
-def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates: bool = False) -> Any:
-    """Load a pretrained model, and check that its checkpoint contains all weights.
-
-    Args:
-        new_gates: allow missing forget gates.
+def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype) -> Any:
+    """Load a pretrained model, and check that its checkpoint contains all weights but the gates of a new FoX.
 
     Raises:
         ValueError: weights are missing, or their shapes differ from the config's.
@@ -179,7 +165,8 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype, new_gates:
         **quantization(args),
     )
     model, info = loaded
-    absent = [key for key in info["missing_keys"] if not (new_gates and GATE.search(key))]
+    has_new_gates = args.recipe == "fox-from-llama"
+    absent = [key for key in info["missing_keys"] if not (has_new_gates and GATE.search(key))]
     lacking = sorted(absent) + [f"{key} (of another shape)" for key, *_ in info["mismatched_keys"]]
     if lacking:
         raise ValueError(
@@ -224,7 +211,7 @@ def extend_rope(config, args: FinetuneConfig) -> str:
             f"--max_length {args.max_length} does not extend the context of {claimed} tokens, whose RoPE base "
             f"{old:g} already suffices. Give a larger --max_length, or --recipe lora."
         )
-    bound = base_bound(context - 1, head_dim)
+    bound = rope_base_bound(context - 1, head_dim)
     base = bound.settled_base or bound.base
     unit = 10.0 ** (math.floor(math.log10(base)) - 1)  # two digits
     rope["rope_theta"], config.max_position_embeddings = math.ceil(base / unit) * unit, context
@@ -258,10 +245,9 @@ def check_sequences(model, packing: bool) -> None:
     if not packing:
         return
     position_ids = torch.cat([torch.arange(6), torch.arange(9)])[None].to(model.device)
-    takes_positions = (
-        "position_ids" in inspect.signature(model.forward).parameters
-    )  # Trainer drops arguments that `forward` does not accept
-    positions = {"position_ids": position_ids} if takes_positions else {}
+    # Trainer drops arguments that `forward` does not accept
+    accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
+    positions = {"position_ids": position_ids} if accepts_positions else {}
     packed = model(ids, use_cache=False, **positions).logits[0, 6:].float()
     alone = model(ids[:, 6:], use_cache=False).logits[0].float()
     if (packed - alone).norm() > max(8 * torch.finfo(model.dtype).eps, 1e-4) * (alone - alone.mean()).norm():
@@ -298,13 +284,11 @@ def check_flash_attention(model: Any) -> None:
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[-1]), None
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    takes_positions = (
-        "position_ids" in inspect.signature(model.forward).parameters
-    )  # Trainer drops arguments that `forward` does not accept
-    positions = {"position_ids": ids} if takes_positions else {}
+    # Trainer drops arguments that `forward` does not accept
+    accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
     ALL_ATTENTION_FUNCTIONS[name] = look
     try:
-        model(input_ids=ids, use_cache=False, **positions)
+        model(input_ids=ids, use_cache=False, **({"position_ids": ids} if accepts_positions else {}))
     finally:
         ALL_ATTENTION_FUNCTIONS[name] = attention
     if not (seen and all(seen)):

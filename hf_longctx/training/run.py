@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoTokenizer, PrinterCallback
+from transformers import AutoConfig, AutoTokenizer, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -22,7 +22,7 @@ from .data import collate, load_datasets
 from .models import check_flash_attention, make_config, make_model
 from .run_folder import RUN, MarkComplete, check_fingerprint, claim, fingerprint
 from .sequence_parallel import SequenceParallelTrainer, SequenceShard, check_model
-from .trainer import LongContextTrainer, Progress, StopAtNaN, StopAtSignal
+from .trainer import LongContextTrainer, StopAtNaN, StopAtSignal
 
 
 def train(args: RunConfig) -> int:
@@ -65,6 +65,8 @@ def train(args: RunConfig) -> int:
     found = fingerprint(args, tokenizer, data, model.config, base, sharded_by)
     if checkpoint is not None:
         check_fingerprint(folder, found)
+        # a callback may have finished the run before `max_steps`
+        args.max_steps = TrainerState.load_from_json(str(Path(checkpoint, "trainer_state.json"))).max_steps
     elif args.should_save:
         (folder / RUN).write_text(json.dumps(found, indent=1) + "\n")
     if args.should_save:
@@ -83,10 +85,8 @@ def train(args: RunConfig) -> int:
     set_seed(args.seed, device_specific=True)  # different dropout in each process
     stop = StopAtSignal()
     trainer.add_callback(stop)
-    try:
+    with stop.handle_signals():
         trainer.train(resume_from_checkpoint=checkpoint)
-    finally:
-        stop.restore()
     if trainer.state.global_step < trainer.state.max_steps:
         PartialState().print(
             f"stopped after step {trainer.state.global_step} of {trainer.state.max_steps}; the same command resumes.",
@@ -125,21 +125,18 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
         train_dataset=training,
         eval_dataset=evaluation,
         data_collator=collator,
-        callbacks=[StopAtNaN(), MarkComplete(), Progress()],
+        callbacks=[StopAtNaN(), MarkComplete()],
     )
-    trainer.remove_callback(PrinterCallback)
     for name in ("cp_size", "sp_size"):
         if (size := getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)) > 1:
             raise ValueError(
                 f"accelerate's parallelism_config must have {name}=1, got {size}. It splits sequences without exchanging "
                 f"gates, token shift and memory. For a FoX, use --sequence_parallel {size}."
             )
-    makes_logits = not options and args.label_smoothing_factor == 0
     if args.compile_layers:
         compile_layers(model)
-    if (
-        makes_logits and not trainer.is_deepspeed_enabled
-    ):  # ZeRO-3 gathers the head's weights only in the head's own forward
+    # ZeRO-3 gathers the head's weights only in the head's own forward
+    if not (options or args.label_smoothing_factor or trainer.is_deepspeed_enabled):
         chunk_loss(base)
     return trainer
 
@@ -166,7 +163,6 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
     if trainer.is_fsdp_enabled:  # otherwise FSDP saves one shard per process
         plugin: Any = trainer.accelerator.state.fsdp_plugin
         plugin.set_state_dict_type("FULL_STATE_DICT")
-    model: Any = trainer.model
     trainer.save_model(str(unfinished))
     trainer.save_state()
     if not trainer.is_world_process_zero():
@@ -180,16 +176,15 @@ def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokeni
             is_plain = not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled)
             if is_plain and not (args.load_in_4bit or args.load_in_8bit):
                 # free the model, because two copies of the base may not fit into memory
-                trainer.accelerator.unwrap_model(model).to("meta")
+                trainer.accelerator.unwrap_model(trainer.model).to("meta")
             save_base(args, config, unfinished, adapter=folder / "adapter")
         elif args.recipe != "lora":
             save_base(args, config, unfinished)
             file = unfinished / "adapter_config.json"  # PEFT loads the base that this file names
             name = {"base_model_name_or_path": str((folder / "model").resolve())}
             file.write_text(json.dumps(json.loads(file.read_text()) | name, indent=2, sort_keys=True))
-    tokenizer.model_max_length = max(
-        tokenizer.model_max_length, args.max_length
-    )  # the model was trained on sequences of this length
+    # the model was trained on sequences of this length
+    tokenizer.model_max_length = max(tokenizer.model_max_length, args.max_length)
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder / "model")
 

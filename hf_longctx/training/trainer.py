@@ -1,10 +1,10 @@
-"""A subclass of transformers' Trainer, and callbacks that stop a run and print its progress."""
+"""A subclass of transformers' Trainer, and callbacks that stop a run."""
 
 import math
 import re
 import signal
-import sys
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from transformers import Trainer, TrainerCallback
 
 
 GATE = re.compile(r"\bf_proj\b")
-SECONDS_BETWEEN_LINES = 10
 
 
 class LongContextTrainer(Trainer):
@@ -62,24 +61,29 @@ class StopAtSignal(TrainerCallback):
     """Save a checkpoint and stop after the step in which SIGTERM or Ctrl-C arrives. A second Ctrl-C stops immediately.
 
     Further SIGTERMs are ignored: a scheduler may signal all processes, and torchrun also forwards the signal to its
-    workers. Always call `restore` after training, even if training fails.
+    workers. If another callback stops the training, the run is finished, and this callback saves its last checkpoint.
+    Add this callback after all others.
 
     Attributes:
         signal: number of the received signal, or 0. If processes received different signals, it is the highest number.
     """
 
-    def __init__(self):
-        self.signal = 0
-        # original handlers
-        self.before = {number: signal.signal(number, self.receive) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal = 0
 
-    def receive(self, number: int, frame: Any) -> None:
-        self.signal = number
-        signal.signal(signal.SIGINT, self.before[signal.SIGINT])
+    @contextmanager
+    def handle_signals(self) -> Iterator[None]:
+        """Replace the signal handlers inside a `with` block."""
 
-    def restore(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
+        def receive(number: int, frame: Any) -> None:
+            self.signal = number
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
+
+        before = {number: signal.signal(number, receive) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def on_step_end(self, args, state, control, **kwargs):
         if dist.is_initialized():
@@ -88,32 +92,10 @@ class StopAtSignal(TrainerCallback):
             self.signal = int(highest)
         if self.signal:
             control.should_save = control.should_training_stop = True
+        elif control.should_training_stop and state.global_step < state.max_steps:
+            control.should_save, state.max_steps = True, state.global_step
+
+    on_evaluate = on_epoch_end = on_step_end
 
 
-class Progress(TrainerCallback):
-    """Print loss, speed and remaining time every few seconds, after each evaluation and at the last step."""
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.printed, self.last = -math.inf, (time.monotonic(), state.global_step)
-
-    def on_log(self, args, state, control, logs: Any = None, **kwargs):
-        now, step, text = time.monotonic(), state.global_step, f"step {state.global_step}/{state.max_steps}"
-        if not state.is_world_process_zero:
-            return
-        if "eval_loss" in logs:
-            print(f"{text}  eval_loss {logs['eval_loss']:.4f}", file=sys.stderr)
-            self.last = (now, step)  # the speed excludes evaluations
-        is_due = step == state.max_steps or now > self.printed + SECONDS_BETWEEN_LINES
-        if "loss" in logs and is_due:
-            begin, first = self.last
-            seconds = (now - begin) / max(1, step - first)
-            self.printed, self.last = now, (now, step)
-            print(
-                f"{text}  loss {logs['loss']:.4f}  lr {logs['learning_rate']:.2e}  grad {logs['grad_norm']:.2f}  "
-                f"{args.sequences_per_step * args.max_length / seconds:.0f} tokens/s  "
-                f"{(state.max_steps - step) * seconds / 60:.1f} min left",
-                file=sys.stderr,
-            )
-
-
-__all__ = ["LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]
+__all__ = ["GATE", "LongContextTrainer", "StopAtNaN", "StopAtSignal"]

@@ -38,8 +38,7 @@ def _register():
     from vllm.transformers_utils.model_arch_config_convertor import MODEL_ARCH_CONFIG_CONVERTORS
 
     from ..fox.configuration_fox import FoxConfig
-    from .checks import FoxChecks, not_by_transformers
-    from .widths import FoxSizes
+    from .checks import FoxChecks, FoxSizes, not_by_transformers
 
     known = ModelRegistry.get_supported_archs()
     if "FoxForCausalLM" in known:

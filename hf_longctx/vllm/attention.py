@@ -19,10 +19,9 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from ..fox.attention_fox import GATE_PARTS, GATE_QUERY, gate_parts
 from ..fox.configuration_fox import FoxConfig
 from ..fox.modeling_fox import FoxForgetGate, FoxHeadRMSNorm, FoxRMSNorm, FoxShiftWeight
-from .checks import check_cache_dtype
+from .checks import check_cache_dtype, gates_per_key, vllm_head_size
 from .shards import sharded
 from .state import FoxState
-from .widths import gates_per_key, vllm_head_size
 
 
 class FoxAttention(nn.Module):

@@ -1,11 +1,17 @@
-"""Check vLLM's options for a FoX in the main process, because errors in worker processes do not reach the user."""
+"""What vLLM's main process asks about a FoX: whether its options are supported, and the head size.
+
+Options are checked there because errors in worker processes do not reach the user.
+"""
 
 from typing import Any
 
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
+from vllm.platforms import current_platform
+from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
+from ..fox.attention_fox import GATE_PARTS
+from ..fox.configuration_fox import FoxConfig
 from . import READ, TESTED, logger, release
-from .sums import TOKENS_PER_STATE
 
 
 # Cache dtypes that store the cumulative sum without additional rounding.
@@ -39,8 +45,7 @@ class FoxChecks(VerifyAndUpdateConfig):
         if cache.kv_offloading_size is not None or vllm_config.kv_transfer_config is not None:
             raise ValueError(
                 "kv_offloading_size and kv_transfer_config are not supported for a FoX. vLLM's connectors move keys "
-                f"and values, but not the state that a FoX stores for every {TOKENS_PER_STATE} tokens. Omit "
-                "both options."
+                "and values, but not the state of a FoX. Omit both options."
             )
         for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
             if getattr(parallel, name) > 1:
@@ -48,16 +53,6 @@ class FoxChecks(VerifyAndUpdateConfig):
                     f"{name} must be 1 for a FoX, got {getattr(parallel, name)}. The gates are summed over all "
                     "earlier tokens, so each process needs all tokens. Use tensor_parallel_size instead."
                 )
-        ranks, heads = parallel.tensor_parallel_size, config.num_key_value_heads
-        if heads % ranks and ranks % heads:  # vLLM itself checks only the query heads
-            raise ValueError(
-                f"tensor_parallel_size must divide the {heads} key heads or be a multiple of {heads}, got {ranks}."
-            )
-        if config.hidden_act != "silu":
-            raise ValueError(
-                f"hidden_act must be 'silu', the only activation of vLLM's Llama MLP, got {config.hidden_act!r}. "
-                "Serve this model with: hf-longctx serve FOLDER."
-            )
         check_rope(config, vllm_config.model_config.max_model_len)
 
 
@@ -92,3 +87,33 @@ def not_by_transformers(checks: Any = None) -> Any:
             super().verify_and_update_model_config(model_config)
 
     return NotByTransformers
+
+
+def gates_per_key(config: FoxConfig) -> int:
+    """Return the number of forget gates per key head, which is 0 without gates."""
+    return 0 if config.forget_gate == "none" else config.gates_per_key
+
+
+def vllm_head_size(config: FoxConfig) -> int:
+    """Return the smallest head size of vLLM's attention kernels with room for a key and the decay of its gates.
+
+    Raises:
+        ValueError: no supported head size is large enough.
+    """
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        sizes = CPUAttentionBackend.get_supported_head_sizes()
+    else:  # Use FlashAttention's sizes, and Triton's above 256. FlashInfer's next size would nearly double the cache.
+        sizes = range(32, 513, 8)
+    width = config.head_dim + GATE_PARTS * gates_per_key(config)
+    if width > max(sizes):
+        raise ValueError(f"head_dim with the decay of the gates must be at most {max(sizes)} for vLLM, got {width}.")
+    return min(size for size in sizes if size >= width)
+
+
+class FoxSizes(ModelArchConfigConvertorBase):
+    """Reports the head size to vLLM, because backends such as Triton's preallocate buffers of this size."""
+
+    def get_head_size(self) -> int:
+        return vllm_head_size(self.hf_config)

@@ -5,8 +5,6 @@ preemption and forking. The state does not depend on the attention backend. `sum
 state.
 """
 
-from typing import ClassVar
-
 import torch
 from torch import library, nn
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
@@ -14,7 +12,7 @@ from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.utils.torch_utils import LayerNameType, _encode_layer_name, _resolve_layer_name, direct_register_custom_op
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
 from .sums import TOKENS_PER_STATE, Step, carry, read_step, row_width
@@ -42,8 +40,6 @@ class FoxState(nn.Module, AttentionLayerBase):
         self.tokens_per_state = TOKENS_PER_STATE if config.speculative_config is None else 1
         self.kv_cache = torch.tensor([])
         compilation = config.compilation_config
-        if prefix in compilation.static_forward_context:
-            raise ValueError(f"two layers cannot have the same name, {prefix}.")
         compilation.static_forward_context[prefix] = self
         # A CUDA graph would replay the step in which it was captured, so graphs are split at this op, as at attention.
         if compilation.splitting_ops and CARRY not in compilation.splitting_ops:
@@ -82,8 +78,6 @@ class FoxState(nn.Module, AttentionLayerBase):
 class FoxStateBackend(AttentionBackend):
     """A vLLM backend that describes the state cache and builds a `Step`, but does not compute attention."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-
     @staticmethod
     def get_name():
         return "FOX_STATE"
@@ -102,9 +96,6 @@ class FoxStateBackend(AttentionBackend):
 
 
 class FoxStateBuilder(AttentionMetadataBuilder[Step]):
-    # A CUDA graph of a whole step would require the tensors of a `Step` at fixed addresses.
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
-
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from hf_longctx.fox import FoxConfig
-from hf_longctx.metrics.run.logits import cache_argument
+from hf_longctx.hmt.compat_hmt import cache_name
 from scripts.bench import common
 
 
@@ -57,7 +57,7 @@ def make_models(args):
 @torch.no_grad()
 def operations_of_a_step(model, token):
     """Return the number of ATen operations in a decoding step with a short context, nested ones included."""
-    cache = {cache_argument(model): DynamicCache(config=model.config)}
+    cache = {cache_name(type(model)): DynamicCache(config=model.config)}
     for _ in range(3):  # the first one fills the cache, the second one determines what to keep
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             model(token, **cache)
@@ -73,7 +73,7 @@ def measure(args):
 
     def prefill(name):
         """Return the seconds per prompt token."""
-        caches[name] = {cache_argument(models[name]): DynamicCache(config=models[name].config)}
+        caches[name] = {cache_name(type(models[name])): DynamicCache(config=models[name].config)}
         read = lambda: models[name](ids, **caches[name], logits_to_keep=1).logits.sum().item()  # noqa: E731
         return common.timed(read, device=args.device)[0] / args.context
 

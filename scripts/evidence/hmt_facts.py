@@ -35,7 +35,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from hf_longctx.corpus import load_tokens
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics.run.logits import cache_argument
+from hf_longctx.hmt.compat_hmt import cache_name
 from scripts.bench import common
 from scripts.evidence import hmt_training
 from scripts.evidence.hmt_training import (
@@ -197,7 +197,7 @@ def read(model, questions):
             "state": out.state.select_rows(rows),
             "output_recall": model.config.recall and not model.config.recall_tokens,
         }
-    name = cache_argument(model)
+    name = cache_name(type(model))
     cache = getattr(out, name)
     cache.batch_select_indices(rows)
     return {name: cache}

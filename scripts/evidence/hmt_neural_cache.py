@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, DynamicCache, set_seed
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-from hf_longctx.metrics.run.logits import cache_argument
+from hf_longctx.hmt.compat_hmt import cache_name
 from scripts.bench import common
 from scripts.evidence.hmt_training import BACKBONES, TEXT, load_backbone
 from scripts.evidence.parts import make_parser, measure_parts, require
@@ -68,7 +68,7 @@ def one_stretch(number, seed, model, args):
     for place, begin in enumerate(range(0, args.segments * length, length)):
         ids, targets = texts[:, begin : begin + length], texts[:, begin + 1 : begin + length + 1]
         own = model(ids, state=state, use_cache=True)
-        whole = model.backbone(ids, use_cache=True, **{cache_argument(model.backbone): kv_cache})
+        whole = model.backbone(ids, use_cache=True, **{cache_name(type(model.backbone)): kv_cache})
         if place >= args.earliest:
             far = max(0, begin - k - length)  # where the longer window begins
             logits = [model.backbone(texts[:, i : begin + length]).logits[:, -length:] for i in (begin - k, far)]

@@ -6,44 +6,20 @@ import pytest
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
 from hf_longctx import cli
-from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
+from hf_longctx.metrics import PositionLoss
 
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 
-@pytest.fixture
-def files(tmp_path):
-    for name, correct in (("fox", 5), ("llama", 1)):
-        points = [CurvePoint(8, [4, 4], [1, 1]), CurvePoint(9, [correct] * 2, [1, 1])]
-        ForgettingCurve.of_points(points, {"model": name, "train_length": 32}).save(tmp_path / f"{name}.json")
-        PositionLoss.of_mean([3.0, 2.5, 2.0], 4, {"model": name}).save(tmp_path / f"{name}_loss.json")
-    return tmp_path
-
-
-def test_names_and_losses(files, capsys):
-    losses = [str(files / f"{name}_loss.json") for name in ("fox", "llama")]
-    picture = files / "new folder" / "losses.png"
-    options = ["--names", "a", "b", "--output", str(picture), "--title", "Losses"]
-    assert cli.main(["compare", *losses, *options]) == 0
-    assert "| b | 2.500 | 2.000 | 12.18 | 3 | 4 |" in capsys.readouterr().out
-    assert picture.exists()
-
-
-def test_a_markdown_file_gets_the_table(files, capsys):
-    curves = [str(files / f"{name}.json") for name in ("fox", "llama")]
-    assert cli.main(["compare", *curves, "--output", str(files / "table.md")]) == 0
-    heading, _, table = (files / "table.md").read_text().partition("\n\n")
-    assert heading == "# Forgetting curve" and "\n| model |" in table and "| llama |" in table
-    assert table.startswith("Which copies further is not significant: fox at least 8 tokens; llama not known")
-    assert capsys.readouterr().out == f"{table}wrote {files / 'table.md'}\n"
-
-
-def test_counts_of_other_benchmarks(files, capsys):
-    (files / "ruler.csv").write_text("Model,Length, Correct,Total\na,4096,480,500\na,8192,300,500\nb,4096,99,500\n")
-    for output in ("ruler.svg", "ruler.md"):
-        assert cli.main(["compare", "--counts", str(files / "ruler.csv"), "--output", str(files / output)]) == 0
-        printed = capsys.readouterr().out
-        assert "| a | RULER | 85.6% | 4096 | 4,096 to below 8,192 | 4096 to 8192 |" in printed
-        assert "| b | NoLiMa | 16.8% | 4096 (base score 20%: cannot do the task) | " in printed
-    assert (files / "ruler.md").read_text().startswith("# Effective length\n\n| model | rule |")
+@pytest.mark.parametrize("output", ["losses.png", "table.md"])
+def test_names_of_losses(tmp_path, capsys, output):
+    files, path = [str(tmp_path / f"{name}.json") for name in ("fox", "llama")], tmp_path / "new folder" / output
+    for file in files:
+        PositionLoss.of_mean([3.0, 2.5, 2.0], 4).save(file)
+    assert cli.main(["compare", *files, "--names", "a", "b", "--output", str(path), "--title", "Losses"]) == 0
+    out = capsys.readouterr().out
+    assert "| b | 2.500 | 2.000 | 12.18 | 3 | 4 |" in out and out.endswith(f"wrote {path}\n")
+    if output == "table.md":
+        heading, table = path.read_text().split("\n\n", 1)
+        assert heading == "# Losses" and out == f"{table}wrote {path}\n"

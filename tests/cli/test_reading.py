@@ -35,17 +35,3 @@ def test_a_text_is_read_once_and_asked_about(novel, capsys, monkeypatch):
         for text in ("novel.txt", "state.safetensors", "other.safetensors"):
             assert cli.main(["read", HMT, text, question, *options]) == 0
             assert capsys.readouterr().out.split()[-1] == colour
-
-
-def test_mistakes_are_answered_in_a_sentence(novel, capsys, folder):
-    for command, says in (
-        (["read", str(folder), "novel.txt"], "does not have a memory"),
-        (["read", str(folder), "x.safetensors", "x"], "does not have a memory"),
-        (["read", HMT, "x.safetensors", "Ada"], "x.safetensors does not exist"),
-        (["read", HMT, "novel.txt", "--output", "novel.txt"], "novel.txt is not a complete file of HMTState.save"),
-        (["read", HMT, "novel.txt", "--output", "no/x"], "The output folder no does not exist"),
-        (["read", HMT, "novel.txt", "Ada", "--temperature", "-1"], "--temperature must be at least 0, got -1.0"),
-    ):
-        assert cli.main(command) == 2
-        error = capsys.readouterr().err
-        assert says in error and error.count("hf-longctx: error:") == 1, command

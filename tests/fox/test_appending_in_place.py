@@ -5,12 +5,12 @@ import pickle
 
 import pytest
 import torch
-from tiny_fox import TINY, check_logits, logits, make, make_from, tokens
+from tiny_fox import TINY, check_logits, in_chunks, make, make_from, tokens
 from torch.func import functional_call, jvp
 from transformers import DynamicCache
 
-from hf_longctx.fox import FoxConfig
-from hf_longctx.fox.state_fox import FREE_TOKENS, CachedLayer, InPlaceBuffer
+from hf_longctx.fox import FoxConfig, state_fox
+from hf_longctx.fox.state_fox import FREE_TOKENS, InPlaceBuffer
 
 
 COPIES = {
@@ -57,15 +57,12 @@ def test_a_step_in_place_is_an_ordinary_step(seed, dtype, monkeypatch):
     mask[-1, :3] = 0
 
     def decode():
-        cache, pieces = DynamicCache(config=model.config), []
-        for x in ids.split([9] + [1] * (ids.shape[1] - 9), dim=1):
-            seen = cache.get_seq_length() + x.shape[1]
-            pieces.append(logits(model, x, attention_mask=mask[:, :seen], cache=cache))
-        return torch.cat(pieces, dim=1), cache
+        cache = DynamicCache(config=model.config)
+        return in_chunks(model, ids, cache, [9] + [1] * (ids.shape[1] - 9), mask), cache
 
     got, cache = decode()
     assert all("buffers" in vars(layer) for layer in cache.layers)
-    monkeypatch.setattr(CachedLayer, "appends_in_place", lambda *_: False)
+    monkeypatch.setattr(state_fox, "DynamicCache", None)
     want, ordinary = decode()
     assert torch.equal(got, want)
     assert all(

@@ -73,16 +73,14 @@ def test_the_rule(rows, length, changes, training, chosen, monkeypatch):
         assert choose_implementation(config, x, cache=DynamicCache(config=config)) == chosen
 
 
-def test_padding_in_a_pruned_cache_takes_sdpa(monkeypatch):
+@pytest.mark.parametrize("slots, chosen", [(None, "forgetting_triton"), (512, "sdpa")], ids=["dynamic", "static"])
+def test_pruned_caches(slots, chosen, monkeypatch):
     config = FoxConfig.pro(**TINY)
-    pruned = PrunedCache(make_from(config), 1e-4)
+    pruned = PrunedCache(make_from(config), 1e-4, max_cache_len=slots)
     monkeypatch.setattr(backend_fox, "why_not", lambda *args: None)
     with FakeTensorMode():
         x = torch.empty(1, KERNEL_TOKENS, 32, device="cuda", dtype=torch.bfloat16)
-    padding = torch.ones(1, KERNEL_TOKENS, dtype=torch.long)
-    assert choose_implementation(config, x, padding, pruned) == "forgetting_triton"
-    padding[0, 5] = 0
-    assert choose_implementation(config, x, padding, pruned) == "sdpa"
+    assert choose_implementation(config, x, pruned) == chosen
 
 
 def test_transforms_of_torch_func_take_sdpa(used):

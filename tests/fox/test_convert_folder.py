@@ -95,17 +95,19 @@ def test_weights_keep_their_dtype(tmp_path):
     assert loaded.dtype == torch.float32
 
 
-def truncate(folder):
-    file = folder / "model-1.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
+def change_shard(change):
+    """Rewrite the tensors of a shard."""
+
+    def write(folder):
+        file = folder / "model-1.safetensors"
+        save_file(change(load_file(file)), file)
+
+    return write
 
 
-def lose(folder):
-    (folder / "model-1.safetensors").unlink()
-
-
-def repeat(folder):
-    shutil.copy(folder / "model-1.safetensors", folder / "model-2.safetensors")
+def shrink(tensors):
+    name = sorted(tensors)[0]
+    return {**tensors, name: tensors[name][:-1].clone(), "extra": torch.ones(())}
 
 
 def pickle(folder):
@@ -114,69 +116,48 @@ def pickle(folder):
     (folder / "pytorch_model.bin").write_bytes(b"")
 
 
-def shrink(folder):
-    tensors = load_file(folder / "model-1.safetensors")
-    name = sorted(tensors)[0]
-    save_file({**tensors, name: tensors[name][:-1].clone(), "extra": torch.ones(())}, folder / "model-1.safetensors")
+def index(folder):
+    """An index that points to valid weights next to the folder."""
+    shutil.copy(folder / "model-1.safetensors", folder.parent / "outside.safetensors")
+    weight_map = {"weight_map": {"a": "../outside.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
 
 
-def quantize(folder):
-    tensors = load_file(folder / "model-1.safetensors")
-    save_file({name: x.to(torch.float8_e4m3fn) for name, x in tensors.items()}, folder / "model-1.safetensors")
+def link(folder):
+    """A tokenizer file that is a link to a file next to the folder."""
+    (folder.parent / "secret.json").write_text("{}")
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("../secret.json")
 
 
-def index(weight_map):
-    """An index that may point to valid weights next to the folder."""
-
-    def write(folder):
-        shutil.copy(folder / "model-1.safetensors", folder.parent / "outside.safetensors")
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-
-    return write
+def width_in_words(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(hidden_size="32")))
 
 
-def link(name, target):
-    """A tokenizer file that is a link; if it leads outside, to a file next to the folder."""
-
-    def damage(folder):
-        (folder.parent / "secret.json").write_text("{}")
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(target)
-
-    return damage
-
-
-def setting(**values):
-    def change(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, **values}))
-
-    return change
-
-
+SHARD = "model-1.safetensors"
 DAMAGE = {
-    "truncated": (truncate, r"model-1.safetensors is not a valid safetensors file .*truncated"),
-    "a shard is missing": (lose, r"lacks model-1.safetensors"),
-    "a tensor twice": (repeat, r" is in both model-1.safetensors and model-2.safetensors"),
+    "truncated": (
+        lambda folder: (folder / SHARD).write_bytes((folder / SHARD).read_bytes()[:-100]),
+        r"model-1.safetensors is not a valid safetensors file .*truncated",
+    ),
+    "a shard is missing": (lambda folder: (folder / SHARD).unlink(), r"lacks model-1.safetensors"),
+    "a tensor twice": (
+        lambda folder: shutil.copy(folder / SHARD, folder / "model-2.safetensors"),
+        r" is in both model-1.safetensors and model-2.safetensors",
+    ),
     "pickled": (pickle, r"lacks model.safetensors.* It has pytorch_model.bin: load and save"),
-    "wrong tensors": (shrink, r"(?s)shape of .*unknown: extra"),
-    "another dtype": (quantize, r"weights of torch.float8_e4m3fn are not supported"),
+    "wrong tensors": (change_shard(shrink), r"(?s)shape of .*unknown: extra"),
+    "another dtype": (
+        change_shard(lambda tensors: {name: x.to(torch.float8_e4m3fn) for name, x in tensors.items()}),
+        r"weights of torch.float8_e4m3fn are not supported",
+    ),
     "configuration": (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), r"must contain a JSON object, got list"),
     "no configuration": (lambda folder: (folder / "config.json").unlink(), r"not a checkpoint folder.*hf download"),
-    "index": (
-        lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
-        r"index.json must contain a JSON object, got list",
-    ),
-    "weights beside the folder": (
-        index({"a": "../outside.safetensors"}),
-        r"same folder, got '../outside.safetensors'",
-    ),
-    "a tokenizer beside the folder": (
-        link("tokenizer.json", "../secret.json"),
-        "tokenizer.json is a link to .*secret",
-    ),
-    "a width in words": (setting(hidden_size="32"), "config.json: .*'hidden_size'"),
-    "too many layers": (setting(num_hidden_layers=3), r"missing: model.layers.2.attn"),
+    "weights beside the folder": (index, r"same folder, got '../outside.safetensors'"),
+    "a tokenizer beside the folder": (link, "tokenizer.json is a link to .*secret"),
+    "a width in words": (width_in_words, "config.json: .*'hidden_size'"),
 }
 
 
@@ -220,7 +201,6 @@ REFUSED = {
     "the wrong format": (("llama",), r"for conversion to FoX, got 'forgetting_transformer-project_fox'"),
     "not a FoX": (("fox", "fla"), r"must be 'fox'.*Set the source format"),
     "no conversion": (("official", "fla"), r"cannot convert from 'official' to 'fla'"),
-    "back to a Llama": (("fox", "llama"), r"cannot convert from 'fox' to 'llama'"),
     "gates that are there": (("official", "fox", 100.0), r"decay_time=100.0 requires a model without gates"),
 }
 

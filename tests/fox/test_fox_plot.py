@@ -5,7 +5,6 @@ import tiny_fox
 import torch
 from tiny_fox import make
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.fox.plot import head_maps, plot_forget_gates, spread
 
 
@@ -66,28 +65,19 @@ def test_a_long_text_is_reduced_block_by_block(monkeypatch):
                 torch.testing.assert_close(reduced.attention[i, j], whole.attention[rows, columns].nan_to_num(0).max())
 
 
-IDS = torch.arange(40)
-
-
-def make_with_eight_heads(**kwargs):
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=61, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=8)
-    return FoxForCausalLM(FoxConfig(**sizes, **kwargs)).eval()
-
-
 @pytest.mark.parametrize("choice", [{}, {"layers": [0], "resolution": 16}, {"layers": [1], "heads": [3]}], ids=str)
 def test_writes_a_picture(choice, tmp_path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
     path = tmp_path / "gates.png"
-    plot_forget_gates(make_with_eight_heads(), IDS, path, **choice)
+    plot_forget_gates(make("llama"), tokens(40), path, **choice)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_typical_heads_span_from_the_fastest_to_the_slowest():
-    maps = head_maps(make_with_eight_heads(forget_gate="fixed", decay_time_min=2, decay_time_max=256), IDS)
+    maps = head_maps(make("fixed"), tokens(40))
     times = [x.decay_time for x in spread(maps, 4)]
     assert times == sorted(times) and len(times) == 4
-    assert times[0] == pytest.approx(2, rel=1e-3) and times[-1] == pytest.approx(256, rel=1e-3)
+    assert times[0] == pytest.approx(2, rel=1e-3) and times[-1] == pytest.approx(64, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +85,6 @@ def test_typical_heads_span_from_the_fastest_to_the_slowest():
     [
         ({"input_ids": torch.zeros(2, 5)}, "one sequence"),
         ({"layers": [2]}, r"layers must be .* 0 to 1, got \[2\]"),
-        ({"resolution": 0}, "resolution must be at least 1, got 0"),
         ({"model": torch.nn.Linear(1, 1)}, "a FoX with a forget gate, got a Linear"),
     ],
     ids=str,

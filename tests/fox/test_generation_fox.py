@@ -6,6 +6,8 @@ import transformers
 from tiny_fox import VARIANTS, both_blocks, check_logits, logits, make, make_from, tokens, with_and_without_window
 from transformers import CompileConfig, StaticCache
 
+from hf_longctx.fox import PrunedCache
+
 
 SETTINGS = dict(max_new_tokens=9, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True)
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
@@ -16,6 +18,44 @@ def assert_same(got, want):
     assert torch.equal(got.sequences, want.sequences)
     for a, b in zip(got.logits, want.logits):
         torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
+
+
+GENERATION = {
+    "greedy": dict(),
+    "beams": dict(num_beams=3),
+    "static cache": dict(cache_implementation="static", disable_compile=True),
+    "prompt lookup": dict(prompt_lookup_num_tokens=3),
+    "early exit": dict(assistant_early_exit=1),
+    "chunked prefill": dict(prefill_chunk_size=5),
+    "chunked prefill into a static cache": dict(
+        prefill_chunk_size=5, cache_implementation="static", disable_compile=True
+    ),
+}
+# every way to generate with the variant that has everything, and each variant with caches of another kind
+GENERATED = [("pro with a window", name, False) for name in GENERATION]
+GENERATED += [("llama", name, False) for name in ("static cache", "prompt lookup")]
+GENERATED += [("window", name, False) for name in ("beams", "static cache")]
+GENERATED += [("pro with grouped heads and rope", name, False) for name in ("greedy", "early exit", "chunked prefill")]
+GENERATED += [
+    ("pro with grouped heads and rope", name, True)
+    for name in GENERATION
+    if "static" not in name and "exit" not in name
+]
+
+
+@pytest.mark.parametrize("variant, options, pruned", GENERATED)
+def test_generation_with_a_cache_equals_generation_without(variant, options, pruned):
+    model, options = make(variant), GENERATION[options]
+    alone = options.keys() & {"prompt_lookup_num_tokens", "assistant_early_exit"}
+    prompt, settings = tokens(1 if alone else 3, 60 if pruned else 9), SETTINGS | dict(max_new_tokens=12)
+    want = model.generate(prompt, **settings, num_beams=options.get("num_beams", 1), use_cache=False)
+    caches = [None]
+    if pruned:  # only the growing one can be cropped
+        sizes = [None] if alone else [None, 72]
+        caches = [PrunedCache(model, 1e-6, prune_every=8, max_cache_len=n) for n in sizes]
+    for cache in caches:
+        assert_same(model.generate(prompt, **settings, **options, cache=cache), want)
+        assert cache is None or cache.dropped.any()
 
 
 @pytest.fixture

@@ -6,28 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from budget import EPS
-from tiny_fox import TINY, VARIANTS, both_blocks, check_logits, every_variant, logits, make, tokens
+from tiny_fox import TINY, both_blocks, check_logits, every_variant, logits, make, tokens
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, forgetting_attention_ref
 from hf_longctx.fox.modeling_fox import FoxRMSNorm, decay_time_bias
 from hf_longctx.fox.state_fox import Call
-
-
-CHUNKS = [[13, 1, 3, 7], [1, 1, 1, 1, 20], [23, 1]]
-CHUNKED = [(variant, "sdpa", CHUNKS[0]) for variant in VARIANTS]
-CHUNKED += [("llama", "eager", CHUNKS[1]), ("pro", "sdpa", CHUNKS[2])]
-
-
-@pytest.mark.parametrize("variant, backend, chunks", CHUNKED, ids=str)
-def test_decoding_in_any_chunks_equals_one_forward(variant, backend, chunks):
-    model, ids = make(variant, backend), tokens()
-    cache, pieces = DynamicCache(config=model.config), []
-    for chunk in ids.split(chunks, dim=1):
-        pieces.append(logits(model, chunk, cache=cache))
-    check_logits(torch.cat(pieces, dim=1), logits(model, ids, use_cache=False))
 
 
 @torch.no_grad()
@@ -77,21 +63,6 @@ def test_padding_changes_nothing_on_real_tokens(variant, padding):
     check_logits(padded, alone[0])
 
 
-@pytest.mark.parametrize("static", [False, True], ids=["growing cache", "static cache"])
-@both_blocks
-def test_padded_prompts_in_chunks(variant, static):
-    model, ids = make(variant), tokens(batch=2, length=12)
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[0, :5] = 0
-    whole = logits(model, ids, attention_mask=mask)
-    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
-    pieces, end = [], 0
-    for chunk in ids.split([4, 1, 5, 1, 1], dim=1):
-        end += chunk.shape[1]
-        pieces.append(logits(model, chunk, attention_mask=mask[:, :end], cache=cache))
-    check_logits(torch.cat(pieces, dim=1)[mask.bool()], whole[mask.bool()])
-
-
 def test_a_float16_mask_outweighs_any_decay():
     model = make("llama", "eager").half()
     for layer in model.model.layers:
@@ -100,40 +71,6 @@ def test_a_float16_mask_outweighs_any_decay():
     first, second = tokens(1, 200), tokens(1, 200)
     second[0, -1] = 3 + (second[0, -1] - 2) % 50
     assert torch.equal(logits(model, first)[:, :-1], logits(model, second)[:, :-1])
-
-
-GENERATION = {
-    "greedy": dict(),
-    "beams": dict(num_beams=3),
-    "static cache": dict(cache_implementation="static", disable_compile=True),
-    "prompt lookup": dict(prompt_lookup_num_tokens=3),
-    "early exit": dict(assistant_early_exit=1),
-    "chunked prefill": dict(prefill_chunk_size=5),
-    "chunked prefill into a static cache": dict(
-        prefill_chunk_size=5, cache_implementation="static", disable_compile=True
-    ),
-}
-
-
-# every way to generate with the variant that has everything, and each variant with caches of another kind
-GENERATED = [("pro with a window", name) for name in GENERATION]
-GENERATED += [("llama", "static cache"), ("llama", "prompt lookup"), ("window", "beams"), ("window", "static cache")]
-GENERATED += [("pro with grouped heads and rope", name) for name in ("greedy", "early exit", "chunked prefill")]
-
-
-@pytest.mark.parametrize("variant, options", GENERATED)
-def test_generation_with_a_cache_equals_generation_without(variant, options):
-    options = GENERATION[options]
-    model = make(variant)
-    batch = 1 if {"prompt_lookup_num_tokens", "assistant_early_exit"} & options.keys() else 3
-    settings = dict(max_new_tokens=12, do_sample=False, eos_token_id=None)
-    settings |= dict(return_dict_in_generate=True, output_logits=True)
-    plain = {name: value for name, value in options.items() if name == "num_beams"}
-    with_cache = model.generate(tokens(batch, 9), **settings, **options)
-    without = model.generate(tokens(batch, 9), **settings, **plain, use_cache=False)
-    assert torch.equal(with_cache.sequences, without.sequences)
-    for a, b in zip(with_cache.logits, without.logits):
-        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -36,6 +36,10 @@ CASES = {  # shape (B, Hq, Hkv, Tq, Tk, D), options
     "grouped heads": ((1, 4, 2, 37, 37, 32), {}),
     "head of 80": ((1, 3, 1, 35, 35, 80), {"scale": 0.5}),
     "more keys than queries": ((1, 2, 1, 21, 75, 16), {}),
+    "decoding, one token": ((1, 8, 2, 1, 150, 32), {}),
+    "decoding, five tokens": ((1, 3, 1, 5, 150, 20), {}),
+    "decoding, 64 rows": ((1, 4, 1, 16, 100, 16), {}),
+    "decoding, padded": ((3, 2, 1, 2, 90, 16), {"attention_mask": padding(90, (0, 90), (71, 90), (40, 89))}),
     "head of 256": ((1, 1, 1, 20, 33, 256), {}),
     "left padding": ((2, 1, 1, 40, 40, 16), {"attention_mask": padding(40, (7, 40), (39, 40))}),
     "both sides, one row empty": ((3, 1, 1, 45, 45, 16), {"attention_mask": padding(45, (5, 40), (30, 33), (0, 0))}),
@@ -46,7 +50,7 @@ CASES = {  # shape (B, Hq, Hkv, Tq, Tk, D), options
     "window, padding between tokens": ((3, 1, 1, 45, 45, 16), {"window": 7, "attention_mask": HOLES}),
 }
 IN_16_BITS = {"ragged": BF16, "one token": BF16, "grouped heads": BF16, "both sides, one row empty": BF16}
-IN_16_BITS |= {"packed, window": BF16, "head of 80": FP16}
+IN_16_BITS |= {"packed, window": BF16, "head of 80": FP16, "decoding, one token": BF16, "decoding, padded": FP16}
 TRITON = pytest.param("triton", marks=runs_triton)
 
 
@@ -55,15 +59,15 @@ def calls():
     for backend, case in itertools.product(("folded", "triton"), CASES):
         marks = runs_triton if backend == "triton" else []
         yield pytest.param(backend, case, FP32, id=f"{backend}, {case}, float32", marks=marks)
-        few = ("grouped heads", "head of 80", "packed, window")
-        if (dtype := IN_16_BITS.get(case)) and (backend == "folded" or case in few):
+        slow = backend == "triton" and case in ("ragged", "one token", "both sides, one row empty")
+        if (dtype := IN_16_BITS.get(case)) and not slow:
             name = f"{backend}, {case}, {str(dtype).removeprefix('torch.')}"
             yield pytest.param(backend, case, dtype, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("backend, case, dtype", list(calls()))
 def test_every_backend_agrees_with_the_definition(backend, case, dtype):
-    """Output and gradients; queries that are padding, or see nothing, give 0."""
+    """Output and gradients, and the output of a call without them; queries that see nothing give 0."""
     shape, options = CASES[case]
     inputs = draw(*shape, dtype=dtype)
     fast = run(forgetting_attention, *inputs, backend=backend, **options)
@@ -74,6 +78,8 @@ def test_every_backend_agrees_with_the_definition(backend, case, dtype):
         limits["resolution"] = EPS * inputs[3].sum(-1).abs().max().item()
         limits["dlog_f"] = 0.0 if dtype == FP32 else 0.02  # SDPA rounds the column sums of dS to 16 bits
     check_budget(fast, plain, exact, inputs, options.get("scale"), **limits)
+    decoded = forgetting_attention(*inputs[:4], backend=backend, **options)
+    check_budget([decoded], plain[:1], exact[:1], inputs, options.get("scale"), **limits)
     if "attention_mask" in options:
         padded = ~options["attention_mask"].bool()[:, None, -shape[3] :, None]
         assert (fast[0].masked_select(padded) == 0).all()
@@ -141,26 +147,27 @@ def test_a_compiled_graph_refuses_bad_values():
 
 
 def test_the_default_is_triton_on_a_gpu_and_the_folded_form_elsewhere(monkeypatch):
-    def gpu(dtype=BF16, head_dim=64):
-        return types.SimpleNamespace(shape=(1, 1, 1, head_dim), dtype=dtype, device=torch.device("cuda"))
+    def chosen(dtype=BF16, head_dim=64):
+        q = types.SimpleNamespace(shape=(1, 1, 1, head_dim), dtype=dtype, device=torch.device("cuda"))
+        return operator.choose_backend(None, q, None)
 
     capability = 90
     monkeypatch.setattr(triton_fox, "capability_of", lambda device: capability)
     for module in (operator, triton_fox):
         monkeypatch.setattr(module, "INTERPRETED", types.SimpleNamespace(value=False))
     monkeypatch.setattr(triton_fox, "triton", "installed")
-    assert all(operator.triton_runs_well(gpu(dtype)) for dtype in (BF16, FP16, FP32))
-    assert not operator.triton_runs_well(gpu(torch.float64)) and not operator.triton_runs_well(gpu(head_dim=320))
-    assert not operator.triton_runs_well(torch.zeros(1, 1, 1, 64))
+    assert all(chosen(dtype) == "triton" for dtype in (BF16, FP16, FP32))
+    assert chosen(torch.float64) == chosen(head_dim=320) == "folded"
+    assert operator.choose_backend(None, torch.zeros(1, 1, 1, 64), None) == "folded"
     capability = 75
-    assert not operator.triton_runs_well(gpu())
+    assert chosen() == "folded"
     assert "compute capability 7.5" in str(triton_fox.why_not(64, BF16, torch.device("cuda")))
     capability = 94
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert "AMD" in str(triton_fox.why_not(64, BF16, torch.device("cuda")))
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(triton_fox, "triton", None)
-    assert not operator.triton_runs_well(gpu())
+    assert chosen() == "folded"
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="asks what a CPU does")

@@ -1,28 +1,69 @@
 """The states of a FoX survive what caches do."""
 
 import copy
+import random
 
 import pytest
 import torch
 import transformers
 from tiny_fox import (
-    TINY,
+    VARIANTS,
     both_blocks,
     check_logits,
+    in_chunks,
     logits,
     make,
     make_from,
     tokens,
-    with_and_without_window,
 )
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_longctx.fox import FoxConfig, PrunedCache
+from hf_longctx.fox import PrunedCache
 
 
-IDS = tokens(2, 9)
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
+LENGTH, SLOTS = 90, 76
+
+
+def caches_for(model):
+    """A full cache that grows, a static one, and both kinds of a pruned one, which drops tokens under QK-norm."""
+    caches = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=LENGTH)]
+    if model.dtype != torch.float64 and model.config.forget_gate != "none" and model.config.sliding_window is None:
+        bound, slots = ("weights", SLOTS) if model.config.qk_norm else ("observed", LENGTH)
+        caches += [PrunedCache(model, 1e-6, bound, prune_every=8, max_cache_len=n) for n in (None, slots)]
+    return caches
+
+
+GROUPED = "pro with grouped heads and rope"
+READ = [(variant, "sdpa", torch.float32) for variant in VARIANTS]
+READ += [(variant, "eager", torch.float32) for variant in ("llama", GROUPED, "pro with a window")]
+READ += [(GROUPED, "sdpa", dtype) for dtype in (torch.bfloat16, torch.float64)]
+
+
+@pytest.mark.parametrize("variant, backend, dtype", READ, ids=str)
+def test_any_cache_and_any_chunks_equal_one_forward(variant, backend, dtype):
+    """Of rows without padding, with padding on the left, and between tokens."""
+    draw, config = random.Random(f"{variant} {backend}"), VARIANTS[variant]()
+    config.head_dim = draw.choice([8, 12])
+    model, chunks = make_from(config, dtype), []
+    model.set_attn_implementation(backend)
+    ids = tokens(3, LENGTH)
+    while rest := LENGTH - sum(chunks):
+        chunks.append(min(rest, draw.choice([1, 3, 9, 17])))
+    padded = torch.ones_like(ids)
+    padded[1, : draw.randrange(1, 20)] = 0
+    padded[2, (start := draw.randrange(60)) : start + draw.randrange(1, 5)] = 0
+    for mask in (None, padded):
+        want = logits(model, ids, attention_mask=mask, use_cache=False)
+        real = torch.ones_like(ids).bool() if mask is None else mask.bool()
+        for cache in caches_for(model):
+            got = in_chunks(model, ids, cache, chunks, mask)
+            if dtype == torch.bfloat16:
+                assert (got - want)[real].norm() < 0.03 * want[real].norm()
+            else:
+                check_logits(got[real].float(), want[real].float())
+            assert not (isinstance(cache, PrunedCache) and model.config.qk_norm) or cache.dropped.any()
 
 
 def rows(index):
@@ -45,57 +86,31 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "operation, recorded", [*((x, False) for x in OPERATIONS), *((x, True) for x in OPERATIONS if "crop" in x)]
-)
-@with_and_without_window
-def test_the_states_follow_the_keys(variant, operation, recorded):
-    """Crop twice: the cache then continues like one that read the remaining tokens only, together or one by one."""
-    if "window" in variant and (OLD if recorded else "crop" in operation):
+FOLLOWED = [(v, "growing", x) for v in ("llama", GROUPED, "window", "pro with a window") for x in OPERATIONS]
+FOLLOWED += [(v, "recorded", x) for v, cache, x in FOLLOWED if "crop" in x]
+FOLLOWED += [(GROUPED, cache, x) for cache in ("pruned", "static pruned") for x in OPERATIONS if "crop" not in x]
+
+
+@pytest.mark.parametrize("variant, kind, operation", FOLLOWED)
+def test_the_states_follow_the_keys(variant, kind, operation):
+    """Change twice: the cache then continues like one that read these rows only, together or one by one."""
+    if "window" in variant and (OLD if kind == "recorded" else "crop" in operation):
         pytest.skip("transformers takes tokens back from a full sliding window if they are recorded, and from 5.23 on")
     model, (change, changed) = make(variant), OPERATIONS[operation]
-    cache, new = DynamicCache(config=model.config), tokens(8, 32, seed=2)
-    if recorded:
+    growing, _, *pruned = caches_for(model)
+    cache, new = {"pruned": pruned[:1], "static pruned": pruned[1:]}.get(kind, [growing])[0], tokens(8, 32, seed=2)
+    if kind == "recorded":
         cache.activate_past_recording()
     ids = tokens(2, 40)
-    logits(model, ids, cache=cache)
-    for pieces in [1, 1, 30], [32]:
+    in_chunks(model, ids, cache, 20)
+    for chunks in [1, 1, 30], 32:
         change(cache)
         ids = changed(ids)
         added = new[: len(ids)]
-        got = torch.cat([logits(model, x, cache=cache) for x in added.split(pieces, dim=1)], dim=1)
+        got = in_chunks(model, added, cache, chunks)
         ids = torch.cat([ids, added], dim=1)
         check_logits(got, logits(model, ids, use_cache=False)[:, -32:])
-
-
-@pytest.mark.parametrize(
-    "seed, dtype",
-    [*((seed, torch.float32) for seed in range(4)), (4, torch.bfloat16), (5, torch.bfloat16), (6, torch.float64)],
-    ids=str,
-)
-def test_random_models_decode_as_they_read(seed, dtype):
-    """Of any number of rows and heads, padded on the left, from every kind of cache."""
-    draw = torch.Generator().manual_seed(seed)
-    pick = lambda *of: of[int(torch.randint(len(of), (), generator=draw))]  # noqa: E731
-    heads = dict(num_key_value_heads=pick(1, 2, 4), head_dim=pick(8, 12), forget_gate_per_kv_head=pick(True, False))
-    model = make_from(pick(FoxConfig, FoxConfig.pro)(**TINY | heads), dtype=dtype, seed=seed)
-    ids = tokens(pick(1, 3), 31, seed)
-    mask = torch.ones_like(ids)
-    mask[-1, : pick(0, 1, 5)] = 0
-    want = logits(model, ids, attention_mask=mask)
-    caches = [DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=31)]
-    if dtype != torch.float64:
-        caches.append(PrunedCache(model, tolerance=1e-8, prune_every=8))
-    for cache in caches:
-        pieces = []
-        for x in ids.split([6] + 25 * [1], dim=1):
-            seen = cache.get_seq_length() + x.shape[1]
-            pieces.append(logits(model, x, attention_mask=mask[:, :seen], cache=cache))
-        got = torch.cat(pieces, dim=1)
-        if dtype == torch.bfloat16:
-            assert (got - want)[mask.bool()].norm() < 0.03 * want[mask.bool()].norm()
-        else:
-            check_logits(got[mask.bool()].float(), want[mask.bool()].float())
+    assert "pruned" not in kind or cache.dropped.any()
 
 
 def test_a_quantized_cache_is_refused():

@@ -14,7 +14,7 @@ from commands import run
 
 pytest.importorskip("triton")
 from budget import EPS
-from tiny_fox import ROPE, TINY, check_logits, logits, make_from, tokens
+from tiny_fox import ROPE, TINY, VARIANTS, check_logits, in_chunks, logits, make_from, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -33,21 +33,13 @@ pytestmark = [
     ),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy speaks up at exp2(-inf), log2(0)
 ]
-SMALL = TINY | dict(num_hidden_layers=1, num_key_value_heads=2)
-VARIANTS = {
-    "llama": lambda: FoxConfig(**SMALL),
-    "one gate per key head": lambda: FoxConfig(**SMALL, forget_gate_per_kv_head=True),
-    "pro with rope": lambda: FoxConfig.pro(**SMALL, rope_parameters=ROPE),
-    "window": lambda: FoxConfig(**SMALL, sliding_window=7),
-    "pro with a window": lambda: FoxConfig.pro(**SMALL, sliding_window=7),
-    "no gate": lambda: FoxConfig(**SMALL, forget_gate="none", rope_parameters=ROPE),
-}
+PRO = "pro with grouped heads and rope"
 
 
 def make(variant, backend="forgetting_triton", **changes):
-    """A small model whose every parameter is far from its initial value."""
+    """A model of one layer whose every parameter is far from its initial value."""
     config = VARIANTS[variant]()
-    for name, value in changes.items():
+    for name, value in (dict(num_hidden_layers=1) | changes).items():
         setattr(config, name, value)
     model = make_from(config)
     model.set_attn_implementation(backend)
@@ -108,7 +100,7 @@ def rows(kind):
         ("window", "packed"),
         ("llama", "left padding"),
         ("no gate", "right padding"),
-        ("pro with rope", "packed"),
+        (PRO, "packed"),
         ("pro with a window", "padding in the middle"),
     ],
 )
@@ -123,15 +115,15 @@ def test_logits_and_gradients_of_all_parameters_equal_eager(variant, kind):
 
 
 CACHES = {
-    "dynamic": lambda config: DynamicCache(config=config),
-    "static": lambda config: StaticCache(config=config, max_cache_len=48),
+    "dynamic": lambda model: DynamicCache(config=model.config),
+    "static": lambda model: StaticCache(config=model.config, max_cache_len=48),
+    "pruned": lambda model: PrunedCache(model, 1e-6, prune_every=4),
 }
-
-
 CHUNKED = [  # variant, padding of two rows, chunks, cache: pair-wise
     ("llama", None, [20, 1, 17], "static"),
     ("one gate per key head", [(0, 0), (0, 15)], [19, 19], "dynamic"),
-    ("pro with rope", [(0, 4), (2, 9)], [18, 1, 3, 16], "dynamic"),
+    (PRO, [(0, 4), (2, 9)], [18, 1, 3, 16], "dynamic"),
+    (PRO, [(0, 0), (0, 5)], [80, 1, 1], "pruned"),
     ("pro with a window", [(0, 3), (22, 25)], [20, 17, 1], "static"),
     ("no gate", [(0, 3), (0, 0)], [18, 1, 19], "static"),
 ]
@@ -141,15 +133,12 @@ CHUNKED = [  # variant, padding of two rows, chunks, cache: pair-wise
 def test_any_cache_and_any_chunks_equal_one_forward(variant, spans, chunks, cache):
     ids, model = draw(2, sum(chunks)), make(variant)
     mask = None if spans is None else holes(2, sum(chunks), *spans)
-    positions = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
-    cache, pieces, end = CACHES[cache](model.config), [], 0
-    for chunk in ids.split(chunks, dim=1):
-        begin, end = end, end + chunk.shape[1]
-        seen = {} if mask is None else {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
-        pieces.append(logits(model, chunk, cache=cache, **seen))
-    want = logits(make(variant, "eager"), ids, attention_mask=mask, position_ids=positions, use_cache=False)
+    cache = CACHES[cache](model)
+    got = in_chunks(model, ids, cache, chunks, mask)
+    want = logits(make(variant, "eager"), ids, attention_mask=mask, use_cache=False)
     real = slice(None) if mask is None else mask.bool()
-    check(torch.cat(pieces, dim=1)[real], want[real])
+    check(got[real], want[real])
+    assert not isinstance(cache, PrunedCache) or cache.dropped.any()
 
 
 def test_flash_attention_4_gets_a_width_whose_gradients_are_right(monkeypatch):
@@ -165,7 +154,7 @@ def test_flash_attention_4_gets_a_width_whose_gradients_are_right(monkeypatch):
     for name in ("flash_attention_3", "flash_attention_4"):
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, flash)
     ids, eager = draw(1, 6), make("llama", "eager")
-    folded = folded_width(eager.config.head_dim, 2, torch.device(DEVICE))
+    folded = folded_width(eager.config.head_dim, 1, torch.device(DEVICE))
     for name, grad, width in (("3", True, folded), ("4", False, folded), ("4", True, 32)):
         eager.config._attn_implementation = f"flash_attention_{name}"
         with torch.set_grad_enabled(grad):
@@ -204,13 +193,13 @@ def checkpointed(model):
 
 def test_autocast_and_checkpointing():
     ids = draw(1, 20)
-    _, plain = loss_and_gradients(make("pro with rope").train(), ids)
-    model = checkpointed(make("pro with rope").train())
+    _, plain = loss_and_gradients(make(PRO).train(), ids)
+    model = checkpointed(make(PRO).train())
     for name, gradient in loss_and_gradients(model, ids)[1].items():
         check(gradient, plain[name])
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        got, want = (logits(make("pro with rope", backend), ids) for backend in ("forgetting_triton", "eager"))
-    exact = logits(make("pro with rope", "eager"), ids)
+        got, want = (logits(make(PRO, backend), ids) for backend in ("forgetting_triton", "eager"))
+    exact = logits(make(PRO, "eager"), ids)
     assert (got - exact).norm() <= 2 * (want - exact).norm()
 
 
@@ -239,7 +228,7 @@ def test_training_on_rows_of_any_length_compiles_to_one_graph():
 
 @pytest.mark.parametrize("kind", ["causal", "packed"])
 @pytest.mark.parametrize("backend", ["sdpa", "forgetting_triton"])
-@pytest.mark.parametrize("variant", ["llama", "pro with rope"])
+@pytest.mark.parametrize("variant", ["llama", PRO])
 def test_a_compiled_training_step_is_one_graph_with_the_gradients_of_eager(variant, backend, kind):
     ids, options = rows(kind)
     model = make(variant, backend).train()
@@ -274,7 +263,7 @@ def close_gates(model, log_f):
 
 
 def test_closing_gates_are_pruned_and_nothing_changes():
-    ids, bias, variant = draw(1, 68), -12.0, "pro with rope"
+    ids, bias, variant = draw(1, 68), -12.0, PRO
     with count_pruned_blocks() as blocks:
         pruned = logits(close_gates(make(variant), bias), ids)
     assert 0 < blocks.pruned < blocks.total
@@ -286,7 +275,7 @@ def test_closing_gates_are_pruned_and_nothing_changes():
 
 def test_decoding_leaves_out_what_is_forgotten():
     """Early keys of the cache are overwritten with NaN: the pruned decoding never reads them, the dense one does."""
-    model, ids = close_gates(make("pro with rope"), -12.0), draw(1, 50)
+    model, ids = close_gates(make(PRO), -12.0), draw(1, 50)
     with torch.no_grad():
         cache = model(ids[:, :-1], use_cache=True).cache
     poisoned = copy.deepcopy(cache)
@@ -301,7 +290,7 @@ def test_decoding_leaves_out_what_is_forgotten():
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_norms_bound_every_logit(shared):
-    config = FoxConfig(**SMALL, qk_norm=True, qk_norm_shared=shared, rope_parameters=ROPE)
+    config = FoxConfig(**TINY, num_key_value_heads=2, qk_norm=True, qk_norm_shared=shared, rope_parameters=ROPE)
     layer = FoxForCausalLM(config).bfloat16().model.layers[0].self_attn
     for norm in (layer.q_norm, layer.k_norm):
         norm.weight.data.normal_(std=3.0)
@@ -315,7 +304,7 @@ def test_the_norms_bound_every_logit(shared):
 
 def test_rope_brings_the_largest_weights_of_both_norms_together():
     """It turns dimension 0 of a query into dimension D / 2 of a key, almost wholly 11 tokens apart: 11 = 7 pi / 2."""
-    model = FoxForCausalLM(FoxConfig(**SMALL, qk_norm=True, rope_parameters=ROPE))
+    model = FoxForCausalLM(FoxConfig(**TINY, num_key_value_heads=2, qk_norm=True, rope_parameters=ROPE))
     layer, largest = model.model.layers[0].self_attn, {"q": 0, "k": model.config.head_dim // 2}
     heads = {}
     for name, norm, number in (("q", layer.q_norm, 4), ("k", layer.k_norm, 2)):
@@ -331,7 +320,7 @@ def test_rope_brings_the_largest_weights_of_both_norms_together():
 
 def test_an_adapter_in_the_place_of_a_norm():
     """PEFT's LN tuning shows the weight that it replaces, so nothing is read from what is not a norm of ours."""
-    attention = make("pro with rope").model.layers[0].self_attn
+    attention = make(PRO).model.layers[0].self_attn
     assert logit_bound_of_norms(attention, 4)[0].shape == (4,)
     attention.q_norm = torch.nn.Sequential(attention.q_norm)
     attention.q_norm.weight = attention.q_norm[0].weight
@@ -341,13 +330,11 @@ def test_an_adapter_in_the_place_of_a_norm():
 def test_offloaded_weights():
     """They are in place while their own module runs, so their bound is not known to the attention."""
     accelerate = pytest.importorskip("accelerate")
-    ids, model = draw(1, 18), make("pro with rope")
+    ids, model = draw(1, 18), make(PRO)
     want = logits(model, ids, use_cache=False)
     accelerate.cpu_offload(model, torch.device(DEVICE))
     assert logit_bound_of_norms(model.model.layers[0].self_attn, 4) == (None, 1.0)
-    cache = DynamicCache(config=model.config)
-    got = [logits(model, chunk, cache=cache) for chunk in ids.split([17, 1], dim=1)]
-    check(torch.cat(got, dim=1), want)
+    check(in_chunks(model, ids, DynamicCache(config=model.config), [17, 1]), want)
     with pytest.raises(ValueError, match="offloaded"):
         PrunedCache(model)
 

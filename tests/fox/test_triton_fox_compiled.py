@@ -131,7 +131,8 @@ def test_kernels_are_nodes_of_the_graph():
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     done = subprocess.run([sys.executable, "-c", GRAPHS], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [
-        ["running_sum_kernel", "prune_kernel", "split_sum_kernel", "forward_kernel", "split_sum_kernel"],
-        ["dq_kernel", "dkdv_kernel", "running_sum_kernel"],
-    ]
+    forward, backward = json.loads(done.stdout)
+    # The backward pass splits the sum again. PyTorch decides which of the graphs contains this call.
+    assert forward[:4] == ["running_sum_kernel", "prune_kernel", "split_sum_kernel", "forward_kernel"]
+    assert backward[-3:] == ["dq_kernel", "dkdv_kernel", "running_sum_kernel"]
+    assert forward[4:] + backward[:-3] == ["split_sum_kernel"]

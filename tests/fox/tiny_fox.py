@@ -62,6 +62,16 @@ def logits(model, *args, **kwargs):
     return model(*args, **kwargs).logits
 
 
+@torch.no_grad()
+def in_chunks(model, ids, cache, chunks, mask=None):
+    """Logits of rows that are read in chunks into a cache; `mask` has a column for each token."""
+    pieces, begin = [], int(cache.get_seq_length())
+    for chunk in ids.split(chunks, dim=1):
+        begin += chunk.shape[1]
+        pieces.append(model(chunk, attention_mask=None if mask is None else mask[:, :begin], cache=cache).logits)
+    return torch.cat(pieces, dim=1)
+
+
 def filled(model, ids=tokens(2, 9)):  # noqa: B008 (it is only read)
     """The cache of a model that has read `ids`."""
     cache = DynamicCache(config=model.config)

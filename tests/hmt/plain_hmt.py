@@ -117,6 +117,6 @@ def plain_single(model, row):
         logits.append(mix(out, hidden) if pairs else out)
         bank.append(made)
         if c.neural_cache_weight:
-            pairs += zip(hidden[:-1], row[start + 1 : start + len(x)].tolist())
+            pairs += zip(hidden[:-1].detach(), row[start + 1 : start + len(x)].tolist())
             pairs = pairs[-c.memory_size * (c.segment_length - 1) :]
     return torch.cat(logits)

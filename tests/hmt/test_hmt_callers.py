@@ -6,12 +6,9 @@ import pytest
 import torch
 from demo_model import DEMO
 from tiny_hmt import ROUNDING
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
-
-
-SMALL = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 
 
 # --- without weights, and with weights on disk -----------------------------------------------------------------------
@@ -100,10 +97,6 @@ def test_prompts_of_peft_are_refused(kind, make_wrapper, tokens):
         peft.get_peft_model(make_wrapper(), config)(input_ids=tokens)
 
 
-def test_the_layers_of_a_configuration(make_wrapper):
-    assert make_wrapper().config.num_hidden_layers == 2
-
-
 # --- trainers of TRL -------------------------------------------------------------------------------------------------
 
 
@@ -118,37 +111,17 @@ def test_last_hidden_states_and_packed_rows_are_refused(make_wrapper, tokens):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["SFT", "DPO"])
 def test_trl_as_it_is(name, tmp_path):
-    """The advice works: the trainer trains the backbone, and Trainer the memory."""
     import trl
     from datasets import Dataset
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    backbone = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SMALL))
-    rows = {
-        "SFT": {"text": "the fox forgets"},
-        "DPO": {"prompt": "the fox", "chosen": " a key", "rejected": " all"},
-    }
-    data, batch = Dataset.from_list([rows[name]] * 4), dict(max_steps=1, report_to="none", use_cpu=True, bf16=False)
-
-    def train(model):
-        settings = getattr(trl, f"{name}Config")(str(tmp_path), per_device_train_batch_size=2, **batch)
-        trainer = getattr(trl, f"{name}Trainer")(
-            model=model, args=settings, train_dataset=data, processing_class=tokenizer
-        )
-        trainer.train()
-        return trainer
-
+    sizes = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+    backbone = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **sizes))
+    row = {"text": "the fox forgets"} if name == "SFT" else {"prompt": "fox", "chosen": " a key", "rejected": " all"}
     hmt = HMTWrapper.from_backbone(backbone, HMTConfig(segment_length=8, sensory_tokens=3))
     hmt.save_pretrained(tmp_path / "hmt")  # DPO loads a reference model
     tokenizer.save_pretrained(tmp_path / "hmt")
+    model, data = HMTWrapper.from_pretrained(tmp_path / "hmt"), Dataset.from_list([row] * 4)
+    settings = getattr(trl, f"{name}Config")(str(tmp_path), max_steps=1, report_to="none", use_cpu=True, bf16=False)
     with pytest.raises(AttributeError, match="trainers of TRL cannot train it"):
-        train(HMTWrapper.from_pretrained(tmp_path / "hmt"))
-    backbone.save_pretrained(tmp_path / "backbone")
-    model = HMTWrapper.from_backbone(
-        train(AutoModelForCausalLM.from_pretrained(tmp_path / "backbone")).model,
-        HMTConfig(segment_length=8, sensory_tokens=3),
-    )
-    ids = torch.arange(20)
-    Trainer(
-        model, TrainingArguments(str(tmp_path), **batch), train_dataset=[{"input_ids": ids, "labels": ids}] * 8
-    ).train()
+        getattr(trl, f"{name}Trainer")(model, args=settings, train_dataset=data, processing_class=tokenizer).train()

@@ -6,14 +6,10 @@ from collections import Counter
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
-from streams import CHUNKS, stream
 from tiny_hmt import ROUNDING
 
 from hf_longctx.hmt import HMTState, Segment
 from hf_longctx.hmt.pages_hmt import MemoryPages
-
-
-PAGED = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}
 
 
 def filled(embeddings, page_size=4, recalled=3, at_once=7):
@@ -52,7 +48,8 @@ def test_equals_flat_memory_while_all_pages_are_recalled(make_wrapper, long_toke
 
 def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, tokens):
     generator, counts = torch.Generator().manual_seed(0), []
-    paged, flat = (make_wrapper(**settings).retriever for settings in (PAGED, {"memory_size": None}))
+    settings = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}, {"memory_size": None}
+    paged, flat = (make_wrapper(**x).retriever for x in settings)
     state, of_all = (retriever.empty(2, torch.zeros(16).double()) for retriever in (paged, flat))
     for n in range(13):
         memory, query = torch.randn(2, 2, 1, 16, generator=generator).double()
@@ -63,17 +60,6 @@ def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, 
         torch.testing.assert_close(found.weights, expected / expected.sum(1, keepdim=True), atol=ROUNDING, rtol=0)
         counts.append(int((found.ends > 0).sum(1).max()))
     assert counts[:4] == [1, 2, 3, 4] and max(counts) < 10
-
-
-@pytest.mark.parametrize("chunks", ["ragged", "at j"])
-def test_any_chunking_is_one_piece(make_wrapper, tokens, chunks):
-    model, mask = make_wrapper(**PAGED), torch.ones_like(tokens)
-    mask[1, :13] = 0
-    with torch.no_grad():
-        whole = model(tokens, attention_mask=mask, use_cache=True)
-        logits, state = stream(model, tokens, CHUNKS[chunks], mask)
-    torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
-    assert [len(row) for row in pages_of(state)] == [len(row) for row in pages_of(whole.state)] == [3, 1]
 
 
 def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path):

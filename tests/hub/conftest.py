@@ -34,14 +34,12 @@ def hub(server):
 @pytest.fixture
 def publish(hub):
     """Commits {path: content or file} to the Hub without checks: `publish(files, id)` returns the commit."""
-    from server import File, Repo
+    from server import Repo
 
     def publish(files, id, private=False, type="model", branch="main"):
-        rows = {}
-        for path, content in files.items():
-            rows[path] = File.of(hub, content if isinstance(content, bytes) else content.read_bytes())
+        contents = {path: x if isinstance(x, bytes) else x.read_bytes() for path, x in files.items()}
         repo = hub.repos.setdefault((type, id), Repo(type, id, private))
-        return repo.commit(branch, rows, "by a test")
+        return repo.commit(branch, {path: hub.store(content) for path, content in contents.items()}, "by a test")
 
     return publish
 

@@ -19,9 +19,9 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import quote, unquote
+from typing import NamedTuple
+from urllib.parse import unquote
 
 import uvicorn
 from starlette.applications import Starlette
@@ -38,6 +38,7 @@ API = rf"/api/(?P<plural>{'|'.join(TYPES)})/{ID}"
 PUBLIC = rf"/(?:(?P<plural>datasets|spaces|kernels)/)?{ID}"
 OPTIONAL = re.compile(r"/api/agent-harnesses|/api/organizations/[\w.-]+/overview")  # clients do without
 COUNTER = itertools.count()
+DATE = "2026-01-01T00:00:00.000Z"
 ENDPOINTS = []  # (pattern of the raw path, methods, function of hub, request and the pattern's groups)
 
 
@@ -67,27 +68,11 @@ class Knobs:
     fail: str | None = None  # paths with this part are answered with status 500
 
 
-@dataclass
-class File:
-    """A file of a commit, with git's hash, which also names its content in the folder of the Hub."""
-
-    oid: str
-    size: int
-
-    @classmethod
-    def of(cls, hub, data):
-        oid = git_oid("blob", data)
-        (hub.folder / oid).write_bytes(data)
-        return cls(oid, len(data))
-
-
-@dataclass
-class Commit:
+class Commit(NamedTuple):
     sha: str
     parent: str | None
-    files: dict  # path: File
+    files: dict  # path: git's hash of the content
     title: str
-    date: str
 
 
 @dataclass
@@ -104,10 +89,8 @@ class Repo:
         """Add a commit to a branch or pull request, and return its sha."""
         refs = self.pull_requests if ref.startswith("refs/pr/") else self.branches
         parent = refs.get(ref)
-        sha = git_oid("commit", f"{self.type} {self.id} {parent} {title} {next(COUNTER)}".encode())
-        date = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.000Z")
-        self.commits[sha] = Commit(sha, parent, files, title, date)
-        refs[ref] = sha
+        refs[ref] = sha = git_oid("commit", f"{self.type} {self.id} {parent} {title} {next(COUNTER)}".encode())
+        self.commits[sha] = Commit(sha, parent, files, title)
         return sha
 
     def at(self, revision):
@@ -130,33 +113,26 @@ class Hub:
     log: list = field(default_factory=list)  # "METHOD PATH" of each answered request
     problems: list = field(default_factory=list)  # a missing endpoint, a bug of the server
 
-    def user(self, request):
-        """Return the user of the token, None without a token; refuse an unknown token with 401."""
-        header = request.headers.get("authorization")
-        if header is None:
-            return None
-        if header.removeprefix("Bearer ") not in TOKENS:
-            raise Refusal(401, "Invalid credentials in Authorization header")
-        return TOKENS[header.removeprefix("Bearer ")]
-
-    def check_owner(self, request, name, what):
-        user = self.user(request)
-        if user != name:
-            raise Refusal(403 if user else 401, f"You don't have the rights to {what} under the namespace {name!r}")
-
-    def repo(self, request, plural, id, write=False):
+    def repo(self, request, plural, id):
         """Return a repository; a private one exists for its owner only. Addresses of models' files have no plural."""
-        user, repo = self.user(request), self.repos.get((TYPES[plural or "models"], id))
-        owner = id.partition("/")[0]
-        if repo is None or (repo.private and user != owner):
-            message = "Repository not found" if user else "Invalid username or password."
-            raise Refusal(404 if user else 401, message, "RepoNotFound")
-        if write:
-            self.check_owner(request, owner, "write")
+        user, repo = user_of(request), self.repos.get((TYPES[plural or "models"], id))
+        if repo is None or (repo.private and user != id.partition("/")[0]):
+            raise Refusal(404 if user else 401, "Repository not found", "RepoNotFound")
         return repo
 
     def page(self, repo):
         return f"{self.url}/{'' if repo.type == 'model' else PLURALS[repo.type] + '/'}{repo.id}"
+
+    def store(self, data):
+        """Write the content of a file, and return its hash, which names it in the folder."""
+        oid = git_oid("blob", data)
+        (self.folder / oid).write_bytes(data)
+        return oid
+
+
+def user_of(request):
+    """Return the user of the token, None without a token."""
+    return TOKENS.get(request.headers.get("authorization", "").removeprefix("Bearer "))
 
 
 def git_oid(kind, data):
@@ -181,25 +157,20 @@ async def validate_yaml(hub, request):
 @endpoint("/api/repos/create", "POST")
 async def create(hub, request):
     body = await request.json()
-    type, name = body.get("type") or "model", body.get("organization") or hub.user(request)
-    hub.check_owner(request, name, f"create a {type}")
-    id = f"{name}/{body['name']}"
+    type, id = body.get("type") or "model", f"{body.get('organization') or user_of(request)}/{body['name']}"
     if (type, id) in hub.repos:
         raise Refusal(409, f"You already created this {type} repo", url=hub.page(hub.repos[type, id]))
-    if type == "space" and body.get("sdk") is None:
-        raise Refusal(400, '"sdk" is required')
     repo = hub.repos[type, id] = Repo(type, id, body.get("visibility") == "private")
-    repo.commit("main", {".gitattributes": File.of(hub, b"")}, "initial commit")
-    return {"url": hub.page(repo), "name": id, "id": id}
+    repo.commit("main", {".gitattributes": hub.store(b"")}, "initial commit")
+    return {"url": hub.page(repo)}
 
 
 @endpoint(rf"{API}(?:/revision/(?P<revision>[^/]+))?")
 async def info(hub, request, plural, id, revision):
     repo = hub.repo(request, plural, id)
     commit = repo.at(revision or "main")
-    values = {"_id": id, "id": id, "author": id.partition("/")[0], "sha": commit.sha, "lastModified": commit.date}
-    values |= {"private": repo.private, "gated": False, "disabled": False, "downloads": 0, "likes": 0, "tags": []}
-    return values | {"siblings": [{"rfilename": path} for path in sorted(commit.files)]}
+    files = [{"rfilename": path} for path in sorted(commit.files)]
+    return {"id": id, "sha": commit.sha, "private": repo.private, "siblings": files, "tags": []}
 
 
 @endpoint(f"{API}/refs")
@@ -218,29 +189,22 @@ async def commits(hub, request, plural, id, revision):
     repo = hub.repo(request, plural, id)
     rows, commit = [], repo.at(revision)
     while commit is not None:
-        rows.append({"id": commit.sha, "title": commit.title, "message": "", "date": commit.date, "authors": []})
+        rows.append({"id": commit.sha, "title": commit.title, "message": "", "date": DATE, "authors": []})
         commit = repo.commits.get(commit.parent)
     return rows
 
 
-@endpoint(f"{API}/branch/(?P<name>[^/]+)", "POST")
-async def branch(hub, request, plural, id, name):
-    body = await request.body()
-    repo, start = hub.repo(request, plural, id, write=True), json.loads(body or b"{}").get("startingPoint")
-    return add_ref(repo.branches, unquote(name), repo.at(quote(start or "main", safe="")))
-
-
-@endpoint(f"{API}/tag/(?P<revision>[^/]+)", "POST")
-async def tag(hub, request, plural, id, revision):
-    body = await request.json()
-    repo = hub.repo(request, plural, id, write=True)
-    return add_ref(repo.tags, body["tag"], repo.at(revision))
-
-
-def add_ref(refs, name, commit):
+@endpoint(f"{API}/(?P<kind>branch|tag)/(?P<name>[^/]+)", "POST")
+async def create_ref(hub, request, plural, id, kind, name):
+    """Create a branch, whose name is in the address, or a tag of the revision in the address."""
+    repo = hub.repo(request, plural, id)
+    if kind == "branch":
+        refs, name, start = repo.branches, unquote(name), "main"
+    else:
+        refs, name, start = repo.tags, (await request.json())["tag"], name
     if name in refs:
         raise Refusal(409, f"Reference already exists: {name}")
-    refs[name] = commit.sha
+    refs[name] = repo.at(start).sha
     return Response(status_code=201)
 
 
@@ -248,15 +212,12 @@ def add_ref(refs, name, commit):
 async def tree(hub, request, plural, id, revision, folder):
     commit = hub.repo(request, plural, id).at(revision)
     prefix = f"{unquote(folder).rstrip('/')}/" if folder else ""
-    recursive, rows = request.query_params.get("recursive", "").lower() == "true", {}
-    for path, file in sorted(commit.files.items()):
+    recursive, rows = request.query_params.get("recursive") == "true", {}
+    for path, oid in sorted(commit.files.items()):
         if path.startswith(prefix):
-            parts = path.removeprefix(prefix).split("/")
-            for depth in range(1, len(parts) if recursive else min(len(parts), 2)):
-                inner = prefix + "/".join(parts[:depth])
-                rows[inner] = {"type": "directory", "oid": git_oid("tree", inner.encode()), "size": 0, "path": inner}
-            if recursive or len(parts) == 1:
-                rows[path] = {"type": "file", "oid": file.oid, "size": file.size, "path": path}
+            shown = path if recursive else prefix + path.removeprefix(prefix).partition("/")[0]
+            kind, size = "file" if shown == path else "directory", (hub.folder / oid).stat().st_size
+            rows[shown] = {"type": kind, "oid": oid, "size": size, "path": shown}
     headers = {"X-Repo-Commit": commit.sha}
     if prefix and not rows:
         raise Refusal(404, f"{folder} does not exist on {revision}", "EntryNotFound", headers)
@@ -269,11 +230,11 @@ async def tree(hub, request, plural, id, revision, folder):
 @endpoint(f"{API}/preupload/(?P<revision>[^/]+)", "POST")
 async def preupload(hub, request, plural, id, revision):
     body = await request.json()
-    files, rows = hub.repo(request, plural, id, write=True).at(revision).files, []
+    files, rows = hub.repo(request, plural, id).at(revision).files, []
     for file in body["files"]:
         path = file["path"]
         row = {"path": path, "uploadMode": "regular", "shouldIgnore": False}
-        rows.append(row | ({"oid": files[path].oid} if path in files else {}))
+        rows.append(row | ({"oid": files[path]} if path in files else {}))
     return {"files": rows}
 
 
@@ -284,19 +245,16 @@ async def commit(hub, request, plural, id, revision):
         body += part
         await asyncio.sleep(hub.knobs.slow)
     header, *lines = [json.loads(line) for line in body.splitlines()]
-    repo, header = hub.repo(request, plural, id, write=True), header["value"]
-    ref = unquote(revision).removeprefix("refs/heads/")
-    head = repo.at(revision)
-    if ref in repo.tags or ref == head.sha:
-        raise Refusal(400, f"{ref} is not a branch")
+    repo, header = hub.repo(request, plural, id), header["value"]
+    ref, head = unquote(revision).removeprefix("refs/heads/"), repo.at(revision)
     if header.get("parentCommit") not in (None, head.sha):
         raise Refusal(412, "A commit has happened since. Please refresh and try again.")
     files, number = dict(head.files), None
     for line in lines:
-        key, value = line["key"], line["value"]
-        if key == "file":
-            files[value["path"]] = File.of(hub, base64.b64decode(value["content"]))
-        elif key == "deletedFile":
+        value = line["value"]
+        if line["key"] == "file":
+            files[value["path"]] = hub.store(base64.b64decode(value["content"]))
+        else:  # deletedFile
             del files[value["path"]]
     if request.query_params.get("create_pr") == "1":
         number = len(repo.pull_requests) + 1
@@ -314,10 +272,10 @@ async def commit(hub, request, plural, id, revision):
 async def resolve(hub, request, plural, id, revision, path):
     repo = hub.repo(request, plural, id)
     commit = repo.at(revision)
-    headers, file = {"X-Repo-Commit": commit.sha}, commit.files.get(unquote(path))
-    if file is None:
+    headers, oid = {"X-Repo-Commit": commit.sha}, commit.files.get(unquote(path))
+    if oid is None:
         raise Refusal(404, "Entry not found", "EntryNotFound", headers)  # with its commit, for the client's cache
-    return FileResponse(hub.folder / file.oid, headers=headers | {"ETag": f'"{file.oid}"'})
+    return FileResponse(hub.folder / oid, headers=headers | {"ETag": f'"{oid}"'})
 
 
 # -- the server

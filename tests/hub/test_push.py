@@ -5,12 +5,13 @@ import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from demo_model import DEMO
 from huggingface_hub import HfApi
-from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, HTTPError
+from huggingface_hub.errors import GatedRepoError
 from mistakes import refused
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -20,7 +21,7 @@ import hf_longctx
 from hf_longctx import FoxConfig, FoxForCausalLM, HMTWrapper
 from hf_longctx.fox import modeling_fox
 from hf_longctx.hub import Bundle, build_bundle, check_destination, loading_lines, pin_base, push
-from hf_longctx.hub.push import named_errors, removed_files
+from hf_longctx.hub.push import removed_files
 
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,12 +81,6 @@ def test_a_bundle_has_known_files_and_the_code_of_the_package(folder):
     assert contents["versions"]["hf_longctx"] == hf_longctx.__version__ and "commit" in contents
 
 
-def test_a_bundle_has_all_of_a_published_model():
-    bundle = build_bundle(DEMO)
-    assert {path.name for path in DEMO.iterdir()} <= set(bundle.files) and not bundle.left_out
-    assert set(bundle.results) == {"forgetting_curve.json", "position_loss.json"}
-
-
 def test_a_bundle_of_an_adapter(adapter):
     bundle = build_bundle(adapter)
     assert set(bundle.files) == {"adapter_config.json", "adapter_model.safetensors", "hf_longctx.json"}
@@ -95,12 +90,14 @@ def test_a_bundle_of_an_adapter(adapter):
     bundle = build_bundle(adapter)
     assert "base.json" in bundle.files and bundle.auto_class == "AutoPeftModelForSequenceClassification"
     assert 'revision="b", trust_remote_code=True)' in loading_lines(bundle, "alice/a", "b")
+    write(adapter / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}})
+    (adapter / "words.py").touch()
+    assert build_bundle(adapter).files["words.py"] == adapter / "words.py"
 
 
 @pytest.mark.parametrize(
     "architecture, auto_class",
     [
-        ("FoxForCausalLM", "AutoModelForCausalLM"),
         ("HMTWrapper", "AutoModelForCausalLM"),
         ("GPT2LMHeadModel", "AutoModelForCausalLM"),
         ("FoxForSequenceClassification", "AutoModelForSequenceClassification"),
@@ -112,31 +109,14 @@ def test_the_loading_lines_name_the_right_class(architecture, auto_class):
     assert lines == f'from transformers import {auto_class}\n{auto_class}.from_pretrained("alice/fox", revision="b")'
 
 
-def test_the_code_of_a_backbone_is_pushed(tmp_path):
-    HMTWrapper.from_backbone(FoxForCausalLM(FoxConfig(**TINY))).save_pretrained(tmp_path)
+def test_the_code_of_a_backbone_is_pushed_and_not_the_name_of_its_folder(fox, tmp_path):
+    HMTWrapper.from_backbone(FoxForCausalLM.from_pretrained(fox)).save_pretrained(tmp_path)
+    assert str(fox) not in (tmp_path / "config.json").read_text()
     files = build_bundle(tmp_path).files
     assert "from .modeling_fox import FoxForCausalLM as MODEL_CLASS" in files["custom_backbone_hmt.py"].read_text()
     assert files["modeling_fox.py"] == Path(modeling_fox.__file__)
     HMTWrapper.from_backbone(LlamaForCausalLM(LlamaConfig(**TINY))).save_pretrained(tmp_path)
     assert "modeling_fox.py" not in build_bundle(tmp_path).files
-
-
-def test_an_hmt_does_not_name_the_folder_of_its_backbone(tmp_path):
-    FoxForCausalLM(FoxConfig(**TINY)).save_pretrained(tmp_path / "fox")
-    fox = FoxForCausalLM.from_pretrained(tmp_path / "fox")
-    HMTWrapper.from_backbone(fox).save_pretrained(tmp_path / "hmt")
-    assert str(tmp_path) not in (tmp_path / "hmt" / "config.json").read_text()
-
-
-def test_the_code_of_the_tokenizer_of_an_adapter_is_pushed(adapter):
-    write(adapter / "tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["words.Tokenizer", None]}})
-    (adapter / "words.py").touch()
-    bundle = build_bundle(adapter)
-    assert bundle.files["words.py"] == adapter / "words.py" and bundle.has_code
-    for text, message in (("[]", "must contain a JSON object"), ("{", "is not JSON")):
-        (adapter / "tokenizer_config.json").write_text(text)
-        with pytest.raises(ValueError, match=f"tokenizer_config.json {message}"):
-            build_bundle(adapter)
 
 
 def test_code_of_another_model_comes_from_its_folder(folder):
@@ -192,9 +172,9 @@ def with_tensors(changed):
     return built(save)
 
 
-def of_adapter(**values):
+def with_base(name):
     def mistake(folder, adapter):
-        change(adapter / "adapter_config.json", **values)
+        change(adapter / "adapter_config.json", base_model_name_or_path=name)
         build_bundle(adapter)
 
     return mistake
@@ -211,14 +191,10 @@ TOKENIZER = b'{"auto_map": {"AutoTokenizer": ["bob/code--tokenizer.Tokenizer", n
 MISTAKES = [
     refused("arguments of the training", adding("training_args.bin"), r"training_args\.bin is a pickle.*token"),
     refused("state of the optimizer", adding("optimizer.pt"), r"optimizer\.pt is the state of a training run"),
-    refused("pickled weights", adding("pytorch_model.bin"), "pytorch_model.bin is a pickle.*save_pretrained"),
     refused("a file of secrets", adding(".env"), r"\.env is a hidden file"),
     *(
         refused(f"{name} is a link to {target}", with_link(name, target), f"{name} is a link to")
-        for name, target in [
-            *((name, "/etc/hostname") for name in ("README.md", "model.safetensors", "tokenizer.json")),
-            ("up", ".."),
-        ]
+        for name, target in [("model.safetensors", "/etc/hostname"), ("up", "..")]
     ),
     refused(
         "truncated weights", adding("model.safetensors", (2**9).to_bytes(8, "little")), "is not a .*safetensors file"
@@ -236,20 +212,16 @@ MISTAKES = [
             "transformers cannot load": [("hidden_size", "many"), ("rope_parameters", [1]), ("model_type", "hmt")],
             r"must have shape \(99, 32\) according to config.json": [("vocab_size", 99)],
             "must name classes that are defined in the same folder": [
-                *(("auto_map", "x"), ("auto_map", 3)),
+                ("auto_map", 3),
                 *(("auto_map", {"AutoConfig": name}) for name in ("../x.C", "mod", 3, "bob/code--mod.C")),
             ],
-            "must be strings": [("model_type", {}), ("architectures", [3]), ("architectures", 3)],
             "which its auto_map needs": [("auto_map", {"AutoConfig": "os.system"})],
         }.items()
         for name, value in rows
     ),
     refused("no weights", without("model.safetensors"), "lacks model.safetensors"),
     refused("index of absent file", with_index({"lm_head.weight": "other.safetensors"}), "lacks other.safetensors"),
-    *(
-        refused(f"index to {target}", with_index({"x": target}), f"got '{target}'")
-        for target in ("../../x.safetensors", "/x.safetensors")
-    ),
+    refused("index to a file outside", with_index({"x": "../../x.safetensors"}), "got '../../x.safetensors'"),
     refused("code that is absent", with_config(auto_map={"AutoModel": "mod.C"}), r"does not contain mod\.py"),
     refused(
         "code that imports a file outside", built(with_an_import_of_a_file_outside), r"does not contain .*/private\.py"
@@ -261,8 +233,8 @@ MISTAKES = [
     refused("configuration of half a file", adding("config.json", b"{"), "is not JSON"),
     refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "got '/m'"),
     *(
-        refused(f"the base {name!r}", of_adapter(base_model_name_or_path=name), "name of a repository on the Hub")
-        for name in (None, 3, "", "/m", "~/m", "../base", "a/b/c", "alice/fox@main")
+        refused(f"the base {name!r}", with_base(name), "name of a repository on the Hub")
+        for name in (None, "", "/m", "~/m", "../base", "a/b/c", "alice/fox@main")
     ),
     refused("pickled weights in capitals", adding("WEIGHTS.PT"), r"WEIGHTS\.PT is a pickle"),
     refused("no such folder", lambda folder, adapter: build_bundle(folder / "no"), "No such file"),
@@ -281,24 +253,6 @@ def test_a_push_needs_a_token(folder, monkeypatch, tmp_path):
         push(build_bundle(folder), "alice/fox")
 
 
-def response(status):
-    return SimpleNamespace(status_code=status, headers={}, request=None)
-
-
-@pytest.mark.parametrize(
-    "error, raised, words",
-    [
-        (HTTPError("[Errno 111] Connection refused"), ConnectionError, r"https?://.* cannot be reached .*Errno 111"),
-        (HfHubHTTPError("no", response=response(403)), PermissionError, "lacks permission"),
-        (HfHubHTTPError("no", response=response(412)), HfHubHTTPError, "no"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
-)
-def test_errors_of_the_hub_say_why_and_what_it_keeps(error, raised, words):
-    with pytest.raises(raised, match=f"{words}.* The rest stays."), named_errors("The rest stays."):
-        raise error
-
-
 def test_a_dry_run_without_a_network_does_not_retry(folder, monkeypatch, caplog):
     bundle = build_bundle(folder)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
@@ -309,29 +263,28 @@ def test_a_dry_run_without_a_network_does_not_retry(folder, monkeypatch, caplog)
     assert not caplog.records
 
 
-def test_names_that_confuse_are_refused():
-    repositories = ["alice", "/fox", "alice/fox/v1", "alice/a b", "https://huggingface.co/alice/fox", "alice/fox@v1"]
-    names = ["", 40 * "a", "HEAD", "refs/pr/1", "-x", "x/", "a b", "a..b", "a~1", "v1."]
-    for says, rows in {
-        "not the name of a repository": [(name,) for name in repositories],
-        "not a valid name of a branch or tag": [
-            ("alice/fox", *row) for name in names for row in ((name,), (None, name))
-        ],
-        "the same name as a branch": [("alice/fox", None, "main"), ("alice/fox", "v1", "v1")],
-        "A pull request cannot be tagged": [("alice/fox", None, "v1", True)],
-    }.items():
-        for row in rows:
-            with pytest.raises(ValueError, match=says):
-                check_destination(*row)
-                pytest.fail(f"{row} is taken")
+REPOSITORIES = ["alice", "/fox", "alice/fox/v1", "alice/a b", "https://huggingface.co/alice/fox", "alice/fox@v1"]
+NAMES = ["", 40 * "a", "HEAD", "refs/pr/1", "-x", "x/", "a b", "a..b", "a~1", "v1."]
+
+
+@pytest.mark.parametrize(
+    "row, says",
+    [
+        *(((name,), "not the name of a repository") for name in REPOSITORIES),
+        *((("alice/fox", *row), "not a valid name") for name in NAMES for row in ((name,), (None, name))),
+        *((("alice/fox", *row), "the same name as a branch") for row in ((None, "main"), ("v1", "v1"))),
+        (("alice/fox", None, "v1", True), "A pull request cannot be tagged"),
+    ],
+)
+def test_names_that_confuse_are_refused(row, says):
+    with pytest.raises(ValueError, match=says):
+        check_destination(*row)
 
 
 def test_a_gated_base_is_there(monkeypatch, adapter):
-    def gated(*arguments, **options):
-        raise GatedRepoError("gated", response=response(403))
-
-    monkeypatch.setattr(HfApi, "model_info", gated)
-    with pytest.raises(PermissionError, match="the base model alice/fox is gated"):
+    response = SimpleNamespace(status_code=403, headers={}, request=None)
+    monkeypatch.setattr(HfApi, "model_info", Mock(side_effect=GatedRepoError("gated", response=response)))
+    with pytest.raises(PermissionError, match=r"lacks permission.* gated"):
         pin_base(build_bundle(adapter))
 
 

@@ -19,6 +19,30 @@ def lines(right, lines=5, tokens=90, asked=0, **settings):
     return LineRetrieval.of_parts([LinesPoint(answers(*right), lines, *each)], settings)
 
 
+def curve(*accuracies, lengths=(400, 800, 1600), repeats=10, **settings):
+    """A curve whose repeats all have these copy accuracies, or pairs of copy and LM accuracies."""
+    points = []
+    for n, accuracy in zip(lengths, accuracies, strict=True):
+        copy, lm = accuracy if isinstance(accuracy, tuple) else (accuracy, 0)
+        points.append(CurvePoint(n, [round(copy * n / 2)] * repeats, [round(lm * n / 2)] * repeats))
+    return ForgettingCurve.of_points(points, settings)
+
+
+def step_curve(fine, lengths=(100, 200, 400, 600, 800), **options):
+    """A curve that copies exactly up to `fine` tokens, and half of the tokens beyond."""
+    return curve(*(1 if n <= fine else 0.5 for n in lengths), lengths=lengths, **options)
+
+
+SMALL_CURVE = ForgettingCurve.of_points(
+    [
+        CurvePoint(18, [9, 9], [0, 1], [33, 1]),
+        CurvePoint(20, [4, 5], [1, 0], [2, 39]),
+        CurvePoint(40, [1, 0], [0, 1]),
+    ],
+    {"model": "some/folder/tiny", "seed": 7, "data_type": "order", "dtype": "float32"},
+)
+
+
 def one_of_each(model="someone/fox", reply="7"):
     """A curve, a loss, a needle, lines and a RoPE bound."""
     settings = {"model": model, "seed": 0}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import scipy.stats
+from examples import step_curve
 
 from hf_longctx.metrics.curve.intervals import length_interval, p_values
 from hf_longctx.metrics.curve.intervals import test_result as t_test
@@ -63,11 +64,6 @@ def test_a_few_texts_that_are_not_copied_do_not_hide_behind_the_others():
     lost = ForgettingCurve.of_points([CurvePoint(800, [400] * 9 + [100], [0] * 10)])
     assert lost.interval("fine").low == 800 and lost.fine_length == 0
     assert lost.table().rows[0][2:5] == ("9 of 10", "25.0%", "92.5%")
-
-
-def step_curve(fine, lengths=(100, 200, 400, 600, 800), repeats=10, **settings):
-    points = [CurvePoint(n, [n // 2 if n <= fine else n // 4] * repeats, [0] * repeats) for n in lengths]
-    return ForgettingCurve.of_points(points, settings)
 
 
 @pytest.mark.parametrize("protocol", ["reference", "adaptive"])

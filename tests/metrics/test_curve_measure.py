@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from tiny_models import CORPUS, Copier, RemoteCode, tiny_gpt2, tiny_llama
-from torch import nn
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics import Curve, ForgettingCurve, Run, Subject
@@ -83,7 +82,7 @@ def test_recorded_oracle(tokens, recorded):
 
 
 def record_calls(model):
-    """Every forward pass: ids (T,), training flag, options, and how many rows the head projects. Two are a trial."""
+    """Every forward pass: ids (T,), training flag and options. The first two are a trial."""
     calls = []
 
     def before(_, args, options):
@@ -91,7 +90,6 @@ def record_calls(model):
         calls.append({"ids": ids[0].tolist(), "training": model.training, **options})
 
     model.register_forward_pre_hook(before, with_kwargs=True)
-    model.get_output_embeddings().register_forward_pre_hook(lambda _, args: calls[-1].update(rows=args[0].shape[1]))
     return calls
 
 
@@ -126,27 +124,6 @@ def test_counts_are_those_of_the_definition(irrelevant):
     assert total > 10
 
 
-class Wrapper(nn.Module):
-    """Hands everything on, as PEFT does."""
-
-    _is_stateful = True
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.config = inner, inner.config
-
-    def forward(self, *args, **options):
-        return self.inner(*args, **options)
-
-
-def test_only_scored_logits_are_computed_also_behind_a_wrapper():
-    model = tiny_llama()
-    plain = forgetting_curve(model, CORPUS, lengths=[8], repeats=2)
-    calls = record_calls(model)
-    assert forgetting_curve(Wrapper(model), CORPUS, lengths=[8], repeats=2).points == plain.points
-    assert {call["rows"] for call in calls[2:]} == {4 + 2}
-
-
 def test_offloaded_model(tmp_path):
     """Spread over devices, whose weights stay on the disk: the counts are equal."""
     pytest.importorskip("accelerate")
@@ -159,17 +136,6 @@ def test_offloaded_model(tmp_path):
     assert next(spread.parameters()).device.type == "meta"
     curve = forgetting_curve(spread, CORPUS, lengths=[7, 20], repeats=3)
     assert curve.points == forgetting_curve(model, CORPUS, lengths=[7, 20], repeats=3).points
-
-
-class RemoteCodeWithOptions(RemoteCode):
-    def forward(self, idx, **ignored):
-        return SimpleNamespace(logits=super().forward(idx)[0])
-
-
-def test_model_without_logits_to_keep():
-    model, options = tiny_llama(), dict(lengths=[1, 7, 20], repeats=3)
-    expected = forgetting_curve(model, CORPUS, **options)
-    assert forgetting_curve(RemoteCodeWithOptions(model), CORPUS, **options).points == expected.points
 
 
 def test_model_with_other_logits():

@@ -1,6 +1,8 @@
 """The picture of a forgetting curve."""
 
 import pytest
+from examples import SMALL_CURVE
+from examples import curve as curve_of
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
@@ -9,18 +11,8 @@ from hf_longctx.metrics import CurvePoint, ForgettingCurve
 from hf_longctx.metrics.curve.plot import areas
 
 
-CURVE = ForgettingCurve.of_points(
-    [
-        CurvePoint(18, [9, 9], [0, 1], [33, 1]),
-        CurvePoint(20, [4, 5], [1, 0], [2, 39]),
-        CurvePoint(40, [1, 0], [0, 1]),
-    ],
-    {"model": "some/folder/tiny", "seed": 7, "data_type": "order", "dtype": "float32"},
-)
-
-
 def test_the_picture_says_what_was_measured(words):
-    text = words(CURVE.plot, train_length=64)
+    text = words(SMALL_CURVE.plot, train_length=64)
     for expected in (
         "Forgetting curve of tiny",
         "Whether it copies what it reads is not significant [unknown; more repeats are needed]; word for word 2 of 2",
@@ -30,16 +22,14 @@ def test_the_picture_says_what_was_measured(words):
         "mean and standard deviation of 2 repeats, order data, float32, seed 7",
     ):
         assert expected in text
-    text = words(curve(400, lengths=(400,)).plot, train_length=1000, title="A title")
+    text = words(curve_of(1, lengths=(400,)).plot, train_length=1000, title="A title")
     assert "A title" in text and "1,000 tokens not reached" in text
 
 
-def curve(fine, coarse=0, dip=None, lengths=(100, 200, 400, 600, 800), repeats=10):
+def curve(fine, coarse=0, dip=None, lengths=(100, 200, 400, 600, 800), **options):
     """Copies exactly up to `fine` tokens, half of it up to `coarse`, except at `dip`."""
     shares = [1 if n <= fine and n != dip else 0.5 if n <= max(fine, coarse) else 0 for n in lengths]
-    return ForgettingCurve.of_points(
-        [CurvePoint(n, [int(n * s / 2)] * repeats, [0] * repeats) for n, s in zip(lengths, shares)]
-    )
+    return curve_of(*shares, lengths=lengths, **options)
 
 
 @pytest.mark.parametrize(

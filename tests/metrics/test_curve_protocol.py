@@ -17,20 +17,11 @@ def test_grids_match_reference(reference):
         assert grid[: len(lengths)] == lengths, run["name"]
 
 
-@pytest.mark.parametrize(
-    "claimed, corpus_tokens, longest",
-    [(64, None, 30), (64, 247, 19), (None, 1300, 100)],
-    ids=["claim", "corpus", "no claim"],
-)
-def test_default_lengths_end_where_the_claim_or_the_corpus_does(claimed, corpus_tokens, longest):
-    assert core.default_lengths(claimed, corpus_tokens)[-1] == longest
-    assert core.default_lengths(claimed, corpus_tokens, 4, core.log_lengths) == core.log_lengths(longest, 4)
-
-
 def test_default_lengths_need_an_end_and_leave_room_for_the_repeats():
     with pytest.raises(ValueError, match="lengths="):
         core.default_lengths(None, None)
     assert core.default_lengths(None, 2300, repeats=20)[-1] == 100
+    assert core.default_lengths(64, 247, 4, core.log_lengths) == core.log_lengths(19, 4)
     with pytest.raises(ValueError, match="at least 117 tokens for 10 repeats, got 11"):
         core.default_lengths(64, 11)
 

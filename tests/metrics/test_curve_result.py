@@ -1,13 +1,17 @@
 """Curves: statistics of their points, readings, summaries and files."""
 
 import json
+from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from examples import SMALL_CURVE
 
 from hf_longctx.metrics.curve.intervals import p_values
-from hf_longctx.metrics.curve.lengths import METHODS, CurvePoint
+from hf_longctx.metrics.curve.lengths import METHODS, CurvePoint, MemoryLength, memory_lengths
+from hf_longctx.metrics.curve.protocol import scored_tokens
 from hf_longctx.metrics.tasks.curve import ForgettingCurve
 
 
@@ -51,21 +55,9 @@ def test_memory_lengths_match_reference(reference):
         assert plain(curve_of(run).memory_lengths) == run["derived"], run["name"]
 
 
-def small_curve():
-    return ForgettingCurve.of_points(
-        [
-            CurvePoint(18, [9, 9], [0, 1], [33, 1]),
-            CurvePoint(20, [4, 5], [1, 0], [2, 39]),
-            CurvePoint(40, [1, 0], [0, 1]),
-        ],
-        {"model": "some/folder/tiny", "seed": 7, "data_type": "order", "dtype": "float32"},
-    )
-
-
 def test_lengths_and_summary():
-    curve = small_curve()
-    assert (curve.fine_length, curve.coarse_length) == (18, 20)
-    assert curve.summary() == (
+    assert (SMALL_CURVE.fine_length, SMALL_CURVE.coarse_length) == (18, 20)
+    assert SMALL_CURVE.summary() == (
         "Whether it copies what it reads is not significant [unknown; more repeats are needed]; word for word 2 of 2 "
         "passages of 18 tokens [unknown; more repeats are needed]. Measured with 2 passages at 3 lengths from 18 to 40, 95 % "
         "CI in brackets; 6 repeats are needed for a lower end of the fine length at each length"
@@ -124,20 +116,6 @@ def test_lengths_that_are_tested_together_share_no_text():
     assert low(range(0, 700, 100)) > 0.09
 
 
-def test_headlines_are_the_lower_ends_that_are_sure():
-    """An upper end among them would be sorted as a score."""
-
-    def headlines(*accuracies):
-        points = [CurvePoint(n, [round(a * n / 2)] * 10, [0] * 10) for n, a in zip((400, 800, 1600), accuracies)]
-        numbers = ForgettingCurve.of_points(points).numbers()
-        return {n.name.partition(" (")[0]: n.value for n in numbers if n.metric}
-
-    fine, coarse = "fine memory length of the typical passage", "coarse memory length"
-    assert headlines(1, 0.5, 0) == {f"{fine}, at least": 400, f"{coarse}, at least": 800}
-    assert headlines(0, 0, 0) == {}
-    assert headlines(1, 1, 1) == {f"{fine}, at least": 1600, f"{coarse}, at least": 1600}
-
-
 def test_the_results_of_the_model_cards_are_read():
     cards = Path(__file__).resolve().parents[2] / "model_cards"
     files = list(cards.glob("*/forgetting_curve.json"))
@@ -146,3 +124,57 @@ def test_the_results_of_the_model_cards_are_read():
         curve, document = ForgettingCurve.from_json(file.read_text()), json.loads(file.read_text())
         assert json.loads(curve.to_json())["numbers"] == document["numbers"]
         assert (curve.interval("coarse").low > 0) == (curve.coarse_length > 0)
+
+
+# Memory lengths read off counts
+
+
+class Point(NamedTuple):
+    """The counts of a length, which need not be those of whole tokens."""
+
+    length: int
+    copy: int
+    lm: int
+    scored_tokens: int
+    p_value: float
+
+    repeats = 1
+    copy_correct = property(lambda self: [self.copy])
+    lm_correct = property(lambda self: [self.lm])
+    passes = CurvePoint.passes
+
+
+def test_memory_lengths_of_made_up_curves(golden):
+    cases = json.loads((golden / "forgetting_curve" / "edge_cases.json").read_text())["derived_length_cases"]
+    for case in cases:
+        total = 10_000
+        copy, lm = ([int(Fraction(x) * total) for x in case[name]] for name in ("copy", "lm"))
+        lengths = case["lengths"]
+        points = [*map(Point, lengths, copy, lm, [total] * len(lengths), case["p_value"])]
+        assert plain(memory_lengths(points)) == case["expected"], case["name"]
+
+
+def test_memory_lengths_of_published_llama3(golden):
+    published = json.loads((golden / "forgetting_curve" / "published_llama3.json").read_text())
+    lengths, copy, lm, p_values = zip(*published["rows"])
+    scored = [10 * scored_tokens(n) for n in lengths]
+    counts = ([round(mean * n) for mean, n in zip(means, scored)] for means in (copy, lm))
+    readings = memory_lengths([*map(Point, lengths, *counts, scored, p_values)])
+    assert plain(readings) == published["derived"]
+    assert readings["fine_max"].next_tested == 4650
+
+
+@pytest.mark.parametrize(
+    "copy, next_tested",
+    [([0, 0, 0, 0], 8), ([4, 0, 0, 0], 16), ([4, 0, 16, 0], 40), ([4, 8, 16, 20], None)],
+    ids=["none", "first", "after-a-dip", "open"],
+)
+def test_next_tested(copy, next_tested):
+    fine = memory_lengths([*map(Point, [8, 16, 32, 40], copy, [0] * 4, [4, 8, 16, 20], [0.0] * 4)])["fine_max"]
+    assert fine.next_tested == next_tested
+    assert fine.open_ended == (next_tested is None)
+
+
+def test_memory_length_is_an_int():
+    length = MemoryLength(1400, open_ended=True)
+    assert (str(length), f"{length}", f"{length:6d}", json.dumps(length)) == (">1400", ">1400", "  1400", "1400")

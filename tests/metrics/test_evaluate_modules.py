@@ -1,14 +1,13 @@
 """Our modules in the evaluate library: how they are found, what they take, what they return."""
 
 import json
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 
 pytest.importorskip("evaluate", reason="needs evaluate: pip install 'hf-longctx[metrics]'")
@@ -17,7 +16,6 @@ import evaluate
 
 from hf_longctx.metrics import ForgettingCurve, forgetting_curve, module_path, register, rope_base_bound, rope_report
 from hf_longctx.metrics.evaluate_modules import NAMES, check_bases, score_predictions
-from hf_longctx.metrics.rope import config as rope_config
 from scripts.demo_tokenizer import train_tokenizer
 
 
@@ -159,35 +157,3 @@ def test_bases_hold_from_the_smallest_base_on():
     assert check_bases([1e4, 1e4], [1707, 1708], 128)["verdicts"] == ["holds", "violated"]
     assert check_bases([1e4], [100], 128)["context_bounds"] == [1706]
     assert check_bases([1e4], [256], 32)["settled_bases"] == [rope_base_bound(255, 32).settled_base]
-
-
-def test_keywords_of_from_pretrained_reach_model_tokenizer_and_configuration(
-    curve_module, rope_module, model, tokenizer, tmp_path, monkeypatch
-):
-    """Which files are read, and whether their code may run, holds for all three; the rest is for the model alone."""
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    calls = defaultdict(list)
-    for loader in (AutoModelForCausalLM, AutoTokenizer):
-
-        def spy(name, load=loader.from_pretrained, kind=loader.__name__, **options):
-            calls[kind].append(options)
-            return load(name, **options)
-
-        monkeypatch.setattr(loader, "from_pretrained", spy)
-    load_files = rope_config.read_files
-    monkeypatch.setattr(
-        rope_config, "read_files", lambda name, **options: calls["config"].append(options) or load_files(name)
-    )
-    source = {"revision": "main", "trust_remote_code": False}
-    options = dict(model=str(tmp_path), model_kwargs={**source, "dtype": "float64"})
-    curve = curve_module.compute(**options, corpus=TEXT, lengths=[4], repeats=1)
-    assert curve["settings"]["dtype"] == "float64"
-    rope_module.compute(**options, minimum_base=False)
-    assert calls["AutoModelForCausalLM"] == [{**source, "dtype": "float64"}]
-    assert calls["AutoTokenizer"] == [source]
-    assert calls["config"] == [{"revision": "main"}]
-    with pytest.raises(ValueError, match="model must be a name if model_kwargs is set"):
-        curve_module.compute(model=model, corpus=[3] * 20, model_kwargs={"revision": "v1"})
-    with pytest.raises(ValueError, match="got a LlamaConfig"):
-        rope_module.compute(model=model.config, model_kwargs={"revision": "v1"})

@@ -1,4 +1,4 @@
-"""The tasks in lm-eval: the numbers of our own functions, on PyTorch models and on those that score spans only."""
+"""The tasks in lm-eval: the numbers of our own functions."""
 
 import json
 import re
@@ -7,18 +7,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from demo_model import DEMO
+from endpoint_server import serving
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_longctx import HMTConfig, HMTWrapper, cli
 from hf_longctx.corpus import load_tokens, stdlib_text
 from hf_longctx.lm_eval import tasks_folder
-from hf_longctx.metrics import forgetting_curve, line_retrieval, position_loss
+from hf_longctx.metrics import forgetting_curve, line_retrieval
 
 
 pytest.importorskip("lm_eval", reason="needs lm-eval: pip install 'hf-longctx[lm-eval]'")
 
 CURVE = {"lengths": [8, 17], "repeats": 3, "seed": 1, "text": "stdlib"}
-LOSS = {"context_length": 50, "sequences": 3, "text": "stdlib"}
 
 
 @pytest.fixture(scope="module")
@@ -61,16 +61,8 @@ def own_counts(model, tokenizer, settings):
     return forgetting_curve(model, tokens, **options, **ids)
 
 
-@pytest.fixture(params=["reader", "bisection"])
-def lm(request, model, tokenizer, monkeypatch):
-    """A model of lm-eval that answers in one pass, or about spans of tokens only."""
-    if request.param == "bisection":
-        monkeypatch.setattr("hf_longctx.lm_eval.tasks.nn", SimpleNamespace(Module=()))
-    return hf(model, tokenizer)
-
-
-def test_counts_are_those_of_our_curve(lm, model, tokenizer):
-    result = evaluate(lm, "forgetting_curve", CURVE)
+def test_counts_are_those_of_our_curve(model, tokenizer):
+    result = evaluate(hf(model, tokenizer), "forgetting_curve", CURVE)
     curve = own_counts(model, tokenizer, CURVE)
     expected = {p.length: ([*p.copy_correct], [*p.lm_correct]) for p in curve.points}
     assert counts(result) == expected
@@ -92,14 +84,6 @@ def test_passages_that_overlap_count_as_one_text(model, tokenizer, tmp_path, cap
     assert sum("the corpus is too short: its passages overlap" in record.message for record in caplog.records) == 1
 
 
-def test_losses_are_those_of_our_loss(lm, model, tokenizer):
-    result = evaluate(lm, "position_loss", LOSS)
-    tokens = load_tokens(tokenizer, "stdlib").tokens
-    loss = position_loss(model, tokens, context_length=50, sequences=3, tokenizer=tokenizer)
-    assert result["perplexity_of_50_tokens,none"] == pytest.approx(loss.perplexity[-1], rel=1e-4)
-    assert result["loss_at_50_tokens_nats,none"] == pytest.approx(loss.smoothed()[-1], abs=1)  # by blocks, of spans
-
-
 def test_lines_are_those_of_our_lines(model, tokenizer):
     result = evaluate(hf(model, tokenizer), "lines", {"lines": [1, 3], "repeats": 3})
     ours = line_retrieval(model, tokenizer, lines=[1, 3], repeats=3)
@@ -115,6 +99,21 @@ def test_a_limit_takes_trials_and_the_cache_answers_again(model, tokenizer, tmp_
     monkeypatch.setattr("hf_longctx.metrics.run.engine.Engine.predict", None)
     again = evaluate(hf(model, tokenizer), "forgetting_curve", CURVE, limit=1, use_cache=str(tmp_path / "cache"))
     assert counts(again) == counts(first)
+
+
+@pytest.mark.usefixtures("no_key_or_proxy")
+def test_other_models_have_our_readers(model, tokenizer):
+    from hf_longctx.lm_eval.tasks import reader_of
+
+    with serving(model) as server:
+        url = f"{server.url}/completions"
+        reader = reader_of(SimpleNamespace(base_url=url, model="tiny", tokenizer=tokenizer, api_key=""))
+        assert (reader.base_url, reader.model, reader.vocab_size) == (server.url, "tiny", len(tokenizer))
+    config = SimpleNamespace(hf_config=model.config, max_model_len=100, get_vocab_size=lambda: 32)
+    assert reader_of(SimpleNamespace(model=SimpleNamespace(model_config=config))).position_limit == 99
+    for lm, message in (({"model": "gguf"}, "must be hf, hf-longctx"), ({"mixed_precision_dtype": "x"}, "Set dtype")):
+        with pytest.raises(ValueError, match=message):
+            reader_of(SimpleNamespace(**lm))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Paired tests of two models on the same texts."""
 
-from itertools import combinations
-
 import numpy as np
 import pytest
 import scipy.stats
@@ -27,13 +25,6 @@ def test_sign_flips_are_those_of_scipy(pairs):
     options = dict(permutation_type="samples", n_resamples=np.inf, vectorized=False, alternative="two-sided")
     expected = [test((d, np.zeros(pairs)), lambda a, b: (a - b).mean(), **options).pvalue for d in differences]
     assert flip_test(differences) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("better, worse, alike", [(9, 2, 1), (0, 0, 8), (12, 3, 60)])
-def test_single_questions_give_the_test_of_mcnemar(better, worse, alike):
-    differences = np.repeat([1.0, -1.0, 0.0], [better, worse, alike])
-    expected = scipy.stats.binomtest(better, better + worse).pvalue if better + worse else 1
-    assert flip_test(differences) == pytest.approx(expected, rel=0.1 if better + worse + alike > 13 else 1e-12)
 
 
 @pytest.mark.parametrize("pairs", [7, 40])
@@ -65,14 +56,6 @@ def test_the_interval_of_sign_flips_is_the_test_turned_round():
     assert (outside >= 0.04).all()
 
 
-def test_holm_is_closed_testing_by_bonferroni():
-    p = np.random.default_rng(0).uniform(0, 0.1, (20, 4))
-    for row, corrected in zip(p, holm(p)):
-        for i in range(4):
-            sets = [s for size in range(1, 5) for s in combinations(range(4), size) if i in s]
-            assert corrected[i] == pytest.approx(min(1, max(len(s) * min(row[list(s)]) for s in sets)))
-
-
 # Simulations ---------------------------------------------------------------------------------------------------------
 
 LENGTHS = np.linspace(100, 1600, 8).astype(int)
@@ -82,13 +65,12 @@ def alike(errors, scored, size, rng):
     """Counts of two models that do not differ, on texts that are hard for both or for neither."""
     if errors == "texts copied wholly or not":
         return np.where(rng.random((2, *size)) < 0.5, scored, rng.binomial(scored, 0.3, (2, *size)))
-    hardness = rng.beta(2, 2, size) if errors == "hard texts" else 0.6
-    return rng.binomial(scored, np.broadcast_to(hardness, (2, *size)))
+    return rng.binomial(scored, np.broadcast_to(rng.beta(2, 2, size), (2, *size)))
 
 
 @pytest.mark.parametrize(
     "errors, repeats",
-    [("tokens", 20), ("hard texts", 10), ("texts copied wholly or not", 3), ("texts copied wholly or not", 10)],
+    [("hard texts", 20), ("texts copied wholly or not", 3), ("texts copied wholly or not", 10)],
 )
 def test_one_wrong_claim_in_twenty(errors, repeats):
     """Over all lengths and their mean: at most 5 % of pairs of models that do not differ, and the luck of the draw."""

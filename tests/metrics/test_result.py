@@ -9,6 +9,7 @@ from examples import one_of_each
 
 from hf_longctx.metrics import CurvePoint, ForgettingCurve, LineRetrieval, NeedleGrid, PositionLoss
 from hf_longctx.metrics.read import read_result
+from hf_longctx.metrics.report.card import eval_results
 from hf_longctx.metrics.result import Number, Result, commit
 
 
@@ -91,6 +92,8 @@ def test_a_dataset_has_a_name_and_an_identifier():
     assert ForgettingCurve.of_points([], {"corpus": "My Text, 2nd"}).dataset() == ("My Text, 2nd", "my-text-2nd")
     assert ForgettingCurve.of_points([], {"data_type": "random"}).dataset() == ("random tokens", "random-tokens")
     assert LineRetrieval.of_parts([]).dataset() == ("generated records", "line-retrieval")
+    entry = eval_results([EXAMPLES[0].with_settings(corpus="My Text, 2nd")])[0]
+    assert (entry.dataset_name, entry.dataset_type, entry.metric_args) == ("My Text, 2nd", "my-text-2nd", {"seed": 0})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -125,55 +125,13 @@ def test_served_models(bytes_tokenizer, prose, k):
     assert needle.settings["served_with"] == "prompt_logprobs"
 
 
-# -- resuming, and what is left after a failure
+# -- journals and failures
 
 
-RUNS = {
-    "loss": lambda model, tokenizer, prose, **options: position_loss(
-        model, prose, context_length=50, sequences=4, **options
-    ),
-    "needle": lambda model, tokenizer, prose, **options: needle_in_a_haystack(
-        model, tokenizer, prose, lengths=[500, 600], depths=[0, 1], replies=False, **options
-    ),
-    "lines": lambda model, tokenizer, prose, **options: line_retrieval(
-        model, tokenizer, lines=[1, 2, 3, 4], repeats=1, replies=False, **options
-    ),
-}
-
-
-@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
-def test_a_killed_run_ends_with_the_same_file(tmp_path, capsys, bytes_tokenizer, prose, run):
-    expected = run(Copier(12), bytes_tokenizer, prose, run=Run(tmp_path / "whole", progress=True))
-    assert "100%" in capsys.readouterr().err
-    whole = (tmp_path / "whole").read_bytes()
-    assert len(whole.splitlines()) == 1 + 4
-    for kept in (0, 3):
-        path = tmp_path / f"killed after {kept}"
-        model, calls = Copier(12), []
-
-        def fail(*_, calls=calls, kept=kept):
-            calls.append(0)
-            if len(calls) > 2 + kept:  # the engine tries the model twice
-                raise KeyboardInterrupt
-
-        hook = model.register_forward_pre_hook(fail)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            run(model, bytes_tokenizer, prose, run=Run(path))
-        hook.remove()
-        partial = caught.value.result
-        done = len(getattr(partial, "cells", getattr(partial, "points", range(kept))))
-        assert done == kept == len(path.read_bytes().splitlines()) - 1
-        told = partial.summary() if partial.measured else "nothing had been measured"
-        assert caught.value.__notes__ == [f"What had been measured is in this error's .result: {told}"]
-        assert run(model, bytes_tokenizer, prose, run=Run(path)) == expected
-        assert path.read_bytes() == whole
-    model.register_forward_pre_hook(lambda *_: 1 / 0)
-    assert run(model, bytes_tokenizer, prose, run=Run(path)) == expected  # nothing is left to do
-
-
-def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_tokenizer):
-    options = dict(repeats=1, replies=False, run=Run(tmp_path / "journal"))
+def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_tokenizer, capsys):
+    options = dict(repeats=1, replies=False, run=Run(tmp_path / "journal", progress=True))
     line_retrieval(Copier(12), bytes_tokenizer, lines=[2, 3], **options)
+    assert "100%" in capsys.readouterr().err
     result = line_retrieval(Copier(12), bytes_tokenizer, lines=[2], **options)
     assert [point.lines for point in result.points] == result.settings["lines"] == [2]
 
@@ -181,10 +139,15 @@ def test_a_result_has_what_is_asked_for_of_a_journal_with_more(tmp_path, bytes_t
 def test_nan_logits(bytes_tokenizer, prose):
     class Broken(Copier):
         def forward(self, input_ids):
-            return (super().forward(input_ids)[0] * torch.nan,)
+            (logits,) = super().forward(input_ids)
+            logits[:, 17] = torch.nan
+            return (logits,)
 
-    with pytest.raises(ValueError, match=r"logits at position \d+ are not finite.*bfloat16"):
-        RUNS["needle"](Broken(12), bytes_tokenizer, prose)
+    message = (
+        "loss, trial 0: the log-probability of token 18 is nan: the logits at position 17 are not finite.*bfloat16"
+    )
+    with pytest.raises(ValueError, match=message):
+        position_loss(Broken(12), prose, context_length=50, sequences=2)
 
 
 # -- bad input
@@ -206,6 +169,7 @@ class OneId:
         ({"lengths": [9000]}, "at least 8.* for a haystack"),
         ({"depths": [50.5]}, r"numbers from 0 to 1, .* got \[50.5\]"),
         ({"tokens": [400, 5]}, r"tokens\[0\] is 400"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs requires chat_template"),
         ({"tokenizer": OneId()}, "does not cover this language"),
         ({"replies": True}, "Copier does not have a generate method. Measure without responses: replies=False"),
         ({"lines": [0, 3]}, "lines must be from 1 to 15872, got 0"),

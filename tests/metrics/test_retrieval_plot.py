@@ -3,17 +3,14 @@
 import math
 
 import pytest
+from examples import answers
 
 
 pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 'hf-longctx[plot]'")
 
-from hf_longctx.metrics.retrieval.answers import Answer, wilson
+from hf_longctx.metrics.retrieval.answers import wilson
 from hf_longctx.metrics.tasks.lines import LineRetrieval, LinesPoint
 from hf_longctx.metrics.tasks.needle import NeedleCell, NeedleGrid
-
-
-def answers(*exact, reply=None):
-    return [Answer(math.log(0.5), 3, exact=right, reply=reply, matched=right) for right in exact]
 
 
 SETTINGS = {"model": "someone/tiny", "mode": "easy"}

@@ -6,8 +6,7 @@ from demo_model import DEMO
 from tiny_models import Copier
 from transformers import AutoTokenizer
 
-from hf_longctx import cli
-from hf_longctx.metrics import LocalReader, line_retrieval, needle_in_a_haystack, read_result
+from hf_longctx.metrics import LocalReader, line_retrieval, needle_in_a_haystack
 from hf_longctx.metrics.retrieval.answers import contains_text
 from hf_longctx.metrics.retrieval.haystack import hide_needle, needle_pieces
 from hf_longctx.metrics.retrieval.wording import chat_frame, wording
@@ -129,21 +128,3 @@ def test_an_answer_is_looked_for_behind_the_thoughts(tokenizer, monkeypatch, rep
     assert (words in needle.summary()) == bool(thinking)
     lines = line_retrieval(model, tokenizer, lines=[3], repeats=2, **options)
     assert ("2 of 2 responses ended while the model was thinking" in lines.summary()) == bool(thinking)
-
-
-@pytest.mark.usefixtures("undrawn")
-def test_command(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("Ein Fuchs traf 13 Hennen. " * 200)
-    options = f"--text {text} --lengths 300 --depths 2 --no-replies --output {tmp_path}/x".split()
-    own = [word for name, value in COW.items() for word in (f"--{name}", value)]
-    assert cli.main(["needle", str(DEMO), *options, *own]) == 0
-    assert read_result(tmp_path / "x.json").settings["mode"] == "standard"
-    kwargs = ["--chat-template-kwargs", '{"enable_thinking": false}']
-    assert cli.main(["needle", str(DEMO), *options, *own, *kwargs]) == 2
-    assert "chat_template_kwargs requires chat_template" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        cli.main(["needle", str(DEMO), *options, *own, "--chat-template", "--chat-template-kwargs", "{"])
-    assert "--chat-template-kwargs: invalid json_object value: '{'" in capsys.readouterr().err
-    assert cli.main(["needle", str(DEMO), *options, "--answer", "x"]) == 2
-    assert "Pass both --question and --answer" in capsys.readouterr().err

@@ -35,12 +35,6 @@ def test_range_equals_array(m):
     np.testing.assert_allclose(fast, plain, atol=1e-10)
 
 
-def test_decay_keeps_shape():
-    assert isinstance(rope_decay(3, base=10.0, head_dim=4), float)
-    assert rope_decay(np.zeros((2, 0, 3)), base=10.0, head_dim=4).shape == (2, 0, 3)
-    np.testing.assert_array_equal(rope_decay([[0, 0]], base=10.0, head_dim=4), [[2.0, 2.0]])
-
-
 # --- eq. 17 ---
 
 

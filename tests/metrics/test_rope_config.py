@@ -2,8 +2,8 @@
 
 import json
 import re
-from contextlib import suppress
 
+import numpy as np
 import pytest
 import transformers as tf
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
@@ -29,7 +29,7 @@ def only(config, **options):
 def quick(monkeypatch):
     """Reports without the search for violations."""
     monkeypatch.setattr(rope_reports, "rope_context_bound", lambda **keywords: None)
-    monkeypatch.setattr(rope_reports, "_negative_distances", lambda theta, reach: (0, None, 0.0))
+    monkeypatch.setattr(rope_reports, "rope_decay", lambda *arguments, **keywords: np.zeros(1))
 
 
 # --- what is read ---
@@ -49,15 +49,10 @@ def scaled(rope_type, factor=8.0, **parameters):
 SU = {"type": "su", "long_factor": [1.5] * 64, "short_factor": [1.0] * 64}
 SCALINGS = [
     ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, ["default RoPE does not use factor"], {}),
-    ({"rope_scaling": {"factor": 8.0, "type": None}}, ["default RoPE does not use factor"], {}),
     ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["multimodal RoPE .mrope. is judged on"], {}),
     ({"rope_scaling": SU}, ["longrope freq.* 4096"], {}),
-    ({"dual_chunk_attention_config": {}}, ["dual_chunk_attention_config .fewer tokens"], {}),
-    (
-        {"dual_chunk_attention_config": {"original_max_position_embeddings": 1024}},
-        ["dual_chunk_attention_config .1024 tokens without it"],
-        {},
-    ),
+    ({"dual_chunk_attention_config": {"chunk_size": 1024}}, ["dual_chunk_attention_config .* plain RoPE is"], {}),
+    ({"rope_condense_ratio": 8}, ["rope_condense_ratio has .* FastChat"], {}),
     # Vicuna 16k says 4096 tokens and a factor of 4: at 4096, linear scaling by 4 holds always
     (scaled("linear", 4.0), [], {"claimed": 16384, "by": "4 times max_position_embeddings, by linear scaling"}),
     (
@@ -66,7 +61,6 @@ SCALINGS = [
         {"claimed": 8192, "by": "2 times max_position_embeddings, by linear scaling"},
     ),
     (scaled("linear", 1.5), ["with linear scaling by 1.5; where it is that before scaling, check 6144 tokens"], {}),
-    (scaled("dynamic", 1.0), ["dynamic frequencies depend"], {}),
     (
         scaled("dynamic", 2.0),
         ["dynamic frequencies depend on the length; they are those at 8192"],
@@ -80,21 +74,15 @@ SCALINGS = [
     *(
         (
             scaled(name, original_max_position_embeddings=4096),
-            [f"max_position_embeddings is 4096; {name} claims 8 times 4096 tokens"],
+            [f"max_position_embeddings is 4096; factor of {name} claims 32768 tokens"],
             {"claimed": 32768, "by": f"factor of {name}"},
         )
         for name in ("yarn", "linear")
     ),
-    (scaled("linear", original_max_position_embeddings=512), [], {}),
     (
         scaled("linear") | {"max_sequence_length": 30000},
         ["max_sequence_length claims 30000 tokens"],
         {"claimed": 30000, "by": "max_sequence_length"},
-    ),
-    (
-        {"max_sequence_length": 16384, "rope_condense_ratio": 8},
-        ["FastChat", "plain RoPE is judged"],
-        {"claimed": 32768, "by": "rope_condense_ratio"},
     ),
 ]
 CHATGLM = {"model_type": "chatglm", "hidden_size": 4096, "num_attention_heads": 32, "num_layers": 40}
@@ -108,14 +96,6 @@ CONFIGS = [
     ),
     row({**PLAIN, "model_type": "internlm2", "rope_theta": 1e6}, base=1e6),
     row(
-        {**SIZES, "model_type": "internlm", "seq_length": 512, "rotary": {"base": 1e5}},
-        **{"base": 1e5, "claimed": 512, "by": "seq_length"},
-    ),
-    row(
-        {**SIZES, "model_type": "internlm", "n_ctx": 512, "rotary": {"base": 9.0, "type": "dynamic"}},
-        **{"base": 9.0, "claimed": 512, "by": "n_ctx"},
-    ),
-    row(
         {**CHATGLM, "kv_channels": 128, "seq_length": 8192, "rope_ratio": 500},
         "rope_ratio multiplies the base by 500",
         **{"base": 5e6, "rotary": 64, "claimed": 8192, "by": "seq_length"},
@@ -123,12 +103,10 @@ CONFIGS = [
     row({**PLAIN, "model_type": "qwen", "rotary_emb_base": 1e5, "rope_theta": None}, base=1e5),
     row(KIMI, rotary=64, head=192),
     row(PHI, "base = 10000 is Llama's default", rotary=32, head=80, claimed=2048, by="n_positions"),
-    row({**PLAIN, "model_type": "phi3_v", "rope_scaling": SU}),
-    row({"model_type": "internvl_chat", "llm_config": {**PLAIN, "model_type": "internlm2"}}),
     row({**PLAIN, "model_type": None}),
     *(
         row({**PLAIN, "model_type": "qwen", name: 2.0}, f"not read: {name}")
-        for name in ("use_dynamic_ntk", "rope_scaling_factor", "ntk_alpha", "rope_percentage")
+        for name in ("use_dynamic_ntk", "rope_scaling_factor", "ntk_alpha", "rope_percentage", "rotary")
     ),
 ]
 
@@ -271,30 +249,3 @@ def test_every_config_class_with_its_defaults(quick):
         assert outcomes[0] == outcomes[1], name
         judged += isinstance(outcomes[0], tuple)
     assert judged > 200
-
-
-# --- what breaks ---
-
-JUNK = (
-    *(None, True, 0, -3, 2.5, float("nan"), 10**400, "x", "x" * 5000, ""),
-    *([], [1], ["x"], {}, {"x": 1}, {"full_attention": 3}),
-)
-FIELDS = (
-    *("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers", "head_dim", "max_position_embeddings"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rotary", "rotary_dim", "rope_ratio"),
-    *("layer_types", "sliding_window", "no_rope_layers", "rope_condense_ratio", "dual_chunk_attention_config"),
-    *("text_config", "qk_rope_head_dim", "n_ctx", "quantization_config", "architectures"),
-)
-
-
-@pytest.mark.parametrize("kind", ["llama", "new"])
-@pytest.mark.parametrize("name", FIELDS)
-def test_no_json_ends_in_a_traceback(quick, kind, name):
-    config = {**PLAIN, "model_type": kind}
-    changes = [{name: junk} for junk in JUNK]
-    if name.startswith("rope") or name == "partial_rotary_factor":
-        changes += [{"rope_scaling": {"type": "linear", "factor": 2.0, name: junk}} for junk in JUNK]
-    for change in changes:
-        with suppress(ValueError, NotImplementedError):
-            report = rope_report(config | change, minimum_base=False)
-            assert all(group.layers > 0 and 1 < group.base < 1e300 for group in report.groups if group.rope_type)

@@ -9,7 +9,14 @@ import pytest
 import torch
 import transformers as tf
 
-from hf_longctx.metrics import rope_base_bound, rope_context_bound, rope_decay, rope_inv_freq, rope_report
+from hf_longctx.metrics import (
+    read_result,
+    rope_base_bound,
+    rope_context_bound,
+    rope_decay,
+    rope_inv_freq,
+    rope_report,
+)
 
 
 TINY = {
@@ -100,10 +107,11 @@ def test_length_dependent_types_follow_the_context(name):
 
 
 def test_minimum_base_is_eq_18():
-    group = only(rope_report(llama()))
-    bound = rope_base_bound(511, 16)
+    report, bound = rope_report(llama()), rope_base_bound(511, 16)
+    group = only(report)
     assert group.minimum_base == pytest.approx(bound.base, rel=1e-15)
-    assert group.two_digit_base == bound.two_digit_base
+    assert (group.two_digit_base, group.settled_base) == (bound.two_digit_base, bound.settled_base)
+    assert f"all bases from                      {bound.settled_base:.7g}; the search ended at" in str(report)
     partial = only(rope_report(llama({**rope("default"), "partial_rotary_factor": 0.75})))
     assert partial.minimum_base == pytest.approx(rope_base_bound(511, 12, non_rotary_dims=4).base, rel=1e-15)
     good = only(rope_report(llama({"rope_type": "default", "rope_theta": group.two_digit_base})))
@@ -154,13 +162,6 @@ def test_layers_of_their_own_size():
     assert (sliding.max_distance, full.max_distance) == (511, 131071)
 
 
-def test_sliding_window_on_every_layer():
-    config = tf.MistralConfig(**TINY, sliding_window=64, rope_parameters=rope("default"))
-    assert only(rope_report(config, minimum_base=False)).max_distance == 63
-    config.sliding_window = None
-    assert only(rope_report(config, minimum_base=False)).max_distance == 511
-
-
 def test_base_fixed_in_code():
     from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 
@@ -194,17 +195,9 @@ def test_layers_without_rope_are_those_that_do_not_rotate(name, kwargs):
     assert sum(group.layers for group in groups) == 2
 
 
-@pytest.mark.parametrize(
-    "config, reason",
-    [
-        (tf.GraniteMoeHybridConfig(position_embedding_type=None), "position_embedding_type is None"),
-        (tf.SmolLM3Config(**TINY, no_rope_layers=[0, 0]), "none of its layers"),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, tf.PreTrainedConfig) else value.split()[0],
-)
-def test_models_without_rope_say_so(config, reason):
-    with pytest.raises(ValueError, match=f"does not describe a rotary position embedding.*{reason}"):
-        rope_report(config)
+def test_a_model_without_rope_says_so():
+    with pytest.raises(ValueError, match=r"does not describe a rotary .*none of its layers"):
+        rope_report(tf.SmolLM3Config(**TINY, no_rope_layers=[0, 0]))
 
 
 # --- results and errors ---
@@ -260,23 +253,6 @@ def test_a_violation_is_reported_with_the_number_of_distances():
     assert "1 of 27116 distances (0.0037 %), at 27115" in str(rope_report(config, minimum_base=False))
 
 
-def test_the_base_above_which_none_fails_is_next_to_the_minimum():
-    """It explains how a base above the minimum can violate the bound."""
-    report = rope_report(llama(rope("default", 1000.0), head_dim=32))
-    group, bound = only(report), rope_base_bound(511, 32)
-    assert group.minimum_base < group.settled_base == bound.settled_base
-    assert f"all bases from                      {bound.settled_base:.7g}; the search ended at" in str(report)
-
-
-def test_distances_are_looked_at_as_far_as_the_claim(monkeypatch):
-    """In blocks; the first violation may lie beyond the first block."""
-    monkeypatch.setattr("hf_longctx.metrics.rope.report.SEARCHED", 20)
-    config = llama(rope("default", 500.0))
-    far = only(rope_report(config, minimum_base=False))
-    monkeypatch.undo()
-    assert far == only(rope_report(config, minimum_base=False)) and far.context_bound > 20
-
-
 # --- what is assumed ---
 
 
@@ -303,3 +279,38 @@ def test_missing_entry_for_a_layer_type():
     del config.rope_parameters["full_attention"]
     with pytest.raises(ValueError, match="'full_attention'"):
         rope_report(config)
+
+
+# --- pictures ---
+
+
+def test_bound_and_claim_are_marked(words, tmp_path):
+    """Also in the figure of a saved report."""
+    rope_report(llama(), minimum_base=False).save(tmp_path / "rope.json")
+    violated = read_result(tmp_path / "rope.json")
+    figure = words(violated.plot, train_length=256, title="My bound")
+    bound = f"{violated.groups[0].context_bound + 1:,}"
+    expected = (bound, "needed up to 511", "training: 256", "violated: B_m", "claimed context: 512 tokens", "My bound")
+    assert all(text in figure for text in expected) and "dimensions that do not rotate" not in figure
+    figure = words(rope_report(llama(rope("partial")), minimum_base=False).plot)
+    assert "inconclusive: half of the head" in figure and "0 without the 8 dimensions that do not rotate" in figure
+
+
+@pytest.mark.parametrize("base, scale", [(50.0, "log"), (1e9, "linear")])
+def test_a_bound_far_below_the_claim_is_seen(figures, base, scale):
+    """On a linear axis it would lie in the first pixels."""
+    rope_report(llama(rope("default", base), max_position_embeddings=5000), minimum_base=False).plot("unused")
+    assert figures[0].axes[0].get_xscale() == scale
+
+
+@pytest.mark.usefixtures("figures")
+def test_every_distance_is_in_the_picture():
+    """A single negative distance between two drawn points is seen."""
+    from hf_longctx.metrics.rope.plot import decay_range
+
+    group = only(rope_report(llama(rope("default", 1e4), max_position_embeddings=4096), minimum_base=False))
+    decay = rope_decay(range(4000), base=1e4, head_dim=16)
+    at, lowest, highest = decay_range(group, np.array([0, 7, 100, 4000]))
+    assert at.tolist() == [0, 7, 100]
+    np.testing.assert_allclose(lowest, [decay[:7].min(), decay[7:100].min(), decay[100:].min()], atol=1e-9)
+    np.testing.assert_allclose(highest, [decay[:7].max(), decay[7:100].max(), decay[100:].max()], atol=1e-9)

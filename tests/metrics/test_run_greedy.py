@@ -140,7 +140,7 @@ def test_an_end_that_is_not_named(model, true_is_end):
         endpoint = connect(server, concurrency=1, tokenizer=Stripping())
 
         def end(choice):
-            return choice | {"token_ids": [], "finish_reason": "stop"}
+            return choice | {"token_ids": [], "text": "", "finish_reason": "stop"}
 
         server.spoil = end
         rows = np.full((1, 30), 2 if true_is_end else 5)
@@ -197,3 +197,10 @@ def test_text_without_its_space_is_not_taken_for_a_token(model):
 def test_a_server_of_text_needs_the_tokenizer(model):
     with serving(model, "text") as server, pytest.raises(ValueError, match=r"pass tokenizer=\.\.\. "):
         connect(server)
+
+
+def test_text_without_ids_is_not_an_end(model):
+    with serving(model, "ids") as server:
+        server.spoil = lambda choice: choice | {"token_ids": None, "text": " fox", "finish_reason": "stop"}
+        with pytest.raises(ValueError, match="did not return token ids"):
+            connect(server)

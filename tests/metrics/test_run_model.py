@@ -5,7 +5,6 @@ import torch
 import transformers
 from tiny_models import LLAMA, build, tiny_llama
 from torch import nn
-from transformers.models.gptj import modeling_gptj
 
 from hf_longctx.hmt import HMTConfig, HMTWrapper
 from hf_longctx.metrics.run.model import position_limit, weights_hash
@@ -20,18 +19,8 @@ BERT = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "int
     "name, config, limit",
     [
         ("gpt2", GPT2 | {"n_positions": 12}, 12),
-        ("openai-gpt", GPT2 | {"n_positions": 12}, 12),
-        pytest.param(
-            "gptj",
-            GPT2 | {"n_positions": 12, "rotary_dim": 2},
-            12,
-            marks=pytest.mark.skipif(
-                hasattr(modeling_gptj, "GPTJRotaryEmbedding"), reason="GPT-J has no table any more"
-            ),
-        ),
         ("ctrl", GPT2 | {"n_positions": 12, "dff": 8}, 12),
         ("opt", LLAMA | {"ffn_dim": 8, "word_embed_proj_dim": 8, "max_position_embeddings": 12}, 12),
-        ("bert", BERT | {"max_position_embeddings": 12}, 12),
         ("roberta", BERT | {"max_position_embeddings": 12, "pad_token_id": 1}, 10),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -51,7 +40,6 @@ def test_position_table_is_found(name, config, limit):
     "name, config",
     [
         ("llama", LLAMA | {"max_position_embeddings": 12}),
-        ("bloom", GPT2),
         ("xglm", {"d_model": 8, "num_layers": 1, "attention_heads": 2, "ffn_dim": 8, "max_position_embeddings": 12}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -24,9 +24,6 @@ class RuleReader:
     def configured_id(self, name):
         return 1
 
-    def cost(self, tokens):
-        return tokens
-
     def reading(self, trial, tokens_per_pass):
         return nullcontext()
 

@@ -36,20 +36,6 @@ def half_a_reply(handler):
 # -- the same as the model itself
 
 
-def test_scores_are_those_of_the_model(model):
-    with torch.inference_mode():
-        log_probs = model(torch.tensor(CORPUS[None, :60])).logits[0].log_softmax(-1)
-    likeliest, right = log_probs.argmax(-1)[:-1].numpy(), CORPUS[1:60]
-    with serving(model) as server:
-        endpoint = connect(server)
-        scores, best = endpoint.score(CORPUS[:59], CORPUS[1:60], range(59))
-        some, some_best = endpoint.score(CORPUS[:59], CORPUS[40:60], range(39, 59))
-    assert np.array_equal(some, scores[39:]) and np.array_equal(some_best, best[39:])
-    assert np.allclose(scores, log_probs[range(59), right], rtol=1e-6)
-    assert np.array_equal(best, likeliest)
-    assert 0 < (likeliest == right).sum() < 59
-
-
 def test_predictions_at_positions(model):
     rows = np.stack([CORPUS[:30], CORPUS[50:80], CORPUS[:30]])
     with torch.inference_mode():
@@ -59,8 +45,10 @@ def test_predictions_at_positions(model):
         asked = len(server.requests)
         predictions = endpoint.predict(rows, 0, range(4, 29))
         assert len(server.requests) - asked == 2  # equal rows are sent once
+        scored = endpoint.score(rows[0, :-1], rows[0, 5:], range(4, 29))
         server.spoil = make_nan
         assert np.flatnonzero(endpoint.predict(rows[:1], 0, range(3, 28))[0] == -1).tolist() == [26 - 3]
+    assert np.array_equal(scored[1], predictions[0])
     expected, right = likeliest[:, 4:29], rows[:, 5:30]
     assert np.array_equal(predictions == right, expected == right)
     assert (predictions == right).any()

@@ -3,11 +3,13 @@
 import sys
 
 import pytest
-from commands import run
 from examples import one_of_each
+
+from hf_longctx.metrics import CurvePoint, ForgettingCurve, PositionLoss
 
 
 *RESULTS, ROPE = one_of_each(model=None)
+NAMES = ["a model of " * 60, "\u6a21" * 200, "some-organization/" + "long-name-" * 12, "$" * 90]
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
@@ -34,11 +36,43 @@ def test_an_interrupted_run_is_called_so(result):
     assert style.heading(result).endswith(" (interrupted)") and result.summary().endswith("; interrupted: Ctrl-C")
 
 
-def test_pictures_leave_the_display_alone(tmp_path):
-    pytest.importorskip("matplotlib")
-    script = (
-        "import sys; from hf_longctx.metrics import CurvePoint, ForgettingCurve;"
-        f"ForgettingCurve.of_points([CurvePoint(8, [4], [1])]).plot({str(tmp_path / 'x.png')!r});"
-        "assert 'matplotlib.pyplot' not in sys.modules"
-    )
-    assert run(["python", "-c", script]).returncode == 0
+# Legends, titles and small print stay on the page, whatever names they hold
+
+
+def check_boxes(figure):
+    """Draw the figure, and compare the boxes of its legends and of its own words with the page."""
+    figure.draw_without_rendering()
+    legends = [*figure.legends, *(axes.get_legend() for axes in figure.axes)]
+    words = [figure._suptitle, figure._supxlabel]
+    for artist in (*legends, *words):
+        if artist is not None:
+            box = artist.get_window_extent()
+            assert box.x0 >= -1 and box.x1 <= figure.bbox.width + 1, (artist, box, figure.bbox)
+            assert box.y0 >= -1 and box.y1 <= figure.bbox.height + 1, (artist, box, figure.bbox)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: name[:9])
+def test_one_result(figures, name):
+    """The name is that of the model, and the title; there may be a training context."""
+    for result in one_of_each(model="someone/fox"):
+        named = result if result.kind == "rope" else result.with_settings(model=name)
+        for options in ({}, {"title": name.replace("$", "S"), "train_length": 64}):
+            named.plot("x.png", **options)
+    assert len(figures) == 10
+    for figure in figures:
+        check_boxes(figure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 20])
+def test_several_models(figures, count):
+    from hf_longctx.metrics.report.comparison import compare
+
+    names = [f"{i} {NAMES[i % len(NAMES)]}" for i in range(count)]
+    points = [CurvePoint(n, [n // 2] * 6, [0] * 6) for n in (64, 128)]
+    curves = {name: ForgettingCurve.of_points(points, {"tokenizer": name, "train_length": 90}) for name in names}
+    compare(curves, "x.png", title=names[0])
+    compare({name: PositionLoss.of_mean([3.0, 2.5], 4, {"model": name}) for name in names}, "x.png")
+    for figure in figures:
+        check_boxes(figure)

@@ -104,23 +104,3 @@ def test_a_table_leaves_out_cells_and_columns_without_values(load):
     rows = [{"n": 1, "share": 0.25}, {"n": 2, "share": None}]
     template = "| N | share | error |\n| {n} | {share:.0%} | {error} |"
     assert load("common").markdown(rows, template) == "| N | share |\n|---|---|\n| 1 | 25% |\n| 2 |  |"
-
-
-def test_an_interrupted_run_keeps_its_rows(load, tmp_path, capsys):
-    common = load("common")
-
-    def measure(args):
-        yield {"n": 1}
-        raise KeyboardInterrupt
-
-    parser = common.make_parser("scripts.bench.none", "")
-    with pytest.raises(KeyboardInterrupt):
-        common.run(parser, measure, None, ["--output", str(tmp_path / "x.json")])
-    assert json.loads((tmp_path / "x.json").read_text())["rows"] == [{"n": 1}]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_missing_gpu_is_an_error(load, capsys):
-    with pytest.raises(SystemExit):
-        load("generate").main(["--device", "cuda"])
-    assert "no CUDA device" in capsys.readouterr().err

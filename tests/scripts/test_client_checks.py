@@ -27,17 +27,3 @@ def test_outcomes_of_a_check(load, make_check):
     assert cell(make_check(lambda folder: 1e-3), Path("a")) == "failed: 1.0e-03"
     assert cell(make_check(lambda folder: float("nan")), Path("a")) == "failed: nan"
     assert cell(make_check(refuse), Path("a")) == "ValueError: bad a"
-
-
-@pytest.mark.parametrize(
-    "script, minutes, cell",
-    [("exit 3", 1.0, "the process ended with 3"), ("sleep 60", 0.001, "not finished after 0.001 minutes")],
-    ids=["a crash", "a hang"],
-)
-def test_every_model_has_a_cell(script, minutes, cell, load, make_check, monkeypatch, tmp_path):
-    program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(program))
-    cells = load("__main__").run_check(make_check(None, minutes), [Path("a"), Path("b")], tmp_path / "log")
-    assert cells == {"a": cell, "b": cell}

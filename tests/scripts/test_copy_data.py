@@ -1,13 +1,10 @@
 """Sequences with repeated passages contain and score what they should."""
 
-import itertools
-
 import numpy as np
 import pytest
 
 from hf_longctx.training.data import TokenDataset
 from scripts.copy_data import CopyDataset, write
-from scripts.demo_tokenizer import train_tokenizer
 
 
 class CountingTokenizer:
@@ -35,11 +32,6 @@ def many(text, seeds=50):
     return [row for seed in range(seeds) for row in repeats(text(), seed)]
 
 
-def test_rows_depend_on_seed_and_index_alone(text):
-    assert repeats(text()) == repeats(text()) != repeats(text(), seed=1)
-    assert len({tuple(row["input_ids"]) for row in repeats(text())}) == 4
-
-
 def test_what_is_scored_can_be_predicted(text):
     """A token is scored if it continues running text, or repeats what the sequence has shown."""
     scored_repeats = unscored = 0
@@ -56,14 +48,6 @@ def test_what_is_scored_can_be_predicted(text):
     assert scored_repeats > 1000 and unscored > 1000
 
 
-def test_passages_have_every_length(text):
-    lengths = set()
-    for row in many(text):
-        boundaries = [i for i, token in enumerate(row["input_ids"]) if token == 1]
-        lengths |= {b - a - 1 for a, b in itertools.pairwise(boundaries)}
-    assert set(range(8, 60)) <= lengths
-
-
 def test_rows_are_read_from_a_file_as_they_were_made(text, tmp_path):
     rows = CopyDataset(text(), 0.5, CountingTokenizer(), 0)
     write(rows, tmp_path / "copies.npy")
@@ -71,12 +55,3 @@ def test_rows_are_read_from_a_file_as_they_were_made(text, tmp_path):
     assert len(again) == len(rows)
     for i in range(len(rows)):
         assert {n: x.tolist() for n, x in again[i].items()} == {n: x.tolist() for n, x in rows[i].items()}
-
-
-def test_the_tokenizer_loses_nothing():
-    tokenizer = train_tokenizer(["The fox forgets. " * 20], 300)
-    for text in ("The fox forgets.", "naïve 狐 🦊\n\t"):
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert tokenizer.decode(ids) == text
-        assert tokenizer.bos_token_id not in ids
-        assert tokenizer(text)["input_ids"] == [tokenizer.bos_token_id, *ids]

@@ -69,36 +69,4 @@ def test_a_wrong_implementation_is_named(check, monkeypatch, tmp_path, capsys):
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
     right = {(row["work"], row["name"]) for row in rows if row.get("right")}
     assert {(work, name) for work in check.WORK for name in ("forgetting_triton", "sdpa")} <= right
-    timed = {section: {} for section in check.TABLES}
-    for row in rows:
-        timed[row["section"]] |= {row.get("name"): row} if "error" not in row else {}
-    for name in ("forgetting_triton", "forgetting_triton, all keys", "sdpa", "SDPA flash, no gate"):
-        assert timed["batch"][name]["work"] == "prefill" and timed["batch"][name]["forward_ms"] > 0
-    (trained,) = [x for x in rows if (x["section"], x.get("work"), x.get("name")) == ("batch", "training", "sdpa")]
-    assert trained["backward_ms"] > 0
-    assert {"forgetting_triton", "sdpa"} <= timed["decoding"].keys()
-    (pruned,) = [row for row in rows if row["section"] == "pruning"]
-    assert pruned["share_pruned"] == 0 and pruned["both_speedup"] > 0  # sixteen tokens are one block
-    assert timed["step"].keys() == {
-        "Llama, sdpa",
-        *(f"FoX (Pro), {name}" for name in ("sdpa", "forgetting_triton", "auto")),
-    }
-
-
-def test_a_cache_grows_with_every_timed_token(check, monkeypatch):
-    lengths, attend = [], check.attend
-
-    def counted(module, q, k, v, log_f, call, past):
-        result = attend(module, q, k, v, log_f, call, past)
-        lengths.append(past.cache.get_seq_length())
-        return result
-
-    monkeypatch.setattr(check, "attend", counted)
-    assert check.time_decoding("sdpa", 16, 8, "cpu")["ms"] > 0
-    assert lengths == [7, 8, 9, 10, 11]
-
-
-def test_a_row_without_time_left_is_reported(check, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(check, "CANDIDATES", ["sdpa"])
-    assert check.main(["--device", "cpu", "--minutes", "0", "--output", str(tmp_path / "x.json")]) == 0
-    assert {row["error"] for row in json.loads((tmp_path / "x.json").read_text())["rows"]} == {"no time left"}
+    assert {row["section"] for row in rows} == check.TABLES.keys()

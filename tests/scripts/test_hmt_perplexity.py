@@ -85,25 +85,16 @@ def test_each_token_is_predicted_from_the_tokens_of_its_window(window, size, ste
     assert entry["positions"] == sum(min(size, end) for end in range(step, T + 1, step)) / T
 
 
-@pytest.mark.parametrize("name", ["HMT, single pass", "HMT, paper"])
-def test_swapped_memories_are_all_of_another_text(name, module, reading, args, texts):
-    model = untrained(module, name, args)
+def test_swapped_memories_are_those_of_another_text(module, reading, args, texts):
+    model = untrained(module, "HMT, paper", args)
 
-    def losses(which, texts, rows_at_once=2):
-        args.rows_at_once = rows_at_once
-        return torch.tensor(reading.measure_reading(model, name, which, texts, args)["texts"])
+    def losses(which, texts):
+        return torch.tensor(reading.measure_reading(model, "HMT, paper", which, texts, args)["texts"])
 
     plain, swapped = (losses(which, texts) for which in (reading.SEGMENTS, reading.SWAPPED))
-    changed = plain.ne(swapped).all(0).tolist()
-    assert changed == [False, "single pass" not in name, True]  # the single-pass mode recalls after a first half
-    torch.testing.assert_close(losses(reading.SWAPPED, texts, 4), swapped, atol=1e-4, rtol=0)
+    assert plain.ne(swapped).all(0).tolist() == [False, True, True]
     twins = texts[:1].expand(4, -1)
     torch.testing.assert_close(losses(reading.SWAPPED, twins), losses(reading.SEGMENTS, twins), atol=1e-4, rtol=0)
-    # how a text begins is read in it, and in the text that takes its memories
-    begun = texts.clone()
-    begun[0, : L - K] = texts[1, : L - K]
-    change = (losses(reading.SWAPPED, begun) - swapped).abs()
-    assert change[0, 1:].max() <= 1e-4 < change[2, 2] and change[[1, 3]].max() == 0
 
 
 # Training.

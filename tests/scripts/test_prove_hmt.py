@@ -59,17 +59,6 @@ def test_an_oracle_recalls_the_memory_of_the_fact(model):
     assert model.memory.recall == recall
 
 
-@torch.no_grad()
-def test_shuffled_memories_are_those_of_another_sequence(model):
-    ids, _, facts = sample(5, 2, 4)
-    once = model(input_ids=ids[:1].expand(4, -1))
-    with changed_recall(model, prove_hmt.shuffled_memories, facts, 5):
-        same = model(input_ids=ids[:1].expand(4, -1))
-        other = model(input_ids=ids)
-    assert torch.equal(once.logits, same.logits), "equal sequences have equal memories"
-    assert not torch.allclose(other.logits[:, -10:], model(input_ids=ids).logits[:, -10:])
-
-
 def test_the_proof_at_toy_size(tmp_path, monkeypatch, capsys):
     level = logging.get_verbosity()
     monkeypatch.setattr(prove_hmt, "FACTS", (2, 16))

@@ -29,7 +29,7 @@ def test_a_prompt_has_the_tokens_of_generate(served):
 
 def test_prompts_of_unequal_lengths_together(served):
     model, llm = served
-    check(model, generate(llm, prompts(*UNEQUAL)))
+    check(model, generate(llm, prompts(*UNEQUAL), prompt_logprobs=5))
 
 
 def test_prefixes_come_from_the_cache(served):
@@ -58,8 +58,3 @@ def test_prompts_that_begin_with_each_other(served, order):
 def test_hundreds_of_decoded_tokens(served):
     model, llm = served
     check(model, generate(llm, prompts(20, 133, seed=6), max_tokens=300))
-
-
-def test_log_probabilities_of_prompts(served):
-    model, llm = served
-    check(model, generate(llm, prompts(90, 210, seed=7), prompt_logprobs=5))

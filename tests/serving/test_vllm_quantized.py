@@ -64,4 +64,4 @@ def test_int8_weights(tmp_path):
     for name in ("qkv_proj", "o_proj", "g_proj"):
         assert methods[f"{layer}.{name}"] == "CompressedTensorsLinearMethod"
     # an activation in the middle between two integers may be rounded to either
-    assert difference(model, outputs).mean < 0.2 * difference(exact, outputs).mean
+    assert difference(model, outputs)[1] < 0.2 * difference(exact, outputs)[1]

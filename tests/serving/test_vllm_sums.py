@@ -1,5 +1,7 @@
 """Running sums and predecessors over steps of a paged cache, against those of each request by itself."""
 
+import random
+
 import pytest
 import torch
 
@@ -32,7 +34,6 @@ class Requests:
         self.log_f.append(log_f)
         self.tokens.append(tokens)
         self.blocks.append(shared + [next(self.free) for _ in range(-(-length // BLOCK) - len(shared))])
-        return len(self.blocks) - 1
 
     def run(self, batch, padding=0):
         """Compute tokens [first, end) of each (request, first, end), and compare; the largest difference of c."""
@@ -73,60 +74,41 @@ def exact(result):
     return shift_is_right and worst < 1e-5
 
 
+@pytest.mark.parametrize("sizes", [[1], [0, 7, 200, 200]], ids=["decode", "chunks"])
 @pytest.mark.parametrize("tokens_per_state", [16, 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_requests_in_chunks_of_any_size(dtype, tokens_per_state):
-    requests = Requests(dtype, tokens_per_state)
-    lengths = [1, 15, 16, 17, 64, 100, 161]
-    done = {requests.add(length): 0 for length in lengths}
-    while any(done[r] < length for r, length in enumerate(lengths)):
-        batch = []
-        for request, length in enumerate(lengths):
-            end = min(length, done[request] + int(torch.randint(0, 40, (), generator=requests.random)))
-            if end > done[request]:
-                batch.append((request, done[request], end))
-                done[request] = end
-        if batch:
-            assert exact(requests.run(batch, padding=3))
+def test_requests_of_any_schedule(dtype, tokens_per_state, sizes):
+    """In any order, in chunks of any size. Most begin with the blocks of another request, often in the same step."""
+    pick = random.Random(f"{dtype} {tokens_per_state} {sizes}")
+    requests, parents, done = Requests(dtype, tokens_per_state), [], []
+    for i in range(10):
+        parent = pick.choice([None, *range(i), *[i - 1] * i])
+        shared = 0 if parent is None else len(requests.log_f[parent]) // BLOCK * BLOCK
+        requests.add(shared + pick.choice([1, 17, 33, 40, 70]), parent, shared)
+        parents.append((parent, shared))
+        done.append(0)
+    lengths, together = [len(x) for x in requests.log_f], 0
+    while done != lengths:
+        batch, before = [], list(done)
+        for request, (parent, shared) in enumerate(parents):
+            first = done[request] or shared
+            last = min(lengths[request], first + pick.choice(sizes))
+            if last > first and (parent is None or done[parent] >= shared):
+                batch.append((request, first, last))
+                done[request] = last
+                together += parent is not None and before[parent] < first == shared
+        pick.shuffle(batch)
+        assert not batch or exact(requests.run(batch, padding=pick.choice([0, 3])))
+    assert together
 
 
-def test_one_token_of_each_request():
-    """Decode where one request continues from the token that another computes in the same step."""
-    requests = Requests()
-    first = requests.add(40)
-    for length, prefix in ((50, None), (60, None), (33, first)):
-        requests.add(length, prefix_of=prefix, prefix=32 if prefix == first else 0)
-    requests.run([(0, 0, 31), (1, 0, 20), (2, 0, 1)])
-    assert exact(requests.run([(0, 31, 32), (1, 20, 21), (2, 1, 2), (3, 32, 33)]))
-    assert exact(requests.run([(0, 32, 33), (1, 21, 22), (2, 2, 3)]))
-
-
-def chain(order):
-    """Each request has the first 32 tokens more in common with the one before; all begin in one step."""
-    requests = Requests()
-    first = requests.add(40)
-    for _ in range(4):
-        requests.add(
-            len(requests.log_f[-1]) + 32, prefix_of=len(requests.blocks) - 1, prefix=len(requests.blocks) * 32
-        )
-    assert first == 0
-    batch = [(request, 32 * request, len(requests.log_f[request])) for request in range(5)]
-    return requests, [batch[i] for i in order]
-
-
-@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 0, 4, 1, 3]], ids=str)
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [2, 0, 4, 5, 1, 3]], ids=str)
 def test_requests_of_one_step_may_go_on_from_each_other(order):
-    requests, batch = chain(order)
-    assert exact(requests.run(batch))
-    longer = [requests.add(len(requests.log_f[4]) + 7, prefix_of=4, prefix=160)]
-    assert exact(requests.run([(longer[0], 160, 167)]))  # from what they have stored
-
-
-def test_copies_of_a_prompt_go_on_from_the_first():
+    """Each begins with 32 tokens more of the one before."""
     requests = Requests()
-    prompt = requests.add(70)
-    copies = [requests.add(70, prefix_of=prompt, prefix=64) for _ in range(3)]
-    assert exact(requests.run([(prompt, 0, 70), *((copy, 64, 70) for copy in copies)]))
+    for i in range(6):
+        requests.add(40 + 32 * i, *([i - 1, 32 * i] if i else []))
+    assert exact(requests.run([(i, 32 * i, 40 + 32 * i) for i in order]))
 
 
 @pytest.mark.parametrize("tokens_per_state, right", [(1, True), (16, False)])

@@ -121,10 +121,9 @@ def make_apart():
 
     forks = context()
 
-    def run(values, fault=None, *arguments, processes=1, sharded=False, environments=None):
-        """Train; `environments` replace the variables that torch.distributed needs."""
+    def run(values, fault=None, *arguments, processes=1, sharded=False):
         members = []
-        for environment in environments or make_environments(processes):
+        for environment in make_environments(processes):
             what = (values, fault, arguments, environment, sharded)
             members.append(forks.Process(target=train_in_process, args=what))
         for member in members:

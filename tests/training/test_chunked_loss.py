@@ -24,13 +24,10 @@ MODELS = {
     "llama": {},
     "fox": {},
     "qwen2": dict(tie_word_embeddings=True),
-    "mistral": {},
     "gemma2": dict(final_logit_softcapping=3.0, query_pre_attn_scalar=8),
     "granite": dict(logits_scaling=7.0),
     "cohere": dict(logit_scale=0.3),
     "gpt2": dict(n_embd=32, n_layer=2, n_head=4, vocab_size=101),
-    "gpt_neox": {},
-    "phi": {},
     "falcon_h1": dict(lm_head_multiplier=0.4, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8),
 }
 

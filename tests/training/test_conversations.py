@@ -1,11 +1,11 @@
-"""The assistant's tokens are scored, and packed conversations have the same losses as single ones."""
+"""The assistant's tokens are scored, and no others."""
 
 import json
 from itertools import groupby
 
 import pytest
 from demo_model import DEMO
-from transformers import AutoTokenizer, ByT5Tokenizer
+from transformers import AutoTokenizer
 
 from hf_longctx.training.conversations import encode_conversation
 from hf_longctx.training.data import encode, pack
@@ -99,12 +99,7 @@ TURNS = [
     {"role": "user", "content": "Why?"},
     {"role": "assistant", "content": "It no longer needs it."},
 ]
-ROWS = [
-    {"messages": TURNS},
-    {"messages": TURNS[1:3]},
-    {"messages": [TURNS[1], {"role": "assistant", "content": "Whoever has a gate."}]},
-    {"messages": TURNS[:2]},
-]
+ROWS = [{"messages": TURNS}, {"messages": TURNS[1:3]}]
 
 
 @pytest.fixture
@@ -112,15 +107,6 @@ def tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     tokenizer.chat_template = CHATML
     return tokenizer
-
-
-def test_the_assistants_tokens_are_scored(tokenizer):
-    assert runs(ROWS[0], tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
-    halves = {"prompt": TURNS[:3], "completion": TURNS[3:]}
-    assert runs(halves, tokenizer) == ["It no longer needs it.</s>\n"]
-    assert encode_conversation(ROWS[0], tokenizer)["id"].tolist() == tokenizer.apply_chat_template(
-        TURNS, return_dict=False
-    )
 
 
 def read(row, tokenizer, template):
@@ -168,22 +154,14 @@ def runs(row, tokenizer):
     ("begin", "end"),
     [("{%-", "%}"), ("{%-  ", "\n-%}"), ("{%\n", "+%}")],
 )
-def test_generation_is_recognised_in_every_spelling(begin, end, chatml_tokenizer):
-    template = TEMPLATES["thoughts of earlier turns are left out"]
-    row = {"messages": CONVERSATIONS["thoughts"]}
-    spelt = template.replace("BEGIN", f"{begin} generation {end}").replace("END", f"{begin} endgeneration {end}")
-    masks = chatml_tokenizer.apply_chat_template(
-        row["messages"], chat_template=spelt, return_dict=True, return_assistant_tokens_mask=True
-    )
-    assert sum(masks["assistant_masks"]) > 10
-    expected = masks["input_ids"], [bool(mask) for mask in masks["assistant_masks"]]
-    assert read(row, chatml_tokenizer, spelt) == expected
-    assert any(read(row, chatml_tokenizer, "{# {% generation %} #}" + CHATML)[1])
-
-
-def test_a_marked_span_that_ends_with_the_first_token_is_no_more_than_that(tokenizer):
-    tokenizer.chat_template = "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ messages[1].content }}"
-    assert runs({"messages": turns("a", " long question follows", first="assistant")}, tokenizer) == ["a"]
+def test_generation_is_recognised_in_every_spelling(begin, end, tokenizer):
+    """Without the marks, an answer that the template rewrites could not be found."""
+    answer = "{{ messages[0].content | upper }}"
+    template = f"{begin} generation {end}{answer}{begin} endgeneration {end}{{{{ messages[1].content }}}}"
+    tokenizer.chat_template = template
+    assert runs({"messages": turns("a", " long question follows", first="assistant")}, tokenizer) == ["A"]
+    tokenizer.chat_template = "{# {% generation %} #}" + CHATML
+    assert runs(ROWS[1], tokenizer) == ["The fox.</s>\n"]
 
 
 def test_a_turn_written_with_that_of_a_tool_is_not_scored_beyond_its_own_tokens(chatml_tokenizer):
@@ -200,21 +178,10 @@ def test_a_turn_written_with_that_of_a_tool_is_not_scored_beyond_its_own_tokens(
             read(row, chatml_tokenizer, template)
 
 
-def test_lists_of_content_are_read(chatml_tokenizer):
-    chatml_tokenizer.chat_template = """{% for m in messages %}<|im_start|>{{ m.role }}
-{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-    parts = [
-        {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns("Hi", "Yes", "More?", "No")
-    ]
-    assert runs({"messages": parts}, chatml_tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
-
-
-def test_a_tokenizer_without_offsets_scores_the_same_characters():
-    tokenizer = ByT5Tokenizer(chat_template=CHATML)
-    assert not tokenizer.is_fast
-    assert runs({"messages": TURNS}, tokenizer) == ["The fox.</s>", "It no longer needs it.</s>"]
-    assert runs({"prompt": "The fox", "completion": " forgets."}, tokenizer) == [" forgets.</s>"]
+def test_lists_of_content_are_read(tokenizer):
+    tokenizer.chat_template = CHATML.replace("message.content", "message.content[0].text")
+    parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+    assert runs({"messages": parts}, tokenizer) == ["The fox.</s>\n", "It no longer needs it.</s>\n"]
 
 
 def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer):
@@ -234,12 +201,10 @@ def test_tools_and_arguments_of_the_template_are_handed_over(chatml_tokenizer):
 
 def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(tokenizer, tmp_path):
     source = tmp_path / "both.jsonl"
-    source.write_text("".join(json.dumps(row | {"text": "The same, as text."}) + "\n" for row in ROWS[:3]))
+    source.write_text("".join(json.dumps(row | {"text": "The same, as text."}) + "\n" for row in ROWS))
     for place in (source, tmp_path):  # a folder too
         chats, texts = (list(encode(str(place), tokenizer, column=column)) for column in (None, "text"))
-        assert [tokens.tolist() for tokens in chats] == [
-            encode_conversation(row, tokenizer).tolist() for row in ROWS[:3]
-        ]
+        assert [tokens.tolist() for tokens in chats] == [encode_conversation(row, tokenizer).tolist() for row in ROWS]
         assert {tokenizer.decode(tokens["id"]) for tokens in texts} == {"<s>The same, as text.</s>"}
     with pytest.raises(ValueError, match='must have a column "body"'):
         next(encode(str(source), tokenizer, column="body"))
@@ -249,27 +214,10 @@ def test_conversations_are_preferred_to_a_column_of_text_unless_it_is_named(toke
 def test_a_template_without_an_end_of_turn_is_reported_once(template, chatml_tokenizer, tmp_path, capsys):
     chatml_tokenizer.chat_template = marked(TEMPLATES[template])
     source = tmp_path / "chats.jsonl"
-    source.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in ROWS[:3]))
+    source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     pack(str(source), chatml_tokenizer, tmp_path / "tokens.npy")
     expected = 0 if template == "default system prompt" else 1
     assert capsys.readouterr().err.count("does not learn to end its turn") == expected
-
-
-def test_a_conversation_that_the_template_refuses_is_named(tokenizer, tmp_path):
-    tokenizer.chat_template = (
-        "{% if messages[0].role != 'user' %}{{ raise_exception('The user begins') }}{% endif %}" + CHATML
-    )
-    source = tmp_path / "chats.jsonl"
-    source.write_text("".join(json.dumps({"messages": row}) + "\n" for row in (TURNS[1:3], TURNS)))
-    with pytest.raises(ValueError, match="raises an error for conversation 2: The user begins"):
-        pack(str(source), tokenizer, tmp_path / "tokens.npy")
-
-
-def test_a_file_without_answers_is_refused(tokenizer, tmp_path):
-    source = tmp_path / "chats.jsonl"
-    source.write_text(json.dumps(ROWS[3]) + "\n")
-    with pytest.raises(ValueError, match="does not contain a conversation with an assistant"):
-        pack(str(source), tokenizer, tmp_path / "tokens.npy")
 
 
 def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):
@@ -279,18 +227,25 @@ def test_a_token_that_begins_inside_the_prompt_is_scored(tokenizer):
     assert runs({"messages": turns("Hi", "fun")}, tokenizer) == [" fun\n"]
 
 
+USER_FIRST = "{% if messages[0].role != 'user' %}{{ raise_exception('The user begins') }}{% endif %}"
+NO_TURNS = r'Conversation 1: turns must be a list of {"role", "content"}, got'
+
+
 @pytest.mark.parametrize(
-    "row",
+    "rows, says",
     [
-        {"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
-        {"messages": json.dumps(TURNS)},
-        {"messages": None},
-        {"prompt": "Hi", "completion": TURNS[2:3]},
+        ([{"messages": TURNS[1:3]}, {"messages": TURNS}], "raises an error for conversation 2: The user begins"),
+        ([{"messages": TURNS[1:2]}], "does not contain a conversation with an assistant"),
+        ([{"messages": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]}], NO_TURNS),
+        ([{"messages": json.dumps(TURNS)}], NO_TURNS),
+        ([{"messages": None}], NO_TURNS),
+        ([{"prompt": "Hi", "completion": TURNS[2:3]}], NO_TURNS),
     ],
-    ids=["ShareGPT", "text", "null", "text and turns"],
+    ids=["error of the template", "no answer", "ShareGPT", "text", "null", "text and turns"],
 )
-def test_turns_of_another_form_are_refused(row, tokenizer, tmp_path):
+def test_conversations_that_cannot_be_read_are_refused(rows, says, tokenizer, tmp_path):
+    tokenizer.chat_template = USER_FIRST + CHATML
     source = tmp_path / "chats.jsonl"
-    source.write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=r'Conversation 1: turns must be a list of {"role", "content"}, got'):
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(ValueError, match=says):
         pack(str(source), tokenizer, tmp_path / "tokens.npy")

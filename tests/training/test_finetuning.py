@@ -21,6 +21,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
+    TrainerCallback,
 )
 from transformers.integrations import deepspeed
 
@@ -114,20 +115,6 @@ def test_a_run_without_logits_has_the_losses_of_one_with_them(llama, tmp_path, m
     assert found["chunked"] == pytest.approx(found["plain"], rel=1e-5)
 
 
-@pytest.mark.parametrize("packing", [True, False])
-def test_flags_of_conversations_are_part_of_the_data(packing, llama, tmp_path):
-    rows = [{"prompt": f"What is {n}?", "completion": f" It is {n}, which comes after {n - 1}."} for n in range(40)]
-    data = tmp_path / "chats.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = values(llama, tmp_path / "run", data=str(data), packing=packing, save_steps=1)
-    assert train(make(run)) == 0
-    shutil.rmtree(tmp_path / "run" / "model")
-    (tokens,) = (tmp_path / "run" / "data").glob("*.npy")
-    tokens.write_bytes(tokens.read_bytes()[:-1] + b"\0")  # the last token is not scored
-    with pytest.raises(ValueError, match=r"other settings \(data: "):
-        train(make(run))
-
-
 @pytest.mark.parametrize("recipe", ["fox-from-llama", "rope-extend", "hmt"])
 def test_modules_trained_in_full_stay_float32_alongside_a_bfloat16_base(recipe, llama, tmp_path):
     base = tmp_path / "base"
@@ -195,8 +182,19 @@ def test_an_adapter_that_is_not_merged_loads_with_its_base(llama, tmp_path):
     torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "model")), logits(merged))
 
 
-@pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
-def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tmp_path, monkeypatch):
+def stop_at(step, event):
+    """Return a callback that finishes a run."""
+
+    def stop(args, state, control, **kwargs):
+        control.should_training_stop |= state.global_step == step
+
+    callback = TrainerCallback()
+    setattr(callback, event, stop)
+    return callback
+
+
+@pytest.mark.parametrize("full, steps", [(True, 4), (False, 9)], ids=["full", "stopped early"])
+def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, steps, llama, tmp_path, monkeypatch):
     scripted, evaluate = {1: 3.0, 2: 2.0, 3: 2.5, 4: 2.7}, Trainer.evaluate
 
     def evaluate_as_scripted(self, **kwargs):
@@ -205,7 +203,8 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tm
         return found
 
     monkeypatch.setattr(Trainer, "evaluate", evaluate_as_scripted)
-    options = dict(max_steps=4, eval_steps=1, save_steps=1, eval_data=str(llama / "text.txt"))
+    monkeypatch.setattr(run_module, "StopAtNaN", partial(stop_at, 4, "on_evaluate"))
+    options = dict(max_steps=steps, eval_steps=1, save_steps=1, eval_data=str(llama / "text.txt"))
     run = values(llama, tmp_path, use_peft=not full, load_best_model_at_end=True, **options)
 
     def weights(folder):
@@ -222,9 +221,16 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept_and_written(full, llama, tm
         shutil.rmtree(tmp_path / "model")
 
 
-@pytest.mark.parametrize("owner, method", [(LlamaForCausalLM, "save_pretrained"), (LongContextTrainer, "save_model")])
+@pytest.mark.parametrize(
+    "owner, method, steps",
+    [
+        (LlamaForCausalLM, "save_pretrained", 3),
+        (LongContextTrainer, "save_model", 3),
+        (LongContextTrainer, "save_model", 5),  # a callback finishes the run
+    ],
+)
 def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
-    owner, method, llama, tmp_path, monkeypatch
+    owner, method, steps, llama, tmp_path, monkeypatch
 ):
     save = getattr(owner, method)
 
@@ -233,14 +239,15 @@ def test_a_run_that_ends_while_its_model_is_saved_saves_it_when_called_again(
             return save(self, folder, *args, **kwargs)
         raise InterruptedError
 
-    run = values(llama, tmp_path, merge=True, save_steps=3)
+    run = values(llama, tmp_path, merge=True, save_steps=steps, max_steps=steps)
+    monkeypatch.setattr(run_module, "StopAtNaN", partial(stop_at, 3, "on_step_end"))
     monkeypatch.setattr(owner, method, end)
     with pytest.raises(InterruptedError):
         train(make(run))
     monkeypatch.undo()
     before = log(tmp_path)
     assert train(make(run)) == 0
-    assert log(tmp_path) == before
+    assert log(tmp_path) == before and len(before) == 3
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-3"]
     adapter = load_adapter(AutoModelForCausalLM.from_pretrained(llama), tmp_path / "adapter")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

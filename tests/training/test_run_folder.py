@@ -11,19 +11,10 @@ pytest.importorskip("peft", reason="training needs accelerate and peft: pip inst
 
 from faults import SIZES as SMALL
 from faults import log, make
-from transformers import (
-    AutoConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import BertConfig, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
 from transformers.training_args import OptimizerNames
 
 from hf_longctx.training.config import PretrainConfig, parse
-from hf_longctx.training.models import check_sequences
 from hf_longctx.training.run import train
 from hf_longctx.training.run_folder import COMPLETE
 
@@ -118,18 +109,14 @@ def test_a_base_that_lacks_weights_is_refused(changes, says, tmp_path):
         train(settings(tmp_path, recipe="lora", model=str(tmp_path / "base"), gradient_accumulation_steps=1))
 
 
-TINY = dict(vocab_size=64, hidden_size=16, num_hidden_layers=2)
-HEADS = TINY | dict(num_attention_heads=2, num_key_value_heads=2, intermediate_size=32)
-
-
 def test_a_model_that_reads_across_boundaries_is_not_trained_on_packed_ones(tmp_path):
     torch.manual_seed(0)
     (tmp_path / "text").mkdir()
     for number in range(8):
         (tmp_path / "text" / f"{number}.txt").write_text(TEXT[: 41 * (number % 3 + 1)])
-    MambaForCausalLM(MambaConfig(**TINY | dict(vocab_size=VOCABULARY), state_size=4)).save_pretrained(
-        tmp_path / "base"
-    )
+    MambaForCausalLM(
+        MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4)
+    ).save_pretrained(tmp_path / "base")
     here = dict(recipe="lora", model=str(tmp_path / "base"), data=str(tmp_path / "text"), max_steps=1)
     here |= dict(lora_target_modules=["in_proj"], gradient_accumulation_steps=1)
     with pytest.raises(ValueError, match=r"reads across document boundaries.*--packing false"):
@@ -137,20 +124,8 @@ def test_a_model_that_reads_across_boundaries_is_not_trained_on_packed_ones(tmp_
     assert train(settings(tmp_path, packing=False, **here)) == 0
 
 
-@pytest.mark.parametrize("model, says", [("mamba", "reads across document boundaries"), ("bert", "is not causal")])
-def test_a_new_model_that_packing_or_labels_would_mislead_is_refused(model, says, tmp_path):
+def test_a_new_model_that_is_not_causal_is_refused(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    config = AutoConfig.for_model(model, **TINY, num_attention_heads=2, intermediate_size=32)
-    config.save_pretrained(tmp_path / "config")
-    with pytest.raises(ValueError, match=says):
+    BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "config")
+    with pytest.raises(ValueError, match="is not causal"):
         train(settings(tmp_path, model=str(tmp_path / "config"), set=[]))
-
-
-def test_boundaries_are_seen_by_models_that_count_positions_and_have_no_cache():
-    torch.manual_seed(0)
-    for model in (Qwen3ForCausalLM(Qwen3Config(**HEADS, head_dim=8)), LlamaForCausalLM(LlamaConfig(**HEADS))):
-        check_sequences(model.eval(), packing=True)
-    ids, positions = torch.arange(1, 16)[None], torch.cat([torch.arange(6), torch.arange(9)])[None]
-    with torch.no_grad():
-        cached, packed = (model(ids, position_ids=positions, use_cache=flag).logits for flag in (True, False))
-    assert (cached - packed).abs().max() > 1e-3, "with a cache, transformers sees no boundaries: Trainer makes none"

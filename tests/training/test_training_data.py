@@ -1,15 +1,15 @@
 """Documents become sequences in which they do not see each other."""
 
+import json
 import random
 
 import numpy as np
 import pytest
-import torch
 from demo_model import DEMO
 from transformers import AutoTokenizer
 
-from hf_longctx import FoxConfig, FoxForCausalLM
-from hf_longctx.training.data import TokenDataset, encode, make_sequence, mark_documents, mix, pack
+from hf_longctx.training import FinetuneConfig
+from hf_longctx.training.data import TokenDataset, encode, load_datasets, make_sequence, mark_documents, mix, pack
 
 
 EOS = 2
@@ -17,7 +17,7 @@ DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14, 15]]
 PACKED = np.array([token for document in DOCUMENTS for token in (1, *document, EOS)])
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer():
     return AutoTokenizer.from_pretrained(DEMO)
 
@@ -36,25 +36,6 @@ def test_positions_restart_and_no_label_crosses_a_boundary():
     assert row["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]
     assert row["labels"].tolist() == [-100, 6, 7, 2, -100, 8, 2, -100, 9, 10, 11, 12]
     assert make_sequence(mark_documents(ids, EOS), is_one_document=True)["position_ids"].tolist() == list(range(12))
-
-
-@pytest.mark.parametrize("pro", [False, True], ids=["llama", "pro"])
-def test_a_packed_document_has_the_logits_and_loss_that_it_has_alone(pro):
-    torch.manual_seed(0)
-    make = FoxConfig.pro if pro else FoxConfig
-    fox = FoxForCausalLM(make(vocab_size=20, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)).eval()
-    row = {name: value[None] for name, value in make_sequence(mark_documents(PACKED, EOS)).items()}
-    with torch.no_grad():
-        packed = fox(**row)
-        losses, logits = [], []
-        for document in DOCUMENTS:
-            ids = torch.tensor([[1, *document, EOS]])
-            alone = fox(ids, labels=ids)
-            losses.append(alone.loss * (ids.shape[1] - 1))
-            logits.append(alone.logits[0])
-    torch.testing.assert_close(packed.logits[0], torch.cat(logits), atol=1e-5, rtol=1e-5)
-    labels = (row["labels"] != -100).sum()
-    torch.testing.assert_close(packed.loss * labels, sum(losses), atol=1e-4, rtol=1e-5)
 
 
 def test_a_text_is_packed_whole_with_a_bos_and_an_eos_for_each_document(tokenizer, folder, tmp_path):
@@ -109,5 +90,18 @@ def test_a_mixture_has_all_rows_of_all_sources_in_their_shares(seed):
         times = [own.count(row) for row in part]
         assert min(times) >= 1 and max(times) - min(times) <= 1
         assert abs(len(own) - share * len(rows)) <= len(parts)
-    assert list(mix(parts, [None] * len(parts))) == [row for part in parts for row in part]
     assert min(max(rows.count(row) for row in part) for part in parts) == 1, "of one source no row is read twice"
+
+
+def test_the_hash_of_the_data_depends_on_the_chat_template_and_on_shares_and_order(tokenizer, tmp_path):
+    def load(data):
+        run = FinetuneConfig(data=data, model="-", output_dir=str(tmp_path / "run"), max_length=32)
+        return load_datasets(run, tokenizer, False)[2]
+
+    for name in "ab":
+        turns = [{"role": "user", "content": name}, {"role": "assistant", "content": "The fox. " * 30}]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": turns}))
+    a, b = (tmp_path / f"{name}.jsonl" for name in "ab")
+    hashes = [load(data) for data in (f"{a}=1,{b}=3", f"{a}=3,{b}=1", f"{b}=3,{a}=1", f"{a},{b}", str(a))]
+    tokenizer.chat_template = "<user>" + tokenizer.chat_template
+    assert len({*hashes, load(str(a))}) == 6

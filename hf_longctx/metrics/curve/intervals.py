@@ -95,24 +95,16 @@ def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: s
     return side if p_value([margins], [scored_tokens], side, method) < level else 0
 
 
-def windows(lengths: int) -> list[int]:
-    """Return the window sizes: the powers of two up to the number of lengths.
+def windows(lengths: int, method: str) -> dict[int, float]:
+    """Map each window size, a power of two up to the number of lengths, to its share of the error rate.
 
-    >>> windows(5)
-    [1, 2, 4]
+    >>> windows(9, "coarse"), windows(5, "fine")
+    ({1: 0.25, 2: 0.25, 4: 0.25, 8: 0.25}, {1: 0.64, 2: 0.18, 4: 0.18})
     """
-    return [2**i for i in range(lengths.bit_length()) if 2**i <= lengths]
-
-
-def risk_shares(windows: int, method: str) -> list[float]:
-    """Return the share of the error rate for each window, from the smallest window to the largest.
-
-    >>> risk_shares(4, "coarse"), risk_shares(3, "fine")
-    ([0.25, 0.25, 0.25, 0.25], [0.64, 0.18, 0.18])
-    """
-    if method == "coarse" or windows == 1:
-        return [1 / windows] * windows
-    return [ALONE] + [(1 - ALONE) / (windows - 1)] * (windows - 1)
+    sizes = [2**i for i in range(lengths.bit_length())]
+    if method == "coarse" or lengths == 1:
+        return dict.fromkeys(sizes, 1 / len(sizes))
+    return dict.fromkeys(sizes, (1 - ALONE) / (len(sizes) - 1)) | {1: ALONE}
 
 
 def without_overlap(margins: Sequence[np.ndarray], places: Places) -> list[np.ndarray]:
@@ -141,14 +133,12 @@ def p_values(
     Returns:
         (..., lengths) float64.
     """
-    sizes, columns, places = windows(len(scored)), [], places or [None] * len(scored)
-    shares = risk_shares(len(sizes), method)
+    columns, places = [], places or [None] * len(scored)
     for i in range(len(scored)):
-        spans = [slice(i, i + size) if direction > 0 else slice(max(i + 1 - size, 0), i + 1) for size in sizes]
-        p = [
-            p_value(without_overlap(margins[span], places[span]), scored[span], direction, method) / share
-            for span, share in zip(spans, shares)
-        ]
+        p = []
+        for size, share in windows(len(scored), method).items():
+            span = slice(i, i + size) if direction > 0 else slice(max(i + 1 - size, 0), i + 1)
+            p.append(p_value(without_overlap(margins[span], places[span]), scored[span], direction, method) / share)
         columns.append(np.min(p, axis=0))
     return np.stack(columns, axis=-1)
 

@@ -22,11 +22,6 @@ from .protocol import scored_tokens
 METHODS = ("fine", "coarse")
 
 
-def check_method(method: str) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {METHODS}, got {method!r}.")
-
-
 def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_tokens: int, method: str) -> np.ndarray:
     """Return the accuracy of each repeat minus the threshold of a method, (R,) float64.
 
@@ -35,7 +30,8 @@ def margins(copy_correct: Sequence[int], lm_correct: Sequence[int], scored_token
     Raises:
         ValueError: the method is unknown.
     """
-    check_method(method)
+    if method not in METHODS:
+        raise ValueError(f"method must be one of {METHODS}, got {method!r}.")
     copy, lm = (np.array(counts) / scored_tokens for counts in (copy_correct, lm_correct))
     return copy - 0.99 if method == "fine" else copy - lm - 0.01
 

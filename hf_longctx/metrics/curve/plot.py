@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import groupby, pairwise
 from typing import Any
 
+import numpy as np
+
 from .. import style
 from .lengths import METHODS
 
@@ -33,8 +35,11 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     said = f"{curve.copies_in_words()}; {curve.exact_in_words()} (95 % CI in brackets)."
     notes = [f"mean and standard deviation of {curve.repeats_in_words}"]
     notes += [form.format(curve.settings[name]) for name, form in SMALL_PRINT.items() if name in curve.settings]
-    if train_length is not None and not mark_input(axes, train_length, right):
+    if train_length is not None and (train_length - 3) / 2 > right:
         notes.append(f"training context of {train_length:,} tokens not reached")
+    elif train_length is not None:
+        words = f"training context: {train_length:,} tokens"
+        style.mark_training(axes, (train_length - 3) / 2).set_label(words)
 
     scale: dict[str, Any] = {"value": "log", "base": 2} if log else {"value": "linear"}
     axes.set_xscale(**scale)
@@ -65,18 +70,6 @@ def logarithmic(lengths) -> bool:
     (True, False)
     """
     return len(lengths) > 2 and lengths[len(lengths) // 2] < 0.25 * lengths[-1]
-
-
-def mark_input(axes, train_length: int, right: float) -> bool:
-    """Mark the length whose input is as long as the training context; return False if it is outside the figure."""
-    length = (train_length - 3) / 2
-    if length > right:
-        return False
-    style.mark_training(axes, length).set_label("_training context")
-    words = f"training context: {train_length:,} tokens"
-    left_of_line = dict(xytext=(-3, 0), textcoords="offset points", rotation=90, ha="right", va="center")
-    axes.annotate(words, (length, 0.62), **left_of_line, fontsize=9, color=style.INK)
-    return True
 
 
 def area_of(point, intervals) -> str:
@@ -115,17 +108,9 @@ def shade_areas(axes, curve, left: float, right: float) -> list[style.Patch]:
     ]
 
 
-def ribbon(moments) -> tuple[list[float], list[float]]:
-    """Return the lower and the upper edge of a ribbon: mean ± one standard deviation, clipped to 0 and 1.
-
-    >>> ribbon([(0.125, 0.25), (0.9, 0.2)])
-    ([0, 0.7], [0.375, 1])
-    """
-    return [max(mean - std, 0) for mean, std in moments], [min(mean + std, 1) for mean, std in moments]
-
-
 def draw_accuracy(axes, lengths, moments, colour, marker, label) -> None:
     """Draw a line of means with a ribbon of one standard deviation on each side."""
-    axes.fill_between(lengths, *ribbon(moments), color=colour, alpha=0.2, linewidth=0, zorder=3)
-    means = [mean for mean, _ in moments]
+    means, deviations = np.transpose(moments)
+    ribbon = np.clip([means - deviations, means + deviations], 0, 1)
+    axes.fill_between(lengths, *ribbon, color=colour, alpha=0.2, linewidth=0, zorder=3)
     axes.plot(lengths, means, color=colour, marker=marker, markersize=4.5, linewidth=2, label=label, zorder=4)

@@ -73,7 +73,7 @@ def default_lengths(
     >>> default_lengths(131, None, 3), default_lengths(None, 1300, 3)
     ([8, 36, 64], [8, 54, 100])
     """
-    ends = [] if claimed_context is None else [longest_length(claimed_context)]
+    ends = [] if claimed_context is None else [(claimed_context - 3) // 2]
     if corpus_tokens is not None:
         ends.append(corpus_tokens // (3 + repeats))
         if ends[-1] <= SHORTEST:
@@ -173,11 +173,6 @@ def model_inputs(kind: str, samples: Sequence[Sample], bos: int, eos: int) -> np
 def input_tokens(length: int) -> int:
     """Return the number of input tokens at this length: 2n + 3."""
     return 2 * length + 3
-
-
-def longest_length(max_tokens: int) -> int:
-    """Return the longest length whose input has at most `max_tokens` tokens; 0 if there is none."""
-    return max((max_tokens - 3) // 2, 0)
 
 
 def scored_tokens(length: int) -> int:

@@ -22,7 +22,6 @@ from .paired import conclusion, further, paired_differences
 
 
 R = TypeVar("R", bound=Result)
-Counts = list[tuple[int, int, int]]
 
 
 def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> str:
@@ -53,35 +52,11 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     text += "".join(f"\nDifferent: {difference}.\n" for difference in differences(results)) + tests
     if not isinstance(first, PositionLoss):
         text += f"\n{markdown(*effective_rows(results))}"
-    write(text, results, path, title or first.title)
-    return text
-
-
-def compare_counts(models: Mapping[str, Counts], path: str | PathLike, *, title: str | None = None) -> str:
-    """Compare numbers of correct answers by length, from any benchmark, in a figure or a Markdown file.
-
-    Args:
-        models: maps each model name to rows of (length in tokens, correct answers, answers). See `read_counts`.
-        path: see `compare`.
-        title: see `compare`.
-
-    Returns:
-        a Markdown table of the effective lengths under three rules.
-
-    Raises:
-        ValueError: counts are impossible, or matplotlib does not support the extension.
-    """
-    text = markdown(*effective_rows(models))
-    write(text, models, path, title or "Effective length")
-    return text
-
-
-def write(text: str, models: Mapping[str, Any], path: str | PathLike, title: str) -> None:
-    """Write `text` if the path ends with .md; otherwise, write the figure of the models."""
     if Path(path).suffix == ".md":
-        Path(path).write_text(f"# {title}\n\n{text}", encoding="utf-8")
+        Path(path).write_text(f"# {title or first.title}\n\n{text}", encoding="utf-8")
     else:
-        plot_comparison(models, path, title=title)
+        plot_comparison(results, path, title=title)
+    return text
 
 
 def table(results: Mapping[str, Any]) -> str:
@@ -105,20 +80,12 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
         try:
             differences = paired_differences(first, second)
         except ValueError as error:
-            said.append(" ".join(further(name, other, first, second)) or reaches({name: first, other: second}))
+            unknown = f"Neither {name} nor {other} copies significantly further than the other."
+            said.append(" ".join(further(name, other, first, second)) or unknown * isinstance(first, ForgettingCurve))
             text += f"\nNot tested length by length, {other} against {name}: {error}\n"
             continue
         said.append(conclusion(name, other, first, second, differences))
-        columns = (
-            first.size_unit,
-            name,
-            other,
-            "difference",
-            "95 % interval",
-            "p",
-            "p of all lengths (Holm)",
-            "pairs",
-        )
+        columns = (first.size_unit, name, other, "difference", "95 % CI", "p", "p (Holm)", "pairs")
         rows = [
             (
                 *("mean" if d.length is None else d.length, f"{d.first:.1%}", f"{d.second:.1%}"),
@@ -130,18 +97,6 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
         ]
         text += f"\n{markdown(columns, rows)}"
     return [sentence for sentence in said if sentence], text
-
-
-def reaches(results: Mapping[str, TaskResult]) -> str:
-    """Describe the coarse length of each forgetting curve; an empty string for results of other metrics."""
-    ends = []
-    for name, curve in results.items():
-        if isinstance(curve, ForgettingCurve):
-            interval, size = curve.interval("coarse"), curve.settings.get("bytes_per_token") or 0
-            tokens = f"{interval.in_words()} tokens" if interval.significant else "not known"
-            longest = f", {interval.low * size:,.0f} bytes" if size * interval.low else ""
-            ends.append(f"{name} {tokens}{longest}{' (the longest tested)' * interval.longest}")
-    return f"Which copies further is not significant: {'; '.join(ends)}." if ends else ""
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
@@ -222,8 +177,6 @@ def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
         row["training context"] = curve.settings.get("train_length", "-")
         row["bytes per token"] = curve.settings.get("bytes_per_token", "-")
         rows.append(row)
-    if all(row["bytes per token"] == "-" for row in rows):  # random data
-        rows = [{column: row[column] for column in row if column != "bytes per token"} for row in rows]
     return markdown(list(rows[0]), [row.values() for row in rows])
 
 
@@ -240,23 +193,19 @@ def loss_table(losses: Mapping[str, PositionLoss]) -> str:
     return markdown(columns, rows)
 
 
-def shares_by_length(counts: TaskResult | Counts) -> dict[int, float]:
+def shares_by_length(result: TaskResult) -> dict[int, float]:
     """Return the mean share of correct answers by length."""
-    if isinstance(counts, ForgettingCurve):
-        return {point.length: point.copy_mean for point in counts.points}
-    if isinstance(counts, TaskResult):
-        return {at.length: float(at.shares.mean()) for at in counts.by_length()}
-    return {length: right / answers for length, right, answers in sorted(counts)}
+    return {at.length: float(at.shares.mean()) for at in result.by_length(overlapping=True)}
 
 
-def plot_comparison(models: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> None:
+def plot_comparison(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> None:
     """Plot the share of correct answers by length, or the loss by position, for several models.
 
     The figure lists the settings that differ. For forgetting curves, dotted lines show the LM accuracy, and vertical
     lines mark the length at which an input fills the model's training context.
 
     Args:
-        models: results of one metric, keyed by model name, or rows of counts as in `compare_counts`.
+        results: results of one metric, keyed by model name.
         path: path of a PNG, SVG or PDF.
         title: title of the figure (default: name of the metric).
 
@@ -264,24 +213,23 @@ def plot_comparison(models: Mapping[str, Any], path: str | PathLike, *, title: s
         ImportError: matplotlib is missing.
         ValueError: matplotlib does not support the extension.
     """
-    first: Any = next(iter(models.values()))
-    different = differences(models) if isinstance(first, TaskResult) else []
-    title = title or getattr(first, "title", "Right answers by length")
+    first: Any = next(iter(results.values()))
+    different, title = differences(results), title or first.title
     if isinstance(first, PositionLoss):
         figure = style.figure(*first.inches)
-        losses = [loss.with_settings(model=name) for name, loss in models.items()]
+        losses = [loss.with_settings(model=name) for name, loss in results.items()]
         draw_losses(figure, losses, title, differences=different)
         style.save(figure, path)
         return
     figure = style.figure(style.WIDTH, 4.6)
     axes = figure.add_subplot()
-    shares = {name: shares_by_length(counts) for name, counts in models.items()}
-    across, up = f"length of the prompt ({getattr(first, 'size_unit', 'tokens')})", "questions answered"
-    for name, colour, marker in zip(models, cycle(style.MODELS), cycle(style.MARKERS)):
+    shares = {name: shares_by_length(result) for name, result in results.items()}
+    across, up = f"length of the prompt ({first.size_unit})", "questions answered"
+    for name, colour, marker in zip(results, cycle(style.MODELS), cycle(style.MARKERS)):
         line: dict[str, Any] = dict(color=colour, marker=marker, label=style.literal(name))
         axes.plot([*shares[name]], [*shares[name].values()], **line)
         if isinstance(first, ForgettingCurve):
-            curve = models[name]
+            curve = results[name]
             axes.plot([*shares[name]], [p.lm_mean for p in curve.points], color=colour, linewidth=1, linestyle=":")
             filled = (curve.settings.get("train_length", 0) - 3) / 2
             if 0 < filled <= curve.points[-1].length:

@@ -23,15 +23,13 @@ correct them for multiple lengths, so that the interval has a confidence level o
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Mapping, Sequence
-from os import PathLike
 from typing import NamedTuple
 
 import numpy as np
 from scipy.special import bdtr, betaincinv
 
-from ..task import TaskResult
+from ..task import Counts, TaskResult
 
 
 RULES = {"ours": 0.85, "RULER": 0.856, "NoLiMa": 0.85}
@@ -66,68 +64,54 @@ class EffectiveLength(NamedTuple):
         return f"{self.low:,} to below {self.high:,}" if self.low else f"below {self.high:,}"
 
 
-class Shares(NamedTuple):
-    """The share of correct answers at one length.
+def share_limit(at: Counts, level: float, direction: int) -> float:
+    """Return the lower (direction=-1) or upper (direction=1) confidence limit of the share of correct answers.
 
-    Attributes:
-        length: length in tokens.
-        share: share of correct answers, or its median over samples with several answers.
-        texts: share of each sample, in ascending order; None if each sample has one answer.
-        right: number of correct answers, if each sample has one answer.
-        answers: number of answers, if each sample has one answer.
+    The share lies beyond this limit with a probability of at most `level`.
     """
-
-    length: int
-    share: float
-    texts: np.ndarray | None = None
-    right: int = 0
-    answers: int = 0
-
-    def limit(self, level: float, direction: int) -> float:
-        """Return the lower (direction=-1) or upper (direction=1) confidence limit of the share.
-
-        The share lies beyond this limit with a probability of at most `level`.
-        """
-        if self.texts is None:
-            wrong = self.answers - self.right
-            if direction < 0:
-                return float(betaincinv(self.right, wrong + 1, level)) if self.right else 0.0
-            return float(betaincinv(self.right + 1, wrong, 1 - level)) if wrong else 1.0
-        n = len(self.texts)
-        beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of samples beyond the limit
-        if not beyond:
-            return 0.0 if direction < 0 else 1.0
-        return float(self.texts[beyond - 1 if direction < 0 else n - beyond])
+    n = len(at.shares)
+    if at.questions == 1:
+        right = int(at.right)
+        if direction < 0:
+            return float(betaincinv(right, n - right + 1, level)) if right else 0.0
+        return float(betaincinv(right + 1, n - right, 1 - level)) if right < n else 1.0
+    beyond = int((bdtr(np.arange(n), n, 0.5) <= level).sum())  # number of samples beyond the limit
+    if not beyond:
+        return 0.0 if direction < 0 else 1.0
+    return float(np.sort(at.shares)[beyond - 1 if direction < 0 else n - beyond])
 
 
-def shares_of(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Shares]:
-    """Return the share at each length, in ascending order of length.
+def share(at: Counts) -> float:
+    """Return the share of correct answers, or its median over samples with several answers."""
+    return float(np.mean(at.shares) if at.questions == 1 else np.median(at.shares))
+
+
+def counts_by_length(counts: TaskResult | Sequence[tuple[int, int, int]]) -> list[Counts]:
+    """Return the counts at each length, in ascending order of length in tokens.
 
     Raises:
         ValueError: counts are missing or impossible, or a length occurs twice.
     """
     if isinstance(counts, TaskResult):
-        scores = counts.by_length()
-        if any(s.questions > 1 for s in scores):
-            return [Shares(s.tokens, float(np.median(s.shares)), np.sort(s.shares)) for s in scores]
-        rows = [(s.tokens, s.shares.sum(), len(s.shares)) for s in scores]
+        found = counts.by_length()
+        questions = max((at.questions for at in found), default=1)  # one kind of limit for all lengths
+        found = [at._replace(questions=questions) for at in found]
     else:
-        rows = list(counts)
-    shares = []
-    for row in rows:
-        if len(row) != 3:
-            raise ValueError(f"counts must be rows of (length, correct answers, answers), got {row!r}.")
-        length, right, answers = int(row[0]), int(row[1]), int(row[2])
-        if [length, right, answers] != [*row] or not (length > 0 and 0 <= right <= answers and answers > 0):
-            raise ValueError(
-                f"counts must be whole numbers with 0 <= correct answers <= answers, got {row[1]} correct of {row[2]} "
-                f"answers at length {row[0]}."
-            )
-        shares.append(Shares(length, right / answers, None, right, answers))
-    lengths = [s.length for s in shares]
-    if not shares or len(set(lengths)) < len(lengths):
+        found = []
+        for row in counts:
+            if len(row) != 3:
+                raise ValueError(f"counts must be rows of (length, correct answers, answers), got {row!r}.")
+            length, right, answers = int(row[0]), int(row[1]), int(row[2])
+            if [length, right, answers] != [*row] or not (length > 0 and 0 <= right <= answers and answers > 0):
+                raise ValueError(
+                    f"counts must be whole numbers with 0 <= correct answers <= answers, got {row[1]} correct of "
+                    f"{row[2]} answers at length {row[0]}."
+                )
+            found.append(Counts(length, np.arange(answers) < right, 1, length, answers, right))
+    lengths = [at.tokens for at in found]
+    if not found or len(set(lengths)) < len(lengths):
         raise ValueError(f"counts must have at least one row and a single row for each length, got lengths {lengths}.")
-    return sorted(shares)
+    return sorted(found, key=lambda at: at.tokens)
 
 
 def effective_length(
@@ -151,72 +135,38 @@ def effective_length(
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}.")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, got {confidence!r}.")
-    shares, risk = shares_of(counts), (1 - confidence) / 2
+    measured, risk = counts_by_length(counts), (1 - confidence) / 2
     threshold = most = least = RULES[rule]
     if rule == "NoLiMa":
         risk /= 2
-        base = [s for s in shares if s.length <= BASE_LENGTH] or shares[:1]
-        threshold *= max(s.share for s in base)
-        most *= max(s.limit(risk, 1) for s in base)  # upper confidence limit of the base score
-        least *= max(s.limit(risk / len(base), -1) for s in base)
+        base = [at for at in measured if at.tokens <= BASE_LENGTH] or measured[:1]
+        threshold *= max(map(share, base))
+        most *= max(share_limit(at, risk, 1) for at in base)  # upper confidence limit of the base score
+        least *= max(share_limit(at, risk / len(base), -1) for at in base)
     low, high, level = 0, None, 0.0
-    for s in shares:
-        level += risk / len(shares)
-        if s.limit(level, -1) >= most:
-            low = s.length
+    for at in measured:
+        level += risk / len(measured)
+        if share_limit(at, level, -1) >= most:
+            low = at.tokens
         else:
             level = 0
-    for s in reversed(shares):
-        if s.limit(risk, 1) >= least:
+    for at in reversed(measured):
+        if share_limit(at, risk, 1) >= least:
             break
-        high = s.length
-    return EffectiveLength(max((s.length for s in shares if s.share >= threshold), default=0), low, high, threshold)
+        high = at.tokens
+    tokens = max((at.tokens for at in measured if share(at) >= threshold), default=0)
+    return EffectiveLength(tokens, low, high, threshold)
 
 
-def read_counts(path: str | PathLike) -> dict[str, list[tuple[int, int, int]]]:
-    """Read a CSV file with the columns length, correct and total, and optionally model.
-
-    Returns:
-        rows of (length, correct answers, answers) for `effective_length`, keyed by model name.
-
-    Raises:
-        ValueError: a column is missing, or a value is not a whole number; the message names the line.
-    """
-    models: dict[str, list[tuple[int, int, int]]] = {}
-    with open(path, newline="", encoding="utf-8-sig") as file:
-        table = csv.DictReader(file, skipinitialspace=True)
-        table.fieldnames = [name.strip().lower() for name in table.fieldnames or ()]
-        missing = {"length", "correct", "total"} - {*table.fieldnames}
-        if missing:
-            raise ValueError(
-                f"the first line of {path} must be length,correct,total or model,length,correct,total, but lacks "
-                f"{' and '.join(sorted(missing))}. For scores in per cent, as in RULER's summaries, compute "
-                "correct = score / 100 * total for each length."
-            )
-        for row in table:
-            try:
-                counts = (int(row["length"]), int(row["correct"]), int(row["total"]))
-            except (TypeError, ValueError):
-                raise ValueError(
-                    f"{path}, line {table.line_num}: length, correct and total must be whole numbers, got {row}."
-                ) from None
-            models.setdefault(row.get("model") or "the model", []).append(counts)
-    if not models:
-        raise ValueError(f"{path} does not contain rows below its first line. Add a row for each length.")
-    return models
-
-
-def effective_rows(
-    results: Mapping[str, TaskResult] | Mapping[str, list[tuple[int, int, int]]],
-) -> tuple[tuple[str, ...], list]:
+def effective_rows(results: Mapping[str, TaskResult]) -> tuple[tuple[str, ...], list]:
     """Return the column names and rows of a table of effective lengths, with one row per model and rule."""
     columns = ("model", "rule", "threshold", "effective length", "95 % CI", "tested")
     rows = []
-    for name, counts in results.items():
-        shares = shares_of(counts)
+    for name, result in results.items():
+        lengths = [at.tokens for at in counts_by_length(result)]
         for rule in RULES:
-            length = effective_length(counts, rule)
-            tested = f"{shares[0].length} to {shares[-1].length}"
+            length = effective_length(result, rule)
+            tested = f"{lengths[0]} to {lengths[-1]}"
             base = length.threshold / RULES[rule]  # with NoLiMa's rule, a low base score gives a low threshold
             tokens = f"{length.tokens} (base score {base:.0%}: cannot do the task)" if base < 0.5 else length.tokens
             rows.append((name, rule, f"{length.threshold:.1%}", tokens, length.interval, tested))

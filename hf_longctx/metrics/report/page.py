@@ -1,7 +1,6 @@
 """Render the results of a model as an HTML page with conclusions, an overview, figures, tables and settings.
 
-The page is self-contained: figures are inline SVG. All strings from results are escaped. Rendering requires matplotlib
-and jinja2.
+The page is self-contained: figures are inline SVG. All strings from results are escaped. Rendering needs matplotlib.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import style  # noqa: F401 - raises without matplotlib, before anything is measured
 from ..result import Result, plural, rounded
@@ -21,10 +20,6 @@ from ..retrieval.answers import Retrieval
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss
 from .effective import RULES
-
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 
 def write_report(
@@ -43,7 +38,7 @@ def write_report(
         missing: maps the title of each metric that was not measured or not completed to the reason.
 
     Raises:
-        ImportError: matplotlib or jinja2 is missing.
+        ImportError: matplotlib is missing.
     """
     from ... import __version__
 
@@ -92,17 +87,13 @@ def facts(results: Sequence[Result]) -> str:
     """Return the number of parameters, the dtype and the hardware in one line, if known.
 
     >>> facts([ForgettingCurve.of_points([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
-    '5.3 million parameters, float32, AMD EPYC'
+    '5,300,000 parameters, float32, AMD EPYC'
     """
     known: dict[str, Any] = {}
     for result in results:
         known |= {name: value for name, value in result.settings.items() if value is not None}
-    parts = [str(known[name]) for name in ("dtype", "hardware", "endpoint") if name in known]
-    if "parameters" in known:
-        size = known["parameters"]
-        unit, words = (1e9, "billion ") if size >= 1e9 else (1e6, "million ") if size >= 1e6 else (1, "")
-        parts.insert(0, f"{size / unit:,.3g} {words}parameters" if words else f"{size:,} parameters")
-    return ", ".join(parts)
+    parts = [f"{known['parameters']:,} parameters"] if "parameters" in known else []
+    return ", ".join(parts + [str(known[name]) for name in ("dtype", "hardware", "endpoint") if name in known])
 
 
 def overview(result: Result) -> list[tuple[str, str, str, str]]:
@@ -111,12 +102,10 @@ def overview(result: Result) -> list[tuple[str, str, str, str]]:
     return rows or [("", "nothing measured", "", "")]
 
 
-def template() -> Template:
+def template() -> Any:
     """Return the page's jinja2 template, which escapes all values."""
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise ImportError("The report requires jinja2. Install it with: pip install 'hf-longctx[plot]'") from error
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
     loader = PackageLoader(__name__.rpartition(".")[0], package_path="")
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
     return environment.get_template("page.html.j2")

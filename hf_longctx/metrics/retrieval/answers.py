@@ -122,14 +122,10 @@ class Answers:
         """Mean of the answers' probabilities; see `Answer.probability`."""
         return sum(a.probability for a in self.answers) / len(self.answers)
 
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """Names of the rates; "match_rate" is included only if there are responses."""
-        return tuple(RATES)[all(a.reply is None for a in self.answers) :]
-
     def rates(self) -> dict[str, float]:
-        """Return the rates, keyed by name."""
-        return {score: getattr(self, score) for score in self.scores}
+        """Return the rates, keyed by name; "match_rate" is included only if there are responses."""
+        names = tuple(RATES)[all(a.reply is None for a in self.answers) :]
+        return {name: getattr(self, name) for name in names}
 
 
 def wilson(rate: float, answers: int) -> tuple[float, float]:
@@ -228,7 +224,7 @@ class Retrieval(TaskResult):
     @property
     def rates_measured(self) -> tuple[str, ...]:
         """Names of the rates that were measured."""
-        return self.parts[0].scores if self.parts else ()
+        return tuple(self.parts[0].rates()) if self.parts else ()
 
     def explanation(self) -> str:
         return (

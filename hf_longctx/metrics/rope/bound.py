@@ -125,30 +125,19 @@ def rope_context_bound(
     >>> rope_context_bound(base=10_000, head_dim=128)
     1706
     """
-    theta = _frequencies(base, head_dim, inv_freq)
-    first, size = 0, 1024  # the size of the ranges doubles, so that the search can stop early
-    while first <= limit:
-        size = min(size, limit + 1 - first)
-        decay = _decay_range(theta, first, 1, size)
-        at = np.flatnonzero(decay < 0)
-        at = at[decay[at] < -rounding_error(first + at, theta)]
-        if len(at):
-            return first + int(at[0]) - 1
-        first, size = first + size, first + size
-    return None
+    negative = _first_negatives(_frequencies(base, head_dim, inv_freq), limit)
+    return int(negative[0]) - 1 if len(negative) else None
 
 
 def _frequencies(
     base: float | None, head_dim: int | None, inv_freq: Sequence[float] | np.ndarray | None
 ) -> np.ndarray:
     """Check the arguments, and return the frequencies as float64, (n,)."""
-    if inv_freq is None:
-        if base is None or head_dim is None:
-            raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq.")
+    if inv_freq is None and base is not None and head_dim is not None:
         return rope_inv_freq(base, head_dim)
+    if inv_freq is None or base is not None or head_dim is not None:
+        raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq.")
     theta = np.asarray(inv_freq, dtype=np.float64)
-    if base is not None or head_dim is not None:
-        raise ValueError("Give either base and head_dim (plain RoPE), or inv_freq, not both of them.")
     if theta.ndim != 1 or not len(theta) or not (np.isfinite(theta) & (theta >= 0)).all():
         raise ValueError(
             f"inv_freq must be a vector of finite frequencies >= 0 in radians per token, got an array of shape "
@@ -200,6 +189,23 @@ def real_product(coarse: NDArray[np.complex128], fine: NDArray[np.complex128]) -
 def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
     """Return an upper bound on the rounding error of B_m in float64."""
     return 4 * EPS * (m * theta.sum() + len(theta))
+
+
+def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.ndarray:
+    """Return distances m <= limit with B_m + constant < 0, (k,), from the first range that contains any.
+
+    Values within float64 rounding of 0 count as 0.
+    """
+    first, size = 0, 1024  # the size of the ranges doubles, so that the search can stop early
+    while first <= limit:
+        size = min(size, limit + 1 - first)
+        decay = _decay_range(theta, first, 1, size) + constant
+        at = np.flatnonzero(decay < 0)
+        at = at[decay[at] < -rounding_error(first + at, theta)]
+        if len(at):
+            return first + at
+        first, size = first + size, first + size
+    return np.array([], dtype=np.int64)
 
 
 # The smallest base for a context ----------------------------------------------------------------------------------
@@ -346,35 +352,6 @@ class _DecayFamily:
         x_theta = self.x * theta
         return m * (m * (x_theta @ x_theta) + self.x @ x_theta) + np.finfo(np.float64).tiny  # positive even at m = 0
 
-    def rounding(self, m: np.ndarray, u: float) -> np.ndarray:
-        """Return an upper bound on the rounding error of B_m at u."""
-        return rounding_error(m, np.exp(-u * self.x))
-
-    def first_negative(self, u: float, length: int) -> np.ndarray:
-        """Return distances m <= length with B_m < 0 at u, (k,), from the first range that contains any."""
-        theta = np.exp(-u * self.x)
-        fine = rotations(theta, 0, 1, WIDTH)
-        row, rows = 0, 8
-        while True:
-            rows = min(rows, length // WIDTH + 1 - row)
-            value = real_product(rotations(theta, row * WIDTH, WIDTH, rows), fine) + self.constant
-            negative = self._negative(value, np.arange(row, row + rows) * WIDTH, u, length)
-            row, rows = row + rows, row + rows
-            if len(negative) or row * WIDTH > length:
-                return negative
-
-    def _negative(self, value: np.ndarray, starts: np.ndarray, u: float, length: int) -> np.ndarray:
-        """Re-evaluate B_m, and return the distances m <= length at which it is below minus its rounding error."""
-        row, column = np.nonzero(value < 0)
-        m = starts[row] + column
-        m = m[m <= length]
-        negative = m[:0]
-        for sample in (m[:: len(m) // 64 + 1], m):  # one violation is enough, so try a sample first
-            negative = sample[self.at(sample, u)[0] < -self.rounding(sample, u)]
-            if len(negative):
-                break
-        return negative
-
     def base_at_root(self, u: float, m: int | None) -> float:
         """Return the base near exp(u) at which B_m = 0.
 
@@ -404,7 +381,7 @@ def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int,
     """
     u, critical = 0.0, None
     for length in lengths:
-        while len(negative := family.first_negative(u, length)):
+        while len(negative := _first_negatives(np.exp(-u * family.x), length, family.constant)):
             u, critical = _step_past_violation(family, negative, u)
         yield length, u, critical
 
@@ -415,6 +392,7 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
     Args:
         m: distances (k,) with B_m < 0 at u. We choose the distance whose B_m provably stays negative the longest.
     """
+    m = m[:: len(m) // 64 + 1]  # a sample is enough
     furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
     m = m[furthest : furthest + 1]
     while True:
@@ -444,7 +422,7 @@ def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple
             return None
         value, slope, curvature, m = family.at_rows(starts[rows], v)
         step = _sign_keeping_step(np.maximum(value, 0), towards * slope, curvature * math.exp(2 * stride))
-        step[value < -family.rounding(m, v)] = 0
+        step[value < -rounding_error(m, np.exp(-v * family.x))] = 0
         step[m > length] = np.inf  # the last row may extend beyond the length
         nearest = np.unravel_index(step.argmin(), step.shape)
         if step[nearest] <= 4 * EPS * v:

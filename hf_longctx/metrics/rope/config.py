@@ -53,11 +53,10 @@ ROPE_UNLESS = {
 }
 # Settings that have the same meaning in model types that transformers does not support.
 SHARED_FIELDS = (
-    *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers", "rope_condense_ratio"),
-    *("original_max_position_embeddings", "dual_chunk_attention_config"),
+    *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers"),
+    *("original_max_position_embeddings", "dual_chunk_attention_config", "rope_condense_ratio"),
 )
 SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
-LLAMA_BASE = 10_000.0
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
 # Model types whose code has settings that the config lacks; `python -m scripts.rope_types` lists them.
@@ -119,7 +118,7 @@ class Source:
     Attributes:
         config: copy of the text decoder's config.
         name: name for the report; for a local model, the last component of its path.
-        file: parsed config.json, with the text decoder's fields at the top level; empty if not available.
+        file: the text decoder's fields in config.json; empty if not available.
         tokenizer: parsed tokenizer_config.json; empty if not available.
         notes: sentences about the assumptions that we made.
         known: whether transformers has a config class for the model type.
@@ -160,8 +159,7 @@ def read_source(model: Any, **options: Any) -> Source:
         run_code = trust and "auto_map" in file
         model = AutoConfig.from_pretrained(name, trust_remote_code=True, **options) if run_code else file
     elif isinstance(model, dict):
-        names = [model.get(key) for key in ("_name_or_path", "model_type")]
-        name = next((name[:200] for name in names if isinstance(name, str) and name), "config.json")
+        name = str(model.get("_name_or_path") or model.get("model_type") or "config.json")[:200]
         file = model
     else:
         model = getattr(model, "config", model)
@@ -209,7 +207,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
     """Select the text decoder of a config object or a parsed config.json, and return its `Source`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    file = with_part_on_top(file)
+    file = text_part(file)
     if not isinstance(model, dict):
         decoder = model.get_text_config(decoder=True)
         if isinstance(decoder, dict):  # the config class does not define this sub-config
@@ -217,12 +215,8 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
         elif decoder.model_type in CONFIG_MAPPING:
             return Source(copy.deepcopy(decoder), name, file, tokenizer)
         else:
-            aliases = {key: getattr(decoder, key, None) for key in (*SPELLINGS, *LENGTHS)}
-            aliases = {key: value for key, value in aliases.items() if value is not None}
-            model = decoder.to_dict() | aliases | {"model_type": decoder.model_type}
-    whole = model
-    while (part := text_part(model)) is not None:
-        model = {"model_type": model.get("model_type"), **part}
+            model = decoder.to_dict()
+    whole, model = model, text_part(model)
     fields, kind = copy.deepcopy(model), model.get("model_type")
     fields |= {key: read_rope(fields[key]) for key in ("rope_parameters", "rope_scaling") if fields.get(key)}
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
@@ -237,15 +231,10 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
     return Source(decoder, name, file, tokenizer)
 
 
-def text_part(file: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the sub-config for the text decoder in a parsed config.json; None if there is none."""
-    return next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)
-
-
-def with_part_on_top(file: dict[str, Any]) -> dict[str, Any]:
-    """Move the fields of the text decoder to the top level of a parsed config.json."""
-    while (part := text_part(file)) is not None:
-        file = {key: value for key, value in file.items() if value is not part} | part
+def text_part(file: dict[str, Any]) -> dict[str, Any]:
+    """Return the sub-config for the text decoder in a parsed config.json; the whole file if there is none."""
+    while (part := next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)) is not None:
+        file = {"model_type": file.get("model_type"), **part}
     return file
 
 
@@ -274,10 +263,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         fields |= {} if spelling is None else {name: file[spelling]}
     fields |= {name: file[name] for name in (*SHARED_FIELDS, *ROPE_UNLESS) if name in file}
     rope = dict(fields.get("rope_parameters") or {})
-    if "rotary" in file:  # internlm's
-        rope |= {"factor": 1.0} | read_rope(file["rotary"])
-        rope["factor"] = rope.pop("scaling_factor", rope["factor"])
-    base = fields.get("rope_theta", rope.pop("base", rope.get("rope_theta")))
+    base = fields.get("rope_theta", rope.get("rope_theta"))
     if kind == "chatglm":  # its code rotates half of each head, although config.json does not say so
         fields.setdefault("partial_rotary_factor", 0.5)
     if "qk_rope_head_dim" in file:  # multi-head latent attention
@@ -288,13 +274,13 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
         fields["partial_rotary_factor"] = file["rotary_dim"] / head_dim
     about = {key for key, value in file.items() if ABOUT_ROPE.search(key) and value is not False} - ROPE_UNLESS.keys()
     if base is None and about:
-        base = LLAMA_BASE
-        notes.append(f"base = {base:g} is Llama's default; config.json names none")
+        base = 10_000.0
+        notes.append("base = 10000 is Llama's default; config.json names none")
     if "rope_ratio" in file and base is not None:
         base *= file["rope_ratio"]
         notes.append(f"rope_ratio multiplies the base by {file['rope_ratio']:g}")
     read = {*fields, *(other for others in SPELLINGS.values() for other in others)}
-    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "rotary", "original_rope"})
+    unread = sorted(about - read - {"qk_rope_head_dim", "rotary_dim", "rope_ratio", "original_rope"})
     if unread:
         notes.append(f"not read: {', '.join(unread)}")
     config: Any = PreTrainedConfig()
@@ -319,10 +305,6 @@ def claimed_context(source: Source) -> tuple[int, str]:
     claims = stated_lengths(source)
     stated = claims.get("max_position_embeddings", max(claims.values(), default=None))
     claims |= scaled_length(source, stated, max(claims.values(), default=0) != stated)
-    condensed = getattr(config, "rope_condense_ratio", None)
-    if condensed and stated:
-        claims["rope_condense_ratio"] = int(condensed * stated)
-        notes.append(f"rope_condense_ratio = {condensed:g} needs code of FastChat: plain RoPE is judged")
     of_tokenizer: Any = source.tokenizer.get("model_max_length")
     if isinstance(of_tokenizer, int | float) and 1 < of_tokenizer <= MAX_CONTEXT:  # 1e30 means unlimited
         claims["model_max_length of the tokenizer"] = int(of_tokenizer)
@@ -331,15 +313,11 @@ def claimed_context(source: Source) -> tuple[int, str]:
     by = max(claims, key=lambda name: claims[name])
     if by in LENGTHS and not any(map(source.names, LENGTHS)):
         notes.append(f"{by} = {claims[by]} is the default of {type(config).__name__}; config.json names none")
-    elif stated is not None and claims[by] > stated and not ("max_pos" in by or by.startswith("factor")):
+    elif stated is not None and claims[by] > stated and "max_pos" not in by:
         notes.append(f"max_position_embeddings is {stated}; {by} claims {claims[by]} tokens")
-    chunks = getattr(config, "dual_chunk_attention_config", None)
-    if isinstance(chunks, dict):
-        native = chunks.get("original_max_position_embeddings", "fewer")
-        notes.append(
-            f"the claim rests on dual_chunk_attention_config ({native} tokens without it), which transformers ignores: "
-            "plain RoPE is judged"
-        )
+    for name, program in (("dual_chunk_attention_config", "vLLM"), ("rope_condense_ratio", "FastChat")):
+        if getattr(config, name, None):
+            notes.append(f"{name} has an effect in {program} only: plain RoPE is judged, as in transformers")
     return claims[by], by
 
 
@@ -376,10 +354,6 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
         if scaling not in ("yarn", "linear", "dynamic") or not factor or factor <= 1 or parameters.get("alpha"):
             continue
         if original and (scaling != "yarn" or source.names("original_max_position_embeddings")):
-            if stated and factor * original > stated:
-                notes.append(
-                    f"max_position_embeddings is {stated}; {scaling} claims {factor:g} times {original} tokens"
-                )
             return {f"factor of {scaling}": int(factor * original)}
         if not stated or nested or longer:
             continue

@@ -9,7 +9,6 @@ rotate, B_m is never negative for any base, and the bound is inconclusive.
 
 from __future__ import annotations
 
-import math
 import textwrap
 from dataclasses import asdict, dataclass, field, fields
 from os import PathLike
@@ -23,7 +22,6 @@ from .bound import MAX_CONTEXT, rope_base_bound, rope_context_bound, rope_decay
 from .config import (
     NoRopeError,
     Rope,
-    Source,
     attention_window,
     claimed_context,
     layer_groups,
@@ -200,10 +198,9 @@ class RopeReport(Result):
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
-        groups = [RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"]]
+        groups = tuple(RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"])
         named: dict[str, Any] = {f.name: document[f.name] for f in fields(cls)}
-        named |= {"groups": tuple(groups), "notes": tuple(document["notes"])}
-        return cls(**named)
+        return cls(**named | {"groups": groups, "notes": tuple(document["notes"])})
 
     def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_bound
@@ -224,6 +221,7 @@ def _up_to(bound: int | None) -> str:
     return f"up to m = {bound} ({bound + 1} tokens)" if bound is not None else "at every m searched"
 
 
+@readable()
 def rope_report(
     model_or_config: Any,
     *,
@@ -254,11 +252,7 @@ def rope_report(
         ValueError: a setting is missing or unknown, or an argument is out of range.
         NotImplementedError: the rope type is unknown.
     """
-    with readable():
-        return _report(read_source(model_or_config, **(model_kwargs or {})), context_length, minimum_base)
-
-
-def _report(source: Source, context_length: int | None, minimum_base: bool) -> RopeReport:
+    source = read_source(model_or_config, **(model_kwargs or {}))
     config, notes = with_rope_parameters(source), source.notes
     claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
     claimed = as_int(f"the context to check ({claimed_by})", claimed, 2)
@@ -296,7 +290,8 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
     searched = max(reach, SEARCHED)
     bound = rope_context_bound(inv_freq=theta, limit=searched)
     holds = bound is None or bound >= reach
-    negative, last_negative, lowest = _negative_distances(theta, reach)
+    decay = rope_decay(range(reach + 1), inv_freq=theta)
+    negative = np.array([]) if holds else np.flatnonzero(decay < 0)
     minimum = {}
     if minimum_base and at_rest < len(rotating):
         bases = rope_base_bound(reach, 2 * len(rotating), non_rotary_dims=2 * at_rest)
@@ -312,20 +307,9 @@ def _bound(rope: Rope, kind: str, layers: int, reach: int, minimum_base: bool) -
         rotary_dim=2 * len(rotating),
         context_bound=bound,
         rotary_only_bound=rope_context_bound(inv_freq=rotating, limit=searched),
-        negative_distances=0 if holds else negative,
-        last_negative=None if holds else last_negative,
-        lowest_decay=round(lowest, 3),
+        negative_distances=len(negative),
+        last_negative=int(negative[-1]) if len(negative) else None,
+        lowest_decay=round(float(decay.min()), 3),
         inv_freq=rotating.tolist(),
         **minimum,
     )
-
-
-def _negative_distances(theta: np.ndarray, reach: int) -> tuple[int, int | None, float]:
-    """Return the number of m in 0..reach with B_m < 0, the largest such m, and the minimum of B_m."""
-    negative, last, lowest = 0, None, math.inf
-    for first in range(0, reach + 1, SEARCHED):  # chunks limit the memory use
-        decay = rope_decay(range(first, min(first + SEARCHED, reach + 1)), inv_freq=theta)
-        below = np.flatnonzero(decay < 0)
-        negative, lowest = negative + len(below), min(lowest, float(decay.min()))
-        last = first + int(below[-1]) if len(below) else last
-    return negative, last, lowest

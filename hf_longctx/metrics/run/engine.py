@@ -1,7 +1,6 @@
 """Compute the logits at some positions of many inputs, using chunked inputs, batches and shared prefixes.
 
-The function `last_logits` is the reference: one forward pass per input. An `Engine` computes the same logits in less
-time and with less memory:
+The reference is one forward pass per input. An `Engine` computes the same logits in less time and with less memory:
 
 - The common prefix of several inputs is read once. After each input, the cache is cropped to the prefix.
 - Long inputs are read in chunks with a maximum number of tokens, and short inputs are batched.
@@ -13,8 +12,8 @@ a single forward pass.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,8 +22,7 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from .logits import CACHES, accepted_options, argmax, input_device, last_logits
-from .model import first_parameter, text_config
+from .model import first_parameter, input_device, text_config
 
 
 # Maximum numbers of tokens and logits per pass: small on a CPU to save memory, large on an accelerator for speed
@@ -32,6 +30,9 @@ TOKENS_PER_PASS = {"cpu": 512, "accelerator": 4096}
 LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
+OPTIONS = ("use_cache", "logits_to_keep")
+# Name of the cache argument since transformers 5.24, and its older name, which remote code still uses
+CACHES = ("cache", "past_key_values")
 
 T = TypeVar("T")
 
@@ -68,8 +69,7 @@ class Engine:
         self.device = input_device(model)
         kind = "cpu" if self.device.type == "cpu" else "accelerator"
         self.tokens_per_pass, self.logits_per_pass = tokens_per_pass or TOKENS_PER_PASS[kind], LOGITS_PER_PASS[kind]
-        accepted = accepted_options(model)
-        self._logits = partial(last_logits, model, accepted=accepted)
+        self._accepted = accepted_options(model)
         scalings = [getattr(module, "rope_type", None) for module in model.modules()]
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
@@ -77,13 +77,43 @@ class Engine:
         self._rescales = any("dynamic" in name for name in rope_types)
         trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
-        logits = self._logits(trial, trial.shape[1])
+        logits = self.last_logits(trial, trial.shape[1])
         self.vocab_size = logits.shape[-1]
-        check_causal(model, trial, logits, lambda ids: self._logits(ids, ids.shape[1]))
+        check_causal(model, trial, logits, lambda ids: self.last_logits(ids, ids.shape[1]))
         # "dynamic" and "longrope" change all frequencies when an input exceeds a length, which invalidates cached keys
         fixed = not self._rescales and "longrope" not in rope_types
-        takes_cache = "use_cache" in accepted and not accepted.isdisjoint(CACHES)
+        takes_cache = "use_cache" in self._accepted and not self._accepted.isdisjoint(CACHES)
         self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
+
+    def last_logits(self, ids: np.ndarray, keep: int, cache: Any = None) -> torch.Tensor:
+        """Return the logits (B, keep, V) at the last `keep` positions of inputs (B, T), from one forward pass.
+
+        Causal models in transformers accept `logits_to_keep`, so they do not compute the other logits.
+
+        Args:
+            ids: input ids, (B, T) int64.
+            keep: number of positions.
+            cache: cache of the preceding tokens, which is updated in place.
+
+        Raises:
+            ValueError: the model returns fewer than `keep` logits.
+        """
+        options: dict[str, Any] = {"use_cache": cache is not None, "logits_to_keep": keep}
+        if cache is not None:  # passing None would remove the virtual tokens of a PEFT model
+            options |= dict.fromkeys(CACHES, cache)
+        options = {name: value for name, value in options.items() if name in self._accepted}
+        output = self.model(torch.from_numpy(ids).to(self.device), **options)
+        if not isinstance(output, tuple) and not hasattr(output, "logits"):
+            raise TypeError(
+                f"the model must return logits, got {type(output).__name__}. Load it with AutoModelForCausalLM."
+            )
+        logits = output[0] if isinstance(output, tuple) else output.logits
+        if logits.shape[1] < keep:
+            raise ValueError(
+                f"{type(self.model).__name__} must return logits for the last {keep} of {ids.shape[1]} positions, got "
+                f"{logits.shape[1]} positions. Its forward should support logits_to_keep, or return all logits."
+            )
+        return logits[:, logits.shape[1] - keep :]  # drops the logits of PEFT's virtual tokens
 
     def with_less_memory(self, work: Callable[..., T], *args: Any) -> T:
         """Return `work(*args)`. Whenever memory runs out, divide `tokens_per_pass` by 4 and retry.
@@ -95,7 +125,8 @@ class Engine:
             try:
                 return work(*args)
             except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
+                out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+                if not out_of_memory and "allocate memory" not in str(error):  # torch's error for the CPU's memory
                     raise
                 if self.tokens_per_pass <= SMALLEST_PASS:
                     raise OutOfMemory("out of memory, even in the smallest passes") from error
@@ -132,13 +163,13 @@ class Engine:
             yield from (part[0] for part in self.read(ids[None, : positions.stop], cache, len(positions)))
             return
         self.forget_lengths()
-        logits = self._logits(ids[None], len(ids) - positions.start)[0, : len(positions)]
+        logits = self.last_logits(ids[None], len(ids) - positions.start)[0, : len(positions)]
         yield from logits.split(max(1, self.logits_per_pass // self.vocab_size))
 
     def forget_lengths(self) -> None:
         """Reset the scaling of dynamic RoPE, which may still be set for an earlier, longer input."""
         if self._rescales:
-            self._logits(self._first_id, 1)
+            self.last_logits(self._first_id, 1)
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int) -> Iterator[torch.Tensor]:
         """Read ids (B, t) after the cached tokens, in chunks of at most `tokens_per_pass` tokens; extend the cache.
@@ -152,7 +183,7 @@ class Engine:
         while start < length:
             first = max(start, unscored)
             stop = min(start + step, length, first + rows)
-            logits = self._logits(ids[:, start:stop], max(stop - first, 1), cache=cache)
+            logits = self.last_logits(ids[:, start:stop], max(stop - first, 1), cache=cache)
             if stop > first:
                 yield logits
             start = stop
@@ -179,16 +210,41 @@ class Engine:
             return False
         a, b = ids.shape[1] // 3, 2 * ids.shape[1] // 3
         cache = DynamicCache(config=self.config)
-        parts = [self._logits(ids[:, :a], a, cache=cache)]
+        parts = [self.last_logits(ids[:, :a], a, cache=cache)]
         if cache.get_seq_length() != a or not getattr(cache, "is_croppable", True):
             return False
         [*self.read_after(cache, ids[:, a:], 1)]
-        parts += [self._logits(ids[:, i:j], j - i, cache=cache) for i, j in ((a, b), (b, ids.shape[1]))]
+        parts += [self.last_logits(ids[:, i:j], j - i, cache=cache) for i, j in ((a, b), (b, ids.shape[1]))]
         error = (torch.cat(parts, 1).float() - logits.float()).norm()
         # Rounding errors are 1e-6 in float32 and a few per cent in half precision. A wrong position or mask gives a
         # much larger error.
         exact = first_parameter(self.model).dtype in (torch.float32, torch.float64)
         return bool(error <= (1e-3 if exact else 0.1) * (logits.float() - logits.float().mean()).norm())
+
+
+def argmax(logits: torch.Tensor) -> np.ndarray:
+    """Return the argmax of logits (..., V) as (...) int64. Ties give the lowest index, and a NaN gives -1."""
+    best = logits.max(-1)  # also detects NaN, without a second pass over the logits
+    return best.indices.masked_fill(best.values.isnan(), -1).cpu().numpy()
+
+
+def accepted_options(model: nn.Module) -> set[str]:
+    """Return the names of the arguments in `OPTIONS` and `CACHES` that the model's forward accepts.
+
+    If the forward accepts **kwargs, all `OPTIONS` count as accepted, and the name of the cache argument is taken from
+    the first inner module with such an argument.
+    """
+    accepted: set[str] = set()
+    for module in model.modules():
+        parameters = inspect.signature(module.forward).parameters
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        if module is model:
+            accepted = {name for name in OPTIONS if takes_any or name in parameters}
+        if cache := [name for name in CACHES if name in parameters]:
+            return accepted | {cache[0]}
+        if not takes_any:
+            break
+    return accepted
 
 
 def check_causal(
@@ -224,10 +280,3 @@ def check_causal(
             'e.g. BERT with config.is_decoder=True or XLNet with attn_type="uni", if it was trained as such. '
             "Activations must not be quantized with one scale for all tokens, as in torch's dynamic int8."
         )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the memory of a device or of the CPU ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "allocate memory" in str(error)

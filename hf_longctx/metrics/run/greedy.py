@@ -160,8 +160,6 @@ class GreedyCompletions:
             return right, "wrong"
         if stopped and start + right < stop:  # the model predicted an end-of-text token, which is omitted
             return right, "unsure" if self.is_special(ids[start + right]) else "wrong"
-        if not right:
-            raise ValueError(f"{self.server.base_url} did not return token ids.")
         return right, ""
 
     def ask_for_text(self, before: list[int], token: int, **options: Any) -> tuple[int, str]:
@@ -208,6 +206,8 @@ class GreedyCompletions:
             return choice.get("text") or "", stopped
         entries = (choice.get("logprobs") or {}).get("content") or []
         ids = choice.get("token_ids") or [entry["id"] for entry in entries if "id" in entry]
+        if not ids and (choice.get("text") or not stopped):
+            raise ValueError(f"{self.server.base_url} did not return token ids.")
         return ids[:tokens], stopped
 
     def is_special(self, token: int) -> bool:

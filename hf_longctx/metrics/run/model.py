@@ -34,6 +34,13 @@ def first_parameter(model: nn.Module) -> torch.Tensor:
     return next(model.parameters(), torch.empty(0))
 
 
+def input_device(model: nn.Module) -> torch.device:
+    """Return the device for the model's input ids."""
+    device = first_parameter(model).device
+    # parameters on "meta" are offloaded, and accelerate moves the input to the execution device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
     """Return the number of parameters and the name of the hardware as settings; empty for a remote model."""
     if not isinstance(model, nn.Module) or device is None:

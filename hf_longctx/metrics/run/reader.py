@@ -20,8 +20,15 @@ from torch import nn
 
 from ..checks import public_name
 from .engine import Engine
-from .logits import input_device
-from .model import check_decoder, first_parameter, position_limit, text_config, vocabulary_size, weights_hash
+from .model import (
+    check_decoder,
+    first_parameter,
+    input_device,
+    position_limit,
+    text_config,
+    vocabulary_size,
+    weights_hash,
+)
 
 
 class Reader:
@@ -60,10 +67,6 @@ class Reader:
             if value is not None:
                 return value[0] if isinstance(value, (list, tuple)) else value  # chat models may have several EOS ids
         return None
-
-    def cost(self, tokens: int) -> float:
-        """Return the relative cost of an input of `tokens` tokens. A token of a short input costs 1."""
-        return tokens
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
         """Return a context manager that prepares the model. We only call `predict`, `score` and `reply` inside it.
@@ -160,14 +163,6 @@ class LocalReader(Reader):
     def identity(self) -> dict[str, str]:
         revision = getattr(self.model.config, "_commit_hash", None)  # only set for a model from the Hub
         return {"weights_sha256": weights_hash(self.model)} | ({"revision": revision} if revision else {})
-
-    def cost(self, tokens: int) -> float:
-        """Return the relative cost: linear in the tokens for matrix products, and quadratic for attention."""
-        embedding = sum(p.numel() for m in self.model.modules() if isinstance(m, nn.Embedding) for p in m.parameters())
-        matrices = max(sum(p.numel() for p in self.model.parameters()) - embedding, 1)
-        attends = getattr(self.config, "num_attention_heads", None) is not None
-        width = self.config.num_hidden_layers * self.config.hidden_size if attends else 0
-        return tokens * (1 + tokens * width / matrices)
 
     @contextmanager
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> Iterator[None]:

@@ -109,8 +109,8 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
             while trials := [trial for trial in task.trials(scores_of(journal.done)) if trial.key not in journal.done]:
                 # a different process gets the most expensive trial in each round
                 place = (rank + len(journal.done) // processes) % processes
-                costs = {trial.key: trial.inputs * reader.cost(trial.tokens) for trial in trials}
-                mine = share(costs, place, processes) if processes > 1 else costs.keys()
+                costs = {trial.key: trial.inputs * trial.tokens for trial in trials}
+                mine = sorted(costs, key=lambda key: -costs[key])[place::processes]
                 bar.total = (bar.total or 0) + sum(costs[key] for key in mine)
                 try:
                     for trial in trials:
@@ -127,18 +127,6 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
     except BaseException as error:
         failure = error
     return failure
-
-
-def share(costs: dict[Key, float], rank: int, processes: int) -> list[Key]:
-    """Return the trials of one process, with the cost balanced over all processes.
-
-    The trials are assigned from the most expensive to the cheapest, each to the process with the lowest total so far.
-    """
-    loads, owner = [0.0] * processes, {}
-    for key in sorted(costs, key=lambda key: -costs[key]):
-        owner[key] = loads.index(min(loads))
-        loads[owner[key]] += costs[key]
-    return [key for key in costs if owner[key] == rank]
 
 
 def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:

@@ -218,8 +218,8 @@ class ForgettingCurve(TaskResult):
         return (
             "The model copies a passage that it has read (copy accuracy), and is compared with itself after an unrelated "
             "passage (LM accuracy). The fine length, in tokens, is the longest at which the typical passage, i.e. more than "
-            "half of all passages, is copied with an accuracy above 99 %. The coarse length is the longest copied at least "
-            "1 % better than guessed, on average. Their 95 % CIs come from tests over the repeats, and assume that memory only fades. "
+            "half of all passages, is copied with an accuracy above 99 %. The coarse length is the longest with a mean copy "
+            "accuracy at least one percentage point above the LM accuracy. Their 95 % CIs come from tests over the repeats, and assume that memory only fades. "
             "The paper's definition takes the longest tested length whose mean accuracy passes, even by chance."
         )
 
@@ -289,7 +289,7 @@ class Curve(Task):
     passages per length. An input has 2n + 3 tokens at length n.
 
     The fine length is the longest length with a copy accuracy above 99 %. The coarse length is the longest length at
-    which the copy accuracy is at least 1 percentage point above the accuracy after the unrelated passage.
+    which the copy accuracy is at least one percentage point above the accuracy after the unrelated passage.
     """
 
     name, result = "curve", ForgettingCurve

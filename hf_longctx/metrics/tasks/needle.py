@@ -178,7 +178,12 @@ class Needle(RetrievalTask):
         lengths = self.lengths
         if lengths is None:
             longest = subject.context - 2 * REPLY_MARGIN
-            lengths = [n for n in (longest * i // 8 for i in range(1, 9)) if n > pieces.tokens] or [longest]
+            lengths = [n for n in (longest * i // 8 for i in range(1, 9)) if n > pieces.tokens]
+            if not lengths:
+                raise ValueError(
+                    f"the context must have at least {pieces.tokens + 1 + 2 * REPLY_MARGIN} tokens for this needle, got "
+                    f"{subject.context}. Measure a longer context, or choose a shorter needle."
+                )
         questions, begins = [(depth, repeat) for repeat in range(self.repeats) for depth in self.depths], {}
         for length in lengths:
             room = haystack_length(length, pieces)

@@ -107,7 +107,7 @@ def call_launcher(kernel, dtype, D, bounded, B, H, Hkv):
         q, end = torch.empty(B, H, 1, D, dtype=dtype), torch.tensor([T])
         first = torch.empty(1, 1, 1, dtype=torch.int32) if bounded else None
         bound = torch.empty(H) if kernel == "prune" else None
-        fox.launch_decode(q, k, v, gates, first, end, bound, scale, 1.0, 1.0, -10.0)
+        fox.launch_decode(q, k, v, gates, 1.0, first, end, scale, -10.0, bound)
 
 
 def launch_fused_norm(kernel, x, shifted):

@@ -60,12 +60,6 @@ def check_a_killed_push_leaves_nothing_and_can_be_repeated():
     assert len(titles("alice/killed")) == 2 and "model.safetensors" in api.list_repo_files("alice/killed")
 
 
-def check_a_dry_run_sends_nothing():
-    text = push(DEMO, "alice/fox", "--dry-run")
-    assert "model.safetensors" in text and "training_log.jsonl" in text and "removes" not in text
-    assert not api.repo_exists("alice/fox")
-
-
 def check_a_push_that_fails_says_what_the_hub_keeps():
     turn(fail="/commit/")
     assert "alice/failed was created, but the files were not pushed" in push(DEMO, "alice/failed", code=1)
@@ -78,6 +72,9 @@ def check_a_push_that_fails_says_what_the_hub_keeps():
 
 
 def check_a_push_is_one_commit_of_what_is_in_the_folder():
+    text = push(DEMO, "alice/fox", "--dry-run")
+    assert "model.safetensors" in text and "training_log.jsonl" in text and "removes" not in text
+    assert not api.repo_exists("alice/fox")
     text = push(DEMO, "alice/fox")
     assert titles("alice/fox")[1:] == ["initial commit"]
     sha = api.repo_info("alice/fox").sha
@@ -89,11 +86,8 @@ def check_a_push_is_one_commit_of_what_is_in_the_folder():
         assert hashlib.sha256(content).hexdigest() == digest
         if name.endswith(".py"):
             assert content == Path(fox.__file__).with_name(name).read_bytes()
-
-
-def check_a_second_push_makes_no_commit():
     push(DEMO, "alice/fox")
-    assert len(titles("alice/fox")) == 2
+    assert len(titles("alice/fox")) == 2, "a second push makes no commit"
 
 
 def check_a_push_of_a_downloaded_folder_updates_the_code():
@@ -146,11 +140,14 @@ def check_an_adapter_pins_its_base_and_never_hides_a_model():
     )
     model.peft_config["default"].base_model_name_or_path = "alice/fox"
     model.save_pretrained("adapter")
-    assert "trust_remote_code=True" in push("adapter", "alice/adapter")
+    assert "the base model alice/fox is not pinned to a commit" in push("adapter", "alice/adapter", "--dry-run")
+    assert "AutoPeftModelForCausalLM.from_pretrained" in push("adapter", "alice/adapter")
     config = json.loads(Path(hf_hub_download("alice/adapter", "adapter_config.json")).read_text())
     assert config["revision"] == api.repo_info("alice/fox").sha
-    card = Path(hf_hub_download("alice/adapter", "README.md")).read_text()
-    assert f"alice/fox at {config['revision']}" in card and "More Information Needed" not in card
+    card = ModelCard.load("alice/adapter")
+    lines = f"| base | alice/fox at {config['revision']} |", "| LoRA | rank 2, alpha 8 |", "trust_remote_code=True"
+    assert all(line in card.text for line in lines) and "More Information Needed" not in card.text
+    assert card.data.to_dict().items() >= {"library_name": "peft", "base_model_relation": "adapter"}.items()
     for words in ([], ["--dry-run"]):
         assert "alice/fox contains a model, and" in push("adapter", "alice/fox", *words, code=2)
         assert "alice/adapter contains an adapter, and" in push(DEMO, "alice/adapter", *words, code=2)

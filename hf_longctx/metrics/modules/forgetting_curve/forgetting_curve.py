@@ -10,7 +10,7 @@ _DESCRIPTION = """
 The forgetting curve measures how far back a causal language model remembers. The model reads a passage S twice, and
 once after an unrelated passage I of the same length. Its accuracy in the second half of the last S is the copy
 accuracy after S, and the LM accuracy after I. The fine length is the longest S with a copy accuracy above 99 %. The
-coarse length is the longest S with a copy accuracy at least 1 % above the LM accuracy.
+coarse length is the longest S with a copy accuracy at least one percentage point above the LM accuracy.
 """
 
 _KWARGS_DESCRIPTION = """
@@ -19,7 +19,6 @@ Either a model:
     corpus (str, list of str or list of int): corpus to draw S and I from, its path, or its token ids, at least
         three times as long as the longest passage. None for data_type="random".
     tokenizer: tokenizer for the corpus, or its name. Default: the model's tokenizer.
-    model_kwargs (dict): arguments of from_pretrained if the model is a name: revision, token, trust_remote_code ...
     Further arguments are passed to hf_longctx.metrics.forgetting_curve and hf_longctx.metrics.Run: lengths, repeats,
         seed, journal ...
 Or predictions and references, one for each passage S of n tokens:

@@ -19,7 +19,6 @@ Either a model:
     context_length (int): context to check, in tokens. Default: the claimed context.
     minimum_base (bool): whether to also compute the smallest base that satisfies the bound, which takes seconds for
         long contexts. Default: True.
-    model_kwargs (dict): arguments of from_pretrained if the model is a name: revision, token, trust_remote_code ...
 Or predictions and references:
     predictions (list of float): RoPE bases.
     references (list of int): context length that each base should support, in tokens.
