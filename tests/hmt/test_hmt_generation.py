@@ -1,67 +1,37 @@
-"""generate(): the arg-max of a teacher-forced forward across segment borders, with what GenerationMixin offers."""
+"""generate(): each row is generated as if it stood alone and was read again for each token."""
 
 import pytest
 import torch
 from demo_model import DEMO
+from streams import padded
 from tiny_hmt import ROUNDING
 from transformers import pipeline
 
 
-def teacher_forced(model, ids, prompt_length, mask=None):
-    with torch.no_grad():
-        if mask is not None:
-            mask = torch.cat([mask, mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])], 1)
-        return model(ids, attention_mask=mask).logits[:, prompt_length - 1 : -1].argmax(-1)
-
-
+PAGED = {"memory_size": 1, "page_size": 1, "recalled_pages": 1}
 KINDS = [
-    {},
-    {"recall": False},
-    {"sum_fraction": 0.9},
-    {"memory_size": 1},
-    {"recurrence": False},
-    {"neural_cache_weight": 0.5},
+    ({}, 1),
+    ({}, 2),
+    ({"recall": False}, 1),
+    ({"sum_fraction": 0.9}, 1),
+    ({"recall_tokens": 4}, 2),
+    ({"neural_cache_weight": 0.5}, 1),
+    (PAGED, 2),
 ]
 
 
-@pytest.mark.parametrize("settings, use_cache", [*((x, True) for x in KINDS), ({}, False)], ids=str)
-def test_greedy_is_the_argmax_of_forward(make_wrapper, tokens, settings, use_cache):
-    model = make_wrapper(**settings)
-    prompt, mask = tokens[:, :13], torch.ones(2, 13, dtype=torch.long)
-    mask[1, :9] = 0  # padded over a segment border
-    ids = model.generate(
-        prompt, attention_mask=mask, max_new_tokens=20, do_sample=False, use_cache=use_cache, eos_token_id=None
-    )
-    assert ids.shape == (2, 33)
-    assert torch.equal(ids[:, 13:], teacher_forced(model, ids, 13, mask))
+@pytest.mark.parametrize("settings, beams", KINDS, ids=str)
+def test_unequal_prompts_generate_what_each_generates_without_a_cache(make_wrapper, tokens, settings, beams):
+    model, (ids, mask) = make_wrapper(**settings), padded(tokens)
+    options = {"max_new_tokens": 8, "num_beams": beams, "do_sample": False, "eos_token_id": None}
+    batch = model.generate(ids, attention_mask=mask, **options)[:, 43:]
+    for row, new, real in zip(ids, batch, mask.bool()):
+        assert torch.equal(new, model.generate(row[None, real], use_cache=False, **options)[0, int(real.sum()) :])
 
 
-@pytest.mark.parametrize("settings", [{}, {"recall_tokens": 4}], ids=str)
-def test_beam_search_reorders_the_state(make_wrapper, tokens, settings):
-    model = make_wrapper(**settings)
-    cached, plain = (
-        model.generate(tokens[:, :14], max_new_tokens=15, num_beams=3, do_sample=False, use_cache=c, eos_token_id=None)
-        for c in (True, False)
-    )
-    assert torch.equal(cached, plain)
-
-
-def test_a_conversation_goes_on_from_the_state_of_generate(make_wrapper, tokens):
-    """The state has read all but the last token."""
-    model = make_wrapper()
-    arguments = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
-    assert "state" not in model.generate(tokens[:, :11], num_beams=2, **arguments)
-    out = model.generate(tokens[:, :11], **arguments)
-    assert out.state.lengths == (19, 19)
-    question = torch.cat([out.sequences[:, -1:], tokens[:, 30:35]], 1)
-    whole = torch.cat([out.sequences, tokens[:, 30:35]], 1)
-    with torch.no_grad():
-        logits = model(question, state=out.state).logits
-        torch.testing.assert_close(logits, model(whole).logits[:, 19:], atol=ROUNDING, rtol=0)
-
-
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("arguments, padding", [({}, 0), ({}, 5), ({"num_beams": 2}, 5)], ids=str)
-def test_what_a_cache_has_read_is_cut_from_the_ids(make_wrapper, tokens, monkeypatch, arguments, padding):
+def test_what_a_cache_has_read_is_cut_from_the_ids(make_wrapper, tokens, arguments, padding, name):
     """As with any cache of transformers, the whole conversation is given, and its beginning is read once."""
     model, mask, read = make_wrapper(), torch.ones_like(tokens), []
     mask[1, :padding] = 0
@@ -70,37 +40,26 @@ def test_what_a_cache_has_read_is_cut_from_the_ids(make_wrapper, tokens, monkeyp
     with torch.no_grad():
         start = model(tokens[:, :19], attention_mask=mask[:, :19], use_cache=True)
         assert start.past_key_values is start.cache is start.state
-        rest = model(tokens[:, 19:], attention_mask=mask, cache=start.state)
+        rest = model(tokens[:, 19:], attention_mask=mask, **{name: start.state})
     torch.testing.assert_close(rest.logits[:, -1], model(tokens, mask).logits[:, -1], atol=ROUNDING, rtol=0)
-    forward = model.forward
-    monkeypatch.setattr(
-        model, "forward", lambda input_ids, **rest: (read.append(input_ids.shape[1]), forward(input_ids, **rest))[1]
+    hook = model.register_forward_pre_hook(
+        lambda _, x, inputs: read.append(inputs["input_ids"].shape[1]), with_kwargs=True
     )
-    out = model.generate(tokens, cache=start.cache, return_dict_in_generate=True, **options)
+    out = model.generate(tokens, **{name: start.state}, return_dict_in_generate=True, **options)
+    hook.remove()
     assert torch.equal(out.sequences, whole)
     assert read == [24, *[1] * 8]
-    if not arguments:
+    assert ("state" in out) == (not arguments)
+    if not arguments:  # the state has read all but the last token
         assert out.past_key_values is out.cache is out.state and out.state.lengths == (51, 51 - padding)
-
-
-def test_the_former_name_of_the_cache(make_wrapper, tokens):
-    model, whole = make_wrapper(), make_wrapper()(tokens).logits
-    state = model(tokens[:, :19], use_cache=True).state
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    for name in ("cache", "past_key_values"):
-        torch.testing.assert_close(model(tokens[:, 19:], **{name: state}).logits, whole[:, 19:])
-        assert torch.equal(model.generate(tokens, **{name: state}, **options), model.generate(tokens, **options))
-    with pytest.raises(ValueError, match="Pass only one"):
-        model(tokens[:, 19:], cache=state, past_key_values=state)
+        last = model(whole[:, -1:], state=out.state).logits
+        mask = torch.cat([mask, mask.new_ones(2, 9)], 1)
+        torch.testing.assert_close(last, model(whole, mask).logits[:, -1:], atol=ROUNDING, rtol=0)
 
 
 @pytest.mark.parametrize(
     "settings, arguments",
-    [
-        ({}, {}),
-        ({}, {"num_return_sequences": 3, "do_sample": True}),
-        ({"memory_size": 1, "page_size": 1, "recalled_pages": 1}, {"num_beams": 3}),
-    ],
+    [({}, {}), ({}, {"num_return_sequences": 3, "do_sample": True}), (PAGED, {"num_beams": 3})],
     ids=str,
 )
 def test_sequences_continue_a_state(make_wrapper, tokens, settings, arguments):
@@ -123,32 +82,8 @@ def test_pipeline():
     assert pipe("remember Ada red the of", return_tensors=True, **options)[0]["generated_token_ids"] == ids.tolist()
 
 
-def test_the_head_makes_no_logits_that_are_not_returned(make_wrapper, tokens):
-    model, rows = make_wrapper(), []
-    with torch.no_grad():
-        last = model(tokens, logits_to_keep=9).logits  # the first call probes the head
-        model.backbone.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[:2].numel()))
-        assert model(tokens, logits_to_keep=1).logits.shape[1] == 1
-        torch.testing.assert_close(last, model(tokens).logits[:, -9:])
-    assert sum(rows) == 2 + tokens.numel()
-
-
-def test_logits_of_any_positions(make_wrapper, tokens):
-    model, positions = make_wrapper(), torch.tensor([40, 11, 12, 20])
-    with torch.no_grad():
-        whole, state = model(tokens).logits, model(tokens[:, :5], use_cache=True).state
-        torch.testing.assert_close(model(tokens, logits_to_keep=positions).logits, whole[:, positions])
-        rest = model(tokens[:, 5:], state=state, logits_to_keep=positions - 5).logits
-    torch.testing.assert_close(rest, whole[:, positions], atol=ROUNDING, rtol=0)
-
-
 def test_paper_mode_generates_within_its_segment_or_without_recall(make_wrapper, tokens):
-    model = make_wrapper(recall_mode="paper")
-    inside = model.generate(tokens[:, :29], max_new_tokens=3, do_sample=False, eos_token_id=None)
-    assert torch.equal(inside[:, 29:], teacher_forced(model, inside, 29))
+    model, options = make_wrapper(recall_mode="paper"), {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    inside, uncached = (model.generate(tokens[:, :29], use_cache=x, **options) for x in (True, False))
+    assert torch.equal(inside, uncached)
     assert make_wrapper(recall=False, recall_mode="paper").generate(tokens, max_new_tokens=20).shape[1] > 43
-
-
-def test_assisted_generation_is_refused(make_wrapper, tokens):
-    with pytest.raises(ValueError, match="stateful"):
-        make_wrapper().generate(tokens[:1], max_new_tokens=4, prompt_lookup_num_tokens=2)

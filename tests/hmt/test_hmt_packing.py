@@ -1,62 +1,33 @@
-"""Rows of unequal length: each is read, scored, continued and generated from as if it stood alone."""
+"""Rows of unequal length: each is reported and scored as if it stood alone. `test_hmt_state.py` has their logits."""
 
 import pytest
 import torch
 from gradients import assert_same_gradients, gradients
-from tiny_hmt import ROUNDING
+from streams import LENGTHS, assert_close, padded
 
 
-LENGTHS = (43, 30, 3)
 FP32 = 64 * torch.finfo(torch.float32).eps  # the loss is of float32
-PAGED = {"memory_size": 1, "page_size": 1, "recalled_pages": 1}
-PARALLEL = {"recurrence": False}
 
 
-def padded(tokens, left=True):
-    """Three rows of `LENGTHS` tokens and their mask, (3, 43)."""
-    ids, mask = torch.cat([tokens, tokens[:1].flip(1)]), torch.zeros(3, 43, dtype=torch.long)
-    for row, n in zip(mask, LENGTHS):
-        row[43 - n if left else 0 : 43 if left else n] = 1
-    return ids, mask
-
-
-def close(a, b):
-    torch.testing.assert_close(a, b, atol=ROUNDING, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "left, settings",
-    [
-        (False, {}),
-        (True, {"recall": False}),
-        (True, PAGED),
-        (True, PARALLEL),
-        (False, {"recall_tokens": 4}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("left, settings", [(False, {}), (True, {"recall": False})], ids=str)
 def test_a_padded_row_is_as_alone(make_wrapper, tokens, settings, left):
     model, (ids, mask) = make_wrapper(**settings), padded(tokens, left)
-    batch = model(ids, attention_mask=mask, use_cache=True, output_recall=True)
-    assert not batch.logits[mask == 0].any()
-    assert batch.state.lengths == LENGTHS
+    batch = model(ids, attention_mask=mask, output_recall=True)
     for b, real in enumerate(mask.bool()):
-        alone = model(ids[b : b + 1, real], use_cache=True, output_recall=True)
-        close(batch.logits[b, real], alone.logits[0])
+        alone = model(ids[b : b + 1, real], output_recall=True)
+        assert_close(batch.logits[b, real], alone.logits[0])
         n = len(alone.recall_distance)
         assert torch.equal(batch.recall_distance[:n, b], alone.recall_distance[:, 0])
         assert not batch.recall_distance[n:, b].any()
         for made, made_alone in zip(batch.memories, alone.memories):
-            close(made[b], made_alone[0])
-        state, state_alone = batch.state.select_rows(torch.tensor([b])), alone.state
-        (bank, bank_alone) = (next(iter(x.memory.values()))["embeddings"] for x in (state, state_alone))
-        memories = bank_alone.shape[1]
-        close(bank[:, bank.shape[1] - memories :], bank_alone)
-        assert int((next(iter(state.memory.values()))["ends"] > 0).sum()) == memories
-        close(model(tokens[:1], state=state).logits, model(tokens[:1], state=state_alone).logits)
+            assert_close(made[b], made_alone[0])
 
 
-@pytest.mark.parametrize("settings, score_from", [({}, 4), ({"loss_scope": "last"}, None), (PARALLEL, None)], ids=str)
+@pytest.mark.parametrize(
+    "settings, score_from",
+    [({}, 4), ({"loss_scope": "last"}, None), ({"bptt_segments": 2}, None)],
+    ids=str,
+)
 def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, settings, score_from):
     """Whatever the labels of padding are."""
     model, (ids, mask) = make_wrapper(**settings), padded(tokens)
@@ -76,19 +47,6 @@ def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, se
     assert_same_gradients(batch_gradients, gradients(model), FP32)
 
 
-@pytest.mark.parametrize(
-    "settings, beams",
-    [({}, 1), ({"sum_fraction": 0.9}, 1), (PAGED, 1), (PARALLEL, 1), (PAGED, 2), (PARALLEL, 2)],
-    ids=str,
-)
-def test_generation_of_unequal_prompts(make_wrapper, tokens, settings, beams):
-    model, (ids, mask) = make_wrapper(**settings), padded(tokens)
-    arguments = {"max_new_tokens": 9 // beams, "num_beams": beams, "do_sample": False, "eos_token_id": None}
-    batch = model.generate(ids, attention_mask=mask, **arguments)[:, 43:]
-    for b, real in enumerate(mask.bool()):
-        assert torch.equal(batch[b], model.generate(ids[b : b + 1, real], **arguments)[0, int(real.sum()) :])
-
-
 def test_decoding_unequal_rows_continues_a_cache(make_wrapper, tokens):
     """A step reads one new token, unless a row recalled or closed its segment in this step or the one before."""
     model, (ids, mask), positions = make_wrapper(), padded(tokens), []
@@ -105,53 +63,16 @@ def test_decoding_unequal_rows_continues_a_cache(make_wrapper, tokens):
     assert [n for n, step in enumerate(steps) if step == [1]] == [3, 6, 7]
 
 
-@pytest.mark.parametrize(
-    "settings, gradients",
-    [({}, False), (PAGED, False), (PARALLEL, True), ({}, True)],
-    ids=str,
-)
-def test_rows_that_get_unequal_numbers_of_tokens_in_every_call(make_wrapper, tokens, settings, gradients):
-    model, generator = make_wrapper(**settings), torch.Generator().manual_seed(3)
-    calls, logits, state = [], [[], []], None
-    with torch.set_grad_enabled(gradients):
-        for _ in range(9):
-            counts = torch.randint(0, 8, (2,), generator=generator).tolist()
-            counts[0] += not any(counts)
-            calls.append((counts, torch.randint(3, 61, (2, 8), generator=generator)))
-        for counts, ids in calls:
-            mask = torch.arange(8) < torch.tensor(counts)[:, None]
-            out = model(ids, attention_mask=mask, state=state, use_cache=True)
-            state = out.state
-            for row in range(2):
-                logits[row].append(out.logits[row, : counts[row]])
-        for row in range(2):
-            text = torch.cat([ids[row, : counts[row]] for counts, ids in calls])[None]
-            close(torch.cat(logits[row]), model(text).logits[0])
-
-
-def test_truncation_of_unequal_rows(make_wrapper, tokens):
-    """The gradient is cut at the borders of each row."""
-    model, (ids, mask) = make_wrapper(bptt_segments=2), padded(tokens)
-    start = model(ids[:, :5], use_cache=True).state
-    model(ids, attention_mask=mask, labels=ids, state=start, num_items_in_batch=1).loss.backward()
-    batch = gradients(model)
-    model.zero_grad()
-    for b, real in enumerate(mask.bool()):
-        state, row = model(ids[b : b + 1, :5], use_cache=True).state, ids[b : b + 1, real]
-        model(row, labels=row, state=state, num_items_in_batch=1).loss.backward()
-    assert_same_gradients(batch, gradients(model), FP32)
-
-
 def test_logits_of_the_last_positions_of_unequal_rows(make_wrapper, tokens):
-    model, rows = make_wrapper(), []
-    model.backbone.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[:2].numel()))
-    for left in (True, False):
-        ids, mask = padded(tokens, left)
-        with torch.no_grad():
+    model, rows, (ids, left), (_, right) = make_wrapper(), [], padded(tokens), padded(tokens, False)
+    with torch.no_grad():
+        model(tokens)  # the first call probes the head
+        model.backbone.lm_head.register_forward_hook(lambda module, args, out: rows.append(out.shape[:2].numel()))
+        for mask, computed in ((torch.ones_like(ids), 3), (left, 9), (right, 9)):
             whole = model(ids, attention_mask=mask).logits
             rows.clear()
-            close(model(ids, attention_mask=mask, logits_to_keep=1).logits, whole[:, -1:])
-            assert sum(rows) <= 3 * 3
-            close(model(ids, attention_mask=mask, logits_to_keep=9).logits, whole[:, -9:])
-            positions = torch.tensor([42, 3, 20])
-            close(model(ids, attention_mask=mask, logits_to_keep=positions).logits, whole[:, positions])
+            assert_close(model(ids, attention_mask=mask, logits_to_keep=1).logits, whole[:, -1:])
+            assert sum(rows) <= computed
+            for kept in (9, torch.tensor([42, 3, 20])):
+                expected = whole[:, -9:] if isinstance(kept, int) else whole[:, kept]
+                assert_close(model(ids, attention_mask=mask, logits_to_keep=kept).logits, expected)

@@ -6,83 +6,50 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from streams import CHUNKS, stream
+from streams import CHUNKS, assert_calls_do_not_matter, saved_and_loaded, stream
 from tiny_hmt import ROUNDING, tiny_llama
 
 from hf_longctx.hmt import HMTState, HMTWrapper
 
 
-@pytest.mark.parametrize("gradients", [True, False])
-def test_without_recall_any_chunking_is_one_piece(make_wrapper, tokens, gradients):
-    model = make_wrapper(recall=False, memory_tokens=2, recall_mode="paper")
-    with torch.set_grad_enabled(gradients):
-        whole = model(tokens, use_cache=True)
-        logits, state = stream(model, tokens, CHUNKS["ragged"])
-    torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
-    for name, value in whole.state.tensors().items():
-        torch.testing.assert_close(state.tensors()[name], value, atol=ROUNDING, rtol=0)
+SETTINGS = [
+    {},
+    {"sum_fraction": 0.9},
+    {"recall": False},
+    {"reread": True},
+    {"memory_size": None},
+    {"recall_tokens": 4},
+    {"neural_cache_weight": 0.2, "recall_tokens": 4},
+    {"memory_size": 1, "page_size": 1, "recalled_pages": 1},
+]
 
 
-def test_paper_mode_streams_whole_segments(make_wrapper, tokens):
-    model = make_wrapper(recall_mode="paper")
-    whole = model(tokens).logits
-    logits, _ = stream(model, tokens, [8, 16, 16, 3])
-    torch.testing.assert_close(logits, whole, atol=ROUNDING, rtol=0)
-    with torch.no_grad():  # the query of a segment is complete after 4 tokens
-        logits, _ = stream(model, tokens[:, :40], [13, 1, 7, 1, 18])
-    torch.testing.assert_close(logits, whole[:, :40], atol=ROUNDING, rtol=0)
-    with pytest.raises(ValueError, match="ends 3 tokens into a segment"):
-        stream(model, tokens, [11, 8])
-
-
-@pytest.mark.parametrize("settings", [{}, {"recall": False, "recall_mode": "paper"}], ids=str)
-def test_a_state_can_be_continued_twice(make_wrapper, tokens, settings):
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_streams_do_not_depend_on_the_calls(make_wrapper, tmp_path, settings):
     model = make_wrapper(**settings)
-    with torch.no_grad():
-        start = model(tokens[:, :21], use_cache=True).state
-        first = model(tokens[:, 21:30], state=start).logits
-        other = model(tokens[:, 30:39], state=start).logits
-        again = model(tokens[:, 21:30], state=start).logits
-    torch.testing.assert_close(again, first, atol=ROUNDING, rtol=0)
-    expected = model(torch.cat([tokens[:, :21], tokens[:, 30:39]], 1)).logits[:, 21:]
-    torch.testing.assert_close(other, expected, atol=ROUNDING, rtol=0)
+    for seed, gradients in enumerate((False, False, True)):
+        with torch.set_grad_enabled(gradients):
+            assert_calls_do_not_matter(model, tmp_path, seed)
 
 
 @pytest.mark.parametrize(
-    "rows, settings, stop",
+    "settings, chunks",
     [
-        (1, {"recall": False, "recall_mode": "paper"}, 3),  # in the first segment
-        (2, {}, 3),
-        (2, {"recall": False, "recall_mode": "paper"}, 16),  # at a border
-        (2, {}, 16),
-        (2, {"recall": False, "recall_mode": "paper"}, 21),  # in a later segment
-        (1, {}, 21),
-        (2, {"recall_tokens": 4, "neural_cache_weight": 0.2}, 21),
+        ({}, [13, 8, 3, 16, 3]),
+        ({}, [16, 16, 8, 3]),
+        ({"recall": False, "memory_tokens": 2}, [13, *CHUNKS["one by one"][13:]]),
     ],
+    ids=str,
 )
-def test_saved_and_restored(make_wrapper, tokens, tmp_path, stop, rows, settings):
-    model, tokens = make_wrapper(**settings), tokens[:rows]
-
-    def through_a_file(state):
-        state.save(tmp_path / "state.safetensors", model)
-        return HMTState.load(tmp_path / "state.safetensors", model)
-
-    with torch.no_grad():
-        logits, _ = stream(model, tokens, [stop, 10, 43 - 10 - stop], between=through_a_file)
-    torch.testing.assert_close(logits, model(tokens).logits, atol=ROUNDING, rtol=0)
-
-
-@pytest.mark.parametrize("mode", ["single_pass", "paper"])
-def test_a_padded_state_continues_alike_when_it_was_saved(make_wrapper, tokens, tmp_path, mode):
-    """Two segments of padding and a part of the third, which the next call, without a mask, must still leave out."""
-    model, mask = make_wrapper(recall_mode=mode), torch.ones(2, 21, dtype=torch.long)
-    mask[0, :18] = 0
-    with torch.no_grad():
-        state = model(tokens[:, :21], attention_mask=mask, use_cache=True).state
-        state.save(tmp_path / "state.safetensors", model)
-        saved = HMTState.load(tmp_path / "state.safetensors", model)
-        expected, logits = (model(tokens[:, 21:], state=x).logits for x in (state, saved))
-    torch.testing.assert_close(logits, expected, atol=ROUNDING, rtol=0)
+def test_paper_mode_streams(make_wrapper, tokens, tmp_path, settings, chunks):
+    """The query of a segment is complete after 4 tokens. Padding in the open segment is saved with the state."""
+    model, mask = make_wrapper(recall_mode="paper", **settings), torch.ones_like(tokens)
+    mask[0, :10] = 0
+    whole = model(tokens, attention_mask=mask, use_cache=True)
+    logits, state = stream(model, tokens, chunks, mask, lambda state: saved_and_loaded(state, model, tmp_path))
+    torch.testing.assert_close(logits, whole.logits, atol=ROUNDING, rtol=0)
+    for name, value in whole.state.tensors().items():
+        torch.testing.assert_close(state.tensors()[name], value, atol=ROUNDING, rtol=0)
 
 
 def test_memory_does_not_grow(make_wrapper, tokens):
@@ -116,24 +83,11 @@ def test_copies_of_a_row_share_its_memory(make_wrapper, tokens):
     assert beams.memory["bank"]["embeddings"].shape == (2, 4, 16)
 
 
-def test_detach_cuts_the_gradient(make_wrapper, tokens):
-    for detach in (False, True):
-        model = make_wrapper(recall_mode="paper")
-        state = model(tokens[:, :16], use_cache=True).state
-        if detach:
-            state = state.detach()
-        model(tokens[:, 16:32], labels=tokens[:, 16:32], state=state).loss.backward()
-        # the first prompt is used in the first call alone
-        gradient = model.memory.initial.grad
-        assert (gradient is None or not gradient.any()) == detach
-
-
 def test_a_state_of_another_model_is_refused(make_wrapper, tokens):
     state = make_wrapper()(tokens, use_cache=True).state
-    with pytest.raises(
-        ValueError, match=r"from a model with other settings.*'segment_length': 8.*'segment_length': 9"
-    ):
-        make_wrapper(segment_length=9)(tokens, state=state)
+    for name, value in {"segment_length": 9, "reread": True, "recall_mode": "paper"}.items():
+        with pytest.raises(ValueError, match=rf"from a model with other settings.*'{name}'.*'{name}': {value!r}"):
+            make_wrapper(**{name: value})(tokens, state=state)
     wider = HMTWrapper.from_backbone(tiny_llama(head_dim=4), make_wrapper().config)
     narrow = state.map(lambda x: x[..., :4] if x.dtype.is_floating_point else x)
     narrow.signature = {**state.signature, "width": 4}
@@ -155,38 +109,29 @@ def test_a_file_of_other_weights_is_refused(make_wrapper, tokens, tmp_path):
     assert HMTState.load(file, None).position == 43
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"hmt_state": None},
-        {"hmt_state": "[" * 10**5},
-        {"hmt_state": "x"},
-        {"signature": "3"},
-        {"weights": None},
-        {"unknown": torch.ones(1)},
-        {"memory.other.ends": torch.ones(1)},
-        {"tail": None},
-        {"tail": torch.ones(2, 5, dtype=torch.long)},
-        {"lengths": 3},
-        {"lengths": []},
-        {"lengths": [43]},
-        {"lengths": [43, 44]},
-        {"lengths": [3, 3]},
-        {"retrievers": ["unknown"]},
-        {"rows": {}},
-        {"rows": {"pages.pages": [{"x": 1}]}},
-        {"page_size": 0},
-        {"recalled": 0},
-        {"sizes": [99]},
-    ],
-    ids=str,
-)
-def test_a_damaged_file_is_refused(changed, make_wrapper, tokens, tmp_path):
+DAMAGE = {
+    "hmt_state": [None, "[" * 10**5, "x"],
+    "signature": ["3"],
+    "weights": [None],
+    "unknown": [torch.ones(1)],
+    "memory.other.ends": [torch.ones(1)],
+    "tail": [None, torch.ones(2, 5, dtype=torch.long)],
+    "lengths": [3, [], [43], [43, 44], [3, 3]],
+    "retrievers": [["unknown"]],
+    "rows": [{}, {"pages.pages": [{"x": 1}]}],
+    "page_size": [0],
+    "recalled": [0],
+    "sizes": [[99]],
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in DAMAGE.items() for value in values])
+def test_a_damaged_file_is_refused(name, value, make_wrapper, tokens, tmp_path):
     file, model = tmp_path / "state.safetensors", make_wrapper(recalled_pages=1, page_size=2, memory_size=2)
     model(tokens, use_cache=True).state.save(file, model)
     with safe_open(file, "pt") as saved:
         metadata, tensors = saved.metadata(), {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
-    header, (name, value) = json.loads(metadata["hmt_state"]), *changed.items()
+    header = json.loads(metadata["hmt_state"])
     if name in header:
         header[name] = value
     elif name in header["rows"]["pages.pages"][0]:
@@ -210,9 +155,5 @@ def test_a_memory_can_be_seen(make_wrapper, tokens):
         best, strongest = out.recall_scores[0][0].max(0)
         assert span == state.segments()[0][strongest] and weight == best.item()
         assert span.start == 40 - 8 * out.recall_distance[0, 0].item()
-
-
-def test_memories_in_pages_are_listed(make_wrapper, tokens):
-    model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
-    state = model(tokens, use_cache=True).state
-    assert state.segments()[0] == [range(a, a + 8) for a in range(0, 40, 8)]
+        paged = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
+        assert paged(tokens, use_cache=True).state.segments()[0] == [range(a, a + 8) for a in range(0, 40, 8)]

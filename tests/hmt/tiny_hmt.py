@@ -8,6 +8,8 @@ VOCAB = 61
 # Logits of `tiny_llama` are of order 1. This is a million times what float64 rounds at that size, and far less than
 # what a wrong mask, position or memory changes (1e-4 and more).
 ROUNDING = 1e6 * torch.finfo(torch.float64).eps
+# Its norms and RoPE are in float32, and a token that is read twice has two parts of its gradient.
+NORM = 8 * torch.finfo(torch.float32).eps
 
 
 def tiny_llama(**settings):
