@@ -33,7 +33,6 @@ from scripts.evidence.parts import make_parser, measure_parts
 
 METHODS = {  # fields of HMTConfig in stage 2
     "HMT, single pass": {"recall_mode": "single_pass"},
-    "HMT, single pass, no recurrence": {"recall_mode": "single_pass", "recurrence": False},
     "window": None,
     "RMT": {"recall": False, "recall_mode": "paper"},
     "RMT, 4 tokens": {"recall": False, "recall_mode": "paper", "memory_tokens": 4},

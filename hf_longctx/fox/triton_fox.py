@@ -6,6 +6,7 @@ and `triton_decode` from the cumulative sum that is stored in cached keys.
 """
 
 import contextlib
+import re
 
 import torch
 from torch import Tensor, library
@@ -312,7 +313,8 @@ def _is_plain(x: Tensor) -> bool:
 
 
 # Remote code may be imported alongside the installed package, so each of the two has its own operator namespace.
-_SPACE = (__package__ or "").removesuffix(".fox").replace(".", "_")
+# Its name contains the folder's, which may contain any character.
+_SPACE = re.sub(r"\W", "_", (__package__ or "").removesuffix(".fox"), flags=re.ASCII)
 # Inductor launches the kernels of a `triton_op` directly, which does not work in the interpreter.
 _define = library.custom_op if INTERPRETED.value else library.triton_op
 

@@ -1,9 +1,9 @@
 """The interface between HMT and its backbone: any transformers causal LM that accepts `inputs_embeds`.
 
 HMT needs the last hidden states of a pass, and sometimes logits and a key/value cache. The last hidden states are the
-`last_hidden_state` of the base model: after the final norm, and after OPT's output projection. If logits are needed,
-the whole causal LM runs, so that the soft caps and scales of its head are applied. A forward hook on the base model
-then captures the hidden states.
+`last_hidden_state` of the base model. They are taken after the final norm. For OPT, they are taken after the output
+projection too. If logits are needed, the whole causal LM runs, with the soft caps and scales of its head. A forward
+hook on the base model then captures the hidden states.
 """
 
 import inspect
@@ -14,7 +14,6 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -25,10 +24,9 @@ from .compat_hmt import cache_name
 from .graphs_hmt import PassGraphs
 
 
-# Layer types whose cache can be extended by several tokens at a time, including padding. "hybrid" is the type of FoX
-# layers, whose token shift skips padding.
+# Layer types whose cache can be extended by several tokens at a time, including padding. FoX layers have the
+# type "hybrid". Their token shift skips padding.
 _CONTINUED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "hybrid", "hybrid_sliding"}
-_LOGITS_AT_ONCE = 2**23  # chunk size of 32 MiB in float32, large enough for fast matrix products
 
 
 class Backbone:
@@ -47,31 +45,32 @@ class Backbone:
         if getattr(model, "active_peft_config", None) is not None:
             if model.active_peft_config.is_prompt_learning:
                 raise ValueError(
-                    f"{type(model).__name__} uses {model.active_peft_config.peft_type}, which adds its own positions "
-                    "to the input. HMT builds the input itself. Use LoRA or another method that changes weights."
+                    f"{type(model).__name__} uses {model.active_peft_config.peft_type}. This method adds its own "
+                    "positions to the input, but HMT builds the input itself. Use LoRA or another method that "
+                    "changes weights."
                 )
             model = model.get_base_model()
         name = type(model).__name__
         if not isinstance(model, PreTrainedModel) or not model.can_generate():
             raise TypeError(
-                "The backbone must be a transformers causal LM, such as LlamaForCausalLM, or the name or path of "
-                f"such a model, got a {name}."
+                f"The backbone must be a transformers causal LM, got a {name}. Pass a model such as LlamaForCausalLM, "
+                "or its name or path."
             )
         self.forward_arguments = frozenset(inspect.signature(model.forward).parameters)
         if model.config.is_encoder_decoder or "inputs_embeds" not in self.forward_arguments:
             raise ValueError(
-                f"{name} must be a decoder whose forward takes inputs_embeds, because HMT puts memory embeddings "
-                "among the tokens. Use a causal LM such as LlamaForCausalLM."
+                f"{name} must be a decoder, and its forward must take inputs_embeds. HMT puts memory embeddings among "
+                "the tokens. Use a causal LM such as LlamaForCausalLM."
             )
         self.model: Any = model
-        self.base: Any = model.get_decoder()  # base_model is not called by OPTForCausalLM, but its decoder is
+        self.base: Any = model.get_decoder()  # OPTForCausalLM calls its decoder, not its base_model
         if self.base is model.get_output_embeddings():  # ModernBertDecoderForCausalLM names its head `decoder`
             self.base = model.base_model
-        if self.base is model:  # as in text models of multimodal architectures, such as Llama4ForCausalLM
+        if self.base is model:  # for text models of multimodal architectures, such as Llama4ForCausalLM
             self.base = getattr(model, "model", model)
         self.width = model.get_input_embeddings().weight.shape[-1]
         tables: list[Any] = [getattr(module, "position_embeddings", None) for module in model.modules()]
-        # Number of usable positions if the first positions are reserved for padding, as in RoBERTa; otherwise None
+        # RoBERTa reserves its first positions for padding. Count the others. None: no positions are reserved.
         counts = [x.num_embeddings - x.padding_idx - 1 for x in tables if getattr(x, "padding_idx", None) is not None]
         self.positions = min(counts, default=None)
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
@@ -83,13 +82,11 @@ class Backbone:
         extends = cache_name(type(model)) is not None and not self.stateful and layers <= _CONTINUED_LAYERS
         self._continues: bool | None = None if extends and has_dynamic_cache() else False
         self._hides: bool | None = None
-        # The head of RWKV is not probed, because RWKV's eval() changes weights in place.
-        self._head_alone_makes_logits = False if model.config.model_type == "rwkv" else None
         self.graphs = PassGraphs()
         self._check_causal()
 
     def _check_causal(self) -> None:
-        """Raise ValueError if the first hidden state of a pass over three positions depends on the last embedding.
+        """Raise ValueError if the first of three positions attends to the last one.
 
         Recurrent backbones are causal by construction, so they are not probed.
         """
@@ -107,17 +104,17 @@ class Backbone:
 
     @property
     def continues(self) -> bool:
-        """Whether several tokens, some of them padding, can extend a `DynamicCache`.
+        """Whether a pass over several tokens and padding can extend a `DynamicCache`.
 
         If not, HMT reads an open segment again in each call. A probe compares one pass over six positions with two
-        passes over three positions each, where the second pass extends the cache of the first one. The probe fails for
-        ProphetNet, which can extend its cache by only one token at a time. It also fails for RoBERTa and its variants,
-        which always number the positions of `inputs_embeds` from the start, even after a cache.
+        passes over three positions each. The second of these passes extends the cache of the first one. The probe
+        fails for ProphetNet, because a pass can extend its cache by only one token. It also fails for RoBERTa and its
+        variants, because they always number the positions of `inputs_embeds` from the start, even after a cache.
         """
         if self._continues is None and self.has_data:
             try:
                 with self._probing(6) as embeds:
-                    # Small embeddings, so that wrong position embeddings make a difference in bfloat16 too
+                    # With small embeddings, wrong position embeddings make a difference in bfloat16 too.
                     embeds, kv_cache = 0.01 * embeds, DynamicCache(config=self.model.config)
                     self._read(embeds[:, :3], kv_cache=kv_cache)
                     continued = self._read(embeds[:, 3:], kv_cache=kv_cache)
@@ -128,16 +125,19 @@ class Backbone:
 
     @property
     def checkpoints_layers(self) -> bool:
-        """Whether gradient checkpointing is active in the backbone's layers, which then do not use a cache."""
+        """Whether gradient checkpointing is active in the backbone's layers. If so, the layers do not use a cache."""
         return torch.is_grad_enabled() and any(
             module.training and getattr(module, "gradient_checkpointing", False) for module in self.model.modules()
         )
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Return whether the config lets each of `positions` positions attend to all earlier ones."""
+        """Return whether each position of a pass over `positions` positions can attend to all earlier positions.
+
+        Only the config is read.
+        """
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
-            return False  # FoX gates fade the keys with each token, regardless of position ids
+            return False  # FoX gates decay the keys with each token, regardless of position ids
         if "local" in (getattr(config, "attention_layers", None) or ()) and config.window_size <= positions:
             return False  # GPT-Neo's cache layers do not report the window
         layers = DynamicCache(config=self.model.config).layers
@@ -156,7 +156,7 @@ class Backbone:
 
     @property
     def has_data(self) -> bool:
-        """Whether the weights contain data, which weights on the meta device do not."""
+        """Whether the weights contain data. Weights on the meta device do not."""
         return self.device.type != "meta"
 
     @property
@@ -172,9 +172,10 @@ class Backbone:
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
         """Return whether a mask can hide the prompt in a pass over `positions` positions.
 
-        Short passes test two requirements. Tokens that do not attend to the prompt must have the same hidden states as
-        without it. The hidden states of the other tokens must not depend on the prompt's column in the cache. With
-        `thorough`, a pass over all positions also finds attention windows that the config does not report.
+        Short passes test two requirements. First, removing the prompt must not change the hidden states of tokens that
+        do not attend to the prompt. Second, the hidden states of the other tokens must not depend on the prompt's
+        column in the cache. With `thorough`, a pass over all positions also finds attention windows that the config
+        does not report.
 
         Raises:
             ValueError: a test pass failed.
@@ -188,7 +189,7 @@ class Backbone:
         except Exception as error:
             raise ValueError(
                 f"{type(self.model).__name__} failed in a test pass with a 4D attention mask. Fix the cause, or set "
-                "HMTConfig(reread=True), which every backbone supports."
+                "HMTConfig(reread=True). Every backbone supports reread=True."
             ) from error
 
     def _probe_hiding(self, positions: int) -> bool:
@@ -208,23 +209,23 @@ class Backbone:
         """Raise ValueError if a mask cannot hide the prompt in a segment of `positions` positions.
 
         Args:
-            extends: whether the cache already contains all tokens that must not attend to the prompt. FlashAttention
-                needs this.
+            extends: whether the pass with the prompt extends a cache. The cache contains all tokens that must not
+                attend to the prompt. FlashAttention requires True.
         """
         if not self.has_data:
             return
         name, attention = type(self.model).__name__, getattr(self.model.config, "_attn_implementation", None)
         if not self.can_hide(positions):
             raise ValueError(
-                f"config.reread=False is not supported by {name}, because a mask cannot hide a prompt from its "
-                "tokens. For a new model, set reread=True. For a trained model, use a version of transformers in "
-                "which the mask hides the prompt."
+                f"config.reread=False is not supported by {name}: a mask cannot hide a prompt in this backbone. For a "
+                "new model, set reread=True. For a trained model, use a version of transformers in which the mask "
+                "hides the prompt."
             )
         if not self.takes_mask and not (extends and is_flash_attention_requested(self.model.config)):
             raise ValueError(
-                f"config.reread=False is not supported with attention {attention!r}, which does not accept a 4D mask. "
-                "FlashAttention is supported only with recall_tokens=None and without gradient checkpointing of the "
-                "layers. Otherwise, set attn_implementation='sdpa'."
+                f"config.reread=False needs a 4D mask, and attention {attention!r} does not accept one. Set "
+                "attn_implementation='sdpa'. FlashAttention works without the mask if recall_tokens is None and "
+                "gradient checkpointing of the layers is off."
             )
 
     def _read(self, embeds: Tensor, **inputs) -> Tensor:
@@ -235,8 +236,8 @@ class Backbone:
     def _probing(self, positions: int) -> Iterator[Tensor]:
         """Yield test embeddings, (1, positions, d). Gradients, dropout and autocast are disabled within the context.
 
-        Attention that does not accept 4D masks is replaced with SDPA or eager attention, because it may not support
-        the device or the dtype either. For example, FlashAttention does not support the float32 weights of models that
+        SDPA or eager attention replaces attention that does not accept 4D masks. Such attention may not support the
+        device or the dtype either. For example, FlashAttention does not support the float32 weights of models that
         train under autocast.
         """
         training = [module for module in self.model.modules() if module.training]
@@ -254,58 +255,6 @@ class Backbone:
             for module in training:
                 module.training = True
 
-    def can_skip_logits(self) -> bool:
-        """Return whether `loss_without_logits` can replace the head.
-
-        The head must be a plain linear layer on the device of the last hidden states, and its output must be the
-        logits, without a cap or a scale. PyTorch 2.13 is required.
-        """
-        head = self.model.get_output_embeddings()
-        plain = type(head) is nn.Linear and type(head.weight) is nn.Parameter and self.has_data
-        if not plain or not hasattr(F, "linear_cross_entropy"):
-            return False
-        if self._head_alone_makes_logits is None:
-            try:
-                self._head_alone_makes_logits = self._probe_head(head)
-            except Exception:  # for example, because the head is not called as a module
-                self._head_alone_makes_logits = False
-        return self._head_alone_makes_logits
-
-    def _probe_head(self, head: nn.Linear) -> bool:
-        """Return whether the logits of a short pass equal the output of the head bit for bit."""
-        with self._probing(3) as embeds:
-            logits, hidden = self.run(embeds, keep=torch.arange(3, device=embeds.device))
-            output = head(hidden)
-        assert logits is not None
-        return head.weight.device == hidden.device and bool(logits.any()) and torch.equal(output.to(logits), logits)
-
-    def loss_without_logits(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed cross entropy, computed from chunked logits. Requires `can_skip_logits`.
-
-        PyTorch computes the gradients together with the loss, one chunk at a time. Each call stores a gradient of the
-        head's weight, so call it once per sequence. The loss is computed in at least float32, because
-        bfloat16 would round the sum to 8 bits.
-
-        Args:
-            hidden: last hidden states, (n, d).
-            targets: target token ids, (n,), long, -100 where not scored.
-
-        Returns:
-            A scalar, fp32 or fp64.
-        """
-        head = self.model.get_output_embeddings()
-        rows = max(1, _LOGITS_AT_ONCE // head.out_features)
-        dtype = torch.promote_types(head.weight.dtype, torch.float32)
-        return F.linear_cross_entropy(
-            hidden.to(dtype),
-            head.weight.to(dtype),
-            targets,
-            linear_bias=None if head.bias is None else head.bias.to(dtype),
-            reduction="sum",
-            ignore_index=-100,
-            options=nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None, acc_policy="accurate"),
-        )
-
     def embed(self, ids: Tensor) -> Tensor:
         """Return the embeddings that the backbone's first layer receives for token ids, (B, T) -> (B, T, d)."""
         return self.model.get_input_embeddings()(ids)
@@ -322,14 +271,15 @@ class Backbone:
 
         Args:
             embeds: embeddings, (B, T, d).
-            mask: (B, cached + T), bool, False on padding; the 4D mask of `hide_prompt`; or None. FlashAttention does
-                not accept the 4D mask; with `hidden_from=0`, `PromptAlone` replaces it.
+            mask: one of: (B, cached + T), bool, False on padding; the 4D mask of `hide_prompt`; None. If the attention
+                implementation does not accept the 4D mask, `PromptAlone` replaces the mask. This requires
+                `hidden_from=0`.
             keep: positions whose logits are computed, (n,), long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
             positions: position ids, (B, T), long; ignored unless `counts_from_0`. None: the backbone's default.
 
         Returns:
-            Logits (B, n, V) or None, and the last hidden states (B, T, d).
+            Logits (B, n, V), and the last hidden states (B, T, d). Without `keep`, the logits are None.
 
         Raises:
             ValueError: the hidden states and the embeddings differ in width.
@@ -365,21 +315,22 @@ class Backbone:
         hidden = base_outputs[-1][0]
         if hidden.shape[-1] != self.width:
             raise ValueError(
-                f"{type(self.model).__name__} must return hidden states of width {self.width}, like its embeddings, "
-                f"got {hidden.shape[-1]}. HMT uses hidden states as embeddings. Use another backbone."
+                f"{type(self.model).__name__} must return hidden states of width {self.width}, got "
+                f"{hidden.shape[-1]}. HMT uses hidden states as embeddings, so both need the same width. Use another "
+                "backbone."
             )
         return logits, hidden
 
     def versions(self) -> dict[str, int]:
-        """Return how often each parameter was changed in place, as by an optimizer; 0 for inference tensors."""
+        """Return the number of in-place changes of each parameter. Inference tensors count as 0."""
         parameters = self.model.named_parameters()
         return {name: 0 if value.is_inference() else value._version for name, value in parameters}
 
     @torch.no_grad()
     def embedding_std(self) -> float:
-        """Return the standard deviation of the output of `embed`, including a scale such as Gemma's.
+        """Return the standard deviation of the outputs of `embed`. A scale such as Gemma's is included.
 
-        It is measured on at most 4096 tokens, spread evenly over the vocabulary. On the meta device, the config's
+        At most 4096 tokens are measured, spread evenly over the vocabulary. On the meta device, the config's
         `initializer_range` is returned.
         """
         if not self.has_data:
@@ -390,9 +341,10 @@ class Backbone:
 
 
 def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the causal mask for a prompt and the `columns` - 1 positions after it, all following `cached` positions.
+    """Return the causal mask for a prompt and the `columns` - 1 positions after it.
 
-    The prompt attends only to itself, and the next `hidden_from` positions do not attend to the prompt.
+    The prompt follows `cached` positions. It attends only to itself, and the next `hidden_from` positions do not
+    attend to it.
 
     Returns:
         An additive mask, (1, 1, columns, cached + columns).
@@ -405,13 +357,13 @@ def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype,
 
 
 class PromptAlone:
-    """Wrap a transformers attention function so that the prompt attends only to itself, without the need for a mask.
+    """Wrap a transformers attention function so that the prompt attends only to itself. A mask is not needed.
 
-    Softmax over one key is 1, so the attention output of the prompt is the value of the prompt. Position ids are not
-    passed on, because the wrapped function would interpret the jump after the prompt as the start of another sequence.
+    A softmax over one key is 1, so the attention output of the prompt is its own value vector. Position ids are not
+    passed on. The wrapped function would interpret the jump after the prompt as the start of another sequence.
     """
 
-    local = threading.local()  # `layers`: number of calls so far in this thread's `in_column_0`; None outside of it
+    local = threading.local()  # `layers`: number of calls in this thread's `in_column_0`; None outside of it
 
     def __init__(self, function: Callable[..., tuple]):
         self.function = function
@@ -419,7 +371,7 @@ class PromptAlone:
     @classmethod
     @contextmanager
     def in_column_0(cls, attention: str) -> Iterator[None]:
-        """Let the prompt in column 0 attend only to itself; raise RuntimeError if no layer calls `attention`."""
+        """Let the prompt in column 0 attend only to itself. If no layer calls `attention`, raise RuntimeError."""
         function = ALL_ATTENTION_FUNCTIONS.get(attention)
         if function is not None and not isinstance(function, PromptAlone):
             ALL_ATTENTION_FUNCTIONS.register(attention, cls(function))
@@ -463,8 +415,8 @@ def rotates_by_length(config: Any, positions: int) -> bool:
 def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
     """Return whether x and y are equal up to rounding.
 
-    The tolerance is at least 3e-4, because a mixture of experts may group the positions of two passes differently,
-    which changes the rounding.
+    The tolerance is at least 3e-4. A mixture of experts may group the positions of two passes differently, and this
+    changes the rounding.
     """
     tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())

@@ -1,4 +1,4 @@
-"""The memory of the paper: a bank of the latest segments' memory embeddings, to which a recall attends."""
+"""The memory of the paper: a bank of memory embeddings. A recall attends to the bank."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, re
 
 @register_retriever("bank")
 class Bank(Retriever):
-    """A retriever with a bank C of the latest `memory_size` segments' memory embeddings.
+    """A retriever with a bank C: the memory embeddings of the latest `memory_size` segments.
 
     The prompt is softmax(scores) C. Without recall, the prompt is the latest memory.
 
-    Memory: `embeddings` (B, c, d), oldest first, and the `Segment.ends` of their segments, `ends` (B, c).
+    Memory: `embeddings` (B, c, d), oldest first; `ends` (B, c), the `Segment.ends` of the segments.
     """
 
     columns = 1
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Return whether neither `recalled_pages` nor `retrievers` is set. With pages, `Pages` is used instead."""
+        """Return whether neither `recalled_pages` nor `retrievers` is set."""
         return config.recalled_pages is None and config.retrievers is None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
@@ -31,7 +31,7 @@ class Bank(Retriever):
         return {"embeddings": like.new_zeros(rows, 0, like.shape[-1]), "ends": ends}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return the recalled prompt, (B, 1, d), or without recall the latest memory, (B, m, d)."""
+        """Return the recalled prompt, (B, 1, d). Without recall, return the latest memory, (B, m, d)."""
         if query is None or not self.config.recall:
             return Retrieved(state["embeddings"][:, -self.config.memory_tokens :])
         prompt, weights = self.memory.recall(query, state["embeddings"], state["ends"] > 0)

@@ -50,10 +50,10 @@ def side_by_side(parts: list[tuple[list[int], Cache]]) -> tuple[Cache, Tensor | 
     """Join the caches of different rows into one cache of the batch. Shorter rows are padded on the left.
 
     Args:
-        parts: pairs of row indices and the cache of these rows.
+        parts: pairs (row indices, cache of these rows).
 
     Returns:
-        The joined cache of length P, and a bool mask (B, P), False on padding; None if no row is padded.
+        The joined cache of length P, and a bool mask (B, P), False on padding. If no row is padded, the mask is None.
     """
     order = torch.tensor([row for rows, _ in parts for row in rows]).argsort()
     lengths = torch.tensor([cache.get_seq_length() for rows, cache in parts for _ in rows])[order]

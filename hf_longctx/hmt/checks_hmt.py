@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from .backbone_hmt import Backbone
-from .callers_hmt import check_prompt_learning, trl_advice
 from .configuration_hmt import HMTConfig
 from .state_hmt import HMTState
 
@@ -17,7 +16,7 @@ _UNSUPPORTED = {
     "output_hidden_states": (False, "a segment has several passes; call model.backbone for hidden states"),
     "output_attentions": (False, "a segment has several passes; call model.backbone for attentions"),
     "guidance_scale": (1, "the unconditional sequence would need its own state"),
-    "cache_implementation": ("dynamic", "the cache is an HMTState, whose size is bounded already"),
+    "cache_implementation": ("dynamic", "the cache is an HMTState, and its size is bounded already"),
 }
 # Arguments that transformers and its clients pass to every model. HMTWrapper ignores them if they are None or False.
 _FOR_OTHER_MODELS = {
@@ -35,7 +34,7 @@ def check_generation(config: GenerationConfig) -> None:
 
 
 def same_state(*states: object) -> HMTState | None:
-    """Return the state passed as `state`, `cache` or `past_key_values`, or None."""
+    """Return the state passed as `state`, `cache` or `past_key_values`. If none is passed, return None."""
     given = [x for x in states if x is not None]
     if len(given) > 1:
         raise ValueError(
@@ -43,10 +42,9 @@ def same_state(*states: object) -> HMTState | None:
         )
     for state in given:
         if not isinstance(state, HMTState):
-            check_prompt_learning()
             raise TypeError(
                 f"`cache` must be the HMTState of an earlier call, got a {type(state).__name__}. Pass the `state` "
-                "that the earlier call returned."
+                "that the earlier call returned. Prefix tuning of PEFT is not supported: use LoRA."
             )
         return state
     return None
@@ -69,27 +67,29 @@ def check_call(
         keywords: the other keyword arguments of `forward`.
 
     Returns:
-        `attention_mask` as a bool tensor, (B, T), or None if no token is padding.
+        `attention_mask` as a bool tensor, (B, T). If no token is padding, None.
     """
     for name, value in keywords.items():
         if name not in _FOR_OTHER_MODELS or not (value is None or value is False):
-            check_prompt_learning()
-            advice = trl_advice() or "Pass input_ids, attention_mask and labels."
-            raise ValueError(f"HMTWrapper does not support the argument {name}. {advice}")
+            raise ValueError(
+                f"HMTWrapper does not support the argument {name}. Pass input_ids, attention_mask and labels. Packed "
+                "rows, the trainers of TRL, and prompt tuning of PEFT are not supported. Train with Trainer of "
+                "transformers or with hf-longctx finetune --recipe hmt, and use LoRA."
+            )
     if input_ids is None or input_ids.dim() != 2 or input_ids.numel() == 0:
         shape = None if input_ids is None else tuple(input_ids.shape)
         raise ValueError(f"`input_ids` must have shape (batch, tokens) with at least one token, got {shape}.")
     for name, value in (("attention_mask", attention_mask), ("labels", labels)):
         if value is not None and value.shape != input_ids.shape:
             raise ValueError(
-                f"`{name}` must have the same shape as input_ids, {tuple(input_ids.shape)}, got "
-                f"{tuple(value.shape)}. Pass values only for the tokens of this call."
+                f"`{name}` must have the same shape as input_ids, got {tuple(value.shape)} instead of "
+                f"{tuple(input_ids.shape)}. Pass values only for the tokens of this call."
             )
     places = range(config.segment_length)
     if score_from is not None and (labels is None or score_from not in places):
         raise ValueError(
-            f"`score_from` must be a position within a segment, 0 to {places[-1]}, got {score_from!r}. It also needs "
-            "labels."
+            f"`score_from` must be a position from 0 to {places[-1]} within a segment, got {score_from!r}. It also "
+            "needs labels."
         )
     if state is not None:
         check_state(config, lm, state)
@@ -102,7 +102,7 @@ def check_call(
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first of `tokens` positions that needs logits; 0 if `logits_to_keep` is a tensor."""
+    """Return the first position with logits in a call of `tokens` tokens. For a tensor `logits_to_keep`, return 0."""
     if isinstance(logits_to_keep, Tensor):
         return 0
     if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
@@ -113,7 +113,7 @@ def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
 
 
 def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
-    """Raise ValueError if the state is from another model, or if paper mode cannot continue from its last token."""
+    """Raise ValueError if the state is from another model, or if paper mode cannot continue from the state."""
     differing = {
         name: value for name, value in config.signature(lm.width).items() if state.signature.get(name) != value
     }
@@ -124,20 +124,20 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
             "a new state."
         )
     weight = lm.model.get_input_embeddings().weight
-    # FSDP replaces the weight with its own type and casts it on use, so the dtype of that weight is not checked.
+    # FSDP replaces the weight with its own type, and casts it on use. The dtype of such a weight is not checked.
     if type(weight) is torch.nn.Parameter and state.dtype not in (None, weight.dtype):
         raise ValueError(
-            f"`state` must have the model's dtype, {weight.dtype}, got {state.dtype}. Save the state and load it with "
-            "HMTState.load(path, model), or load the model in the state's dtype."
+            f"`state` must have the dtype {weight.dtype} of the model, got {state.dtype}. Save the state and load it "
+            "with HMTState.load(path, model), or load the model in the state's dtype."
         )
     open_tokens = state.position % config.segment_length
     incomplete_query = state.segment > 0 and 0 < open_tokens < config.summary_length
     if config.recall and config.recall_mode == "paper" and incomplete_query:
         raise ValueError(
             f"The state ends {open_tokens} tokens into a segment. recall_mode='paper' reads the first "
-            f"{config.summary_length} tokens of a segment before it predicts them, so this call would change earlier "
-            "predictions. End chunks at multiples of segment_length. To generate beyond a segment, train a model with "
-            "recall_mode='single_pass'."
+            f"{config.summary_length} tokens of a segment before predicting them. This call would therefore change "
+            "earlier predictions. End chunks at multiples of segment_length. To generate beyond a segment, train a "
+            "model with recall_mode='single_pass'."
         )
 
 
@@ -163,7 +163,7 @@ def check_padding(config: HMTConfig, lm: Backbone, mask: Tensor, state: HMTState
         opened = bool((state.open_mask.any(1) & ~mask[:, 0]).any())
     if opened or not mask[:, -1].all():
         raise ValueError(
-            "The rows are padded on the right, and recall_mode='paper' would read this padding into the query, the "
+            "The rows are padded on the right. With recall_mode='paper', this padding would change the query, the "
             "loss or the memory. Set tokenizer.padding_side = 'left', or use recall_mode='single_pass'."
         )
 

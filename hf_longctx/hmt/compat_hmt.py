@@ -1,8 +1,8 @@
 """Compatibility with different versions of transformers: a version check, and the name of the cache argument.
 
-The first file that transformers loads from a saved folder, configuration_hmt.py, imports this file, so the warning
-about an untested version appears before anything can fail. transformers 5.24 renamed `past_key_values` to `cache`. HMT
-accepts both names.
+From a saved folder, transformers first loads configuration_hmt.py. That file imports this one, so the warning about an
+untested version appears before anything can fail. transformers 5.24 renamed `past_key_values` to `cache`. HMT accepts
+both names.
 """
 
 import functools
@@ -33,7 +33,7 @@ RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_genera
 
 @functools.cache
 def cache_name(model_class: type) -> str | None:
-    """Return the name of a model's cache argument, or None if its forward does not take a cache.
+    """Return the name of a model's cache argument. If its forward does not take a cache, return None.
 
     Models with remote code may use the old name with any version of transformers.
     """

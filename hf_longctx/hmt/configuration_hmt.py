@@ -10,7 +10,6 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConf
 from transformers.dynamic_module_utils import custom_object_save
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .callers_hmt import check_prompt_learning
 from .compat_hmt import REPAIR  # noqa: F401 - the import warns if transformers is newer
 from .custom_backbone_hmt import CONFIG_CLASS, MODEL_CLASS
 from .custom_backbone_hmt import __doc__ as ABOUT
@@ -28,48 +27,47 @@ class HMTConfig(PreTrainedConfig):
         backbone_config: configuration of the wrapped causal LM. `HMTWrapper.from_backbone` sets it.
         segment_length: L', number of new tokens per segment. The backbone reads `positions_per_segment` positions at a
             time. (The paper's L includes prompts and sensory tokens, so its L = 256 is L' = 222 at k = 32.)
-        sensory_tokens: k, number of tokens at the end of the previous segment that a segment re-reads.
-        memory_size: N, number of memory embeddings retained for recall; the oldest is dropped first. None: all.
-        recalled_pages: r, number of pages that a recall attends to (`pages_hmt.py`). Pages store the memory embeddings
-            beyond `memory_size`, in CPU memory or in a file. None: no pages.
-        page_size: initial maximum number of memory embeddings per page. It grows with the square root of the sequence
-            length.
-        sum_fraction: fraction of a segment that forms its recall query: the first j = int(round(segment_length *
-            sum_fraction)) tokens. Ties are rounded to even, as in the official code. Single-pass mode requires j < L',
-            because only the tokens after the recall attend to a memory.
+        sensory_tokens: k. A segment re-reads the last k tokens of the previous segment.
+        memory_size: N, maximum number of memory embeddings retained for recall. The oldest is dropped first. None:
+            all.
+        recalled_pages: r, number of pages that a recall attends to (`pages_hmt.py`). If there are more than
+            `memory_size` memory embeddings, pages store the older ones in CPU memory. None: no pages.
+        page_size: initial maximum number of memory embeddings per page. The maximum grows with the square root of the
+            sequence length.
+        sum_fraction: fraction of a segment that forms its recall query. The query summarizes the first j =
+            int(round(segment_length * sum_fraction)) tokens. Ties are rounded to even, as in the official code.
+            Single-pass mode requires j < L', because only the tokens after the recall attend to a memory.
         recall: whether segments recall memories. With False, the prompt is the memory of the previous segment, as in
             training stage 1 of the paper and in RMT.
         memory_tokens: m, number of embeddings per memory. With recall or in single-pass mode, m must be 1.
         recall_dim: h, output width of the recall projections. None: the width of a memory embedding.
-        recall_mode: "single_pass" (causal: logits at t depend on tokens <= t, `single_pass_hmt.py`) or "paper" (the
-            published algorithm, which reads the first j tokens before it predicts them, `paper_hmt.py`).
-        retrievers: names of registered retrievers (`retriever_hmt.py`); the first one returns the prompt. None: the
+        recall_mode: one of: "single_pass" (`single_pass_hmt.py`); "paper" (`paper_hmt.py`). Single-pass mode is
+            causal: logits at t depend on tokens <= t. Paper mode is the published algorithm. It reads the first j
+            tokens of a segment before predicting them.
+        retrievers: names of registered retrievers (`retriever_hmt.py`). The first one returns the prompt. None: the
             retrievers that the other fields require.
-        reread: whether single-pass mode reads the whole segment again after the prompt, so that the tokens before the
-            recall attend to the prompt too. Backbones with recurrent states, gates that fade keys, or windows
-            shorter than a segment require True. None: the value is set when a backbone is wrapped, and saved, so that
-            a checkpoint computes the same function with and without a key/value cache.
-        recall_tokens: number of earlier tokens that a segment re-reads in single-pass mode; it must divide L'. The
-            state stores the tokens of the remembered segments. A BM25 search selects the passage that best matches
-            the first part of the segment (`search_hmt.py`). The search works without training and adds `recall_tokens`
+        reread: whether single-pass mode reads the whole segment again after the prompt. With True, the tokens before
+            the recall attend to the prompt too. True is required for backbones with recurrent states, gates that decay
+            keys, or windows shorter than a segment. None: wrapping a backbone sets the value. The value is saved, so a
+            checkpoint computes the same function with and without a key/value cache.
+        recall_tokens: number of earlier tokens that a segment re-reads in single-pass mode. It must divide L'. The
+            state stores the tokens of the remembered segments. A BM25 search selects the passage that best matches the
+            first part of the segment (`search_hmt.py`). The search works without training and adds `recall_tokens`
             positions to each segment. None: no search.
         neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of single-pass mode,
-            such as 0.1. The cache works without training. With a cache, a state stores d numbers per remembered token
-            (177 MB in bfloat16 at d = 576 and the defaults), and training retains these numbers for the backward pass
-            of each segment. None: no cache.
-        recurrence: whether the memory of a segment depends on what the segment recalled. With False (single-pass mode
-            only), the memory depends only on the segment itself. The backbone is then called twice per group of
-            `summary_batch` segments, and gradients flow through one recall only. A chain of n recalls then requires
-            reading the sequence n times.
-        loss_scope: "all" to score all labels, or "last" to score only the last `segment_length` labels of a row, as
-            the authors of the paper do in training and evaluation.
+            such as 0.1. The cache works without training. A state stores d numbers per remembered token: 177 MB in
+            bfloat16 at d = 576 and the defaults. Training retains these numbers for the backward pass of each segment.
+            None: no cache.
+        loss_scope: one of: "all"; "last". With "all", all labels are scored. With "last", only the last
+            `segment_length` labels of a row are scored. The authors of the paper use "last" in training and
+            evaluation.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
         summary_batch: maximum number of summary passes (paper mode) or first parts (single-pass mode) in one backbone
-            batch, counted as segments times rows. Lower values use less memory.
+            batch. Each row of each segment counts. Lower values use less memory.
         cuda_graphs: whether to replay the pass that ends a segment as a CUDA graph when gradients are disabled
             (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
-            weights and switched adapters, but not other changes of the backbone. After such a change, set
-            `cuda_graphs` to False, call the model, and set it to True again.
+            weights and switched adapters. After any other change of the backbone, set `cuda_graphs` to False, call the
+            model, and set `cuda_graphs` to True again.
         backbone_name_or_path: name or path from which the backbone was loaded.
         backbone_revision: revision of the backbone on the Hub.
         backbone_in_checkpoint: whether a checkpoint contains the backbone. False saves only the memory parameters (0.5
@@ -108,7 +106,6 @@ class HMTConfig(PreTrainedConfig):
     reread: bool | None = None
     recall_tokens: int | None = None
     neural_cache_weight: float | int | None = None
-    recurrence: bool = True
     loss_scope: str = "all"
     bptt_segments: int | None = None
     summary_batch: int = 16
@@ -130,7 +127,7 @@ class HMTConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict, **kwargs) -> Any:
-        """Build the config from a dict; raise ValueError for another `model_type`."""
+        """Build the config from a dict. For another `model_type`, raise ValueError."""
         model_type = config_dict.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ValueError(
@@ -157,7 +154,7 @@ class HMTConfig(PreTrainedConfig):
             custom_object_save(x, save_directory)
         text = "\n".join([f'"""{ABOUT}"""', "", *lines, ""])
         Path(save_directory, "custom_backbone_hmt.py").write_text(text)
-        if push_to_hub:  # not by super(), which would push without custom_backbone_hmt.py
+        if push_to_hub:  # super() would push without custom_backbone_hmt.py
             self.push_to_hub(kwargs.pop("repo_id", Path(save_directory).name), **kwargs)
 
     @classmethod
@@ -190,31 +187,31 @@ class HMTConfig(PreTrainedConfig):
                 raise ValueError(f"`{name}` must be one of {allowed}, got {getattr(self, name)!r}.")
         if self.segment_length <= self.sensory_tokens + self.memory_tokens:
             raise ValueError(
-                "`segment_length` must be greater than sensory_tokens + memory_tokens = "
-                f"{self.sensory_tokens} + {self.memory_tokens}, got {self.segment_length}. Raise segment_length, "
-                "which counts only new tokens, or lower sensory_tokens."
+                f"`segment_length` must be greater than sensory_tokens + memory_tokens = {self.sensory_tokens} + "
+                f"{self.memory_tokens}, got {self.segment_length}. Raise segment_length or lower sensory_tokens. "
+                "segment_length counts only new tokens."
             )
         if not 0 < self.sum_fraction <= 1 or not 0 < self.summary_length <= self.segment_length - self.single_pass:
             raise ValueError(
-                f"`sum_fraction` must select 1 to {self.segment_length - self.single_pass} of {self.segment_length} "
-                f"tokens for the query, got {self.sum_fraction}. In the single-pass mode, at least one token must "
-                "follow the query, because only these later tokens attend to a memory."
+                f"`sum_fraction` must select between 1 and {self.segment_length - self.single_pass} of the "
+                f"{self.segment_length} tokens in a segment, got {self.sum_fraction}. In single-pass mode, only "
+                "tokens after the query attend to a memory. At least one token must follow the query."
             )
         if self.neural_cache_weight is not None and not 0 < self.neural_cache_weight < 1:
             raise ValueError(
-                f"`neural_cache_weight` must be above 0 and below 1, such as 0.1, got {self.neural_cache_weight}."
+                f"`neural_cache_weight` must be above 0 and below 1, got {self.neural_cache_weight}. For example, set "
+                "it to 0.1."
             )
         if self.recall_tokens is not None and self.segment_length % self.recall_tokens:
             raise ValueError(
-                f"`recall_tokens` must divide segment_length, {self.segment_length}, got {self.recall_tokens}."
+                f"`recall_tokens` must divide segment_length={self.segment_length}, got {self.recall_tokens}."
             )
         flat = {"recall": True, "recall_mode": "single_pass", "recalled_pages": None}
         needed: dict[str, tuple[bool, dict[str, Any]]] = {
             "memory_tokens": (self.memory_tokens != 1, {"recall": False, "recall_mode": "paper"}),
-            "recurrence": (not self.recurrence, {"recall_mode": "single_pass"}),
             "recalled_pages": (self.recalled_pages is not None, {"recall": True}),
             "recall_tokens": (self.recall_tokens is not None, flat),
-            "neural_cache_weight": (self.neural_cache_weight is not None, flat | {"recurrence": True}),
+            "neural_cache_weight": (self.neural_cache_weight is not None, flat),
         }
         for name, (is_set, others) in needed.items():
             differing = {
@@ -227,7 +224,7 @@ class HMTConfig(PreTrainedConfig):
         if self.recalled_pages is not None and self.memory_size is None:
             raise ValueError(
                 f"`memory_size` must be set with recalled_pages={self.recalled_pages}, got None. Pages store the "
-                "memories beyond memory_size."
+                "memories that do not fit into memory_size."
             )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)
@@ -243,7 +240,7 @@ class HMTConfig(PreTrainedConfig):
             )
 
     def signature(self, width: int) -> dict:
-        """Return the settings that a state or an adapter must share with the model that uses it.
+        """Return the settings that a model must share with its states and adapters.
 
         Args:
             width: d, the width of a memory embedding.
@@ -256,7 +253,6 @@ class HMTConfig(PreTrainedConfig):
             "recall",
             "memory_tokens",
             "recall_tokens",
-            "recurrence",
             "retrievers",
         )
         return {
@@ -278,14 +274,13 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def summary_length(self) -> int:
-        """j, the number of tokens at the start of a segment that form its recall query."""
+        """j. The first j tokens of a segment form its recall query."""
         return int(round(self.segment_length * self.sum_fraction))  # noqa: RUF046 - numpy floats round to floats
 
     @property
     def positions_per_segment(self) -> int:
         """Number of backbone positions of a full segment: prompts, re-read tokens, sensory tokens and new tokens."""
-        prompts = 2 * self.memory_tokens + (not self.recurrence)
-        return (self.recall_tokens or 0) + prompts + self.sensory_tokens + self.segment_length
+        return (self.recall_tokens or 0) + 2 * self.memory_tokens + self.sensory_tokens + self.segment_length
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -301,8 +296,7 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Number of layers of the backbone. Raises ValueError for prompt-learning methods of PEFT."""
-        check_prompt_learning()
+        """Number of layers of the backbone."""
         return self.text_config.num_hidden_layers
 
     @property
@@ -312,20 +306,20 @@ class HMTConfig(PreTrainedConfig):
 
 
 def config_from_dict(values: dict) -> PreTrainedConfig:
-    """Build the backbone's configuration from a dict; raise ValueError if its `model_type` is not registered."""
+    """Build the backbone's configuration from a dict. If its `model_type` is not registered, raise ValueError."""
     model_type = values.get("model_type", "")
     if CONFIG_CLASS is not None and CONFIG_CLASS.model_type == model_type:
         return CONFIG_CLASS.from_dict(values)
     if model_type not in CONFIG_MAPPING:
         raise ValueError(
-            f"The backbone has model_type {model_type!r}, which this version of transformers does not support. Import "
-            "the package that registers it first."
+            f"The backbone has model_type {model_type!r}. This version of transformers does not support it. First "
+            "import the package that registers it."
         )
     return CONFIG_MAPPING[model_type].from_dict(values)
 
 
 def custom_classes(config: object) -> dict[str, Any]:
-    """Return a custom backbone's classes, keyed by "CONFIG_CLASS" and "MODEL_CLASS"; {} for other backbones."""
+    """Return a custom backbone's classes, keyed by "CONFIG_CLASS" and "MODEL_CLASS". For others, return {}."""
     config_class: Any = type(config)
     model_class: Any = None
     if config_class is CONFIG_CLASS:
@@ -336,9 +330,9 @@ def custom_classes(config: object) -> dict[str, Any]:
 
 
 def custom_model_class(config: object) -> Any:
-    """Return a custom backbone's causal LM class, or None if the checkpoint does not contain its code.
+    """Return a custom backbone's causal LM class. If the checkpoint does not contain its code, return None.
 
-    The class is not registered with the Auto classes, where another checkpoint could replace it.
+    The class is not registered with the Auto classes, because another checkpoint could replace it there.
     """
     if CONFIG_CLASS is None or getattr(config, "model_type", None) != CONFIG_CLASS.model_type:
         return None

@@ -31,9 +31,9 @@ def from_official(
     """Wrap a backbone, and load memory parameters in the format of the official code.
 
     Args:
-        backbone: a causal LM, which is used and not copied.
-        params: tensors by name: `memory_cell.memory` (m, d) and, with recall, `mem` (1, d), `cross_attn.wq.weight` and
-            `cross_attn.wk.weight` (h, d). `memory_cell.model.*`, if present, is loaded into the backbone.
+        backbone: a causal LM. It is not copied.
+        params: tensors by name: `memory_cell.memory` (m, d). With recall, also `mem` (1, d), `cross_attn.wq.weight`
+            and `cross_attn.wk.weight` (h, d). If `memory_cell.model.*` is present, it is loaded into the backbone.
         memory_size: see `HMTConfig`.
         recall: whether `params` contains the recall parameters.
         recall_mode: see `HMTConfig` (default: "paper").
@@ -70,7 +70,7 @@ def from_official(
 
 
 def official_parameters(model: HMTWrapper) -> dict[str, nn.Parameter]:
-    """Return the memory parameters of a wrapper, not copied, keyed by their official names."""
+    """Return a wrapper's memory parameters, keyed by their official names. They are not copied."""
     parameters = dict(model.named_parameters())
     return {name: parameters[ours] for name, ours in OFFICIAL_NAMES.items() if ours in parameters}
 

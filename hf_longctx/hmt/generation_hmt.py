@@ -25,8 +25,9 @@ class HMTGenerationMixin(GenerationMixin):
         read_again: bool = False,
         **kwargs,
     ) -> dict[str, Any]:
-        """Return the inputs of a generation step: first the prompt, which may continue a `state`, then one new token.
+        """Return the inputs of a generation step.
 
+        The first step reads the prompt, and each later step one new token. The prompt may continue a `state`.
         transformers passes the state of the previous call as `state`, and since 5.24 as `cache`.
         """
         state = state if cache is None else cache
@@ -73,14 +74,14 @@ class HMTGenerationMixin(GenerationMixin):
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Generate as in transformers. With `return_dict_in_generate=True`, the output has the `HMTState` as `state`.
 
-        The state includes all tokens of the sequences except the last one. Rows that end early read padding until all
-        rows have ended, so generate rows one by one to continue from their states. Beam search does not return a
+        The state includes all tokens of a sequence except the last one. A row that ends early reads padding until all
+        rows have ended. To continue from a row's state, generate the rows one by one. Beam search does not return a
         `state`, because its rows are beams, not sequences.
 
         Args:
-            args, kwargs: as in transformers, and also `state`, an `HMTState` that `input_ids` continue.
-            cache: an `HMTState` that has already read the first tokens of each row of `input_ids`. They are not read
-                again.
+            args, kwargs: as in transformers. `state` is also accepted: `input_ids` continue this `HMTState`.
+            cache: an `HMTState` that has already read the first tokens of each row of `input_ids`. These tokens are
+                not read again.
             past_key_values: alias of `cache`, used before transformers 5.24.
 
         Raises:
@@ -114,16 +115,16 @@ class HMTGenerationMixin(GenerationMixin):
 
 
 def unread(input_ids: Tensor, attention_mask: Tensor | None, state: HMTState) -> tuple[Tensor, Tensor | None]:
-    """Drop the tokens of `input_ids` (B, T) that `state` has already read; raise ValueError if a row becomes empty."""
+    """Drop the tokens of `input_ids` (B, T) that `state` has read. If a row becomes empty, raise ValueError."""
     lengths = torch.tensor(state.lengths, device=input_ids.device)[:, None]
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     counted = torch.ones_like(mask) if state.open_mask is not None else mask
     new = mask * (counted.cumsum(1) > lengths) if mask.shape == input_ids.shape else torch.zeros_like(mask)
     if not new.any(1).all():
         raise ValueError(
-            f"`input_ids` must contain more tokens than the cache has read, {list(state.lengths)}, got shape "
-            f"{tuple(input_ids.shape)}. Pass the whole sequence of each row, or pass the new tokens with "
-            "`state` instead of `cache`."
+            f"The cache has read {list(state.lengths)} tokens. `input_ids` must contain more tokens, got shape "
+            f"{tuple(input_ids.shape)}. Pass the whole sequence of each row. To pass only the new tokens, use `state` "
+            "instead of `cache`."
         )
     first = int(new.argmax(1).min())
     return input_ids[:, first:], None if attention_mask is None and new[:, first:].all() else new[:, first:]

@@ -1,9 +1,9 @@
 """CUDA graphs of the pass that ends a segment: `cuda_graphs` of `HMTConfig`.
 
 A segment takes about 700 kernel launches, so reading is launch-bound. The passes that end the segments of a sequence
-have the same shapes. HMT captures the second of these passes and replays it for all later ones, with a single launch
-each. A replay runs the same kernels as an eager pass, so the logits are equal. With `reread=True`, all passes are
-eager.
+have the same shapes. HMT captures the second of these passes as a graph. Each later pass replays the graph with a
+single launch. A replay runs the same kernels as an eager pass, so the logits are equal. With `reread=True`, all passes
+are eager.
 """
 
 import threading
@@ -31,17 +31,17 @@ class PassGraph:
         self.graph, self.outputs = record(function, self.inputs)
 
     def replay(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return the outputs for new inputs, which must have the shapes of the captured inputs."""
+        """Return the outputs for new inputs with the shapes of the captured inputs."""
         torch._foreach_copy_(self.inputs, inputs)
         self.graph.replay()
         return [x.clone() for x in self.outputs]
 
 
 def record(function: Callable[..., list[Tensor]], inputs: list[Tensor]) -> tuple[Any, list[Tensor]]:
-    """Capture a function, and return the graph and its outputs, which every replay overwrites."""
+    """Capture a function, and return the graph and its outputs. Every replay overwrites the outputs."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # a warm-up, in which libraries allocate their workspaces
+    with torch.cuda.stream(stream):  # a warm-up: libraries allocate their workspaces
         function(*inputs)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
@@ -61,7 +61,7 @@ class PassGraphs:
     """The CUDA graphs of a model, keyed by shape, thread and stream. The first pass of each shape is eager."""
 
     def __init__(self):
-        # Values: a graph, None after the first eager pass, or False if the pass cannot be captured
+        # Values: a graph. After the first eager pass, None. If the pass cannot be captured, False.
         self.graphs: OrderedDict[Hashable, PassGraph | bool | None] = OrderedDict()
         self.weights: Hashable = None
 
@@ -70,7 +70,7 @@ class PassGraphs:
         return PassGraphs, ()
 
     def of(self, model: torch.nn.Module) -> "PassGraphs":
-        """Return self, after dropping all graphs if the model's tensors, modules, adapters or modes have changed."""
+        """Return self. If the model's tensors, modules, adapters or modes have changed, first drop all graphs."""
         tensors = tuple((x.data_ptr(), x.dtype) for x in (*model.parameters(), *model.buffers()))
         modules = tuple(
             (id(module), module.training, *(str(getattr(module, name, None)) for name in _ADAPTER_SWITCHES))
@@ -89,7 +89,7 @@ class PassGraphs:
         """Return function(**given, kv_cache=kv_cache). Replay a graph if a pass of the same shapes was captured.
 
         Args:
-            function: returns logits or None, and hidden states. It must launch the same kernels for all inputs of the
+            function: returns (logits or None, hidden states). It must launch the same kernels for all inputs of the
                 same shapes.
             kv_cache: cache that the function reads, or None. The function gets a copy.
             given: arguments of `function`; None values are omitted.

@@ -1,8 +1,7 @@
 """The parameters that HMT adds to a backbone: `HMTMemory`.
 
-Symbols follow arXiv 2405.06067, sec. 3: d is the width of memory and input embeddings, h the output width of the
-recall projections, m the number of embeddings per memory, k the number of sensory tokens, and L' the number of new
-tokens per segment.
+Symbols follow arXiv 2405.06067, sec. 3. d: width of memory and input embeddings; h: output width of the recall
+projections; m: number of embeddings per memory; k: number of sensory tokens; L': number of new tokens per segment.
 """
 
 import json
@@ -19,9 +18,9 @@ from torch import Tensor, nn
 SIMILARITY_GAIN = 1.5
 
 
-# With c memories, scale-free scores are initially log(1 + c) * cosine / TEMPERATURE, or cosine / 0.1 for ten memories.
+# With c memories, initial scale-free scores are log(1 + c) * cosine / TEMPERATURE. If c = 10, this is cosine / 0.1.
 TEMPERATURE = 0.25
-# `normalize` does not scale differences whose squared norm is below this fraction of |x|^2 up to length one.
+# If the squared norm of a difference is below this fraction of |x|^2, `normalize` does not scale it up to length one.
 FLOOR = 1e-4
 
 
@@ -31,15 +30,15 @@ class HMTMemory(nn.Module):
     Args:
         width: d.
         memory_tokens: m.
-        recall_dim: h. None: a model without recall, which does not need the projections.
-        single_pass: whether the model uses single-pass mode, which needs a summary token and, with recall, a
-            temperature.
-        settings: returns the model's settings, which are saved with a PEFT adapter of the memory.
+        recall_dim: h. None: no recall and no projections.
+        single_pass: whether the model uses single-pass mode. This mode needs a summary token. With recall, it also
+            needs a temperature.
+        settings: returns the model's settings. A PEFT adapter of the memory contains these settings.
 
     Parameters: `initial` (m, d), the prompt of the first segment (paper mode only); `summary_token` (1, d), the
-    paper's H^T, which ends both parts of a segment in the single-pass mode; `wq`, `wk` (h, d); `log_temperature` (1,),
-    the temperature of scale-free scores. None of them belongs to an nn.Linear, so neither quantization nor LoRA with
-    target_modules="all-linear" changes them.
+    paper's H^T; `wq`, `wk` (h, d); `log_temperature` (1,), the temperature of scale-free scores. In single-pass mode,
+    the summary token ends both parts of a segment. These parameters are not in an nn.Linear, so quantization and LoRA
+    with target_modules="all-linear" do not change them.
     """
 
     def __init__(
@@ -85,8 +84,8 @@ class HMTMemory(nn.Module):
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
         """Return the scores before the softmax, (B, c), in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
 
-        Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature, where u(x) is
-        x - origin, normalized.
+        Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature. u(x) is the
+        normalized difference x - origin.
 
         Args:
             query: as in `recall`.
@@ -110,20 +109,20 @@ class HMTMemory(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Attend to the remembered segments (paper, sec. 3.2): softmax(scores) C.
 
-        Scores are scale-free because hidden states of a pretrained backbone share a large common component, and their
-        norm differs between backbones. The logarithm of the number of memories preserves the weight of the best memory
-        when there are more memories than in training (arXiv 2501.19399, eq. 2).
+        Hidden states of a pretrained backbone share a large common component, and their norm depends on the backbone.
+        Scale-free scores remove both. The logarithm of the number of memories preserves the weight of the best memory
+        if there are more memories than in training (arXiv 2501.19399, eq. 2).
 
         Args:
             query: summary of the current segment, (B, 1, d).
             bank: memory embeddings C, oldest first, (B, c, d).
-            valid: False where a row does not have that memory, (B, c), bool.
+            valid: (B, c), bool, False where a row does not have the memory.
             origin: as in `scores`; needed if `bank` does not contain all memories.
             count: as in `scores`; needed if `bank` does not contain all memories.
 
         Returns:
-            The prompt, (B, 1, d), in bank.dtype, and the weights softmax(scores), (B, c), in at least fp32, 0 where
-            `valid` is False. Both are 0 in a row without memories.
+            The prompt, (B, 1, d), in bank.dtype; and the weights softmax(scores), (B, c), in at least fp32. Weights
+            are 0 where `valid` is False. In a row without memories, the prompt and the weights are 0.
         """
         with torch.autocast(query.device.type, enabled=False):
             bank_wide = bank.to(torch.promote_types(bank.dtype, torch.float32))
@@ -136,7 +135,7 @@ class HMTMemory(nn.Module):
 
 
 def memory_dtype(model: Any) -> torch.dtype:
-    """Return the dtype of a wrapper's memories, which is that of its token embeddings."""
+    """Return the dtype of a wrapper's memories. It equals the dtype of the token embeddings."""
     return model.get_input_embeddings().weight.dtype
 
 
@@ -155,7 +154,7 @@ def mean_memory(
 
 
 def normalize(x: Tensor, origin: Tensor) -> Tensor:
-    """Normalize `x - origin` to length one, or to less than one if the difference is tiny compared with x."""
+    """Normalize `x - origin` to length one. If this difference is tiny compared with x, the length is below one."""
     rest = x - origin
     return rest * (rest.square().sum(-1, keepdim=True) + FLOOR * x.square().sum(-1, keepdim=True) + 1e-30).rsqrt()
 

@@ -1,24 +1,24 @@
 """Hierarchical Memory Transformer (HMT): segment recurrence with memory recall around any causal LM.
 
 He et al., "HMT: Hierarchical Memory Transformer for Long Context Language Processing", arXiv 2405.06067. A sequence is
-split into segments of L' new tokens. Each segment is one short pass of the backbone over
+split into segments of L' new tokens. Each segment is one short pass of the backbone over these embeddings:
 
     [prompt, the last k tokens of the previous segment, the segment's tokens, prompt]
 
-and the hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is
-recalled from the memories of the previous segments: a *summary pass* over the first j tokens of the segment computes a
-query, which attends to the memories. The cost is linear in the length of the sequence. An `HMTState` of bounded size
+The hidden state at the closing prompt becomes the segment's *memory embedding*. The prompt of a segment is recalled
+from the memories of the previous segments. A *summary pass* over the first j tokens of the segment computes a query.
+The query attends to the memories. The cost is linear in the length of the sequence. An `HMTState` of bounded size
 passes information from segment to segment. Retrievers select what a segment reads from the previous segments
 (`retriever_hmt.py`).
 
 `recall_mode="paper"` implements this algorithm exactly (`paper_hmt.py`). However, the prompt depends on the first j
-tokens and is read *before* them, so the model attends to a summary of the tokens that it predicts. Their loss is
-therefore too low, and the model cannot generate them. `score_from=config.summary_length` excludes these tokens from
-the loss.
+tokens and is read *before* them. The model therefore attends to a summary of the tokens that it predicts. The loss of
+these tokens is too low, and the model cannot generate these tokens. `score_from=config.summary_length` excludes them
+from the loss.
 
 `recall_mode="single_pass"` (default) reads every position once, and recalls in the middle of a segment
 (`single_pass_hmt.py`). Each row has its own segment boundaries, and padding does not change the results
-(`packing_hmt.py`). Paper mode reads padding like tokens, as the official code does: sensory tokens can be padding, and
+(`packing_hmt.py`). Like the official code, paper mode reads padding as tokens. Sensory tokens can be padding, and
 memories of padding are stored.
 """
 
@@ -48,7 +48,6 @@ from transformers.utils.generic import can_return_tuple
 from transformers.utils.quantization_config import QuantizationMethod
 
 from .backbone_hmt import Backbone
-from .callers_hmt import INSTEAD, trl_advice
 from .checks_hmt import check_call, first_position, same_state
 from .configuration_hmt import HMTConfig, custom_model_class
 from .generation_hmt import HMTGenerationMixin
@@ -67,13 +66,13 @@ class HMTOutput(ModelOutput):
 
     Attributes:
         loss: scalar, returned with labels.
-        logits: (B, T, V), or the logits selected by `logits_to_keep`; 0 on padding.
+        logits: (B, T, V), 0 on padding. `logits_to_keep` can select some of the T positions.
         state: `HMTState` after the last token, returned with `use_cache=True`.
-        recall_scores: for each segment, the recall weights of the memories, (B, c), oldest first (pages before the
-            bank); 0 if a row does not have the memory. None if the segment does not recall, because it is the first
-            one or its query is incomplete.
-        recall_ends: for each segment, the number of tokens from the start of the sequence to the end of each
-            memory's segment, (B, c), long. None where `recall_scores` is None.
+        recall_scores: for each segment, the recall weights of the memories, (B, c), oldest first, with pages before
+            the bank. A weight is 0 if the row does not have the memory. None if the segment does not recall. The first
+            segment and a segment with an incomplete query do not recall.
+        recall_ends: for each segment, the end of each remembered segment, (B, c), long, in tokens from the start of
+            the sequence. None where `recall_scores` is None.
         recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0 without a
             recall.
         memories: memory embeddings of each segment of this call, (B, m, d); 0 in a row without this memory.
@@ -99,8 +98,11 @@ class HMTOutput(ModelOutput):
     @property
     def last_hidden_state(self) -> Tensor:
         """Raise AttributeError, because no single pass reads the whole sequence."""
-        advice = trl_advice() or f"Trainers such as SFTTrainer of TRL need it. {INSTEAD}"
-        raise AttributeError(f"HMT does not return last_hidden_state. {advice}")
+        raise AttributeError(
+            "HMT does not return last_hidden_state, so the trainers of TRL cannot train it. Train with Trainer of "
+            "transformers or with hf-longctx finetune --recipe hmt. Trainers of TRL can train the backbone before it "
+            "is wrapped: HMTWrapper.from_backbone(trainer.model, config)."
+        )
 
     def add_reports(self, reports: list[list[Report]], segment_length: int, ids: Tensor) -> None:
         """Set `recall_*`, `memories` and `segment_length` from the reports of the segments."""
@@ -209,13 +211,13 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
 
     @property
     def retriever(self) -> Retrievers:
-        """The retrievers, which select what a segment reads from the previous segments."""
+        """The retrievers. They select what a segment reads from the previous segments."""
         return Retrievers(self.config, self.memory, self.lm.embed)
 
     def settle_layout(self) -> None:
-        """Set `config.reread` if it is None; otherwise, raise ValueError if the backbone does not support the value.
+        """If `config.reread` is None, set it. Otherwise, raise ValueError if the backbone does not support it.
 
-        Without weights, such as on the meta device, this does nothing.
+        On the meta device, this method does nothing.
         """
         config = self.config
         if not config.single_pass or not self.lm.has_data:
@@ -229,8 +231,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def initialize_weights(self) -> None:
         """Initialize the backbone as a standalone model, and then the memory.
 
-        Inside a wrapper, transformers would skip modules without parameters, and the buffers that these modules set in
-        their children, such as `mup_vector` of Falcon-H1.
+        Inside a wrapper, transformers would skip modules without parameters. Such modules may set buffers in their
+        children, such as `mup_vector` of Falcon-H1. These buffers would be skipped too.
         """
         if isinstance(self.backbone, PreTrainedModel):
             self.backbone.initialize_weights()
@@ -277,17 +279,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Args:
             input_ids: (B, T), long.
             attention_mask: (B, T), 1 on tokens and 0 on padding. Logits are 0 on padding. Padding may be on either
-                side; with a state, a row may contain only padding. Paper mode requires padding on the left.
-            labels: token ids, (B, T), usually equal to `input_ids`; -100 where not scored. This method shifts
+                side. With a state, a row may contain only padding. Paper mode requires padding on the left.
+            labels: token ids, (B, T), usually equal to `input_ids`. Labels of -100 are not scored. This method shifts
                 the labels. The first token of each row of a call is not scored.
             state: `HMTState` of an earlier call. Splitting a sequence over several calls gives the same result as a
-                single call. In paper mode, a call must not end within the first j tokens of a segment. After a
-                backward pass through the earlier call, pass `state.detach()`, because its graph has been freed.
+                single call. In paper mode, a call must not end within the first j tokens of a segment. A backward pass
+                through the earlier call frees the graph of the state. Then pass `state.detach()`.
             use_cache: whether to return the state (default: True with a state, otherwise False).
-            logits_to_keep: number of last positions whose logits are returned (0: all), or a long tensor (n,) of
-                positions. The loss always includes all labels. With 1, memory does not grow with T times the
-                vocabulary size, except in training without gradient checkpointing if the model has a neural cache or
-                a head that is not a plain linear layer.
+            logits_to_keep: one of: the number of last positions with returned logits (0: all); a long tensor (n,) of
+                positions. The loss always includes all labels. With 1, the logits in memory do not grow with T.
+                Training without gradient checkpointing is an exception.
             score_from: position within a segment. The loss excludes predictions made before this position.
             output_recall: whether to return recall scores, distances and memories.
             num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps (from
@@ -299,8 +300,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             An `HMTOutput`.
 
         Raises:
-            ValueError: the input is empty or has the wrong shape, the padding or an argument is not supported, or the
-                state is from another model.
+            ValueError: one of: the input is empty or has the wrong shape; the padding or an argument is not supported;
+                the state is from another model.
         """
         cache = same_state(cache, past_key_values)
         if cache is not None:
@@ -356,7 +357,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return result
 
     def _check_settings(self) -> None:
-        """Raise an error if settings were changed after the model was built and no longer match its parameters."""
+        """Raise an error if changed settings no longer match the parameters."""
         if getattr(self, "_is_replica", False):
             raise NotImplementedError(
                 "HMTWrapper does not support torch.nn.DataParallel. Start one process per GPU (torchrun, accelerate "
@@ -374,17 +375,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return the mean cross entropy of the scored labels, or this call's share of the whole batch's mean."""
-        losses = layout.losses
-        if layout.scored:
-            hidden, targets = map(torch.cat, zip(*layout.scored))
-            losses = [*losses, self.lm.loss_without_logits(hidden, targets).float()]
-        loss = torch.stack(losses).sum()
+        """Return the mean cross entropy of the scored labels.
+
+        With `num_items_in_batch`, return this call's share of the mean over the whole batch.
+        """
+        loss = torch.stack(layout.losses).sum()
         loss = loss / packed.n_scored.clamp(min=1).to(loss)  # the loss is 0, not nan, if no label is scored
         if num_items_in_batch is not None:
             loss = loss * (packed.n_labelled / num_items_in_batch).to(loss)
         if self.training and torch.distributed.is_available() and torch.distributed.is_initialized():
-            # DDP needs a gradient for every parameter, but a sequence of one segment does not use those of recall.
+            # DDP needs a gradient for every parameter. A sequence of one segment does not use the recall parameters.
             loss = loss + 0 * sum(p.sum() for p in self.memory.parameters())
         return loss
 
@@ -393,25 +393,22 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             return False
         return any(p.requires_grad and ".lora_" in name for name, p in self.backbone.named_parameters())
 
-    def new_state(
-        self, batch_size: int = 1, page_file: str | Path | None = None, device: torch.device | str | None = None
-    ) -> HMTState:
+    def new_state(self, batch_size: int = 1, device: torch.device | str | None = None) -> HMTState:
         """Create an empty state. A call without a `state` creates its own.
 
         Args:
             batch_size: B.
-            page_file: file to store pages in (default: CPU memory). An existing file is replaced.
             device: device of the state (default: the model's device).
 
         Raises:
-            ValueError: `page_file` is given for a model without pages, or `batch_size` is below 1.
+            ValueError: `batch_size` is below 1.
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` must be at least 1, got {batch_size}.")
         device = self.device if device is None else device
         like = self.lm.embed(torch.zeros(1, 1, dtype=torch.long, device=device))
         tail = torch.zeros(batch_size, self.config.sensory_tokens, dtype=torch.long, device=device)
-        memory = self.retriever.empty(batch_size, like, page_file)
+        memory = self.retriever.empty(batch_size, like)
         return HMTState(memory, tail, (0,) * batch_size, self.config.signature(self.lm.width))
 
     # ---------------------------------------------------------------------------------------- generation, training
@@ -459,17 +456,19 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         revision: str | None = None,
         **kwargs,
     ) -> "HMTWrapper":
-        """Wrap a causal LM. The memory parameters are untrained, and in float32 if the backbone is in half precision.
+        """Wrap a causal LM. The memory parameters are untrained.
+
+        If the backbone is in half precision, the memory parameters are in float32.
 
         Args:
-            backbone: a causal LM, which is not copied, or its name or path.
-            config: an `HMTConfig`, which is copied (default: `HMTConfig()`).
+            backbone: a causal LM, or its name or path. A model is not copied.
+            config: an `HMTConfig` (default: `HMTConfig()`). It is copied.
             revision: revision of the backbone on the Hub.
             kwargs: arguments of `AutoModelForCausalLM.from_pretrained`; only with a name or path.
 
         Raises:
             TypeError: the backbone is not a causal LM of transformers.
-            ValueError: kwargs are given with a model, or the backbone or the configuration is not supported.
+            ValueError: one of: kwargs are given with a model; the backbone or the configuration is not supported.
         """
         config = HMTConfig() if config is None else deepcopy(config)
         if not isinstance(backbone, str | Path):
@@ -486,13 +485,12 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return model.train(backbone.training)
 
     def save_pretrained(self, save_directory: str | Path, *args, state_dict: dict | None = None, **kwargs) -> None:
-        """Save configuration and weights; with `config.backbone_in_checkpoint=False`, only the weights of the memory.
+        """Save configuration and weights. With `config.backbone_in_checkpoint=False`, save only the memory's weights.
 
         Raises:
-            ValueError: `config.backbone_in_checkpoint` is False, and `config.backbone_name_or_path` is not set or the
-                backbone's weights have changed.
-            NotImplementedError: the backbone is a PEFT model, whose adapters have their own format, or is quantized by
-                a library other than bitsandbytes.
+            ValueError: with `config.backbone_in_checkpoint=False`, either `config.backbone_name_or_path` is not set,
+                or the backbone's weights have changed.
+            NotImplementedError: the backbone is a PEFT model, or a library other than bitsandbytes has quantized it.
         """
         weights = self.state_dict() if state_dict is None else state_dict
         if not self.config.backbone_in_checkpoint:
@@ -504,16 +502,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             changed = [n for n, version in self.lm.versions().items() if version > self._versions.get(n, 0)]
             if changed and self.lm.model is self.backbone:  # PEFT saves adapters separately
                 raise ValueError(
-                    f"backbone_in_checkpoint=False would lose changes in {len(changed)} parameters of the backbone "
-                    f"since it was wrapped, such as {changed[0]}. Set config.backbone_in_checkpoint=True, or freeze "
-                    "the backbone: model.backbone.requires_grad_(False)."
+                    f"{len(changed)} parameters of the backbone have changed, such as {changed[0]}. "
+                    "backbone_in_checkpoint=False would lose these changes. Set config.backbone_in_checkpoint=True, "
+                    "or freeze the backbone: model.backbone.requires_grad_(False)."
                 )
             weights = {name: value for name, value in weights.items() if name.startswith("memory.")}
         elif self.lm.model is not self.backbone:
             raise NotImplementedError(
-                "The backbone is a PEFT model. Merge it (backbone.merge_and_unload()) before wrapping, wrap first and "
-                "then call get_peft_model(wrapper, ...), or save its adapters separately and set "
-                "config.backbone_in_checkpoint=False."
+                "The backbone is a PEFT model. Use one of three ways. (1) Merge it before wrapping: "
+                "backbone.merge_and_unload(). (2) Wrap first, then call get_peft_model(wrapper, ...). (3) Save its "
+                "adapters separately, and set config.backbone_in_checkpoint=False."
             )
         elif getattr(self.lm.model, "hf_quantizer", None) is not None and getattr(self, "hf_quantizer", None) is None:
             raise NotImplementedError(
@@ -534,15 +532,16 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     ) -> "HMTWrapper":
         """Load a checkpoint. If it contains only the memory, also load the backbone named in its config.
 
-        The arguments are the same as in transformers. `trust_remote_code` applies to this checkpoint, which includes
-        the code of a FoX backbone. Code in the backbone's repository runs only with `backbone_trust_remote_code=True`.
+        The arguments are the same as in transformers. `trust_remote_code` applies to code in this checkpoint,
+        including the code of a FoX backbone. Code in the backbone's repository runs only with
+        `backbone_trust_remote_code=True`.
 
-        If the checkpoint contains only the memory, the loading info (`output_loading_info=True`) describes the
-        backbone and uses its own parameter names. The memory's weights must be complete.
+        If the checkpoint contains only the memory, the loading info (`output_loading_info=True`) describes only the
+        backbone, with the parameter names of the backbone. The memory's weights must be complete.
 
         Raises:
-            ValueError: settings and a configuration object are both given, the checkpoint is not from an HMT, or the
-                backbone has custom code that is not trusted.
+            ValueError: one of: settings and a configuration object are both given; the checkpoint is not from an HMT;
+                the backbone has custom code that is not trusted.
         """
         path = pretrained_model_name_or_path
         hmt_config: Any = config  # Any, because remote code has its own HMTConfig
@@ -564,7 +563,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         # Arguments that apply to this checkpoint and not to its backbone. AutoModel adds some of them.
         hmt_names = {"subfolder", "code_revision", "adapter_kwargs", "_commit_hash", *settings}
         backbone_kwargs = {
-            "attn_implementation": hmt_config._attn_implementation,  # where AutoModel stores this argument
+            "attn_implementation": hmt_config._attn_implementation,  # AutoModel stores this argument there
             "quantization_config": getattr(hmt_config, "quantization_config", None),
             **{name: value for name, value in kwargs.items() if name not in hmt_names},
             "revision": hmt_config.backbone_revision,
@@ -577,8 +576,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             if "trust_remote_code" not in str(error):
                 raise
             raise ValueError(
-                f"The backbone {hmt_config.backbone_name_or_path!r} has custom code, and trust_remote_code only "
-                "applies to this checkpoint. Read that code, then pass backbone_trust_remote_code=True."
+                f"The backbone {hmt_config.backbone_name_or_path!r} has custom code. trust_remote_code applies only "
+                "to the HMT checkpoint. Read the code of the backbone, then pass backbone_trust_remote_code=True."
             ) from error
         backbone, *loading_info = backbone if isinstance(backbone, tuple) else (backbone,)
         hmt_config.name_or_path = str(path)  # as in transformers; PEFT reads an adapter's base model from it

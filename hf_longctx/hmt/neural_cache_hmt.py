@@ -1,8 +1,8 @@
 """The neural cache of remembered tokens: `neural_cache_weight` of `HMTConfig`.
 
-A remembered token is likely to occur again after a similar context (Grave, Joulin and Usunier, arXiv 1612.04426, eq.
-3 to 5; unbounded: arXiv 1711.02604). The key of each token x_{i+1} of the remembered segments is the normalized last
-hidden state h_i from which it was predicted. At the last hidden state h_t, a token w has probability p(w):
+A remembered token is likely to occur again after a similar context (Grave, Joulin and Usunier, arXiv 1612.04426, eq. 3
+to 5; unbounded: arXiv 1711.02604). Each token x_{i+1} of the remembered segments was predicted from a last hidden
+state h_i. The normalized h_i is the key of the token. At the last hidden state h_t, a token w has probability p(w):
 
     p(w) = (1 - weight) p_LM(w) + weight p_cache(w)
     p_cache(w) ~ sum over all i with x_{i+1} = w of exp(SHARPNESS cos(h_t, h_i))
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .configuration_hmt import HMTConfig
 from .retriever_hmt import Retriever, Segment, register_retriever, remember
 
 
@@ -32,12 +31,8 @@ class NeuralCacheRetriever(Retriever):
     Memory: `keys` (B, c, L' - 1, d), `ids` (B, c, L') and `ends` (B, c).
     """
 
+    field = "neural_cache_weight"
     reads_hidden = True
-
-    @classmethod
-    def is_used(cls, config: HMTConfig) -> bool:
-        """Return whether `neural_cache_weight` is set."""
-        return config.neural_cache_weight is not None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
         """Return an empty cache."""

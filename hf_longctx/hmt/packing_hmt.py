@@ -1,9 +1,9 @@
-"""Split rows of unequal length into segments, so that each row gives the same result as without the other rows.
+"""Split rows of unequal length into segments. The result of a row does not depend on the other rows.
 
 Each row has its own segment boundaries. A row consists of its sensory tokens, the tokens of its open segment and its
-new tokens, and is padded on the right. Causality hides padding on the right in every backbone (attention, recurrence
-or convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` contains one
-segment of each of several rows, which are at the same position in their segments.
+new tokens. It is padded on the right. Causality hides padding on the right in every backbone (attention, recurrence or
+convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` contains one
+segment per row, for rows at the same position in their segments.
 """
 
 from dataclasses import replace
@@ -19,10 +19,10 @@ from .state_hmt import HMTState
 
 
 def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Move the entries of each row where `mask` (B, n) is True to the left, and drop columns that become empty.
+    """Left-align the entries of each row where `mask` (B, n) is True. Drop columns that become empty.
 
     Returns:
-        The moved mask and the moved tensors, (B, n'), which are zero where the moved mask is False.
+        The aligned mask and the aligned tensors, (B, n'). Tensors are zero where the aligned mask is False.
     """
     order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)[:, : int(mask.sum(1).max())]
     mask = mask.gather(1, order)
@@ -30,16 +30,16 @@ def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Chunk(NamedTuple):
-    """One segment of each of B rows, or its tokens so far. The rows are at the same position in their segments.
+    """One segment per row, or its tokens so far. All B rows are at the same position in their segments.
 
     rows: indices of the rows in the batch.
     segments: for each row, the index of the segment in the sequence.
-    returned: for each row, the index of the first token in the segment whose logits the call returns.
+    returned: for each row, the index in the segment of the first token with returned logits.
     ids: token ids of the k tokens before the segment and of the segment so far, (B, k + count).
-    targets: target token ids, (B, count), -100 where not scored; None without labels.
-    mask: False on padding that paper mode reads, (B, count), bool; None without padding.
+    targets: target token ids, (B, count). Targets of -100 are not scored. None without labels.
+    mask: (B, count), bool, False on padding. Used only in paper mode. None without padding.
     count: number of tokens of the segment so far.
-    read: number of these tokens that earlier calls have read.
+    read: number of tokens of the segment that earlier calls have read.
     cuts: whether backpropagation is truncated at the end of the segment.
     """
 
@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Index of the first token of the segment whose logits are computed."""
+        """Index in the segment of the first token with computed logits."""
         return min(self.returned) if self.targets is None else self.read
 
 
@@ -84,18 +84,18 @@ class PackedSegments:
         mask: (B, T), bool; None without padding.
         labels: (B, T), or None.
         score_from: as in `HMTWrapper.forward`.
-        first: first position of the call whose logits are returned.
+        first: first position of the call with returned logits.
 
     Attributes:
-        ids: token ids, (B, k + W), left-aligned, except for padding that paper mode reads. Each row contains k sensory
-            tokens, and up to W tokens of its open segment and this call.
+        ids: token ids, (B, k + W), left-aligned. Each row contains k sensory tokens, then up to W tokens: first its
+            open segment, then this call. In paper mode, padding stays in place.
         targets, mask: as in `Chunk`, (B, W).
         segments: for each row, the index of its open segment.
         opened: for each row, the number of tokens of its open segment that earlier calls have read.
         lengths: for each row, the number of tokens from the start of its open segment.
         padding: for each row, the number of padding columns before the new tokens.
         n_scored: number of targets that the loss includes.
-        n_labelled: number of targets, including those that `score_from` and `loss_scope` exclude.
+        n_labelled: number of targets, including targets that `score_from` or `loss_scope` excludes.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class PackedSegments:
             self.n_scored, self.targets = (targets != -100).sum(), targets
 
     def chunks(self) -> list[list[Chunk]]:
-        """Split the rows at segment boundaries. Element n of the result lists the chunks of the n-th segments."""
+        """Split the rows at segment boundaries. Element n lists the chunks with the n-th segment of each row."""
         length, k, bptt = self.config.segment_length, self.config.sensory_tokens, self.config.bptt_segments
         starts = [m + max(0, self.first - padding) for m, padding in zip(self.opened, self.padding)]
         chunks: list[list[Chunk]] = []
@@ -173,7 +173,7 @@ class PackedSegments:
         return Chunk([*range(len(ids))], [*self.segments], returned, ids, targets, None, count, 0, False)
 
     def end(self, state: HMTState) -> HMTState:
-        """Return `state`, whose memory is already updated, with its tail and lengths updated too."""
+        """Return `state` with an updated tail and updated lengths. Its memory is already updated."""
         k, length = self.config.sensory_tokens, self.config.segment_length
         lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
         opened = lengths % length

@@ -1,26 +1,23 @@
 """The second level of memory: embeddings dropped from the bank move to pages, and a recall selects pages.
 
-A page contains similar embeddings, from anywhere in the sequence, and its tag is their mean. A new embedding goes to
-the page with the nearest tag. Distances are angles around the mean of all embeddings, because the embeddings of a
-sequence share a large common component. A page that grows beyond S embeddings is split in half along its principal
-component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and attends to
-their embeddings. With at most r pages, the result equals a recall from a flat memory, which is not divided into pages.
-With more pages, the recall ignores the pages that were not selected.
+A page contains similar embeddings from anywhere in the sequence. Its tag is the mean of its embeddings. A new
+embedding goes to the page with the nearest tag. Distances are angles around the mean of all embeddings, because the
+embeddings of a sequence share a large common component. A page that grows beyond S embeddings is split in half along
+its principal component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and
+attends to their embeddings. With at most r pages, the result equals a recall from a flat memory, that is, a memory
+without pages. With more pages, the recall ignores the other pages.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. A page
 receives S / 2 embeddings between two splits, so there are at most 4 sqrt(r n) tags. The cost of a segment therefore
 grows with the square root of the sequence length.
 
-`python -m scripts.bench.pages` counts how often the selected pages contain the embedding with the highest score in a
-flat memory, for unrelated vectors and for the memories of a novel.
+`python -m scripts.bench.pages` compares pages with a flat memory. It counts how often the selected pages contain the
+embedding with the highest score. It tests unrelated vectors and the memories of a novel.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from mmap import mmap
-from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -34,129 +31,78 @@ from .memory_hmt import mean_memory
 from .retriever_hmt import Retrieved, Segment, register_retriever
 
 
-_STORING = Lock()  # several threads may write to the same file, because states can branch
-
-
-class PageFile:
-    """A memory-mapped file of pages. Only the data that a recall accesses is read from disk.
-
-    Args:
-        path: path of the file. An existing file is replaced; states that use the old file can still read it.
-    """
-
-    def __init__(self, path: str | Path):
-        Path(path).unlink(missing_ok=True)
-        self.path, self.used = path, 0
-        self.file = Path(path).open("wb+")  # noqa: SIM115 - the file stays open as long as a state uses it
-        self._map(1)
-
-    def store(self, block: Tensor) -> Tensor:
-        """Copy `block` into the file; raise ValueError if this would lose a gradient."""
-        if block.requires_grad:
-            raise ValueError(
-                f"Memories stored in {self.path} would lose their gradients. Call the model under torch.no_grad(), or "
-                "create the state without page_file: pages in RAM retain gradients."
-            )
-        size = block.numel() * block.element_size()
-        with _STORING:
-            if self.used + size > len(self.mapped):
-                # Doubling the size limits the number of mappings. Most file systems do not store the unwritten zeros.
-                self._map(2 * (self.used + size))
-            place = self.mapped[self.used : self.used + size].view(block.dtype).view(block.shape)
-            self.used += size
-        return place.copy_(block)
-
-    def _map(self, size: int) -> None:
-        self.file.truncate(size)
-        self.mapped = torch.frombuffer(mmap(self.file.fileno(), size), dtype=torch.uint8)
-
-
 @dataclass
 class MemoryPages:
-    """The pages of one row, with the n memory embeddings that its bank has dropped.
+    """The pages of one row. They contain the n memory embeddings that the bank of the row has dropped.
 
     This object is immutable: `append` returns a new object, so states can branch, and rows can share pages.
 
-    page_size: initial maximum number of embeddings per page, and size of a block.
+    page_size: initial maximum number of embeddings per page.
     recalled: r, the number of pages that a recall attends to.
-    blocks: tuple of tensors (page_size, d), the embeddings in the order of the sequence, in CPU memory or in `file`.
-    rest: (t, d), t < page_size, the latest embeddings, which do not fill a block yet.
-    members: tuple of P tuples of ints, the indices of the embeddings in each page.
+    empty_page: (0, d), on the CPU, in the dtype of the embeddings.
     sums: (P, d) fp32, the sum of the embeddings of each page.
+    members: tuple of P tuples of ints, the indices of the embeddings in each page.
+    pages: tuple of P tensors (t, d), the embeddings of each page.
     """
 
     page_size: int
     recalled: int
-    rest: Tensor
+    empty_page: Tensor
     sums: Tensor
     members: tuple[tuple[int, ...], ...] = ()
-    blocks: tuple[Tensor, ...] = ()
-    file: PageFile | None = None
+    pages: tuple[Tensor, ...] = ()
 
     @classmethod
     def empty(
-        cls,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        page_size: int,
-        recalled: int,
-        file: PageFile | None = None,
+        cls, width: int, dtype: torch.dtype, device: torch.device | str, page_size: int, recalled: int
     ) -> "MemoryPages":
-        """Return empty pages, which will store tags on `device` and embeddings in CPU memory or in `file`."""
+        """Return an empty `MemoryPages`. Its tags are on `device`, and its embeddings in CPU memory."""
         sums = torch.zeros(0, width, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums, file=file)
-
-    def __getstate__(self) -> dict:
-        """Copy blocks to RAM for pickles and deep copies, because a second `PageFile` would overwrite the first."""
-        return {**vars(self), "blocks": tuple(block.clone() for block in self.blocks), "file": None}
+        return cls(page_size, recalled, torch.zeros(0, width, dtype=dtype), sums)
 
     def __len__(self) -> int:
         """Return n, the number of embeddings."""
-        return len(self.blocks) * self.page_size + len(self.rest)
+        return sum(map(len, self.members))
 
     def append(self, embeddings: Tensor) -> "MemoryPages":
         """Return pages with `embeddings` (n, d) added, oldest first."""
-        rest, blocks, size = torch.cat([self.rest, embeddings.to(self.rest.device)]), list(self.blocks), self.page_size
-        while len(rest) >= size:
-            block, rest = rest[:size], rest[size:]
-            blocks.append(block if self.file is None else self.file.store(block))
-        pages = replace(self, rest=rest, blocks=(*blocks,), sums=self.sums.clone())
+        pages = replace(self, sums=self.sums.clone())
         with torch.autocast(self.sums.device.type, enabled=False), torch.autocast("cpu", enabled=False):
-            for number, embedding in enumerate(embeddings.detach().to(self.sums), len(self)):
-                pages._put(number, embedding)
+            for embedding in embeddings.to(self.empty_page.device):
+                pages._put(embedding[None])
         return pages
 
-    @torch.no_grad()  # the choice of a page is not differentiable
-    def _put(self, number: int, embedding: Tensor) -> None:
-        """Add the embedding (d,) with index `number` to the page with the nearest tag, in place."""
+    def _put(self, embedding: Tensor) -> None:
+        """Add the embedding (1, d) to the page with the nearest tag, in place."""
+        number, detached = len(self), embedding.detach().to(self.sums, copy=True)
         if number == 0:
-            self.members, self.sums = ((0,),), embedding[None].clone()
+            self.members, self.pages, self.sums = ((0,),), (embedding.clone(),), detached
             return
         mean = self.sums.sum(0) / number
-        page = int((F.normalize(self.tags() - mean, dim=-1) @ (embedding - mean)).argmax())
-        self._replace(page, (*self.members[page], number))
-        self.sums[page] += embedding
+        page = int((F.normalize(self.tags() - mean, dim=-1) @ (detached[0] - mean)).argmax())
+        self._replace(page, [(*self.members[page], number)], [torch.cat([self.pages[page], embedding])])
+        self.sums[page] += detached[0]
         if len(self.members[page]) > max(self.page_size, int((number / self.recalled) ** 0.5)):
             self._split(page, mean)
 
-    def _replace(self, page: int, *pages: tuple[int, ...]) -> None:
-        """Replace a page with one or more pages of the given members, in place."""
-        self.members = (*self.members[:page], *pages, *self.members[page + 1 :])
+    def _replace(self, page: int, members: list[tuple[int, ...]], pages: list[Tensor]) -> None:
+        """Replace a page with one or more pages, in place."""
+        self.members = (*self.members[:page], *members, *self.members[page + 1 :])
+        self.pages = (*self.pages[:page], *pages, *self.pages[page + 1 :])
 
     def _split(self, page: int, mean: Tensor) -> None:
         """Move half of a page to a new one, in place. `mean` (d,) is the mean of all embeddings."""
-        mean = mean.to(self.rest.device)
-        numbers = torch.tensor(self.members[page])
-        embeddings = self._rows(self.members[page]).to(mean)
+        mean, numbers = mean.to(self.empty_page.device), torch.tensor(self.members[page])
+        embeddings = self.pages[page].detach().to(mean)
         directions = F.normalize(embeddings - mean, dim=-1)
         centred = directions - directions.mean(0)
         products = (centred @ centred.mT).nan_to_num(0, 0, 0)  # non-finite memories fail later, in the recall
         places = torch.linalg.eigh(products).eigenvectors[:, -1]  # coordinates along the principal component
         halves = [half.sort().values for half in places.argsort().tensor_split(2)]
-        self._replace(page, *(tuple(numbers[half].tolist()) for half in halves))
         sums = torch.stack([embeddings[half].sum(0) for half in halves]).to(self.sums)
         self.sums = torch.cat([self.sums[:page], sums, self.sums[page + 1 :]])
+        members = [tuple(numbers[half].tolist()) for half in halves]
+        self._replace(page, members, [self.pages[page][half] for half in halves])
 
     def tags(self) -> Tensor:
         """Return the mean of each page, (P, d)."""
@@ -173,17 +119,10 @@ class MemoryPages:
         """
         with torch.no_grad():
             chosen = score(self.tags()).topk(min(len(self.members), self.recalled)).indices.tolist()
-        numbers = sorted(number for page in chosen for number in self.members[page])
-        device = self.sums.device
-        return self._rows(numbers).to(device), torch.tensor(numbers, dtype=torch.long, device=device)
-
-    def _rows(self, numbers: Iterable[int]) -> Tensor:
-        """Return the embeddings with the given indices, (c, d)."""
-        full = len(self) - len(self.rest)
-        rows = [
-            self.blocks[i // self.page_size][i % self.page_size] if i < full else self.rest[i - full] for i in numbers
-        ]
-        return torch.stack(rows) if rows else self.rest[:0]
+        numbers = torch.tensor([number for page in chosen for number in self.members[page]], dtype=torch.long)
+        numbers, order = numbers.sort()
+        embeddings = torch.cat([self.empty_page, *(self.pages[page] for page in chosen)])[order]
+        return embeddings.to(self.sums.device), numbers.to(self.sums.device)
 
     def to(self, device: torch.device | str) -> "MemoryPages":
         """Move the tags to another device. Embeddings are not moved."""
@@ -191,31 +130,26 @@ class MemoryPages:
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "MemoryPages":
         """Return pages with `function` applied to each tensor."""
-        blocks = (*map(function, self.blocks),)
-        return replace(self, rest=function(self.rest), sums=function(self.sums), blocks=blocks)
+        pages = (*map(function, self.pages),)
+        return replace(self, empty_page=function(self.empty_page), sums=function(self.sums), pages=pages)
 
     def pack(self) -> tuple[dict[str, Tensor], dict]:
-        """Return the tensors and numbers from which `unpack` restores the pages in RAM."""
+        """Return the tensors and numbers from which `unpack` restores the pages."""
         members = torch.tensor([number for page in self.members for number in page], dtype=torch.long)
-        tensors = {"embeddings": torch.cat([*self.blocks, self.rest]), "sums": self.sums, "members": members}
+        tensors = {"pages": torch.cat([self.empty_page, *self.pages]), "sums": self.sums, "members": members}
         sizes = [*map(len, self.members)]
         return tensors, {"page_size": self.page_size, "recalled": self.recalled, "sizes": sizes}
 
     @classmethod
     def unpack(cls, tensors: dict[str, Tensor], numbers: dict) -> "MemoryPages":
-        """Restore the pages in RAM from the output of `pack`."""
-        size, embeddings = numbers["page_size"], tensors["embeddings"].cpu()
-        full = len(embeddings) // size * size
-        if not isinstance(numbers["recalled"], int) or numbers["recalled"] < 1:
-            raise ValueError(f"`recalled` must be a positive int, got {numbers['recalled']!r}")
-        return cls(
-            size,
-            numbers["recalled"],
-            rest=embeddings[full:],
-            sums=tensors["sums"],
-            members=tuple(tuple(page.tolist()) for page in tensors["members"].cpu().split(numbers["sizes"])),
-            blocks=embeddings[:full].split(size) if full else (),
-        )
+        """Restore the pages from the output of `pack`."""
+        for name in ("page_size", "recalled"):
+            if not isinstance(numbers[name], int) or numbers[name] < 1:
+                raise ValueError(f"`{name}` must be a positive int, got {numbers[name]!r}")
+        pages, sizes = tensors["pages"].cpu(), numbers["sizes"]
+        members = tuple(tuple(page.tolist()) for page in tensors["members"].cpu().split(sizes))
+        empty_page, sums = pages[:0], tensors["sums"]
+        return cls(numbers["page_size"], numbers["recalled"], empty_page, sums, members, pages.split(sizes))
 
 
 @register_retriever("pages")
@@ -225,7 +159,6 @@ class Pages(Bank):
     Memory: `embeddings` and `ends` as in `Bank`; `pages`, a tuple of B `MemoryPages`.
     """
 
-    takes_file = True
     rows = {"pages": MemoryPages}
 
     @classmethod
@@ -233,23 +166,21 @@ class Pages(Bank):
         """Return whether `recalled_pages` is set."""
         return config.recalled_pages is not None
 
-    def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return an empty bank and empty pages, which are stored in `file` or in CPU memory."""
-        config, kept_in = self.config, None if file is None else PageFile(file)
-        pages = MemoryPages.empty(
-            like.shape[-1], like.dtype, like.device, config.page_size, config.recalled_pages or 1, kept_in
-        )
+    def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
+        """Return an empty bank and empty pages."""
+        recalled = self.config.recalled_pages or 1
+        pages = MemoryPages.empty(like.shape[-1], like.dtype, like.device, self.config.page_size, recalled)
         return super().empty(rows, like) | {"pages": (pages,) * rows}
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-        """Append the memory of a segment to the bank, and the memory that the bank drops to the pages."""
+        """Append the memory of a segment to the bank. Append the memory dropped by the bank to the pages."""
         drops = [number >= (self.config.memory_size or 0) for number in segment.numbers]
         dropped = state["embeddings"][:, :1]
         pages = tuple(row.append(x) if drop else row for row, x, drop in zip(state["pages"], dropped, drops))
         return super().observe(state, segment) | {"pages": pages}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return the prompt recalled from the bank and the best pages of each row, (B, 1, d)."""
+        """Return the prompt of each row, (B, 1, d). It is recalled from the bank and the best pages of the row."""
         if query is None:
             return super().retrieve(state, query, ids)
         pages, valid = state["pages"], state["ends"] > 0
@@ -275,9 +206,9 @@ class Pages(Bank):
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """For each row, list the `Segment.ends` of the segments in the pages, and then of those in the bank."""
+        """For each row, list `Segment.ends`: first for the segments in the pages, then for those in the bank."""
         rows = super().listed(state, length)
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 
 
-__all__ = ["MemoryPages", "PageFile", "Pages"]
+__all__ = ["MemoryPages", "Pages"]

@@ -4,9 +4,10 @@
     summary    summary token, x[:j], summary token   recall query: the last hidden state
     segment    prompt, sensory tokens, x, prompt     logits, and the memory: the hidden states of the closing prompt
 
-Without recall, a segment takes only the segment pass, and the prompt is the latest memory. Padding is read like
-tokens, so all rows of a batch have the same length. Without `use_cache`, an incomplete last segment also ends with a
-prompt; as in the official code, its memory is reported but not stored. A later call re-reads an open segment.
+Without recall, a segment takes only the segment pass, and the prompt is the latest memory. Padding is read as tokens,
+so all rows of a batch have the same length. Without `use_cache`, a prompt also ends an incomplete last segment. As in
+the official code, the memory of this segment is reported but not stored. With `use_cache`, a later call reads the
+incomplete segment again.
 """
 
 from itertools import groupby
@@ -32,7 +33,7 @@ class Paper(Segments):
         return state
 
     def recall_queries(self, chunks: list[Chunk]) -> dict[int, Tensor]:
-        """Return the recall query of each chunk that recalls, (B, 1, d), keyed by the index of its segment.
+        """Return the recall queries (B, 1, d) of the chunks that recall, keyed by segment index.
 
         Summary passes do not depend on memories, so several segments share one pass of the backbone.
         """
@@ -47,7 +48,7 @@ class Paper(Segments):
         return queries
 
     def summarize(self, chunk: Chunk) -> Tensor:
-        """Compute H^sum (paper, sec. 3.2), the last hidden state of [H^T, E(x[:j]), H^T], (B, 1, d)."""
+        """Compute H^sum (paper, sec. 3.2), (B, 1, d). It is the last hidden state of [H^T, E(x[:j]), H^T]."""
         tokens = self.embed(chunk.ids[:, self.k : self.k + self.j])
         prompt = self.memory.summary_token.to(tokens).expand(len(tokens), -1, -1)
         mask = None if chunk.mask is None else F.pad(chunk.mask[:, : self.j], (1, 1), value=True)
@@ -60,7 +61,7 @@ class Paper(Segments):
         Args:
             state, use_cache: as in `read`.
             chunk: the tokens of the segment.
-            query: recall query of the chunk, (B, 1, d), or None.
+            query: recall query of the chunk, (B, 1, d). None: no recall.
         """
         count, later, m = chunk.count, chunk.segments[0] > 0, self.config.memory_tokens
         full, recall, memory = count == self.length, None, None

@@ -34,10 +34,10 @@ def read_text(
 
     Args:
         model: an HMT in eval mode.
-        tokenizer: a tokenizer of transformers, which adds its special tokens.
+        tokenizer: a tokenizer of transformers. It adds its special tokens.
         text: the document.
-        path: file in which the state is saved every minute, at the end and after an error. If it contains this model's
-            state after part of this document, reading resumes from that state.
+        path: file in which the state is saved every minute, at the end and after an error. If the file contains this
+            model's state for the first part of the document, reading resumes there.
         name: name of the document in errors and in the progress bar.
         progress: whether to show a progress bar on stderr.
 
@@ -98,10 +98,12 @@ def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] |
 
 
 def load_state(name: str | Path, model: HMTWrapper) -> HMTState:
-    """Load the state of a document that this model has read, from a file or a Hub repository NAMESPACE/NAME@REVISION.
+    """Load a document's state from a file or from a Hub repository NAMESPACE/NAME@REVISION.
+
+    This model must have read the document.
 
     Raises:
-        ValueError: the model is not an HMT, or the file is damaged or was saved by a different model.
+        ValueError: the model is not an HMT, the file is damaged, or a different model saved the file.
         OSError: the file is neither on this machine nor on the Hub.
     """
     check_memory(model)
@@ -120,6 +122,6 @@ def check_memory(model: object) -> None:
     """Raise ValueError for a model that is not an HMT."""
     if not isinstance(model, HMTWrapper):
         raise ValueError(
-            f"`model` must be an HMTWrapper, got {type(model).__name__}, which does not have a memory. Wrap it with "
-            "HMTWrapper.from_backbone, or train one: hf-longctx finetune --recipe hmt."
+            f"`model` must be an HMTWrapper, got {type(model).__name__}. Wrap it with HMTWrapper.from_backbone, or "
+            "train one: hf-longctx finetune --recipe hmt."
         )

@@ -1,16 +1,15 @@
-"""The protocol and the registry of retrievers, which select what a segment reads from the previous segments.
+"""The protocol and the registry of retrievers. A retriever selects what a segment reads from previous segments.
 
 HMT uses retrievers only through this protocol. A retriever remembers full segments (`observe`), returns embeddings for
 the next segment to read (`retrieve`), and may change that segment's logits (`mix`). A retriever's memory of a batch is
 a dict. Methods must not change this dict in place, so that states can branch.
 
-The values of the dict are tensors (B, n, ...), where n may grow. `HMTState` selects, joins, saves and loads the rows
-of these tensors. If rows remember different numbers of segments, the shorter rows are padded with zeros on the left,
-where `ends` is 0. `Retriever.rows` lists the values that are not tensors.
+The values of the dict are tensors (B, n, ...). The length n may grow. `HMTState` selects, joins, saves and loads the
+rows of these tensors. If rows remember different numbers of segments, shorter rows are padded with zeros on the left.
+`ends` is 0 on this padding. `Retriever.rows` lists the values that are not tensors.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -49,8 +48,8 @@ class Retrieved(NamedTuple):
     """Result of `Retriever.retrieve`.
 
     embeds: embeddings that the segment reads, (B, columns, d).
-    weights: recall weights of the remembered segments, for `output_recall`, (B, c); or None.
-    ends: `Segment.ends` of these segments, (B, c), long, 0 where a row does not have the segment; or None.
+    weights: recall weights of the remembered segments, (B, c), for `output_recall`. They may be None.
+    ends: `Segment.ends` of these segments, (B, c), long, 0 where a row does not have the segment. They may be None.
     """
 
     embeds: Tensor
@@ -59,7 +58,7 @@ class Retrieved(NamedTuple):
 
 
 class Retriever:
-    """Base class of retrievers. Its own memory is always empty.
+    """Base class of retrievers. Its memory is always empty.
 
     Args:
         config: the model's configuration.
@@ -67,18 +66,18 @@ class Retriever:
         embed: embeds token ids, (B, T) -> (B, T, d).
 
     Attributes:
+        field: field of `HMTConfig` that enables the retriever when it is set.
         columns: number of embeddings that `retrieve` returns. The first embedding of the first retriever is the
-            prompt, to which only tokens after the query attend. The other `config.recall_tokens` embeddings follow the
-            prompt, and all tokens attend to them.
+            prompt. Only tokens after the query attend to the prompt. All tokens attend to the embeddings after it.
+            Their total number is `config.recall_tokens`.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
-        takes_file: whether `empty` accepts `file`, the path of a file in which to store the memory.
-        rows: for memory values that are tuples of one object per row, the classes of these objects, keyed by name.
-            A class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
+        rows: classes of row objects, keyed by the name of the memory value. Such a value is a tuple of one object per
+            row. A class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
     """
 
+    field: str | None = None
     columns = 0
     reads_hidden = False
-    takes_file = False
     rows: dict[str, Any] = {}
 
     def __init__(self, config: HMTConfig, memory: HMTMemory, embed: Callable[[Tensor], Tensor]):
@@ -87,7 +86,7 @@ class Retriever:
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
         """Return whether a model uses this retriever when `config.retrievers` is None."""
-        return False
+        return cls.field is not None and getattr(config, cls.field) is not None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
         """Return the memory before the first segment.
@@ -109,7 +108,7 @@ class Retriever:
         raise NotImplementedError
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-        """Return the memory updated with a segment, which is complete in every row."""
+        """Add a full segment of each row to the memory, and return the new memory."""
         return state
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
@@ -147,8 +146,8 @@ class Retrievers(Retriever):
             )
         if left_out := [name for name in asked_for if name not in names]:
             raise ValueError(
-                f"`retrievers` must include {left_out}, which other fields require, got {names}. Add them, or "
-                "unset these fields."
+                f"`retrievers` must include {left_out}, got {names}. Other fields require them. Add them, or unset "
+                "these fields."
             )
         self.parts = {name: RETRIEVERS[name](config, memory, embed) for name in names}
         self.columns = sum(part.columns for part in self.parts.values())
@@ -156,18 +155,14 @@ class Retrievers(Retriever):
         self.mixes = any(type(part).mix is not Retriever.mix for part in self.parts.values())
         if self.columns != 1 + (config.recall_tokens or 0):
             raise ValueError(
-                f"`retrievers` must give a prompt and {config.recall_tokens or 0} more embeddings (recall_tokens), "
-                f"got {self.columns} in total from {names}. Set recall_tokens, or the `columns` of a retriever."
+                f"The columns of `retrievers` must sum to {1 + (config.recall_tokens or 0)}, got {self.columns} from "
+                f"{names}. The prompt needs one column, and recall_tokens needs {config.recall_tokens or 0} more. Set "
+                "recall_tokens, or the `columns` of a retriever."
             )
 
-    def empty(self, rows: int, like: Tensor, file: str | Path | None = None) -> dict[str, Any]:
-        """Return the memory before the first segment. A retriever with `takes_file` stores its memory in `file`."""
-        files = {name: {"file": file} for name, part in self.parts.items() if part.takes_file and file is not None}
-        if file is not None and not files:
-            raise ValueError(
-                "`page_file` is only supported for a model with pages. Set config.recalled_pages, or omit page_file."
-            )
-        return {name: part.empty(rows, like, **files.get(name, {})) for name, part in self.parts.items()}
+    def empty(self, rows: int, like: Tensor) -> dict[str, Any]:
+        """Return the memory before the first segment."""
+        return {name: part.empty(rows, like) for name, part in self.parts.items()}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
         """Return the embeddings of all retrievers, and the weights of the first retriever that returns weights."""
@@ -177,7 +172,7 @@ class Retrievers(Retriever):
         return weighted._replace(embeds=embeds)
 
     def observe(self, state: dict[str, Any], segment: Segment) -> dict[str, Any]:
-        """Return the memory updated with a segment, which is complete in every row."""
+        """Add a full segment of each row to the memory, and return the new memory."""
         return {name: part.observe(state[name], segment) for name, part in self.parts.items()}
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
@@ -192,7 +187,7 @@ def register_retriever(name: str) -> Callable[[RetrieverClass], RetrieverClass]:
 
     def decorate(cls: RetrieverClass) -> RetrieverClass:
         if not name.isidentifier():
-            raise ValueError(f"`name` must be a Python identifier, because it names tensors in a file, got {name!r}.")
+            raise ValueError(f"`name` must be a Python identifier, got {name!r}. It names tensors in a file.")
         RETRIEVERS[name] = cls
         return cls
 
@@ -204,7 +199,7 @@ def remember(state: dict[str, Tensor], segment: Segment, size: int | None, **new
 
     Args:
         state: `ends` (B, c), and a tensor for each name in `new`.
-        size: maximum number of entries; None retains all.
+        size: maximum number of entries. None: all are retained.
         new: the entries to append, (B, 1, ...).
     """
     kept = size or 1 + max(segment.numbers)  # a limit, because a row that ends a segment adds padding to the others

@@ -1,6 +1,6 @@
 """Import all retrievers of the package, in the order of their embeddings in a segment.
 
-transformers copies the files that are imported here next to saved weights.
+transformers copies the imported files to the folder of saved weights.
 """
 
 from .bank_hmt import Bank

@@ -2,8 +2,8 @@
 
 The remembered segments are split into passages of r tokens. A query retrieves the passage with the highest BM25 score
 over token ids (Robertson and Zaragoza 2009, with Lucene's idf). All passages are equally long, so the length
-normalization of BM25 does not matter. The next token depends most on the last tokens of the query, so a token n
-positions before the end of the query has weight exp(-n / 8).
+normalization of BM25 does not matter. The next token depends most on the last tokens of the query. A token n positions
+before the end of the query therefore has weight exp(-n / 8).
 """
 
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .configuration_hmt import HMTConfig
 from .retriever_hmt import Retrieved, Retriever, Segment, register_retriever, remember
 
 
@@ -21,15 +20,12 @@ FADE = 8  # distance in tokens at which the weight of a query token falls to 1 /
 
 @register_retriever("search")
 class Search(Retriever):
-    """A retriever that selects a passage of the latest `memory_size` segments to re-read, with a BM25 search.
+    """A retriever that searches the latest `memory_size` segments with BM25. A segment re-reads the best passage.
 
     Memory: `ids` (B, c, L') and `ends` (B, c).
     """
 
-    @classmethod
-    def is_used(cls, config: HMTConfig) -> bool:
-        """Return whether `recall_tokens` is set."""
-        return config.recall_tokens is not None
+    field = "recall_tokens"
 
     @property
     def columns(self) -> int:
@@ -56,11 +52,11 @@ def find_tokens(query: Tensor, ids: Tensor, valid: Tensor, length: int) -> Tenso
     Args:
         query: token ids, (B, n), long.
         ids: token ids of the remembered segments, oldest first, (B, c, L'), long; L' is a multiple of `length`.
-        valid: False where a row does not have that segment, (B, c), bool.
+        valid: (B, c), bool, False where a row does not have the segment.
     """
     passages = ids.unflatten(2, (-1, length)).flatten(1, 2).contiguous()  # (B, s, length) with s passages per row
     valid = valid.repeat_interleave(passages.shape[1] // valid.shape[1], dim=1)  # (B, s)
-    # Among equal query tokens, the stable sort of the flipped query puts the last first, and searchsorted finds it.
+    # After the flip and the stable sort, the last of equal query tokens comes first. searchsorted finds the first.
     query, order = query.flip(1).sort(dim=1, stable=True)
     weights = (-order / FADE).exp()[:, None]
     place = torch.searchsorted(query, passages.flatten(1)).clamp(max=query.shape[1] - 1)  # indices in the query

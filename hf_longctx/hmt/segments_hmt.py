@@ -1,9 +1,9 @@
-"""The base class of the layouts in `single_pass_hmt.py` and `paper_hmt.py`, which read the segments of a call.
+"""The base class of the layouts in `single_pass_hmt.py` and `paper_hmt.py`. A layout reads the segments of a call.
 
 The `read` method of a layout takes a state and the tokens of a call (`packing_hmt.py`). It arranges embeddings as
 passes, runs these passes (`run_pass`), and lets the retriever provide prompts and observe full segments
 (`close_segment`). It returns the state with the updated memory. The layout collects logits, losses and recalls in
-`pieces`, `losses`, `scored` and `reports`, from which `HMTWrapper.forward` builds its output.
+`pieces`, `losses` and `reports`. `HMTWrapper.forward` builds its output from them.
 """
 
 from collections import defaultdict
@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from transformers import Cache
 
@@ -30,11 +29,11 @@ class Pass(NamedTuple):
     """A pass of the backbone over a chunk.
 
     embeds: embeddings that the pass reads, (B, P, d).
-    tokens: tokens of the segment that may get logits.
+    tokens: tokens that may get logits, as a range in the segment.
     column: column of the segment's token 0 in `embeds`; negative if the pass starts after token 0.
     positions: position ids, (1 or B, P), long. None: the backbone's default.
-    hidden_from: number of columns directly after a prompt in column 0 that do not attend to the prompt. None: all
-        columns attend to column 0.
+    hidden_from: n. Column 0 is a prompt, and the next n columns do not attend to it. None: all columns attend to
+        column 0.
     last: whether this is the last pass that uses its cache.
     """
 
@@ -47,12 +46,12 @@ class Pass(NamedTuple):
     last: bool = False
 
     def from_token(self, token: int) -> range:
-        """Return the range of `tokens` from `token` on."""
+        """Return the part of the range `tokens` that starts at `token`."""
         return range(min(max(self.tokens.start, token), self.tokens.stop), self.tokens.stop)
 
 
 class Report(NamedTuple):
-    """Report of a chunk for `output_recall`: its recall, or None, and its memory embeddings (B, m, d), or None."""
+    """Report of a chunk for `output_recall`: its recall and its memory embeddings (B, m, d). Both may be None."""
 
     chunk: Chunk
     recall: Retrieved | None
@@ -60,7 +59,7 @@ class Report(NamedTuple):
 
 
 class Segments:
-    """Base class of the layouts: reads the segments of one call, using a backbone and a memory.
+    """Base class of the layouts. A layout reads the segments of one call with a backbone and a memory.
 
     Args:
         config, lm, memory, retriever: as in `HMTWrapper`.
@@ -71,8 +70,7 @@ class Segments:
     Attributes:
         pieces: for each row of the batch, the returned logits (n, V), keyed by (segment, first token).
         losses: the summed losses of the passes that compute logits.
-        scored: pairs of hidden states (n, d) and targets (n,), whose loss is computed at the end of the call.
-        reports: lists of reports; list n contains the reports of the n-th segments of all rows.
+        reports: lists of reports. List n contains the reports of the n-th segment of each row.
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class Segments:
         self.graphs = cache(lm.graphs.of)
         self.pieces: dict[int, dict[tuple, Tensor]] = defaultdict(dict)
         self.losses: list[Tensor] = []
-        self.scored: list[tuple[Tensor, Tensor]] = []
         self.reports: list[list[Report]] = []
 
     def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
@@ -102,7 +99,7 @@ class Segments:
         Args:
             state: state before the call.
             packed: tokens of the call.
-            use_cache: whether a later call may continue the last segment, if it is incomplete.
+            use_cache: whether a later call may continue an incomplete last segment.
         """
         raise NotImplementedError
 
@@ -131,31 +128,24 @@ class Segments:
         Args:
             kv_cache: cache that the pass continues, or None. Only a copy is extended.
             mask: (B, cached + P), bool, False on padding.
-            memory: the retriever's memory, which is used only if the retriever changes logits.
+            memory: the retriever's memory. It is used only if the retriever changes logits.
 
         Returns:
-            The last hidden states, (B, P, d), and the extended cache, or None.
+            The last hidden states, (B, P, d), and the extended cache. The cache may be None.
         """
         chunk, embeds, targets, positions = one.chunk, one.embeds, one.chunk.targets, one.positions
         tokens, kept = one.from_token(chunk.first), one.from_token(min(chunk.returned))
-        columns, kept_columns = ([one.column + i for i in part] for part in (tokens, kept))
+        columns = [one.column + i for i in tokens]
         targets = None if targets is None else targets[:, tokens.start : tokens.stop].contiguous()
         positions = None if positions is None else positions.expand(len(embeds), -1).contiguous()
         if one.hidden_from is not None:
             cached = 0 if kv_cache is None else kv_cache.get_seq_length()
             mask = self.hide_prompt(embeds.shape[1], one.hidden_from, cached, embeds.dtype, embeds.device)
         memory = memory if self.retriever.mixes else None
-        skips = kept != tokens and torch.is_grad_enabled() and memory is None
-        if skips and self.lm.can_skip_logits():
-            logits, hidden, loss, kv_cache = self.run(embeds, mask, kept_columns, None, kv_cache, positions)
-            assert targets is not None
-            self.scored.append((hidden[:, columns].flatten(0, 1), targets.flatten()))
-            tokens = kept
-        else:
-            # Without a prompt, transformers inspects the mask. The inspection synchronizes, which rules out a capture.
-            captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
-            arguments = (embeds, mask, columns, targets, kv_cache, positions)
-            logits, hidden, loss, kv_cache = self.run(*arguments, kept.stop > kept.start, memory, captures)
+        # Without a prompt, transformers inspects the mask. This synchronizes and rules out a capture.
+        captures = self.config.cuda_graphs and one.hidden_from is not None and one.last and can_capture(embeds)
+        arguments = (embeds, mask, columns, targets, kv_cache, positions)
+        logits, hidden, loss, kv_cache = self.run(*arguments, kept.stop > kept.start, memory, captures)
         if loss is not None:
             self.losses.append(loss)
         if logits is not None and kept.stop > kept.start:  # dynamo does not support a symbolic range as a condition
@@ -179,13 +169,13 @@ class Segments:
 
         Args:
             columns: columns of `embeds` whose logits are computed.
-            captures: whether to run the pass as a CUDA graph, in which case no cache is returned.
+            captures: whether to run the pass as a CUDA graph. If so, no cache is returned.
 
         For the other arguments, see `Backbone.run` and `run_pass`.
 
         Returns:
-            The logits of `columns`, (B, n, V), or None; the last hidden states, (B, P, d); the summed loss of
-            `targets` (B, n), or None; the extended cache, or None.
+            The logits of `columns`, (B, n, V); the last hidden states, (B, P, d); the summed loss of `targets` (B, n);
+            the extended cache. All except the hidden states may be None.
         """
         keep = long_tensor(columns, embeds.device) if columns else None
         if captures:

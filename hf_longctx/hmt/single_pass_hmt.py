@@ -9,31 +9,25 @@ The backbone reads each token of a segment once:
 The hidden state of the first summary token is the recall query. The key and the value of this token are then cropped
 from the cache. A second pass extends the cache with the prompt and the second part. In this pass, the prompt attends
 only to itself, and the second part attends to the prompt, the sensory tokens and x[:j]. Position ids place the prompt
-first; the order of the cached keys does not matter. The hidden state of the second summary token is the memory of the
-segment, so queries and memories are computed by the same function. Adjacent tokens stay adjacent, and the prompt is
-a recalled hidden state instead of a random vector. An untrained HMT therefore predicts like its backbone with
-a window of the same length. The first segment does not recall, and is read in one pass.
+first. The order of the cached keys does not matter. The hidden state of the second summary token is the memory of the
+segment. Queries and memories are therefore computed by the same function. The first segment does not recall, and is
+read in one pass.
 
-First parts do not depend on recalls, so those of several segments share one pass. The second parts are then read one
-by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as [prompt,
-sensory tokens, x, summary token], with a mask that hides the prompt from the sensory tokens and x[:j]. This computes
+An untrained HMT predicts like its backbone with a window of the same length, for two reasons. Adjacent tokens stay
+adjacent. The prompt is a recalled hidden state instead of a random vector.
+
+First parts do not depend on recalls. The first parts of several segments therefore share one pass. The second parts
+are then read one by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as
+[prompt, sensory tokens, x, summary token]. A mask hides the prompt from the sensory tokens and x[:j]. This computes
 the same function. With `reread=True`, this pass does not mask the prompt, so x[:j] attends to the prompt too. The
-result is a different function, which every backbone supports.
+result is a different function. Every backbone supports it.
 
-Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. These embeddings follow the
-prompt, shift all later positions by r, and are followed by the whole segment. A retriever that reads hidden states
-needs them for a whole segment, so a segment that was split over several calls is read again when it is full.
+Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. The second pass then reads the
+prompt, these embeddings and the whole segment. All positions of the segment shift by r. Some retrievers read the
+hidden states of a whole segment. For them, a segment that was split over several calls is read again when it is full.
 
-`recurrence=False` computes the memory of a segment before the recall. The first part is then the whole segment,
-
-    sensory tokens, x[:j], summary token, x[j:], summary token
-
-and its last hidden state is the memory. Memories do not depend on previous segments, so several second parts share one
-pass too. The backbone is called twice per group of `summary_batch` segments times rows. A memory does not contain what
-its segment recalled, so a chain of n recalls requires reading the sequence n times.
-
-Rows at the same position in their segments are read together. Rows at different positions are read separately, except
-in decoding steps, which use a joint cache.
+Rows at the same position in their segments are read together. Rows at different positions are read separately.
+Decoding steps are an exception: they use a joint cache.
 """
 
 from dataclasses import replace
@@ -54,15 +48,13 @@ from .state_hmt import HMTState, join_memories
 class FirstPart(NamedTuple):
     """Result of reading the first part of a segment.
 
-    query: hidden state of the first summary token, (B, 1, d).
-    end: last hidden state of the first part, (B, 1, d).
+    query: hidden state of the summary token, (B, 1, d).
     kv_cache: cache of the sensory tokens and x[:j], or None.
     hidden: last hidden states of the first j tokens, (B, j, d), for retrievers that read hidden states; otherwise
         None.
     """
 
     query: Tensor
-    end: Tensor
     kv_cache: Cache | None
     hidden: Tensor | None
 
@@ -79,7 +71,6 @@ class SinglePass(Segments):
             self.lm.check_hides(positions, extends=self.cuts)
         before_recall = 0 if self.cuts else self.n_prefix - 1 + self.k + self.j
         self.hidden_from = None if reread else before_recall  # see `Pass.hidden_from`
-        self.pending: list[tuple[Pass, Cache | None]] = []  # second parts, with the caches to extend
 
     def read(self, state: HMTState, packed: PackedSegments, use_cache: bool) -> HMTState:
         """See `Segments.read`."""
@@ -95,12 +86,10 @@ class SinglePass(Segments):
                     firsts = self.first_parts(state, [chunks[0] for chunks in batch])
                 for chunks, first in zip(batch, firsts):
                     state = self.read_segment(state, chunks, first, use_cache)
-                if self.pending:
-                    self.run_pending()
         return state
 
     def reads_first_part(self, chunks: list[Chunk]) -> bool:
-        """Return whether, in this call, each row reads the whole first part of a segment other than the first one."""
+        """Return whether this call reads a whole first part in each row. A row's first segment does not count."""
         chunk = chunks[0]
         return len(chunks) == 1 and chunk.segments[0] > 0 and chunk.read == 0 and chunk.count >= self.j
 
@@ -130,7 +119,7 @@ class SinglePass(Segments):
         return not recalls and len({count - read for _, read, count in rows}) == 1
 
     def step(self, state: HMTState, packed: PackedSegments) -> HMTState:
-        """Read the new tokens of all rows, which may be at different positions, in one pass that extends the cache."""
+        """Read the new tokens of all rows in one pass that extends the cache. Rows may be at different positions."""
         chunk, mask = packed.new_tokens(), state.kv_mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(chunk.ids.shape)], 1)
@@ -154,7 +143,10 @@ class SinglePass(Segments):
     def build_pass(
         self, chunk: Chunk, embeds: Tensor, start: int, tokens: range, prefix: Tensor | None = None
     ) -> Pass:
-        """Build a pass over `embeds`, which start at token `start`, after a retrieved `prefix` (B, n, d), if any."""
+        """Build a pass over `embeds`. The first embedding belongs to token `start`.
+
+        If a retrieved `prefix` (B, n, d) is given, it precedes `embeds`.
+        """
         begin = start + (self.n_prefix + self.k) * (chunk.segments[0] > 0)
         positions = torch.arange(begin, begin + embeds.shape[1], device=embeds.device)[None]
         if prefix is None:
@@ -164,50 +156,43 @@ class SinglePass(Segments):
         return Pass(chunk, torch.cat([prefix, embeds], 1), tokens, n - start, positions, self.hidden_from)
 
     def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
-        """Read the first parts of several segments. Consecutive ones of the same shape share a pass."""
+        """Read the first parts of several segments. Consecutive first parts of the same shape share a pass."""
         kv_cache, start = state.kv_cache, -self.k if state.kv_cache is None else chunks[0].read
         if kv_cache is None and self.cuts:
             kv_cache = DynamicCache(config=self.lm.model.config)
 
-        def shape(chunk: Chunk) -> tuple[bool, int]:
-            """Return whether the first part is the whole segment, and the first token with logits."""
-            return not self.config.recurrence and chunk.count == self.length, min(chunk.first, self.j)
-
         firsts = []
-        for (whole, _), group in groupby(chunks, key=shape):
+        for _, group in groupby(chunks, key=lambda chunk: min(chunk.first, self.j)):
             same = list(group)
             chunk = join_chunks(same)
-            embeds = self.embed_part(chunk, start, self.j, True)
-            if whole:
-                embeds = torch.cat([embeds, self.embed_part(chunk, self.j, self.length, True)], 1)
-            one = self.build_pass(chunk, embeds, start, range(max(start, 0), self.j))
+            one = self.build_pass(
+                chunk, self.embed_part(chunk, start, self.j, True), start, range(max(start, 0), self.j)
+            )
             hidden, cache = self.run_pass(one, kv_cache, None, state.memory)
             caches: list[Cache | None] = [None] * len(same)
             if cache is not None and self.cuts:
-                cache.crop(self.k + self.j - cache.get_seq_length())
+                cache.crop(-1)
                 caches = [*split(cache, len(same))]
-            # Cloned, because views would keep all hidden states in memory
-            copies = (hidden[:, i].clone()[:, None].chunk(len(same)) for i in (self.j - start, -1))
+            queries = hidden[:, -1:].clone().chunk(len(same))  # cloned, because a view would keep all hidden states
             tokens: Any = [None] * len(same)
             if self.retriever.reads_hidden:
-                tokens = hidden[:, -start : self.j - start].chunk(len(same))
-            firsts += map(FirstPart, *copies, caches, tokens)
+                tokens = hidden[:, -start:-1].chunk(len(same))
+            firsts += map(FirstPart, queries, caches, tokens)
         return firsts
 
     def read_chunk(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
-        """Read one segment, or its tokens so far, of rows that are at the same position in their segments.
+        """Read one segment of each row, or its tokens so far. Rows are at the same position in their segments.
 
         Args:
             state: state of these rows.
-            first: result of the first part, or None if it has not been read yet.
+            first: result of the first part. None: it has not been read yet.
             keeps: whether the new state contains a cache for a later call.
         """
         count, read, later, full = chunk.count, chunk.read, chunk.segments[0] > 0, chunk.count == self.length
         if count == read:
             return state
-        recall, prefix, memory, hidden = None, None, None, None
-        made_before = full and later and not self.config.recurrence
-        if not read or made_before or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
+        recall, prefix, memory = None, None, None
+        if not read or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
             state = state.without_kv_cache()
         kv_cache, start = state.kv_cache, -self.k * later if state.kv_cache is None else read
         recalls = later and count >= self.j
@@ -218,35 +203,18 @@ class SinglePass(Segments):
             prefix = recall.embeds
         if kv_cache is None and keeps:
             kv_cache = DynamicCache(config=self.lm.model.config)
-        embeds = self.embed_part(chunk, start, count, full and not made_before)
+        embeds = self.embed_part(chunk, start, count, full)
         one = self.build_pass(chunk, embeds, start, range(max(start, self.j * recalls, 0), count), prefix)
-        one = one._replace(last=full)
-        if made_before and first is not None:
-            memory = first.end
-            if one.from_token(chunk.first):
-                self.pending.append((one, kv_cache))
-        else:
-            hidden, kv_cache = self.run_pass(one, kv_cache, None, state.memory)
-            memory = hidden[:, -1:].clone() if full else None
-        if memory is not None:
-            if self.retriever.reads_hidden and hidden is not None:
+        hidden, kv_cache = self.run_pass(one._replace(last=full), kv_cache, None, state.memory)
+        if full:
+            memory = hidden[:, -1:].clone()
+            if self.retriever.reads_hidden:
                 hidden = hidden[:, -1 - self.length + self.j * later : -1]
                 hidden = hidden if first is None or first.hidden is None else torch.cat([first.hidden, hidden], 1)
             state = self.close_segment(state, chunk, memory, hidden)
         if self.output_recall:
             self.reports[-1].append(Report(chunk, recall if read < self.j else None, memory))
         return replace(state, kv_cache=kv_cache if keeps else None, kv_mask=None)
-
-    def run_pending(self) -> None:
-        """Read all pending second parts in one pass. The state already contains the memories of their segments."""
-        parts: list[Any] = []
-        for one, cache in self.pending:
-            begin = parts[-1][0][-1] + 1 if parts else 0
-            parts.append(([*range(begin, begin + len(one.embeds))], cache))
-        kv_cache = side_by_side(parts)[0] if self.cuts else None
-        passes, self.pending = [one for one, _ in self.pending], []
-        chunk, embeds = join_chunks([one.chunk for one in passes]), torch.cat([one.embeds for one in passes])
-        self.run_pass(passes[0]._replace(chunk=chunk, embeds=embeds), kv_cache)
 
 
 __all__ = ["SinglePass"]

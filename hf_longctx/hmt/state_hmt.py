@@ -21,19 +21,18 @@ from .retriever_hmt import RETRIEVERS
 class HMTState:
     """The state of a batch of sequences. A later call, training step or process can continue from it.
 
-    A call does not modify its input state, so several calls can branch from one state. Only `load` compares
-    weights: a call accepts the state of another model with the same settings, although the memories of one model are
-    noise to another.
+    A call does not modify its input state, so several calls can branch from one state. Only `load` compares weights. A
+    call accepts the state of another model if the settings are equal, but memories are noise to other weights.
 
     Attributes:
         memory: memories of the retrievers, keyed by name (`retriever_hmt.py`).
         tail: the last k tokens of the previous segment and the l tokens of the open segment, (B, k + l).
         lengths: for each row, the number of tokens read. Every L'-th token ends a segment.
-        signature: architecture and settings of the model. Each call compares them with its own model's.
-        open_mask: False on padding of the open segment in paper mode, (B, l), bool; None without padding.
-        kv_cache: keys and values of the open segments, which speed up the next call. They are never saved. Without
-            them, the open segments are read again.
-        kv_mask: False on padding of `kv_cache`, (B, P), bool; None without padding.
+        signature: architecture and settings of the model. Each call checks that its model has the same ones.
+        open_mask: (B, l), bool, False on padding of the open segment. Used only in paper mode. None without padding.
+        kv_cache: keys and values of the open segments. They speed up the next call, and are never saved. Without them,
+            the open segments are read again.
+        kv_mask: (B, P), bool, False on padding of `kv_cache`. None without padding.
     """
 
     memory: dict[str, dict[str, Any]]
@@ -63,7 +62,7 @@ class HMTState:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of the memories; None if none of the retrievers stores embeddings."""
+        """The dtype of the memories. None if no retriever stores embeddings."""
         return next((x.dtype for name, x in self.tensors().items() if x.is_floating_point()), None)
 
     def segments(self) -> list[list[range]]:
@@ -75,7 +74,7 @@ class HMTState:
         return [[] for _ in self.lengths]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors, keyed by name, except those in row objects and the key/value cache."""
+        """Return the tensors, keyed by name. Tensors in row objects or in the key/value cache are omitted."""
         named: dict[str, Any] = {"tail": self.tail, "open_mask": self.open_mask}
         for name, state in self.memory.items():
             named |= {f"memory.{name}.{key}": value for key, value in state.items()}
@@ -117,7 +116,7 @@ class HMTState:
         return self.each(lambda x: x.to(device), lambda rows: tuple(row.to(device) for row in rows))
 
     def select_rows(self, index: Tensor | Sequence[int]) -> "HMTState":
-        """Return a state of the rows with the indices `index` (rows,), 0 to B - 1, without the key/value cache."""
+        """Select rows. `index`: (rows,), from 0 to B - 1. The new state does not contain the key/value cache."""
         chosen = torch.as_tensor(index, device=self.tail.device)
         numbers = chosen.tolist()
         state = self.each(lambda x: take_rows(x, chosen), lambda rows: tuple(rows[i] for i in numbers))
@@ -136,8 +135,8 @@ class HMTState:
         """Write a safetensors file from which `load` restores the state in any process.
 
         Args:
-            model: model that read the sequences. A sample of its weights is hashed, so that `load` recognizes it. Pass
-                None during training, which changes the weights.
+            model: model that read the sequences. A sample of its weights is hashed, so that `load` recognizes the
+                model. During training, pass None, because training changes the weights.
             about: additional information to save as JSON.
         """
         tensors, packed = self.tensors(), {}
@@ -156,11 +155,11 @@ class HMTState:
 
     @classmethod
     def load(cls, path: str | Path, model: nn.Module | None, device: torch.device | str = "cpu") -> "HMTState":
-        """Read a state written by `save`. All pages are loaded to CPU memory, including pages from a page file.
+        """Read a state written by `save`. Pages are loaded to CPU memory.
 
         Args:
-            model: model that continues from the state; memories are cast to its dtype. None: weights are not checked,
-                for example after training.
+            model: model that continues from the state. Memories are cast to the dtype of the model. None: weights are
+                not checked. Pass None after training, for example.
 
         Raises:
             ValueError: the file is damaged, does not contain a state, or was saved by a model with other weights.
@@ -197,8 +196,8 @@ class HMTState:
             raise ValueError(f"{path} is not a complete file of HMTState.save ({reason}).") from error
         if not is_own:
             raise ValueError(
-                f"{path} was saved by a different model and cannot be used: its memories are noise to other weights. "
-                "Load the model that saved it, or pass model=None."
+                f"{path} was saved by a different model. Its memories are noise to this model. Load the model that "
+                "saved the file, or pass model=None."
             )
         return state
 
@@ -210,7 +209,8 @@ class HMTState:
         ends = [row[-1].stop if row else n - n % length for row, n in zip(self.segments(), self.lengths)]
         if not ends or ends != [n - n % length for n in self.lengths] or self.tail.shape != shape:
             raise ValueError(
-                f"rows of {self.lengths} tokens have memories up to {ends} and a tail of {tuple(self.tail.shape)}"
+                f"the rows have read {self.lengths} tokens, their memories end at {ends}, and the tail has shape "
+                f"{tuple(self.tail.shape)}"
             )
         for name, state in self.memory.items():
             if not state or any(len(value) != len(self.lengths) for value in state.values()):
@@ -236,7 +236,7 @@ def join_rows(parts: list[tuple[list[int], Tensor]], batch: int) -> Tensor:
     """Join tensors of different rows into one tensor (batch, n, ...). Rows are left-padded with 0; missing rows are 0.
 
     Args:
-        parts: pairs of row indices and a tensor (rows, n, ...).
+        parts: pairs (row indices, tensor (rows, n, ...)).
     """
     rows, like = parts[0]
     if len(rows) == batch:

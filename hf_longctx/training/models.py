@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..fox.convert import read_llama_config
-from ..fox.modeling_fox import FoxForgetGate, decay_time_bias
+from ..fox.modeling_fox import FoxForCausalLM, FoxForgetGate, decay_time_bias
 from ..hmt import HMTConfig, HMTWrapper
 from ..metrics.rope.bound import rope_base_bound, rope_context_bound
 from ..metrics.run.engine import check_causal
@@ -112,7 +112,8 @@ def make_model(args: RunConfig, config: Any) -> Any:
         if args.recipe == "fox-from-llama":
             open_gates(model, args.decay_time or float(args.max_length))
         check_length(model, args.max_length)
-    if not isinstance(model, HMTWrapper):  # an HMT is causal, and must read across document boundaries
+    # both are causal; a FoX separates documents, and an HMT must read across document boundaries
+    if not isinstance(model, FoxForCausalLM | HMTWrapper):
         check_sequences(model, args.packing)
     attention = args.attn_implementation
     if attention is None and config.model_type == "fox" and torch.cuda.is_available():

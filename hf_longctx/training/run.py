@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from accelerate import PartialState
 from accelerate.utils import set_seed
-from transformers import AutoConfig, AutoTokenizer, TrainerState
+from transformers import AutoConfig, AutoTokenizer, ProgressCallback, TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils.generic import is_flash_attention_requested
 
@@ -22,7 +22,7 @@ from .data import collate, load_datasets
 from .models import check_flash_attention, make_config, make_model
 from .run_folder import RUN, MarkComplete, check_fingerprint, claim, fingerprint
 from .sequence_parallel import SequenceParallelTrainer, SequenceShard, check_model
-from .trainer import LongContextTrainer, StopAtNaN, StopAtSignal
+from .trainer import LongContextTrainer, Progress, StopAtNaN, StopAtSignal
 
 
 def train(args: RunConfig) -> int:
@@ -127,6 +127,9 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
         data_collator=collator,
         callbacks=[StopAtNaN(), MarkComplete()],
     )
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.add_callback(Progress)
     for name in ("cp_size", "sp_size"):
         if (size := getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)) > 1:
             raise ValueError(

@@ -3,6 +3,7 @@
 import math
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import StepLR
-from transformers import Trainer, TrainerCallback
+from transformers import ProgressCallback, Trainer, TrainerCallback
 
 
 GATE = re.compile(r"\bf_proj\b")
@@ -98,4 +99,14 @@ class StopAtSignal(TrainerCallback):
     on_evaluate = on_epoch_end = on_step_end
 
 
-__all__ = ["GATE", "LongContextTrainer", "StopAtNaN", "StopAtSignal"]
+class Progress(ProgressCallback):
+    """Show losses in Trainer's progress bar, instead of printing a line to stdout for each step."""
+
+    def on_log(self, args, state, control, logs: Any = None, **kwargs):
+        if self.training_bar is not None and "loss" in logs:
+            self.training_bar.set_postfix(logs)
+        elif self.training_bar is not None:
+            self.training_bar.write(str(logs), file=sys.stderr)
+
+
+__all__ = ["GATE", "LongContextTrainer", "Progress", "StopAtNaN", "StopAtSignal"]

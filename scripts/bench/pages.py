@@ -3,8 +3,8 @@
     python -m scripts.fetch_model smollm2-135m && python -m scripts.demo_corpus demo_output/corpus
     OMP_NUM_THREADS=1 python -m scripts.bench.pages
 
-There are two kinds of memories: unrelated vectors, and summaries of a novel in segments of 32 tokens
-(`recurrence=False`), computed by an untuned SmolLM2-135M. For each number of memories there are 200 queries: memories,
+There are two kinds of memories: unrelated vectors, and those of a novel in segments of 32 tokens, computed by an
+untuned SmolLM2-135M. For each number of memories there are 200 queries: memories,
 which should each find themselves, and first halves of segments, as in a model. (Without training, many of these agree
 on a few memories.)
 
@@ -54,7 +54,7 @@ def of_a_novel(count, args):
     """
     require(SMOLLM2, TEXT)
     backbone = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32)
-    config = HMTConfig(segment_length=32, sensory_tokens=4, memory_size=None, recurrence=False, summary_batch=32)
+    config = HMTConfig(segment_length=32, sensory_tokens=4, memory_size=None, summary_batch=32)
     torch.manual_seed(0)
     model = HMTWrapper.from_backbone(backbone, config).eval()
     tokens = torch.tensor(load_tokens(AutoTokenizer.from_pretrained(SMOLLM2), str(TEXT)).tokens[: 32 * count])

@@ -70,10 +70,9 @@ STOP_WORDS = {"the", "of", "is", "s"}
 PLAIN = ("full attention", "window", "BM25 and window")
 SOLVED = 0.5  # mean loss over the last tenth of a round
 LINES = {name: name for name in CONTROLS} | {"hits": "segments found"}
-MEMORIES = ("HMT, single pass", "HMT, single pass, no recurrence", "RMT")
+MEMORIES = ("HMT, single pass", "RMT")
 UNTRAINED = ("HMT, single pass", READ_AGAIN, "full attention", "BM25 and window")
 METHODS = (*MEMORIES, *PLAIN, *(f"{x}{AS_IT_IS}" for x in UNTRAINED))
-UNPICTURED = ("HMT, single pass, no recurrence",)
 
 
 class Questions(NamedTuple):
@@ -344,7 +343,7 @@ def plot(result, path):
     panels = {"trained": [], "before training": []}
     for method in METHODS:
         shares = [row["accuracy"] for row in result["rows"] if row["model"] == method]
-        if shares and method not in UNPICTURED:
+        if shares:
             name = method.removesuffix(AS_IT_IS)
             counts = list(shares[0])
             line = Line(name, list(map(int, counts)), [[entry[count] for entry in shares] for count in counts])

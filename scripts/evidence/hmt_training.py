@@ -16,7 +16,6 @@ BACKBONES = {"smollm2": SMOLLM2, "llama-demo": common.ROOT / "model_cards" / "ll
 TEXT = common.ROOT / "demo_output" / "corpus"
 HMT = {  # arguments of HMTConfig in the second stage
     "HMT, single pass": {"recall_mode": "single_pass"},
-    "HMT, single pass, no recurrence": {"recall_mode": "single_pass", "recurrence": False},
     "HMT, paper": {"recall_mode": "paper"},
     "RMT": {"recall": False, "recall_mode": "paper"},
     "HMT, neural cache": {"neural_cache_weight": 0.1},
@@ -36,7 +35,7 @@ def config_of(name, args, stage=2):
     settings = {"segment_length": args.segment_length, "sensory_tokens": args.sensory_tokens, "summary_batch": 64}
     if stage == 1:
         mode = HMT[name].get("recall_mode", "single_pass")
-        return HMTConfig(**settings, recall=False, recall_mode=mode, recurrence=HMT[name].get("recurrence", True))
+        return HMTConfig(**settings, recall=False, recall_mode=mode)
     tokens = {"recall_tokens": args.segment_length} if "recall_tokens" in HMT[name] else {}
     return HMTConfig(**settings | HMT[name] | tokens)
 

@@ -72,7 +72,7 @@ FILES = [
 # -- measuring: before a model is loaded, and nothing is written
 
 MEASURING = [
-    ("needle {fox} --depths 1.5", "depths must be numbers from 0 to 1, or a single integer of at least 2"),
+    ("needle {fox} --lengths 5 --text stdlib", "lengths must be above .*, the number of tokens in needle"),
     ("curve {fox} --lengths 8,16 --points 5", "lengths cannot be combined with points"),
     ("curve {fox} --data-type random --text {text}", "--text is not used with these options"),
     ("curve {fox} --confidence 0.9", "protocol=reference cannot be combined with confidence"),

@@ -1,11 +1,14 @@
 """What the tests of the operator and of its kernels share on the device at hand; see scripts/bench/gpu/budget.py."""
 
+import json
+import re
 import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from hf_longctx.fox import triton_fox
 
@@ -49,6 +52,39 @@ def check_budget(fast, plain, exact, inputs, scale=None, **limits):
         assert f <= allowed, f"{name}: fast {f:.1e}, plain {p:.1e}, allowed {allowed:.1e}"
 
 
+def check_run(fast, inputs, limits=None, **options):
+    """`check_budget` of the definition with these options; `fast` may be the output alone."""
+    plain, exact = (f(*inputs, **options) for f in (run_plain, run_exact))
+    check_budget(fast, plain, exact, inputs, options.get("scale"), **limits or {})
+
+
 def check_close(x, y, size, share=0.0):
     """Assert that two float32 sums of terms of at most `size` agree, but for a `share` that one of them leaves out."""
     torch.testing.assert_close(x, y, atol=float(size) * (16 * EPS + share), rtol=0)
+
+
+# --- golden vectors; the README next to the data describes the format ---
+
+
+def load_cases(folder, kind):
+    for case in json.loads((folder / "manifest.json").read_text())["cases"]:
+        if case["kind"] == kind:
+            yield case, load_file(folder / case["file"])
+
+
+def weights(tensors, prefix="weights/"):
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
+
+
+def check_golden(case, tensors, key, got):
+    """Assert that `got` agrees with `tensors[key]` as closely as the case asks; returns True if it asks."""
+    checks = [c for c in case["compare"] if c["key"] == key]
+    for c in checks:
+        want = tensors[key].double()
+        excess = (got.detach().double() - want).abs() - (c["atol"] + c["rtol"] * want.abs())
+        if "where" in c:
+            name, cut = re.fullmatch(r"([^\[]+)(?:\[:, :(\d+)\])?", c["where"]).groups()
+            mask = tensors[name].bool()
+            excess = excess[mask[:, : int(cut)] if cut else mask]
+        assert excess.max() <= 0, f"{case['name']} {key}: {excess.max():.2e} beyond the tolerance"
+    return bool(checks)

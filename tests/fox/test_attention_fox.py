@@ -129,6 +129,7 @@ FIRST_CALLS = {
     "inference": lambda f, x: torch.inference_mode()(f)(x),
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
     "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
     "vmap": lambda f, x: torch.func.vmap(f)(x[None]),
     "compiled": lambda f, x: torch.compile(f, fullgraph=True, backend="aot_eager")(x),
     "compiled for inference": lambda f, x: torch.inference_mode()(torch.compile(f, fullgraph=True, backend="eager"))(

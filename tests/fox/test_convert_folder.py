@@ -130,11 +130,6 @@ def link(folder):
     (folder / "tokenizer.json").symlink_to("../secret.json")
 
 
-def width_in_words(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | dict(hidden_size="32")))
-
-
 SHARD = "model-1.safetensors"
 DAMAGE = {
     "truncated": (
@@ -157,7 +152,6 @@ DAMAGE = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), r"not a checkpoint folder.*hf download"),
     "weights beside the folder": (index, r"same folder, got '../outside.safetensors'"),
     "a tokenizer beside the folder": (link, "tokenizer.json is a link to .*secret"),
-    "a width in words": (width_in_words, "config.json: .*'hidden_size'"),
 }
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from golden_fox import load_cases, weights
+from budget import load_cases, weights
 from mistakes import refused
 from tiny_fox import ROPE, check_logits, logits
 from tiny_fox import SIZES as TINY
@@ -158,13 +158,6 @@ def test_the_opened_gates_can_be_trained_and_the_original_is_untouched():
         assert parameter.grad.abs().max() > 0, name
     optimizer.step()
     same_tensors(dict(model.state_dict()), dict(before))
-
-
-def test_frequencies_in_an_old_checkpoint_are_not_parameters():
-    model = make(transformers.LlamaConfig(**LLAMA))
-    old = {**model.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    model.state_dict = lambda: old
-    fox.from_llama(model)
 
 
 def writes(name, write, says, **changes):

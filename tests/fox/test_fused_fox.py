@@ -5,8 +5,11 @@ import torch
 from budget import DEVICE, runs_triton
 from tiny_fox import check_logits, logits, tokens
 from tiny_fox import make as make_fox
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaModel
 
-from hf_longctx.fox import fused_fox
+from hf_longctx.fox import FoxConfig, FoxModel, fused_fox, triton_fox
 from hf_longctx.fox.fused_fox import as_defined, fused_heads, fused_norm, norm_as_defined
 from hf_longctx.fox.inputs_fox import find_successors
 
@@ -35,10 +38,6 @@ def padding(*rows):
     last = torch.arange(1, mask.shape[1] + 1, device=DEVICE) * mask
     predecessor = torch.nn.functional.pad(last.cummax(1).values[:, :-1], (1, 0))
     return predecessor, find_successors(predecessor, mask), mask
-
-
-def make_model(variant):
-    return make_fox(variant).to(DEVICE)
 
 
 ROWS = ([1] * 20, [0] * 7 + [1] * 13, [1] * 9 + [0] * 3 + [1] * 6 + [0] * 2)
@@ -188,7 +187,7 @@ def test_models_have_the_same_losses_and_gradients(variant, call, monkeypatch):
     labels = ids.masked_fill(mask == 0, -100) if mask.ndim == 2 else ids
     for fused in (True, False):
         monkeypatch.setattr(fused_fox, "has_kernels", lambda device, fused=fused: fused)
-        model = make_model(variant).train()
+        model = make_fox(variant).to(DEVICE).train()
         loss = model(ids, labels=labels, **call).loss
         loss.backward()
         found.append({"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()})
@@ -198,7 +197,7 @@ def test_models_have_the_same_losses_and_gradients(variant, call, monkeypatch):
 
 @pytest.mark.parametrize("name", ["q_norm", "k_norm", "o_norm", "v_shift_proj"])
 def test_a_module_that_was_replaced_is_called(name):
-    model, called = make_model("pro"), []
+    model, called = make_fox("pro").to(DEVICE), []
     module = getattr(model.model.layers[0].self_attn, name)
     module.register_forward_hook(lambda *_: called.append("hook"))
     module = getattr(model.model.layers[1].self_attn, name)
@@ -216,7 +215,90 @@ def test_a_graph_does_not_ask_for_the_gpu(monkeypatch):
         return True
 
     monkeypatch.setattr(fused_fox, "has_kernels", has_kernels)
-    model, ids = make_model("pro"), tokens(1, 40)
+    model, ids = make_fox("pro").to(DEVICE), tokens(1, 40)
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert (compiled(ids).logits - model(ids).logits).abs().max() < 1e-5
+
+
+# --- launches and saved bytes of a layer in training, as a GPU would have them, next to those of a Llama's layer ---
+
+B, T, HIDDEN = 2, 80, 128
+SIZES = dict(vocab_size=16, hidden_size=HIDDEN, num_attention_heads=2, num_hidden_layers=1)
+
+
+class Launches(TorchDispatchMode):
+    """Count the operations for which a GPU launches a kernel: all but views and empty tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        is_view = any(x.alias_info is not None and not x.alias_info.is_write for x in function._schema.returns)
+        if not is_view and not function.__name__.startswith(("empty", "new_empty", "detach")):
+            self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class RMSNormOnGPU(torch.autograd.Function):
+    """Cost what PyTorch's RMSNorm costs on a GPU: a kernel forward and two backward, with its inputs saved."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1], dtype=torch.float32))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        _, weight, _ = ctx.saved_tensors
+        return dy.clone(), torch.zeros_like(weight)
+
+
+def costs(layer, **inputs):
+    """Launches of a step under autocast, and bytes saved for the backward pass per byte of bfloat16 hidden states."""
+    saved = {}
+    # an optimizer holds the weights, and autocast their copies
+    weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    copies = {2 * p.numel() for p in layer.parameters()}
+
+    def pack(x):
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights and storage.nbytes() not in copies:
+            saved[storage.data_ptr()] = storage  # held here, so that no address is used twice
+        return x
+
+    x = torch.randn(B, T, HIDDEN, requires_grad=True)
+    with Launches() as launches, saved_tensors_hooks(pack, lambda x: x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x, **inputs)
+        y.sum().backward()
+    return launches.count, sum(storage.nbytes() for storage in saved.values()) / (2 * x.numel())
+
+
+@pytest.fixture(scope="module")
+def llama():
+    model = LlamaModel(LlamaConfig(**SIZES, intermediate_size=336, attn_implementation="sdpa"))
+    positions = torch.arange(T)[None]
+    embeddings = model.rotary_emb(torch.ones(1), positions)
+    return costs(model.layers[0], position_embeddings=embeddings, position_ids=positions)
+
+
+@pytest.mark.parametrize(
+    "config, launches, saved",
+    [
+        (FoxConfig(**SIZES, intermediate_size=336), 112, 0.8),
+        (FoxConfig.pro(**SIZES, intermediate_size=304, qk_norm_shared=True), 135, 0.9),
+        (FoxConfig.pro(**SIZES, intermediate_size=304, output_gate="silu"), 135, 0.9),
+    ],
+    ids=["FoX (LLaMA)", "FoX (Pro)", "FoX (Pro) with a norm per head"],
+)
+def test_layer_costs_no_more_than_that_of_a_llama(config, launches, saved, llama, monkeypatch):
+    launched = []
+    for module in (fused_fox, triton_fox):
+        monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: launched.append(kernel))
+        monkeypatch.setattr(module, "is_traced", lambda *tensors: False)
+    monkeypatch.setattr(fused_fox.F, "rms_norm", lambda x, shape, weight, eps: RMSNormOnGPU.apply(x, weight))
+    model = FoxModel(config)
+    model.set_attn_implementation("forgetting_triton")
+    operations, bytes_saved = costs(model.layers[0])
+    assert operations + len(launched) <= min(launches, llama[0])
+    assert bytes_saved <= saved * llama[1]

@@ -4,8 +4,7 @@ import itertools
 
 import pytest
 import torch
-from budget import DEVICE, runs_triton
-from golden_fox import check, load_cases, weights
+from budget import DEVICE, check_golden, load_cases, runs_triton, weights
 
 import hf_longctx.fox as fox
 from hf_longctx.fox.modeling_fox import decay_time_bias
@@ -36,16 +35,16 @@ def test_forward_and_gradients(golden, source, backend):
         if source == "fox":  # labels are aligned with the logits
             options["shift_labels"] = labels
         out = model(t["inputs/input_ids"], labels=labels, output_hidden_states=True, **options)
-        assert check(case, t, "expected/logits", out.logits), case["name"]
+        assert check_golden(case, t, "expected/logits", out.logits), case["name"]
         for i, hidden in enumerate(out.hidden_states):
             if f"expected/hidden_states/{i}" in t:
-                check(case, t, f"expected/hidden_states/{i}", hidden)
+                check_golden(case, t, f"expected/hidden_states/{i}", hidden)
         if "expected/loss_per_token" in t:  # 0 where the label is -100
             loss = torch.nn.functional.cross_entropy(out.logits.mT, labels, reduction="none")
-            check(case, t, "expected/loss_per_token", loss)
+            check_golden(case, t, "expected/loss_per_token", loss)
         for name in ("expected/loss", "expected/loss_mean"):
             if name in t:
-                assert check(case, t, name, out.loss) or source == "fox", case["name"]
+                assert check_golden(case, t, name, out.loss) or source == "fox", case["name"]
         if any(name.startswith("expected/grad/") for name in t):
             out.loss.backward()
             check_gradients(case, t, model)
@@ -83,8 +82,8 @@ def test_decode(golden, source, backend, chunk):
             cache = out.cache
             logits.append(out.logits)
         logits = torch.cat(logits, dim=1)
-        assert check(case, t, "expected/prefill_logits", logits[:, :prefill])
-        assert check(case, t, "expected/step_logits", logits[:, prefill:])
+        assert check_golden(case, t, "expected/prefill_logits", logits[:, :prefill])
+        assert check_golden(case, t, "expected/step_logits", logits[:, prefill:])
 
 
 def test_generate(golden):
@@ -100,7 +99,7 @@ def test_generate(golden):
             return_dict_in_generate=True,
         )
         assert torch.equal(out.sequences, t["expected/sequences"])
-        assert check(case, t, "expected/scores", torch.stack(out.logits, dim=1))
+        assert check_golden(case, t, "expected/scores", torch.stack(out.logits, dim=1))
 
 
 def test_both_layouts_of_one_model_are_one_model(golden):
@@ -124,11 +123,11 @@ def check_operator(case, t, inputs, key, transposed=False, **options):
     leaves = [x.requires_grad_() for x in inputs]
     flip = (lambda x: x.transpose(1, 2)) if transposed else (lambda x: x)  # (B, T, H, ...) to (B, H, T, ...)
     out = flip(fox.forgetting_attention(*(flip(x).to(DEVICE) for x in leaves), **options)).cpu()
-    assert check(case, t, key, out), case["name"]
+    assert check_golden(case, t, key, out), case["name"]
     if "inputs/dout" in t:
         out.backward(t["inputs/dout"])
         for name, x in zip(NAMES, leaves):
-            assert check(case, t, f"expected/d{name}", x.grad), (case["name"], name)
+            assert check_golden(case, t, f"expected/d{name}", x.grad), (case["name"], name)
 
 
 @pytest.mark.parametrize("kind, key", [("op", "expected/out"), ("op_acp", "expected/out_dense")])

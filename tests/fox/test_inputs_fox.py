@@ -3,14 +3,20 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_fox import VARIANTS, both_blocks, check_logits, logits, make, make_from, tokens
-from transformers import AttentionInterface, AttentionMaskInterface, DataCollatorWithFlattening, DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from tiny_fox import both_blocks, check_logits, checkpointed, logits, make, tokens
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    StaticCache,
+)
 
 from hf_longctx.fox import backend_fox
 from hf_longctx.fox.attention_fox import running_sum
 
 
+GROUPED = "pro with grouped heads and rope"
 LENGTHS = [5, 1, 9]
 DOCUMENTS = [tokens(1, n, seed=n) for n in LENGTHS]
 
@@ -40,7 +46,7 @@ def alone(model):
 
 
 PACKED = [("pro with a window", borders, "sdpa") for borders in BORDERS]
-PACKED += [(variant, "position ids", "sdpa") for variant in ("llama", "pro with grouped heads and rope", "window")]
+PACKED += [(variant, "position ids", "sdpa") for variant in ("llama", GROUPED, "window")]
 PACKED += [("llama", "seq_idx", "eager"), ("pro with a window", "position ids", "eager")]
 
 
@@ -70,19 +76,23 @@ def flash_attention(module, query, key, value, attention_mask, scaling, cu_seq_l
     return torch.cat(documents, dim=1).transpose(0, 1).unflatten(0, (query.shape[0], -1)), None
 
 
-FLASH_CASES = [("pro with grouped heads and rope", name, 1) for name in BORDERS]
-FLASH_CASES += [("llama", "position ids", 2), ("pro with grouped heads and rope", "seq_idx", 2)]
+FLASH_CASES = [(GROUPED, name, 1, "flash_attention_2") for name in BORDERS]
+FLASH_CASES += [("llama", "position ids", 2, "flash_attention_2")]
+# transformers takes that of the Hub where flash_attn is not installed
+FLASH_CASES += [(GROUPED, "seq_idx", 2, "kernels-community/flash-attn2")]
 
 
-@pytest.mark.parametrize("variant, borders, rows", FLASH_CASES)
-def test_flash_attention_is_told_the_borders(variant, borders, rows, monkeypatch):
+@pytest.mark.parametrize("variant, borders, rows, name", FLASH_CASES)
+def test_flash_attention_is_told_the_borders(variant, borders, rows, name, monkeypatch):
     batch = BORDERS[borders]()
     if rows == 2:  # which the collator does not make
         batch = {name: x.repeat(2, 1) for name, x in batch.items()}
     model = make(variant)
     want = alone(model).expand(rows, -1, -1)
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", flash_attention)
-    model.config._attn_implementation = "flash_attention_2"
+    monkeypatch.setattr(backend_fox, "flash_attention_forward", flash_attention)
+    monkeypatch.setitem(AttentionInterface._global_mapping, name, flash_attention)
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, name, lambda *args, **kwargs: None)
+    model.config._attn_implementation = name
     check_logits(logits(model, **batch), want)
 
 
@@ -92,7 +102,7 @@ def test_gradients_of_packed_documents(variant, checkpointing):
     batch = collate("position_ids", "labels")
     model, separate = make(variant).train(), make(variant).train()
     if checkpointing:
-        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+        checkpointed(model)
     count = sum(LENGTHS) - len(LENGTHS)
     loss = model(**batch, num_items_in_batch=count).loss
     loss.backward()
@@ -101,18 +111,6 @@ def test_gradients_of_packed_documents(variant, checkpointing):
     torch.testing.assert_close(loss, whole)
     for (name, p), q in zip(model.named_parameters(), separate.parameters()):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.mark.parametrize(
-    "variant, borders", [("pro with grouped heads and rope", "position ids"), ("llama", "cu_seq_lens")]
-)
-def test_packed_documents_compile_without_graph_break(variant, borders):
-    torch._dynamo.reset()
-    config = VARIANTS[variant]()
-    config.num_hidden_layers = 1
-    model, batch = make_from(config), BORDERS[borders]()
-    compiled = torch.compile(model, backend="eager", fullgraph=True)
-    check_logits(logits(compiled, **batch), alone(model))
 
 
 @both_blocks
@@ -153,22 +151,45 @@ def test_no_cache_comes_back_from_packed_documents():
     assert make("llama")(**BORDERS["position ids"](), use_cache=True).cache is None
 
 
-def test_flash_attention_of_the_hub_is_flash_attention(monkeypatch):
-    """transformers takes it where flash_attn is not installed; then it has to have the borders of documents, too."""
-    name, calls = "kernels-community/flash-attn2", []
+# --- trees: under a 4D attention mask, each path is what it would be alone ---
 
-    def attention(module, q, k, v, mask, **kwargs):
-        calls.append(kwargs["cu_seq_lens_q"].tolist())
-        return q.transpose(1, 2), None
+PREFIX, BRANCHES = tokens(1, 5), [tokens(1, n, seed=n) for n in (3, 1, 4)]
+TREE = torch.cat([PREFIX, *BRANCHES], dim=1)  # (1, 13): the branches one after another
 
-    monkeypatch.setattr(backend_fox, "flash_attention_forward", attention)
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, lambda *args, **kwargs: None)
-    try:
-        model = make("llama")
-        model.config._attn_implementation = name
-        model(tokens(1, 5), position_ids=torch.tensor([[0, 1, 0, 1, 2]]), use_cache=False)
-    finally:
-        for mapping in (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping):
-            mapping.pop(name)
-    assert calls[0] == [0, 2, 5]
+
+def tree_mask():
+    """(1, 1, 13, 13): every branch sees the prefix and itself. The position ids, (1, 13)."""
+    branch = torch.repeat_interleave(torch.arange(4), torch.tensor([5, 3, 1, 4]))
+    visible = ((branch[:, None] == branch) | (branch == 0)).tril()
+    positions = visible.sum(-1) - 1
+    return visible[None, None], positions[None]
+
+
+def alone_in_tree(model):
+    """Logits of the prefix, then of each branch after it."""
+    parts = [logits(model, PREFIX)]
+    parts += [logits(model, torch.cat([PREFIX, branch], dim=1))[:, 5:] for branch in BRANCHES]
+    return torch.cat(parts, dim=1)
+
+
+@pytest.mark.parametrize("additive", [False, True], ids=["boolean", "additive"])
+@pytest.mark.parametrize("variant", ["llama", GROUPED, "one gate per key head", "no gate", "window"])
+def test_each_path_of_a_tree_is_what_it_is_alone(variant, additive):
+    model, (mask, positions) = make(variant), tree_mask()
+    if model.config.sliding_window is not None:
+        mask = mask & (positions.mT - positions < model.config.sliding_window)
+    if additive:
+        mask = torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+    check_logits(logits(model, TREE, attention_mask=mask, position_ids=positions), alone_in_tree(model))
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["growing cache", "static cache"])
+@both_blocks
+def test_a_tree_grows_from_a_cache(variant, static):
+    model, (mask, positions) = make(variant), tree_mask()
+    cache = StaticCache(config=model.config, max_cache_len=16) if static else DynamicCache(config=model.config)
+    parts = [logits(model, PREFIX, cache=cache)]
+    mask = F.pad(mask, (0, 3)) if static else mask  # free slots
+    branches = dict(attention_mask=mask[:, :, 5:], position_ids=positions[:, 5:])
+    parts.append(logits(model, TREE[:, 5:], cache=cache, **branches))
+    check_logits(torch.cat(parts, dim=1), alone_in_tree(model))

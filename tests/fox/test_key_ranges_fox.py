@@ -9,16 +9,17 @@ from budget import (
     DEVICE,
     check_budget,
     check_close,
+    check_golden,
     draw,
     error,
     floors,
+    load_cases,
     on_triton,
     padding,
     run,
     run_exact,
     run_plain,
 )
-from golden_fox import check, load_cases
 
 from hf_longctx import forgetting_attention
 from hf_longctx.fox import key_ranges_fox, tiles_fox
@@ -135,7 +136,7 @@ def test_golden_pruning(golden):
         if case["call"]["adaptive_threshold"] == "auto":
             bound = key_ranges_fox.bound_from_norms(q, k, q.shape[-1] ** -0.5, None, None)
             threshold = pruning_threshold(bound, k.shape[2], -10.0)
-            assert check(case, t, "expected/threshold", threshold)
+            assert check_golden(case, t, "expected/threshold", threshold)
         blocks = case["forward_block_sizes"] if "forward_block_sizes" in case else case["call"]["forward_block_sizes"]
         blocks = tuple(blocks.values() if isinstance(blocks, dict) else blocks)
         check_first_keys(case, t, threshold, blocks, "expected/start_index")

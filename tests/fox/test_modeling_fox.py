@@ -1,18 +1,35 @@
 """FoX behaves like a Llama: caches, generation, padding, packing, dtypes, training, saving."""
 
-import types
+import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from budget import EPS
-from tiny_fox import TINY, both_blocks, check_logits, every_variant, logits, make, tokens
+from tiny_fox import (
+    TINY,
+    both_blocks,
+    check_logits,
+    checkpointed,
+    close_gates,
+    every_variant,
+    filled,
+    logits,
+    make,
+    tokens,
+)
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import AutoModel, AutoModelForCausalLM
-from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM, forgetting_attention_ref
-from hf_longctx.fox.modeling_fox import FoxRMSNorm, decay_time_bias
+from hf_longctx.fox import (
+    FoxConfig,
+    FoxForCausalLM,
+    FoxForSequenceClassification,
+    compat_fox,
+    forgetting_attention_ref,
+)
+from hf_longctx.fox.modeling_fox import decay_time_bias
 from hf_longctx.fox.state_fox import Call
 
 
@@ -64,10 +81,7 @@ def test_padding_changes_nothing_on_real_tokens(variant, padding):
 
 
 def test_a_float16_mask_outweighs_any_decay():
-    model = make("llama", "eager").half()
-    for layer in model.model.layers:
-        layer.self_attn.f_proj.weight.data.zero_()
-        layer.self_attn.f_proj.bias.data.fill_(-400.0)
+    model = close_gates(make("llama", "eager").half())
     first, second = tokens(1, 200), tokens(1, 200)
     second[0, -1] = 3 + (second[0, -1] - 2) % 50
     assert torch.equal(logits(model, first)[:, :-1], logits(model, second)[:, :-1])
@@ -87,46 +101,22 @@ def test_half_precision_is_no_worse_than_a_llama_would_be(variant, dtype):
     assert error[variant] <= 3 * error["no gate"]
 
 
-def test_eager_returns_attention_weights_and_the_gate_fades_them():
-    model, ids = make("llama", "eager"), tokens(1, 12)
-    weights = {}
-    for bias in (50.0, -3.0):  # open gates and closing gates
-        for layer in model.model.layers:
-            layer.self_attn.f_proj.weight.data.zero_()
-            layer.self_attn.f_proj.bias.data.fill_(bias)
-        with torch.no_grad():
-            weights[bias] = model(ids, output_attentions=True).attentions
-        assert [x.shape for x in weights[bias]] == 2 * [(1, 4, 12, 12)]
-        torch.testing.assert_close(weights[bias][0].sum(-1), torch.ones(1, 4, 12))
-    assert weights[-3.0][0][0, :, -1, :4].max() < 1e-6 < weights[50.0][0][0, :, -1, :4].max()
+def wrap_layers(model):
+    """As FSDP does, without telling the model: the second run of a layer must not find its tokens in a cache."""
+    model.model.layers = torch.nn.ModuleList(checkpoint_wrapper(layer) for layer in model.model.layers)
 
 
 @every_variant
 def test_every_parameter_learns_and_checkpointing_changes_no_gradient(variant):
-    gradients = []
-    for checkpointing in (False, True):
-        model = make(variant).train()
-        if checkpointing:
-            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable()
-        ids = tokens()
-        model(ids, labels=ids).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters()})
-    for name, gradient in gradients[0].items():
-        assert gradient is not None and gradient.abs().max() > 0, name
-        torch.testing.assert_close(gradient, gradients[1][name])
-
-
-@both_blocks
-def test_layers_may_be_checkpointed_by_others(variant):
-    """As FSDP does, without telling the model: the second run of a layer must not find its tokens in a cache."""
     gradients, ids = [], tokens()
-    for wrap in (lambda layer: layer, checkpoint_wrapper):
+    for checkpointing in (lambda model: None, checkpointed, wrap_layers):
         model = make(variant).train()
-        model.model.layers = torch.nn.ModuleList(wrap(layer) for layer in model.model.layers)
+        checkpointing(model)
         model(ids, labels=ids, use_cache=True).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*gradients)
+    assert all(gradient.abs().max() > 0 for gradient in gradients[0])
+    for others in gradients[1:]:
+        torch.testing.assert_close(others, gradients[0])
 
 
 def test_logits_to_keep():
@@ -152,28 +142,6 @@ def test_initial_weights_from_scratch_and_around_loaded_ones(tmp_path):
     assert (loaded.model.layers[0].self_attn.f_proj.bias == 7.0).all()
 
 
-def test_fixed_gates_are_the_slopes_of_alibi():
-    """Those of BLOOM, whose biases grow with the key's position: a row does not see what they have in common."""
-    config = FoxConfig(**TINY, forget_gate="fixed", decay_time_min=2 ** (8 / 4), decay_time_max=2**8)
-    q, k, v = torch.randn(3, 2, 4, 30, 8)
-    bias = build_alibi_tensor(torch.ones(2, 30), 4, torch.float32).view(2, 4, 1, 30)
-    logits = (q @ k.mT * 8**-0.5 + bias).masked_fill(torch.ones(30, 30, dtype=torch.bool).triu(1), -torch.inf)
-    log_f = FoxForCausalLM(config).model.layers[0].self_attn.f_proj(torch.randn(2, 30, 32))
-    torch.testing.assert_close(forgetting_attention_ref(q, k, v, log_f), logits.softmax(-1) @ v)
-
-
-@pytest.mark.parametrize("variant", ["pro", "only v shift, shared norm, biases", "fixed"])
-def test_save_and_load(variant, tmp_path):
-    model, ids = make(variant), tokens()
-    model.save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is FoxForCausalLM
-    assert torch.equal(logits(loaded, ids), logits(model, ids))
-    assert (loaded.config.rope_parameters is None) == (model.config.rope_parameters is None)
-    base = AutoModel.from_pretrained(tmp_path)
-    assert torch.equal(base.embed_tokens.weight, model.model.embed_tokens.weight)
-
-
 def test_a_folder_can_be_loaded_with_another_depth_or_window(tmp_path):
     make("llama").save_pretrained(tmp_path)
     changed = AutoModelForCausalLM.from_pretrained(tmp_path, num_hidden_layers=1, sliding_window=7)
@@ -190,20 +158,47 @@ def test_a_backend_that_would_ignore_the_gate_is_refused():
         model(tokens())
 
 
-def hub_rms_norm(self, hidden_states):
-    """How the RMSNorm layers of the Hub compute, of which `kernels` takes nothing but this method."""
-    x = hidden_states.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.variance_epsilon)
-    assert self.weight.shape == x.shape[-1:]
-    return self.weight * x.to(hidden_states.dtype)
+# --- both names of the cache argument, with every version of transformers ---
+
+both_names = pytest.mark.parametrize("name", ["cache", "past_key_values"])
 
 
-@pytest.mark.parametrize("variant, norms", [("pro", 5), ("only v shift, shared norm, biases", 9)])
-def test_kernels_of_the_hub_can_stand_in_for_norms(variant, norms):
-    model, ids = make(variant), tokens()
-    want = logits(model, ids)
-    replaced = [m for m in model.modules() if isinstance(m, FoxRMSNorm)]  # what is registered as "RMSNorm"
-    assert len(replaced) == norms
-    for module in replaced:
-        module.forward = types.MethodType(hub_rms_norm, module)
-    torch.testing.assert_close(logits(model, ids), want, atol=1e-5, rtol=1e-5)
+def warned(name):
+    """The old name warns as in transformers, which warns from 5.24 on."""
+    if name == compat_fox.CACHE or compat_fox.CACHE == "past_key_values":
+        return nullcontext()
+    return pytest.warns(FutureWarning, match="`past_key_values` is deprecated")
+
+
+def check_names(output, cache):
+    assert output.cache is output.past_key_values is cache
+    assert pickle.loads(pickle.dumps(output)).cache.get_seq_length() == cache.get_seq_length()
+    output.cache = None  # as code that only needs the logits does
+    assert output.past_key_values is None
+
+
+@both_names
+def test_calls_take_and_return_both_names(name):
+    model, ids = make("pro"), tokens(2, 9)
+    for read in (model, model.model, FoxForSequenceClassification(model.config)):
+        cache = DynamicCache(config=model.config)
+        with warned(name), torch.no_grad():
+            output = read(ids, **{name: cache})
+        assert cache.get_seq_length() == 9
+        check_names(output, cache)
+    cache = filled(model)
+    for part in ("model.layers.1", "model.layers.1.self_attn"):
+        with warned(name), torch.no_grad():
+            model.get_submodule(part)(torch.randn(2, 1, 32), **{name: cache})
+    assert cache.get_seq_length(1) == 11
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
+@both_names
+def test_generate_takes_and_returns_both_names(options, name):
+    model, ids, cache = make("pro"), tokens(1, 9), DynamicCache(config=make("pro").config)
+    options = options | dict(max_new_tokens=3, do_sample=False)
+    with warned(name):
+        output = model.generate(ids, return_dict_in_generate=True, **{name: cache}, **options)
+    check_names(output, cache)
+    assert output.sequences.tolist() == model.generate(ids, **options).tolist()

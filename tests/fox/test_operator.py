@@ -1,25 +1,15 @@
 """`forgetting_attention`: every backend agrees with the definition."""
 
+import contextlib
 import itertools
 import types
 
 import pytest
 import torch
-from budget import (
-    DEVICE,
-    EPS,
-    check_budget,
-    draw,
-    error,
-    floors,
-    on_triton,
-    padding,
-    run,
-    run_exact,
-    run_plain,
-    runs_triton,
-)
+from budget import DEVICE, EPS, check_run, draw, error, floors, padding, run, runs_triton
 from mistakes import refused
+from torch.func import grad, hessian, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_longctx import forgetting_attention, forgetting_attention_ref
 from hf_longctx.fox import operator, triton_fox
@@ -72,14 +62,12 @@ def test_every_backend_agrees_with_the_definition(backend, case, dtype):
     inputs = draw(*shape, dtype=dtype)
     fast = run(forgetting_attention, *inputs, backend=backend, **options)
     assert [x.dtype for x in fast] == [dtype] * 4 + [FP32]
-    plain, exact = (f(*inputs, **options) for f in (run_plain, run_exact))
     limits = {}
     if backend == "folded":  # the logits hold c_j in float32 instead of c_i - c_j
         limits["resolution"] = EPS * inputs[3].sum(-1).abs().max().item()
         limits["dlog_f"] = 0.0 if dtype == FP32 else 0.02  # SDPA rounds the column sums of dS to 16 bits
-    check_budget(fast, plain, exact, inputs, options.get("scale"), **limits)
-    decoded = forgetting_attention(*inputs[:4], backend=backend, **options)
-    check_budget([decoded], plain[:1], exact[:1], inputs, options.get("scale"), **limits)
+    check_run(fast, inputs, limits, **options)
+    check_run([forgetting_attention(*inputs[:4], backend=backend, **options)], inputs, limits, **options)
     if "attention_mask" in options:
         padded = ~options["attention_mask"].bool()[:, None, -shape[3] :, None]
         assert (fast[0].masked_select(padded) == 0).all()
@@ -117,17 +105,8 @@ def test_autocast(backend):
     assert torch.equal(mixed, forgetting_attention(*(x.bfloat16() for x in (q, k, v)), log_f, backend=backend))
 
 
-@pytest.mark.parametrize(
-    "backend, options",
-    [
-        ("folded", {"attention_mask": padding(24, (3, 20))}),
-        pytest.param("triton", {"cu_seqlens": torch.tensor([0, 9, 24], device=DEVICE)}, marks=runs_triton),
-    ],
-    ids=["folded, mask", "triton, packed"],
-)
-def test_compiles_to_one_graph(backend, options):
-    inputs = draw(1, 2, 1, 24, 24, 16)
-    options = options | dict(backend=backend)
+def test_compiles_to_one_graph():
+    inputs, options = draw(1, 2, 1, 24, 24, 16), dict(attention_mask=padding(24, (3, 20)), backend="folded")
     compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
     got, want = (run(f, *inputs, **options) for f in (compiled, forgetting_attention))
     for x, y, floor in zip(got, want, floors(*inputs).values()):
@@ -135,12 +114,67 @@ def test_compiles_to_one_graph(backend, options):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="a failed assertion on the device ends the process's CUDA context")
-@on_triton
-def test_a_compiled_graph_refuses_bad_values():
+@pytest.mark.parametrize("backend", [TRITON])
+def test_a_compiled_graph_refuses_bad_values(backend):
     q, k, v, log_f, _ = draw(1, 1, 1, 8, 8, 16)
     compiled = torch.compile(forgetting_attention, fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match="between real tokens"):
-        compiled(q, k, v, log_f, backend="triton", attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]]))
+        compiled(q, k, v, log_f, backend=backend, attention_mask=torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1]]))
+
+
+# --- derivatives of other kinds than a backward pass are those of finite differences, or there are none ---
+
+TRANSFORMS = {  # of a function of x and a direction: its derivative, and the function whose differences are that
+    "jvp": (lambda f, x, d: jvp(f, (x,), (d,))[1], lambda f: f),
+    "jvp of grad": (lambda f, x, d: jvp(grad(f), (x,), (d,))[1], grad),
+    "grad of grad": (lambda f, x, d: grad(lambda x: (grad(f)(x) * d).sum())(x), grad),
+    "hessian": (lambda f, x, d: hessian(f)(x).flatten(x.ndim).view(*x.shape, -1) @ d.flatten(), grad),
+}
+FORMS = {"reference": contextlib.nullcontext, "folded": lambda: sdpa_kernel(SDPBackend.MATH)}
+
+
+def differences(f, x, direction, step):
+    return (f(x + step * direction) - f(x - step * direction)) / (2 * step)
+
+
+def of_argument(argument, backend):
+    """A number that depends on one argument of the operator, its value, and a direction."""
+    *inputs, do = (x.double() if x.ndim == 4 else x for x in draw(1, 2, 1, 7, 7, 4))
+    random = torch.Generator().manual_seed(2)
+
+    def number(x):
+        arguments = [*inputs[:argument], x, *inputs[argument + 1 :]]
+        return (do * forgetting_attention(*arguments, backend=backend)).sum()
+
+    x = inputs[argument]
+    return number, x, torch.randn(x.shape, generator=random, dtype=x.dtype).to(x.device)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of SDPA under vmap
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("argument", range(4), ids=["q", "k", "v", "log_f"])
+@pytest.mark.parametrize("backend", FORMS)
+def test_derivatives_of_the_operator(backend, argument, transform):
+    derive, differ = TRANSFORMS[transform]
+    f, x, direction = of_argument(argument, backend)
+    reference, *_ = of_argument(argument, "reference")
+    step = 1e-4 if x.dtype == torch.float64 else 0.01  # gates are float32
+    with FORMS[backend]():
+        got = derive(f, x, direction)
+    want = differences(differ(reference), x, direction, step)
+    torch.testing.assert_close(got, want, atol=1e-3 * want.abs().max().item(), rtol=0, check_dtype=False)
+
+
+@pytest.mark.parametrize("argument", range(4), ids=["q", "k", "v", "log_f"])
+@pytest.mark.parametrize("backend", ["folded", TRITON])
+def test_what_has_no_derivative_says_so(backend, argument):
+    inputs = draw(1, 1, 1, 8, 8, 16)[:4]
+
+    def attention(x):
+        return forgetting_attention(*inputs[:argument], x.clone(), *inputs[argument + 1 :], backend=backend)
+
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"forward AD|forward-mode"):
+        jvp(attention, (inputs[argument],), (inputs[argument],))
 
 
 # --- who computes ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from tiny_fox import check_logits, logits, make, tokens
+from tiny_fox import check_logits, close_gates, logits, make, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
@@ -15,17 +15,10 @@ pytestmark = pytest.mark.skipif(
 )
 START = tokens(1, 17, seed=4)[0].tolist()
 PROMPTS = [[*START, 5, 6], [*START, 7], tokens(1, 4, seed=5)[0].tolist(), tokens(1, 30, seed=6)[0].tolist()]
-VARIANTS = [
-    "llama",
-    "pro",
-    "window",
-    "one gate per key head",
-    "only v shift, shared norm, biases",
-    "no gate",
-]
+VARIANTS = ["llama", "pro", "window", "one gate per key head", "only v shift, shared norm, biases", "no gate"]
 
 
-def generate_batch(model, prompts, new=6, batching=None, keep=False, **settings):
+def generate_batch(model, prompts, new=6, batching=None, **settings):
     settings = dict(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0) | settings
     # Small pages and batches: prompts span several of both, and the common beginning is a page that two requests
     # share.
@@ -34,7 +27,6 @@ def generate_batch(model, prompts, new=6, batching=None, keep=False, **settings)
         prompts,
         generation_config=GenerationConfig(**settings),
         continuous_batching_config=ContinuousBatchingConfig(**options),
-        persistent_manager=keep,
     )
     assert all(result.error is None for result in results.values())
     return [(result.generated_tokens, torch.tensor(result.logprobs)) for result in results.values()]
@@ -76,10 +68,7 @@ def test_several_answers_to_one_prompt(variant):
 
 
 def test_a_float16_mask_outweighs_any_decay():
-    model = make("llama").half()
-    for layer in model.model.layers:
-        layer.self_attn.f_proj.weight.data.zero_()
-        layer.self_attn.f_proj.bias.data.fill_(-400.0)
+    model = close_gates(make("llama").half())
     prompts = [tokens(1, n, seed=n)[0].tolist() for n in (3, 250)]
     batched = generate_batch(model, prompts, batching=dict(max_batch_tokens=512, num_blocks=256))
     for prompt, (new, _) in zip(prompts, batched):

@@ -55,11 +55,6 @@ def against_one_process(folder, again, backend, **sizes):
             name: (getattr(p.grad, "full_tensor", lambda p=p: p.grad)() - q.grad).abs().max().item()
             for (name, p), q in zip(split.named_parameters(), whole.parameters())
         }
-        results["whole in each process"] = sorted(
-            name.removeprefix("model.layers.0.")
-            for name, p in split.named_parameters()
-            if type(p.data) is torch.Tensor
-        )
         split.save_pretrained(again)
         dist.barrier()
         saved = FoxForCausalLM.from_pretrained(again).state_dict()
@@ -102,9 +97,6 @@ def test_tensor_parallel(variant, backend, results):
     assert result["generated logits"] < 2e-5
     for name, error in result["gradients"].items():
         assert error < 1e-5, name
-    norms = {"input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight"}
-    shared = {"self_attn.q_norm.weight", "self_attn.k_norm.weight"} if "shared norm" in variant else set()
-    assert set(result["whole in each process"]) == norms | shared
     assert result["saved"]
     assert result["bounds"]
 

@@ -10,7 +10,7 @@ from transformers import CompileConfig, DynamicCache
 
 from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache
 from hf_longctx.fox.attention_fox import fold_keys, fold_queries, unfold_decay
-from hf_longctx.fox.backend_fox import VisibleKeys, eager_attention_forward
+from hf_longctx.fox.backend_fox import eager_attention_forward
 from hf_longctx.fox.pruned_cache import PrunedLayer, group_heads, logit_bound_of_weights
 from hf_longctx.fox.state_fox import replace_shift_layers
 
@@ -189,13 +189,6 @@ def test_logits_stay_close_in_any_chunks(variant, backend, tolerance, chunks):
     torch.testing.assert_close(got, exact, atol=10 * tolerance + 5e-5, rtol=1e-4)
 
 
-def test_the_mask_of_the_triton_backend_can_be_cut():
-    mask = VisibleKeys(torch.tensor([[[0]], [[9]], [[20]]]), end=20)
-    assert mask.last(12).key_start.tolist() == [[[0]], [[1]], [[12]]]
-    assert mask.last(12).end == 12
-    assert VisibleKeys(None, end=20).last(12) == VisibleKeys(None, end=12)
-
-
 def test_cropping_up_to_the_last_pruning():
     model, ids = make(GROUPED), tokens()
     cache = pruned(model, prune_every=100)
@@ -271,9 +264,13 @@ def test_a_static_cache_says_what_does_not_fit():
         logits(model, tokens(1, 100), cache=cache)
     with pytest.raises(ValueError, match="max_cache_len must be at least"):
         in_chunks(model, tokens(1, 1000), cache, 20)
-    with pytest.raises(NotImplementedError, match="max_cache_len supports"):
-        mask = {"flash_attention_2": None, "token_mask": None}
-        logits(model, tokens(1, 10), cache=pruned(model, slots=64), attention_mask=mask)
+    for slots, name, message in (
+        (64, "flash_attention_2", "max_cache_len supports"),
+        (None, "sdpa", "flex_attention"),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            mask = {name: None if slots else "blocks", "token_mask": None}
+            logits(model, tokens(1, 10), cache=pruned(model, slots=slots), attention_mask=mask)
 
 
 def test_what_was_dropped_before_counts():
@@ -326,17 +323,3 @@ def test_queries_beyond_the_observed_bound_are_reported(caplog):
         layer.self_attn.q_proj.weight.data.mul_(30)
     in_chunks(model, ids[:, 100:], cache, 1)
     assert cache.lost_weight > 1e-4
-
-
-def test_bound_of_adapted_weights_is_refused():
-    model = make("llama")
-    model.model.layers[1].self_attn.q_proj = torch.nn.Sequential(model.model.layers[1].self_attn.q_proj)
-    with pytest.raises(ValueError, match=r"got those of a Sequential.*observed"):
-        PrunedCache(model)
-    PrunedCache(model, logit_bound="observed")
-
-
-def test_flex_attention_is_refused():
-    model = make("llama")
-    with pytest.raises(NotImplementedError, match="flex_attention"):
-        logits(model, tokens(), cache=pruned(model), attention_mask={"sdpa": "blocks", "token_mask": None})

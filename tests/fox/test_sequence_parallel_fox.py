@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import WORLD
-from tiny_fox import VARIANTS, make, skip_without_triton, tokens
+from tiny_fox import VARIANTS, checkpointed, make, skip_without_triton, tokens
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from transformers import LlamaConfig
@@ -45,7 +45,7 @@ def learn(shard, variant, backend="sdpa", packed=True, checkpointing=False, chun
     model, batch = make(variant, backend).train(), make_batch(packed)
     if shard is not None:
         if checkpointing:
-            getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+            checkpointed(model)
         rows = [{name: x[row] for name, x in batch.items()} for row in range(BATCH)]
         batch = shard.collate(rows)
     if chunked:

@@ -13,26 +13,19 @@ from commands import run
 
 
 pytest.importorskip("triton")
-from budget import EPS
-from tiny_fox import ROPE, TINY, VARIANTS, check_logits, in_chunks, logits, make_from, tokens
+from budget import DEVICE, EPS, runs_triton
+from tiny_fox import VARIANTS, check_logits, checkpointed, close_gates, in_chunks, logits, make_from, tokens
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from hf_longctx.fox import FoxConfig, FoxForCausalLM, PrunedCache, backend_fox, triton_fox
+from hf_longctx.fox import FoxConfig, PrunedCache, backend_fox
 from hf_longctx.fox.attention_fox import folded_width
 from hf_longctx.fox.backend_fox import logit_bound_of_norms
 from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [
-    pytest.mark.skipif(
-        DEVICE == "cpu" and not triton_fox.INTERPRETED.value,
-        reason="triton was imported without TRITON_INTERPRET=1, and there is no GPU",
-    ),
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's numpy speaks up at exp2(-inf), log2(0)
-]
+pytestmark = runs_triton
 PRO = "pro with grouped heads and rope"
 
 
@@ -74,23 +67,18 @@ def loss_and_gradients(model, ids, mask=None, **kwargs):
     return out.logits.detach()[real], {name: p.grad for name, p in model.named_parameters()}
 
 
+def packed(**borders):
+    return draw(1, 38), {name: torch.tensor(x, dtype=torch.int32, device=DEVICE) for name, x in borders.items()}
+
+
 ROWS = {
-    "causal": {},
-    "left padding": {"mask": [(0, 0), (0, 30)]},
-    "right padding": {"mask": [(3, 38), (30, 38)]},
-    "padding in the middle": {"mask": [(5, 9), (33, 36)]},
-    "packed": {"documents": [5, 1, 20, 12]},
+    "causal": lambda: (draw(1, 38), {}),
+    "left padding": lambda: (draw(2, 38), {"mask": holes(2, 38, (0, 0), (0, 30))}),
+    "right padding": lambda: (draw(2, 38), {"mask": holes(2, 38, (3, 38), (30, 38))}),
+    "padding in the middle": lambda: (draw(2, 38), {"mask": holes(2, 38, (5, 9), (33, 36))}),
+    "packed": lambda: packed(position_ids=[[*range(5), 0, *range(20), *range(12)]]),
+    "cu_seq_lens": lambda: packed(cu_seq_lens_q=[0, 5, 6, 26, 38]),
 }
-
-
-def rows(kind):
-    kind = ROWS[kind]
-    if "documents" in kind:
-        position_ids = torch.cat([torch.arange(n, device=DEVICE) for n in kind["documents"]])[None]
-        return draw(1, 38), {"position_ids": position_ids}
-    if "mask" in kind:
-        return draw(2, 38), {"mask": holes(2, 38, *kind["mask"])}
-    return draw(1, 38), {}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +93,7 @@ def rows(kind):
     ],
 )
 def test_logits_and_gradients_of_all_parameters_equal_eager(variant, kind):
-    ids, kwargs = rows(kind)
+    ids, kwargs = ROWS[kind]()
     got, gradients = loss_and_gradients(make(variant), ids, **kwargs)
     want, expected = loss_and_gradients(make(variant, "eager"), ids, **kwargs)
     check(got, want)
@@ -174,23 +162,6 @@ def test_a_gradient_through_the_cache():
         check(gradients[0][name], gradient)
 
 
-def test_a_bfloat16_model_learns_the_exact_gradient_of_its_gates():
-    """The folded gate rounds this gradient to bfloat16 in each key; here it never leaves float32."""
-    ids, error = draw(1, 40), {}
-    _, exact = loss_and_gradients(make("llama", "eager").double(), ids)
-    for backend in ("forgetting_triton", "sdpa"):
-        _, gradients = loss_and_gradients(make("llama", backend).bfloat16(), ids)
-        name = "model.layers.0.self_attn.f_proj.bias"
-        error[backend] = ((gradients[name] - exact[name]).norm() / exact[name].norm()).item()
-    assert error["forgetting_triton"] < error["sdpa"]
-
-
-def checkpointed(model):
-    """Its name is another one since transformers 5.23."""
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    return model
-
-
 def test_autocast_and_checkpointing():
     ids = draw(1, 20)
     _, plain = loss_and_gradients(make(PRO).train(), ids)
@@ -226,11 +197,13 @@ def test_training_on_rows_of_any_length_compiles_to_one_graph():
     assert graphs() == 1
 
 
-@pytest.mark.parametrize("kind", ["causal", "packed"])
-@pytest.mark.parametrize("backend", ["sdpa", "forgetting_triton"])
-@pytest.mark.parametrize("variant", ["llama", PRO])
+COMPILED = [(v, backend, "packed") for v in ("llama", PRO) for backend in ("sdpa", "forgetting_triton")]
+COMPILED += [(PRO, "forgetting_triton", "causal"), ("llama", "sdpa", "cu_seq_lens")]
+
+
+@pytest.mark.parametrize("variant, backend, kind", COMPILED)
 def test_a_compiled_training_step_is_one_graph_with_the_gradients_of_eager(variant, backend, kind):
-    ids, options = rows(kind)
+    ids, options = ROWS[kind]()
     model = make(variant, backend).train()
     model.model.forward = compiled(model.model.forward)
     got, want = (loss_and_gradients(m, ids, **options) for m in (model, make(variant, backend).train()))
@@ -243,23 +216,13 @@ def test_a_compiled_training_step_is_one_graph_with_the_gradients_of_eager(varia
 def test_decoding_with_a_static_cache_compiles_to_one_graph():
     """One graph for every step: how many keys there are is known to the device only."""
     ids, model = draw(1, 20), make("llama")
-    cache = StaticCache(config=model.config, max_cache_len=32)
-    want = logits(model, ids, use_cache=False)
+    cache, want = StaticCache(config=model.config, max_cache_len=32), logits(model, ids, use_cache=False)
     check(logits(model, ids[:, :17], cache=cache), want[:, :17])
-    step = compiled(model)
-    for t in range(17, 20):
-        check(logits(step, ids[:, t : t + 1], cache=cache), want[:, t : t + 1])
+    check(in_chunks(compiled(model), ids[:, 17:], cache, 1), want[:, 17:])
     assert graphs() == 1
 
 
 # --- pruning ---------------------------------------------------------------------------------------------------------
-
-
-def close_gates(model, log_f):
-    for layer in model.model.layers:
-        layer.self_attn.f_proj.weight.data.zero_()
-        layer.self_attn.f_proj.bias.data.fill_(log_f)  # log sigmoid(x) is about x far below 0
-    return model
 
 
 def test_closing_gates_are_pruned_and_nothing_changes():
@@ -276,35 +239,18 @@ def test_closing_gates_are_pruned_and_nothing_changes():
 def test_decoding_leaves_out_what_is_forgotten():
     """Early keys of the cache are overwritten with NaN: the pruned decoding never reads them, the dense one does."""
     model, ids = close_gates(make(PRO), -12.0), draw(1, 50)
-    with torch.no_grad():
-        cache = model(ids[:, :-1], use_cache=True).cache
-    poisoned = copy.deepcopy(cache)
-    layer = poisoned.layers[0]
-    layer.values[:, :, :32] = torch.nan
-    layer.keys[:, :, :32, : model.config.head_dim] = torch.nan
-    want = logits(model, ids[:, -1:], cache=cache)
-    check(logits(model, ids[:, -1:], cache=copy.deepcopy(poisoned)), want)
+    want, cache = logits(model, ids, use_cache=False)[:, -1:], DynamicCache(config=model.config)
+    logits(model, ids[:, :-1], cache=cache)
+    cache.layers[0].values[:, :, :32] = torch.nan
+    cache.layers[0].keys[:, :, :32, : model.config.head_dim] = torch.nan
+    check(logits(model, ids[:, -1:], cache=copy.deepcopy(cache)), want)
     model.config.log_pruning_tolerance = None
-    assert logits(model, ids[:, -1:], cache=poisoned).isnan().all()
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_norms_bound_every_logit(shared):
-    config = FoxConfig(**TINY, num_key_value_heads=2, qk_norm=True, qk_norm_shared=shared, rope_parameters=ROPE)
-    layer = FoxForCausalLM(config).bfloat16().model.layers[0].self_attn
-    for norm in (layer.q_norm, layer.k_norm):
-        norm.weight.data.normal_(std=3.0)
-    same = torch.ones(config.num_attention_heads, config.head_dim).bfloat16()  # the worst case: parallel q and k
-    q, k = layer.q_norm(same), layer.k_norm(same[:: config.num_attention_heads // config.num_key_value_heads])
-    k = k.repeat_interleave(layer.num_key_value_groups, dim=0)
-    logits = layer.scaling * q.float().norm(dim=-1) * k.float().norm(dim=-1)
-    largest, unit = logit_bound_of_norms(layer, config.num_attention_heads)
-    assert (logits <= unit * largest).all()
+    assert logits(model, ids[:, -1:], cache=cache).isnan().all()
 
 
 def test_rope_brings_the_largest_weights_of_both_norms_together():
     """It turns dimension 0 of a query into dimension D / 2 of a key, almost wholly 11 tokens apart: 11 = 7 pi / 2."""
-    model = FoxForCausalLM(FoxConfig(**TINY, num_key_value_heads=2, qk_norm=True, rope_parameters=ROPE))
+    model = make_from(VARIANTS[PRO]())
     layer, largest = model.model.layers[0].self_attn, {"q": 0, "k": model.config.head_dim // 2}
     heads = {}
     for name, norm, number in (("q", layer.q_norm, 4), ("k", layer.k_norm, 2)):
@@ -362,15 +308,12 @@ for model in (installed, remote):
 
 def test_remote_code_beside_the_package(tmp_path):
     """Each copy of the files has operators of its own."""
-    make("llama", log_pruning_tolerance=None).cpu().save_pretrained(tmp_path / "model")
+    make("llama", log_pruning_tolerance=None).cpu().save_pretrained(tmp_path / "a modèle")
     environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = run(["python", "-c", REMOTE, tmp_path / "model"], env=environment)
+    done = run(["python", "-c", REMOTE, tmp_path / "a modèle"], env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     installed, remote = done.stdout.split()[:2], done.stdout.split()[2:]
     assert installed == remote
-
-
-# --- what is refused -------------------------------------------------------------------------------------------------
 
 
 def test_masks_of_four_dimensions_need_gates():

@@ -3,11 +3,6 @@
 test_operator.py compares them with the definition on inputs of every kind.
 """
 
-import importlib
-import sys
-import types
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +11,7 @@ from budget import (
     EPS,
     check_budget,
     check_close,
+    check_run,
     draw,
     error,
     floors,
@@ -41,8 +37,7 @@ pytestmark = runs_triton
 def check_output(o, inputs, **options):
     """The budget of an output without gradients."""
     q, k, v, log_f = (x.detach() for x in inputs)
-    plain, exact = (f(q, k, v, log_f, q, **options)[:1] for f in (run_plain, run_exact))
-    check_budget([o], plain, exact, (q, k, v, log_f, q))
+    check_run([o], (q, k, v, log_f, q), **options)
 
 
 def test_decoding_joins_more_parts_than_are_read_at_a_time(monkeypatch):
@@ -208,11 +203,9 @@ def test_extreme_gates(length, changed, value, set_products):
     """Open gates are plain attention; closed ones hide what lies beyond; nothing in between overflows."""
     inputs = draw(1, 1, 1, length, length, 16)
     inputs[3][..., changed] = value
-    plain, exact = (f(*inputs) for f in (run_plain, run_exact))
-    check_budget(run(forgetting_attention, *inputs, backend="triton"), plain, exact, inputs)
+    check_run(run(forgetting_attention, *inputs, backend="triton"), inputs)
     set_products(True)  # the decay of keys as three numbers of bf16
-    bound = largest_logit(*inputs[:2])
-    check_budget(run(triton_attention, *inputs, logit_bound=bound), plain, exact, inputs)
+    check_run(run(triton_attention, *inputs, logit_bound=largest_logit(*inputs[:2])), inputs)
 
 
 @pytest.mark.parametrize("name", ["log_f", "k"])
@@ -274,9 +267,8 @@ def test_a_known_bound_changes_nothing(shape, options, dtype, products, set_prod
         described["sequence_start"] = operator.sequence_starts(options["cu_seqlens"], shape[4])
     visible = find_visible_keys(*shape[3:5], bound.device, **described)
     fast = run(triton_attention, *inputs, visible=visible, logit_bound=bound)
-    plain, exact = (f(*inputs, **options) for f in (run_plain, run_exact))
-    check_budget(fast, plain, exact, inputs)
-    assert (fast[0][exact[0] == 0] == 0).all()
+    check_run(fast, inputs, **options)
+    assert (fast[0][run_exact(*inputs, **options)[0] == 0] == 0).all()
 
 
 def test_the_largest_bound_loses_nothing(set_products):
@@ -308,10 +300,9 @@ def test_a_weight_that_outdoes_its_row_does_not_feel_its_rounding(sink, products
     log_f.fill_(0.0 if sink else -torch.inf)
     if sink:
         q[..., 0], k[..., 0], k[:, :, 0, 0] = 4.0, 0.0, 20.0  # e^14 times the others
-    plain, exact = run_plain(*inputs), run_exact(*inputs)
     bounded, online = (run(triton_attention, *inputs, logit_bound=bound) for bound in (20.0, None))
-    check_budget(bounded[:1], plain[:1], exact[:1], inputs)
-    for got, other, want, floor in zip(bounded, online, exact, floors(*inputs).values()):
+    check_run(bounded[:1], inputs)
+    for got, other, want, floor in zip(bounded, online, run_exact(*inputs), floors(*inputs).values()):
         assert error(got, want) <= 1.5 * error(other, want) + floor
     assert sink or torch.equal(bounded[0], v)
 
@@ -391,16 +382,3 @@ def test_custom_ops_are_registered_correctly():
     gates, end = c.detach().view(1, 1, 2, 9, 1), torch.tensor(9, device=DEVICE)
     few, heads = [x.detach() for x in (q[:, :, -3:], k, v)], torch.ones(2, device=DEVICE)
     library.opcheck(ops.fox_decode, (*few, gates, 1.0, None, end, 0.25, -10.0, heads, 1.0))
-
-
-# --- the source ------------------------------------------------------------------------------------------------------
-
-
-def test_the_files_can_be_imported_without_triton(monkeypatch):
-    folder = types.ModuleType("fox_without_triton")
-    folder.__path__ = [str(Path(triton_fox.__file__).parent)]
-    monkeypatch.setitem(sys.modules, "fox_without_triton", folder)
-    monkeypatch.setitem(sys.modules, "triton", None)
-    alone = importlib.import_module("fox_without_triton.operator")
-    with pytest.raises(ImportError, match="pip install"):
-        alone.forgetting_attention(*draw(1, 1, 1, 4, 4, 16)[:4], backend="triton")

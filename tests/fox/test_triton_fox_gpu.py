@@ -1,6 +1,6 @@
 """What only a GPU can show: the tile table's own block sizes, long sequences, 64-bit offsets, inductor.
 
-The small cases of test_operator.py and test_triton_fox.py run on the GPU too, wherever there is one.
+The small cases of test_operator.py, test_triton_fox.py and test_triton_backend.py run on the GPU too, if there is one.
 """
 
 import math
@@ -13,10 +13,15 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from budget import check_budget, draw, error, padding, run, run_exact, run_plain
+from budget import EPS, check_budget, check_run, draw, error, padding, run, run_exact, run_plain
+from test_triton_backend import DEVICE, check, holes, loss_and_gradients
+from test_triton_backend import draw as draw_ids
 from test_triton_fox import check_output, check_same_bits, largest_logit
+from tiny_fox import ROPE, checkpointed
+from transformers import CompileConfig
 
 from hf_longctx import forgetting_attention
+from hf_longctx.fox import FoxConfig, FoxForCausalLM
 from hf_longctx.fox.triton_fox import triton_attention
 from scripts.bench.gpu.pruned_blocks import count_pruned_blocks
 
@@ -28,28 +33,22 @@ BF16 = torch.bfloat16
 @pytest.mark.parametrize("D", [16, 32, 64, 72, 80, 128, 192, 256])
 def test_every_row_of_the_tile_table(D, dtype):
     inputs, mask = draw(2, 4, 2, 300, 517, D, dtype=dtype), padding(517, (0, 517), (230, 500))
-    fast, plain, exact = (f(*inputs, attention_mask=mask) for f in (run_default, run_plain, run_exact))
-    check_budget(fast, plain, exact, inputs)
+    check_run(run(forgetting_attention, *inputs, attention_mask=mask), inputs, attention_mask=mask)
     inputs = draw(1, 2, 1, 517, 517, D, dtype=dtype)
-    plain, exact = run_plain(*inputs), run_exact(*inputs)
     for bound in (None, largest_logit(*inputs[:2])):  # with a running maximum, and without
-        check_budget(run(triton_attention, *inputs, logit_bound=bound), plain, exact, inputs)
+        check_run(run(triton_attention, *inputs, logit_bound=bound), inputs)
 
 
 @pytest.mark.parametrize("T", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129])
 @pytest.mark.parametrize("D", [64, 128])
 def test_lengths_beside_the_borders_of_tiles(D, T):
     inputs = draw(2, 2, 1, T, T, D, dtype=BF16)
-    check_budget(run(triton_attention, *inputs), run_plain(*inputs), run_exact(*inputs), inputs)
+    check_run(run(triton_attention, *inputs), inputs)
 
 
 @pytest.mark.parametrize("D", [64, 128])
 def test_no_races(D):
     check_same_bits(draw(2, 8, 4, 4096, 4096, D, dtype=BF16), 10)
-
-
-def run_default(*inputs, **options):
-    return run(forgetting_attention, *inputs, **options)
 
 
 @pytest.mark.parametrize("Tq", [1, 7, 16])
@@ -106,3 +105,76 @@ def test_inductor(Tq):
         got, want = run(attention, *inputs), run(triton_attention, *inputs)
     for g, w in zip(got, want):
         assert error(g, w) < 20 * math.exp(-10.0) * w.norm()
+
+
+# --- models: inductor's kernels around ours, CUDA graphs, bf16 ---
+
+LENGTH = 300
+
+
+def make(backend="forgetting_triton"):
+    """Heads of 64 dimensions, and every parameter far from its initial value."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=61, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
+    gates = dict(decay_time_min=2, decay_time_max=100)
+    model = FoxForCausalLM(FoxConfig.pro(**sizes, **gates, num_key_value_heads=2, rope_parameters=ROPE)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.set_attn_implementation(backend)
+    return model.to(DEVICE)
+
+
+def rows():
+    """Two rows, one of them padded on the left."""
+    return draw_ids(2, LENGTH), holes(2, LENGTH, (0, 0), (0, LENGTH // 3))
+
+
+def rel(x, exact):
+    return ((x - exact).norm() / exact.norm()).item()
+
+
+def counters():
+    return torch._dynamo.utils.counters
+
+
+def test_a_training_step_under_inductor():
+    want, expected = loss_and_gradients(make("eager"), *rows())
+    torch.compiler.reset()
+    model = make()
+    model.model.forward = torch.compile(model.model.forward, fullgraph=True)
+    got, gradients = loss_and_gradients(model, *rows())
+    check(got, want, rounding=2000 * EPS)
+    for name, gradient in expected.items():
+        assert rel(gradients[name], gradient) < 1e-3, name
+
+
+def test_generation_with_a_static_cache_under_cuda_graphs():
+    ids, mask = (x[:, -60:] for x in rows())
+    mask[1, :20] = 0
+    settings = dict(max_new_tokens=30, do_sample=False, eos_token_id=None, attention_mask=mask)
+    settings |= dict(return_dict_in_generate=True, output_logits=True)
+    want = make("eager").generate(ids, **settings, use_cache=False)
+    torch.compiler.reset()
+    counters().clear()
+    compilation = CompileConfig(fullgraph=True, mode="reduce-overhead")
+    got = make().generate(ids, **settings, cache_implementation="static", compile_config=compilation)
+    assert counters()["stats"]["unique_graphs"] == 1
+    assert counters()["inductor"]["cudagraph_skips"] == 0
+    assert torch.equal(got.sequences, want.sequences)
+    for x, y in zip(got.logits, want.logits):
+        check(x, y, rounding=2000 * EPS)
+
+
+def test_bfloat16_autocast_with_checkpointing():
+    """As far from float32 as stock attention is, or less, and nothing changes in the second run of a layer."""
+    _, exact = loss_and_gradients(make("eager").train(), *rows())
+    gradients = {}
+    for name, backend in (("plain", "forgetting_triton"), ("twice", "forgetting_triton"), ("stock", "sdpa")):
+        model = make(backend).train()
+        model = checkpointed(model) if name == "twice" else model
+        with torch.autocast(DEVICE, dtype=torch.bfloat16):
+            _, gradients[name] = loss_and_gradients(model, *rows())
+    for name, gradient in exact.items():
+        assert rel(gradients["twice"][name], gradients["plain"][name]) < 1e-3, name
+        assert rel(gradients["plain"][name], gradient) <= 2 * rel(gradients["stock"][name], gradient) + 1e-3, name

@@ -31,9 +31,6 @@ BACKENDS = ["sdpa"] if NO_TRITON else ["sdpa", "forgetting_triton"]
 skip_without_triton = pytest.mark.skipif(NO_TRITON is not None, reason=str(NO_TRITON))
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_blocks = pytest.mark.parametrize("variant", ["llama", "pro with grouped heads and rope"])
-with_and_without_window = pytest.mark.parametrize(
-    "variant", ["llama", "pro with grouped heads and rope", "window", "pro with a window"]
-)
 
 
 def make_from(config, dtype=torch.float32, seed=0):
@@ -50,6 +47,19 @@ def make(variant, backend="sdpa", seed=0):
     """A small FoX, as `make_from`."""
     model = make_from(VARIANTS[variant](), seed=seed)
     model.set_attn_implementation(backend)
+    return model
+
+
+def close_gates(model, log_f=-400.0):
+    for layer in model.model.layers:
+        layer.self_attn.f_proj.weight.data.zero_()
+        layer.self_attn.f_proj.bias.data.fill_(log_f)  # log sigmoid(x) is about x far below 0
+    return model
+
+
+def checkpointed(model):
+    """Its method has another name since transformers 5.23."""
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model
 
 

@@ -112,10 +112,6 @@ def plain_single(model, row):
             if c.recall_tokens and len(x) >= j:
                 again = read_again(start)
         out, _, made, hidden = read(prompt, again, sensory, x[:j], x[j:])
-        if bank and not c.recurrence:  # both parts without a prompt, and the query's summary token between them
-            parts = torch.cat([sensory, x[:j], memory.summary_token, x[j:], memory.summary_token])[None]
-            places = 1 + (c.recall_tokens or 0) + torch.arange(parts.shape[1])[None]
-            made = backbone.model(inputs_embeds=parts, position_ids=places).last_hidden_state[0, -1:]
         if len(again):
             out, hidden = torch.cat([early, out[j:]]), torch.cat([states, hidden[j:]])
         logits.append(mix(out, hidden) if pairs else out)

@@ -52,7 +52,7 @@ def settings_of(names):
 
 
 def test_it_gives_the_prompt(make_added, tokens):
-    model, ids = make_added(recurrence=False), tokens[:, :24]
+    model, ids = make_added(), tokens[:, :24]
     out = model(ids, output_recall=True, use_cache=True)
     first, second, third = out.memories
     torch.testing.assert_close(out.state.memory["fading"]["mean"], first / 8 + second / 4 + third / 2)
@@ -86,7 +86,7 @@ def test_checkpoints_and_beams(make_added, tokens, tmp_path, names):
     "names, settings, message",
     [
         (["fadin"], {}, r"`retrievers` must be chosen from .*'fading'.*got \['fadin'\]"),
-        (["seen"], {}, "`retrievers` must give a prompt"),
+        (["seen"], {}, "columns of `retrievers` must sum to 1, got"),
         (["bank"], {"recall_tokens": 4}, r"must include \['search'\]"),
     ],
     ids=str,

@@ -97,12 +97,6 @@ def test_every_parameter_learns_with_logits_and_without(model, tokens):
         torch.testing.assert_close(parameter.grad, gradients[name], atol=256 * eps * largest, rtol=0)
 
 
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
-def test_logits_are_skipped_where_they_are_the_product_with_the_head(model):
-    more_than_a_product = {f"{x}ForCausalLM" for x in ("Gemma2", "Cohere", "Rwkv", "ModernBertDecoder", "Roberta")}
-    assert model.lm.can_skip_logits() == (type(model.lm.model).__name__ not in more_than_a_product)
-
-
 def test_reload_gives_the_same_logits(model, tokens, tmp_path):
     model.save_pretrained(tmp_path)
     again = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -140,7 +140,7 @@ def test_a_pointer_is_refused_only_for_a_trained_backbone(pointer, tokens, tmp_p
     again.backbone.requires_grad_(True)
     train_a_little(again, tokens)
     with pytest.raises(
-        ValueError, match=r"parameters of the backbone since it was wrapped, such as model\.embed_tokens\.weight"
+        ValueError, match=r"parameters of the backbone have changed, such as model\.embed_tokens\.weight"
     ):
         again.save_pretrained(tmp_path / "lost")
 

@@ -16,7 +16,6 @@ KINDS = [
     ({"sum_fraction": 0.9}, 1),
     ({"recall_tokens": 4}, 2),
     ({"neural_cache_weight": 0.5}, 1),
-    ({"recurrence": False}, 1),
     (PAGED, 2),
 ]
 

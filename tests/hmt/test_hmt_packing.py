@@ -9,9 +9,7 @@ from streams import LENGTHS, assert_close, padded
 FP32 = 64 * torch.finfo(torch.float32).eps  # the loss is of float32
 
 
-@pytest.mark.parametrize(
-    "left, settings", [(False, {}), (True, {"recall": False}), (True, {"recurrence": False})], ids=str
-)
+@pytest.mark.parametrize("left, settings", [(False, {}), (True, {"recall": False})], ids=str)
 def test_a_padded_row_is_as_alone(make_wrapper, tokens, settings, left):
     model, (ids, mask) = make_wrapper(**settings), padded(tokens, left)
     batch = model(ids, attention_mask=mask, output_recall=True)
@@ -27,7 +25,7 @@ def test_a_padded_row_is_as_alone(make_wrapper, tokens, settings, left):
 
 @pytest.mark.parametrize(
     "settings, score_from",
-    [({}, 4), ({"loss_scope": "last"}, None), ({"recurrence": False}, None), ({"bptt_segments": 2}, None)],
+    [({}, 4), ({"loss_scope": "last"}, None), ({"bptt_segments": 2}, None)],
     ids=str,
 )
 def test_the_loss_of_a_padded_batch_is_that_of_its_rows(make_wrapper, tokens, settings, score_from):

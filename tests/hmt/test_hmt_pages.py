@@ -8,13 +8,13 @@ import torch
 from gradients import assert_same_gradients, gradients
 from tiny_hmt import ROUNDING
 
-from hf_longctx.hmt import HMTState
-from hf_longctx.hmt.pages_hmt import MemoryPages, PageFile
+from hf_longctx.hmt import HMTState, Segment
+from hf_longctx.hmt.pages_hmt import MemoryPages
 
 
-def filled(embeddings, page_size=4, recalled=3, file=None, at_once=7):
+def filled(embeddings, page_size=4, recalled=3, at_once=7):
     """Pages of (n, d), appended `at_once` at a time."""
-    pages = MemoryPages.empty(embeddings.shape[1], embeddings.dtype, "cpu", page_size, recalled, file)
+    pages = MemoryPages.empty(embeddings.shape[1], embeddings.dtype, "cpu", page_size, recalled)
     for part in embeddings.split(at_once):
         pages = pages.append(part)
     return pages
@@ -46,26 +46,28 @@ def test_equals_flat_memory_while_all_pages_are_recalled(make_wrapper, long_toke
     assert_same_gradients(gradients(paged), flat_gradients)
 
 
-def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, long_tokens):
-    settings = {"recurrence": False}  # memories and queries do not depend on recalls
-    out = make_wrapper(memory_size=2, page_size=2, recalled_pages=2, **settings)(long_tokens, output_recall=True)
-    flat = make_wrapper(memory_size=None, **settings)(long_tokens, output_recall=True)
-    counts = []
-    for weights, ends, of_all in zip(out.recall_scores[1:13], out.recall_ends[1:13], flat.recall_scores[1:13]):
-        expected = of_all.gather(1, (ends // 8 - 1).clamp(min=0)) * (ends > 0)
-        torch.testing.assert_close(weights, expected / expected.sum(1, keepdim=True), atol=ROUNDING, rtol=0)
-        counts.append(max((ends > 0).sum(1)))
+def test_is_the_recall_of_a_flat_memory_with_other_pages_left_out(make_wrapper, tokens):
+    generator, counts = torch.Generator().manual_seed(0), []
+    settings = {"memory_size": 2, "page_size": 2, "recalled_pages": 2}, {"memory_size": None}
+    paged, flat = (make_wrapper(**x).retriever for x in settings)
+    state, of_all = (retriever.empty(2, torch.zeros(16).double()) for retriever in (paged, flat))
+    for n in range(13):
+        memory, query = torch.randn(2, 2, 1, 16, generator=generator).double()
+        segment = Segment(tokens[:, :8], memory, [n, n])
+        state, of_all = paged.observe(state, segment), flat.observe(of_all, segment)
+        found, every = paged.retrieve(state, query, tokens[:, :4]), flat.retrieve(of_all, query, tokens[:, :4])
+        expected = every.weights.gather(1, (found.ends // 8 - 1).clamp(min=0)) * (found.ends > 0)
+        torch.testing.assert_close(found.weights, expected / expected.sum(1, keepdim=True), atol=ROUNDING, rtol=0)
+        counts.append(int((found.ends > 0).sum(1).max()))
     assert counts[:4] == [1, 2, 3, 4] and max(counts) < 10
 
 
-@pytest.mark.parametrize("in_file", [False, True], ids=["RAM", "file"])
-def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path, in_file):
+def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path):
     model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
     start, rest, other = long_tokens[:, :61], long_tokens[:, 61:], long_tokens[:, :48]
     with torch.no_grad():
         whole, expected = model(long_tokens).logits[:, 61:], model(torch.cat([start, other], 1)).logits[:, 61:]
-        state = model.new_state(2, page_file=tmp_path / "pages" if in_file else None)
-        state = model(start, state=state).state
+        state = model(start, use_cache=True).state
         state.save(tmp_path / "state.safetensors", model)
         for again in (state, HMTState.load(tmp_path / "state.safetensors", model), state.to("cpu"), state.detach()):
             torch.testing.assert_close(model(rest, state=again).logits, whole, atol=ROUNDING, rtol=0)
@@ -73,25 +75,15 @@ def test_saved_restored_and_branched(make_wrapper, long_tokens, tmp_path, in_fil
         copied, later = copy.deepcopy(state), model(rest[:, :24], state=state).state
         torch.testing.assert_close(model(other, state=copied).logits, expected, atol=ROUNDING, rtol=0)
         torch.testing.assert_close(model(rest[:, 24:], state=later).logits, whole[:, 24:], atol=ROUNDING, rtol=0)
-    assert (tmp_path / "pages").exists() == in_file
 
 
-def test_two_states_with_one_page_file_stay_apart(make_wrapper, long_tokens, tmp_path):
-    model = make_wrapper(memory_size=1, page_size=1, recalled_pages=1)
-    with torch.no_grad():
-        expected = [model(x).logits for x in (long_tokens, long_tokens.flip(1))]
-        first, second = (model.new_state(2, tmp_path / "pages") for _ in range(2))
-        assert torch.equal(model(long_tokens.flip(1), state=second).logits, expected[1])
-        assert torch.equal(model(long_tokens, state=first).logits, expected[0])
-
-
-@pytest.mark.parametrize("in_file", [False, True], ids=["RAM", "file"])
 @pytest.mark.parametrize("n", [0, 3, 4, 50, 213])
-def test_look_up_returns_the_pages_of_the_best_tags(tmp_path, n, in_file):
+def test_look_up_returns_the_pages_of_the_best_tags(n):
     generator = torch.Generator().manual_seed(n)
     embeddings, direction = (torch.randn(c, 8, generator=generator) for c in (n, 1))
-    pages = filled(embeddings, file=PageFile(tmp_path / "pages") if in_file else None)
-    assert torch.equal(torch.cat([*pages.blocks, pages.rest]), embeddings)  # also after its file has grown
+    pages = filled(embeddings)
+    for page, members in zip(pages.pages, pages.members):
+        assert torch.equal(page, embeddings[list(members)])
     assert len(pages) == n and sorted(sum(pages.members, ())) == list(range(n))  # each in one page
     recalled, numbers = pages.look_up(lambda tags: tags @ direction[0])
     scores = [(embeddings[list(page)].mean(0) @ direction[0]).item() for page in pages.members]

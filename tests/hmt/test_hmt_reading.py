@@ -60,7 +60,7 @@ def test_what_would_be_a_wrong_memory_is_refused(make_wrapper, tmp_path):
         read_text(model, tokenizer, "", name="novel")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         read_text(model, tokenizer, TEXT, tmp_path / "no" / "x")
-    with pytest.raises(ValueError, match="got LlamaForCausalLM, which does not have a memory"):
+    with pytest.raises(ValueError, match="must be an HMTWrapper, got LlamaForCausalLM"):
         read_text(tiny_llama(), tokenizer, TEXT)
     with pytest.raises(FileNotFoundError, match=r"x\.safetensors does not exist. Write it with `hf-longctx read"):
         load_state(tmp_path / "x.safetensors", model)

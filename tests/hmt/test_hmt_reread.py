@@ -89,7 +89,7 @@ def flash(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("settings", [{}, {"recurrence": False}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recall": False}], ids=str)
 def test_attention_without_masks_lets_the_prompt_see_itself_alone(tokens, settings, rows, flash):
     torch.manual_seed(0)
     llama, tokens, results = tiny_llama(num_attention_heads=4, num_key_value_heads=2), tokens[:rows], []
@@ -114,11 +114,11 @@ def test_attention_without_masks_is_refused_where_a_mask_is_needed(make_wrapper,
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "no_masks", like_flash)
     for attention, settings in ((flash, {"recall_tokens": 2}), ("no_masks", {})):
         llama.config._attn_implementation = attention
-        with pytest.raises(ValueError, match=f"reread=False is not supported with attention '{attention}'.*'sdpa'"):
+        with pytest.raises(ValueError, match=f"reread=False needs a 4D mask, and attention '{attention}'.*'sdpa'"):
             make_wrapper(**settings)(tokens)
     llama.config._attn_implementation = flash
     monkeypatch.setattr(Backbone, "checkpoints_layers", True)
-    with pytest.raises(ValueError, match="without gradient checkpointing"):
+    with pytest.raises(ValueError, match="gradient checkpointing of the layers is off"):
         make_wrapper()(tokens)
     assert make_wrapper(reread=True)(tokens).logits.isfinite().all()
 

@@ -28,10 +28,6 @@ SETTINGS = [
     {"recall_tokens": 8, "memory_size": 2},
     {"neural_cache_weight": 0.2, "memory_size": 2},
     {"neural_cache_weight": 0.5, "recall_tokens": 4},
-    {"recurrence": False, "sum_fraction": 0.9},
-    {"recurrence": False, "sensory_tokens": 0},
-    {"recurrence": False, "recall": False},
-    {"recurrence": False, "recall_tokens": 4},
     {"reread": True, "recall_tokens": 2},
     {"reread": True, "neural_cache_weight": 0.3},
 ]
@@ -76,20 +72,6 @@ def test_each_token_is_read_once(make_wrapper, tokens):
         shapes.clear()
         stream(model, tokens, [1] * 43)
     assert {length for _, length in shapes} == {1, 2, 4}  # a segment begins with 3 sensory tokens
-
-
-@pytest.mark.parametrize("segments", [4, 5])
-def test_without_recurrence_it_takes_two_calls_whatever_the_length(make_wrapper, tokens, segments):
-    model, shapes = make_wrapper(recurrence=False, summary_batch=100), []
-    model.backbone.model.register_forward_hook(lambda module, args, out: shapes.append(tuple(out[0].shape[:2])))
-    with torch.no_grad():
-        state = model(tokens[:, :8], use_cache=True).state  # the first segment has no sensory tokens
-        shapes.clear()
-        model(tokens[:, 8 : 8 * segments], state=state)
-        assert shapes == [(2 * (segments - 1), width) for width in (13, 5)]
-        shapes.clear()
-        model(tokens[:, 8 : 8 * segments], state=state, logits_to_keep=1)
-        assert shapes == [(2 * (segments - 1), 13), (2, 5)]
 
 
 @torch.no_grad()

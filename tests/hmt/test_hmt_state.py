@@ -20,8 +20,6 @@ SETTINGS = [
     {"memory_size": None},
     {"recall_tokens": 4},
     {"neural_cache_weight": 0.2, "recall_tokens": 4},
-    {"recurrence": False},
-    {"recurrence": False, "recall_tokens": 4},
     {"memory_size": 1, "page_size": 1, "recalled_pages": 1},
 ]
 

@@ -10,7 +10,7 @@ from commands import run
 from gradients import assert_same_gradients, enable_checkpointing, gradients
 from tiny_hmt import NORM, ROUNDING, tiny_llama
 from torch.nn.functional import cross_entropy
-from transformers import AttentionInterface, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_longctx.hmt import HMTConfig, HMTOutput, HMTWrapper
 
@@ -71,7 +71,7 @@ def test_recall_report(make_wrapper, tokens):
     assert len(scores) == 4
 
 
-@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recurrence": False}, {"recall_mode": "paper"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"recall": False}, {"recall_mode": "paper"}], ids=str)
 def test_truncation_equals_detached_chunks(make_wrapper, tokens, settings):
     """Segments are counted from the start of the sequence, not of the call."""
     model, labels, start = make_wrapper(bptt_segments=2, **settings), tokens.clone(), 5
@@ -104,9 +104,7 @@ def saved_numbers(model, ids):
 
 
 @pytest.mark.parametrize("of", ["segments", "layers"])
-@pytest.mark.parametrize(
-    "settings", [{}, {"neural_cache_weight": 0.2}, {"recurrence": False}, {"recall_mode": "paper"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"neural_cache_weight": 0.2}, {"recall_mode": "paper"}], ids=str)
 def test_checkpointing_saves_memory_and_changes_no_gradient(make_wrapper, tokens, settings, of):
     model = make_wrapper(**settings).train()
     plain, expected = saved_numbers(model, tokens)
@@ -134,31 +132,6 @@ def test_the_loss_does_not_depend_on_the_logits_kept(make_wrapper, tokens, scope
     largest = max(x.abs().max().item() for x in gradient.values())  # that of the logits is rounded to float32
     for name, x in gradient.items():
         torch.testing.assert_close(same_gradient[name], x, atol=FP32_MEAN * largest, rtol=0)
-
-
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
-def test_a_loss_in_bfloat16_is_summed_in_float32(make_wrapper, tokens):
-    model = make_wrapper().bfloat16().train()
-    head, targets = model.get_output_embeddings(), tokens.flatten()
-    hidden = torch.randn(len(targets), head.in_features, generator=torch.Generator().manual_seed(3)).bfloat16()
-    assert model.lm.can_skip_logits()
-    loss = model.lm.loss_without_logits(hidden, targets)
-    exact = cross_entropy(hidden.float() @ head.weight.float().T, targets, reduction="sum")
-    torch.testing.assert_close(loss, exact, atol=0, rtol=FP32_MEAN)
-    losses = [model(tokens, labels=tokens, logits_to_keep=kept).loss for kept in (0, 1)]
-    torch.testing.assert_close(losses[1], losses[0], atol=0, rtol=2**-8)  # all logits are rounded to bfloat16
-
-
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
-def test_attention_without_float32_does_not_decide_about_the_head(make_wrapper, tokens, monkeypatch):
-    def half_only(module, query, *arguments, **options):
-        raise RuntimeError(f"FlashAttention only supports fp16 and bf16, got {query.dtype}")
-
-    monkeypatch.setitem(AttentionInterface._global_mapping, "half_only", half_only)
-    model = make_wrapper()
-    model.lm.model.config._attn_implementation = "half_only"
-    assert model.lm.can_skip_logits()
-    assert model.lm.model.config._attn_implementation == "half_only"
 
 
 def largest_tensor_alive(model, ids, **arguments):

@@ -1,6 +1,7 @@
 """What users of the RoPE bound get wrong: each row is refused with one clear error, or changes no number."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import transformers as tf
@@ -55,17 +56,9 @@ def numbers(config):
 PARAMETERS = [
     refused(f"{name} RoPE with {parameters}", report(llama(rope_parameters=rope(name, **parameters))), message)
     for name, parameters, message in (
-        (
-            "default",
-            {"rope_theta": 0.5},
-            "base must be a finite number above 1, so that frequencies decrease, got 0.5",
-        ),
+        ("default", {"rope_theta": 0.5}, "base must be a finite number above 1, .* got 0.5"),
         ("default", {"rope_theta": "10000"}, "base must .* got '10000'"),
-        (
-            "default",
-            {"partial_rotary_factor": 0.7},
-            "an even number from 2 to 16, because RoPE rotates pairs, got 0.7 . 16",
-        ),
+        ("default", {"partial_rotary_factor": 0.7}, "an even number from 2 to 16, .* got 0.7 . 16"),
         ("linear", {}, "'linear' are not complete.*'factor'"),
         ("linear", {"factor": 0}, "Its numbers must be positive"),
         ("linear", {"factor": 2.0, "zeta": 1.0}, "rope_parameters contains zeta, which linear RoPE"),
@@ -73,15 +66,9 @@ PARAMETERS = [
     )
 ]
 CONFIGS = [
-    refused(
-        "no context",
-        report(llama(max_position_embeddings=None)),
-        "does not set max_position_embeddings.*Pass context_length",
-    ),
+    refused("no context", report(llama(max_position_embeddings=None)), "set max_position_.*Pass context_length"),
     refused("a context that takes days", report(llama(), context_length=10**12), "must be at most 100000000 tokens"),
-    refused(
-        "no layers", report(Remote(rope_theta=300.0), context_length=9), "must set num_hidden_layers, which the bound"
-    ),
+    refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "must set num_hidden_layers, which"),
     *[
         refused(f"{name} = {value!r}", report(json_of(**{name: value})), message)
         for name, value, message in (
@@ -93,9 +80,7 @@ CONFIGS = [
         )
     ],
     refused("a tokenizer", report(None), "must be a PreTrainedModel, .*or the name of a model, got a NoneType"),
-    refused(
-        "an unknown type without RoPE", report({"model_type": "new", **SIZES}), "does not know the model type 'new'"
-    ),
+    refused("a new type without RoPE", report({"model_type": "new", **SIZES}), "not know the model type 'new'"),
     harmless("a window of 0, which is none", lambda: (numbers(llama(sliding_window=0)), numbers(llama()))),
     harmless(
         "yarn without a length, which transformers takes from max_position_embeddings",
@@ -111,20 +96,14 @@ CONFIGS = [
 ]
 BOUNDS = [
     refused("an odd head_dim", lambda: rope_decay(1, base=1e4, head_dim=127), "an even positive integer, .* got 127"),
-    refused("no frequencies", lambda: rope_decay(1, base=10.0), "Give either base and head_dim"),
-    refused(
-        "two sets of frequencies",
-        lambda: rope_decay(1, base=9.0, head_dim=4, inv_freq=[1.0]),
-        "Give either base and head_dim",
-    ),
+    *[
+        refused(f"frequencies of {options}", partial(rope_decay, 1, **options), "Give either base and head_dim")
+        for options in ({"base": 10.0}, {"base": 9.0, "head_dim": 4, "inv_freq": [1.0]})
+    ],
     refused("a table of frequencies", lambda: rope_decay(1, inv_freq=[[1.0]]), r"got an array of shape \(1, 1\)"),
     refused("minutes", lambda: rope_base_bound(10**12, 128), "context_length must be at most 100,000,000"),
     refused("a head_dim that no base helps", lambda: rope_base_bound(10, 2), "head_dim must be at least 4, got 2"),
-    refused(
-        "half a pair at rest",
-        lambda: rope_base_bound(9, 8, non_rotary_dims=3),
-        "non_rotary_dims must be an even integer >= 0, got 3",
-    ),
+    refused("half a pair at rest", lambda: rope_base_bound(9, 8, non_rotary_dims=3), "an even integer >= 0, got 3"),
     refused("no search", lambda: rope_base_bound(9, 8, search_ratio=1.0), "must be a finite number above 1, got 1.0"),
 ]
 

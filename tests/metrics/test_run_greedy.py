@@ -131,6 +131,9 @@ def test_fewer_tokens_than_asked_for_are_not_errors(model):
 
         server.spoil = cap
         assert np.array_equal(right(endpoint, rows), predicted(model, rows))
+        server.spoil, server.eos = lambda choice: choice, rows[0, 12]  # an end of text that the input contains
+        endpoint = connect(server, concurrency=1)
+        assert np.array_equal(right(endpoint, rows), predicted(model, rows))
 
 
 @pytest.mark.parametrize("true_is_end", [False, True])

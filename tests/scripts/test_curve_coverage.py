@@ -1,4 +1,4 @@
-"""Simulated forgetting curves: the truth that they are judged by, and that the intervals hold."""
+"""The intervals of simulated forgetting curves hold."""
 
 import json
 

@@ -25,7 +25,6 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 VARIANTS = {
     "llama": lambda: FoxConfig(**SIZES, **TIMES),
-    "half open gates": lambda: FoxConfig(**SIZES),
     "grouped heads, rope, biases, shared norm": lambda: FoxConfig(
         **SIZES | GROUPED, **TIMES, rope_parameters=ROPE, qkv_bias=True, qk_norm=True, qk_norm_shared=True
     ),

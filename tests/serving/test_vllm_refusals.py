@@ -77,13 +77,6 @@ def test_vllm_knows_how_wide_heads_are(folder, tmp_path):
     assert configured(tmp_path).model_config.get_head_size() == 160
 
 
-def test_without_rope_any_length_can_be_served(folder, tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
-        configured(folder, max_model_len=8192)
-    monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")  # the command of the README
-    assert configured(folder, max_model_len=8192).model_config.max_model_len == 8192
-
-
 def test_registering_twice_imports_no_model():
     code = """
 import sys, vllm, hf_longctx.vllm

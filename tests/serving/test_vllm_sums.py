@@ -1,10 +1,16 @@
-"""Running sums and predecessors over steps of a paged cache, against those of each request by itself."""
+"""What runs without vLLM. Sums and predecessors over steps of a paged cache are those of each request by itself."""
 
 import random
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+from hf_longctx import vllm as plugin
+from hf_longctx.vllm.shards import sharded
 from hf_longctx.vllm.sums import carry, read_step, row_width
 
 
@@ -36,42 +42,33 @@ class Requests:
         self.blocks.append(shared + [next(self.free) for _ in range(-(-length // BLOCK) - len(shared))])
 
     def run(self, batch, padding=0):
-        """Compute tokens [first, end) of each (request, first, end), and compare; the largest difference of c."""
+        """The largest error of c in tokens [first, end) of each (request, first, end), or inf after wrong tokens."""
         lengths = torch.tensor([0] + [end - first for _, first, end in batch])
         table = torch.zeros(len(batch), max(map(len, self.blocks)), dtype=torch.int32)
         for row, (request, _, _) in zip(table, batch):
             row[: len(self.blocks[request])] = torch.tensor(self.blocks[request])
         borders, ends = lengths.cumsum(0).int(), torch.tensor([end for _, _, end in batch]).int()
-        n = int(borders[-1]) + padding
+
+        def rows(x):
+            return torch.cat([x[request][first:end] for request, first, end in batch])
+
         slots = [
-            self.blocks[request][i // BLOCK] * BLOCK + i % BLOCK
-            for request, first, end in batch
-            for i in range(first, end)
+            torch.arange(len(x)) % BLOCK + BLOCK * torch.tensor(y).repeat_interleave(BLOCK)[: len(x)]
+            for x, y in zip(self.log_f, self.blocks)
         ]
-        slots = torch.tensor(slots + [-1] * padding)
+        slots = F.pad(rows(slots), (0, padding), value=-1)
         step = read_step(borders, ends, table, slots, BLOCK, self.tokens_per_state)
-        log_f, tokens = (
-            torch.cat(
-                [x[request][first:end] for request, first, end in batch] + [x[0].new_zeros(padding, x[0].shape[1])]
-            )
-            for x in (self.log_f, self.tokens)
-        )
+        log_f, tokens = (F.pad(rows(x), (0, 0, 0, padding)) for x in (self.log_f, self.tokens))
         c, before = torch.full_like(log_f, torch.nan), torch.full_like(tokens, torch.nan)
         carry(step, self.states, log_f, tokens, c, before)
-        expected = [self.log_f[request].double().cumsum(0)[first:end] for request, first, end in batch]
-        previous = [self.tokens[request].roll(1, 0) for request, _, _ in batch]
-        for x in previous:
-            x[0] = 0
-        previous = torch.cat([x[first:end] for x, (_, first, end) in zip(previous, batch)])
-        shift_is_right = torch.equal(before[: n - padding], previous)
-        worst = (c[: n - padding] - torch.cat(expected)).abs().nan_to_num(nan=torch.inf).max().item()
-        return worst, shift_is_right
+        sums = rows([x.double().cumsum(0) for x in self.log_f])
+        previous = rows([F.pad(x, (0, 0, 1, -1)) for x in self.tokens])
+        if not torch.equal(before[: len(previous)], previous):
+            return torch.inf
+        return (c[: len(sums)] - sums).abs().nan_to_num(nan=torch.inf).max().item()
 
 
-def exact(result):
-    """But for the rounding of the sum to float32."""
-    worst, shift_is_right = result
-    return shift_is_right and worst < 1e-5
+EXACT = 1e-5  # but for the rounding of the sum to float32
 
 
 @pytest.mark.parametrize("sizes", [[1], [0, 7, 200, 200]], ids=["decode", "chunks"])
@@ -98,7 +95,7 @@ def test_requests_of_any_schedule(dtype, tokens_per_state, sizes):
                 done[request] = last
                 together += parent is not None and before[parent] < first == shared
         pick.shuffle(batch)
-        assert not batch or exact(requests.run(batch, padding=pick.choice([0, 3])))
+        assert not batch or requests.run(batch, padding=pick.choice([0, 3])) < EXACT
     assert together
 
 
@@ -108,16 +105,16 @@ def test_requests_of_one_step_may_go_on_from_each_other(order):
     requests = Requests()
     for i in range(6):
         requests.add(40 + 32 * i, *([i - 1, 32 * i] if i else []))
-    assert exact(requests.run([(i, 32 * i, 40 + 32 * i) for i in order]))
+    assert requests.run([(i, 32 * i, 40 + 32 * i) for i in order]) < EXACT
 
 
 @pytest.mark.parametrize("tokens_per_state, right", [(1, True), (16, False)])
 def test_rejected_drafts_need_a_state_for_every_token(tokens_per_state, right):
     requests = Requests(tokens_per_state=tokens_per_state)
     requests.add(60)
-    assert exact(requests.run([(0, 0, 40)]))
-    assert exact(requests.run([(0, 40, 44)]))  # three of them are drafts, of which the last two are rejected
-    assert exact(requests.run([(0, 42, 50)])) is right
+    assert requests.run([(0, 0, 40)]) < EXACT
+    assert requests.run([(0, 40, 44)]) < EXACT  # three of them are drafts, of which the last two are rejected
+    assert (requests.run([(0, 42, 50)]) < EXACT) is right
 
 
 def test_decoded_tokens_have_the_sum_of_a_prompt():
@@ -128,5 +125,47 @@ def test_decoded_tokens_have_the_sum_of_a_prompt():
     requests.log_f[0] = torch.cat([closed, opened])
     requests.run([(0, 0, 600)])
     for i in range(600, 1200):
-        worst, _ = requests.run([(0, i, i + 1)])
-        assert worst <= 0.004
+        assert requests.run([(0, i, i + 1)]) <= 0.004
+
+
+@pytest.mark.parametrize(
+    "rows, ranks, expected",
+    [
+        (4, 1, [[0, 1, 2, 3]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (2, 2, [[0], [1]]),
+        (2, 4, [[0], [0], [1], [1]]),  # ranks share a key head
+        (1, 2, [[0], [0]]),
+        (6, 2, [[0, 1, 2], [3, 4, 5]]),  # a norm of heads: several rows of each
+    ],
+)
+def test_ranks_load_the_rows_of_their_heads(rows, ranks, expected):
+    loaded = torch.arange(float(rows))[:, None].expand(rows, 3)
+    for rank, row_numbers in enumerate(expected):
+        module = sharded(nn.Linear(3, len(row_numbers), bias=False), rank, ranks)
+        module.weight.weight_loader(module.weight, loaded)
+        assert module.weight[:, 0].tolist() == row_numbers
+        assert not module.weight.requires_grad
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (2, 1), (3, 3), (4, 3)])
+def test_weights_of_other_shapes_are_refused(shape):
+    module = sharded(nn.Linear(3, 2, bias=False), 0, 1)
+    with pytest.raises(ValueError, match=r"config\.json requires"):
+        module.weight.weight_loader(module.weight, torch.ones(shape))
+
+
+# --- the plugin does not stop a vLLM that it does not support, which serves other models ---
+
+
+@pytest.mark.parametrize(
+    "release, found", [("0.32.0", "ModelRegistry"), ("0.41.2", "the installed version is vLLM 0.41"), ("dev", "dev")]
+)
+def test_another_vllm_is_a_warning(monkeypatch, caplog, release, found):
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=release))
+    caplog.set_level("WARNING", plugin.logger.name)  # an engine of another test has set ERROR
+    monkeypatch.setattr(plugin.logger, "handlers", [caplog.handler])  # vLLM's loggers do not propagate
+    monkeypatch.setattr(plugin.logger, "propagate", False)
+    plugin.register()
+    (message,) = caplog.messages
+    assert "requires vLLM 0.32 or 0.33" in message and found in message and "Other models are not affected" in message

@@ -6,22 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from .. import style
 from ..curve.lengths import METHODS
 from ..curve.plot import logarithmic
-from ..result import Result
 from ..task import TaskResult
 from ..tasks.curve import ForgettingCurve
 from ..tasks.loss import PositionLoss, draw_losses
 from .effective import effective_length, effective_rows
 from .paired import conclusion, further, paired_differences
-
-
-R = TypeVar("R", bound=Result)
 
 
 def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> str:
@@ -106,7 +102,7 @@ def check_measured(results: Mapping[str, TaskResult]) -> None:
         raise ValueError(f"`results` must contain measurements, got none from {', '.join(empty) or 'an empty list'}.")
 
 
-def named(results: Sequence[tuple[Path, R]]) -> dict[str, R]:
+def named(results: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
     """Return results keyed by model name, without the namespace; append the file name to duplicate names.
 
     If a result does not contain the name of its model, we use the file name.

@@ -60,15 +60,13 @@ def conclusion(results: Sequence[Result]) -> list[str]:
     """Return up to three sentences: how far the model copies, roughly and exactly, and what it retrieves."""
     measured = [result for result in results if result.measured]
     curve = next((result for result in measured if isinstance(result, ForgettingCurve)), None)
-    losses = [result for result in measured if isinstance(result, PositionLoss)]
+    loss = next((result for result in measured if isinstance(result, PositionLoss)), None)
     sentences = []
     if curve is not None:
         sentences = [f"{curve.copies_in_words()}.", f"Copies {curve.exact_in_words()}."]
-    elif losses:
-        end = losses[0].context_length
-        sentences = [
-            f"The loss after {end:,} tokens is {losses[0].smoothed_at(end)} nats; more context was not tried."
-        ]
+    elif loss is not None:
+        end = loss.context_length
+        sentences = [f"The loss after {end:,} tokens is {loss.smoothed_at(end)} nats; more context was not tried."]
     return sentences + [found(result) for result in measured if isinstance(result, Retrieval)][: 3 - len(sentences)]
 
 

@@ -22,6 +22,7 @@ from .bound import MAX_CONTEXT, rope_base_bound, rope_context_bound, rope_decay
 from .config import (
     NoRopeError,
     Rope,
+    Source,
     attention_window,
     claimed_context,
     layer_groups,
@@ -200,7 +201,8 @@ class RopeReport(Result):
     def from_document(cls, document: dict[str, Any]) -> RopeReport:
         groups = tuple(RopeLayers(*(group[f.name] for f in fields(RopeLayers))) for group in document["groups"])
         named: dict[str, Any] = {f.name: document[f.name] for f in fields(cls)}
-        return cls(**named | {"groups": groups, "notes": tuple(document["notes"])})
+        named |= {"groups": groups, "notes": tuple(document["notes"])}
+        return cls(**named)
 
     def plot(self, path: str | PathLike, *, train_length: int | None = None, title: str | None = None) -> None:
         from .plot import plot_bound
@@ -221,7 +223,6 @@ def _up_to(bound: int | None) -> str:
     return f"up to m = {bound} ({bound + 1} tokens)" if bound is not None else "at every m searched"
 
 
-@readable()
 def rope_report(
     model_or_config: Any,
     *,
@@ -252,7 +253,11 @@ def rope_report(
         ValueError: a setting is missing or unknown, or an argument is out of range.
         NotImplementedError: the rope type is unknown.
     """
-    source = read_source(model_or_config, **(model_kwargs or {}))
+    with readable():
+        return _report(read_source(model_or_config, **(model_kwargs or {})), context_length, minimum_base)
+
+
+def _report(source: Source, context_length: int | None, minimum_base: bool) -> RopeReport:
     config, notes = with_rope_parameters(source), source.notes
     claimed, claimed_by = claimed_context(source) if context_length is None else (context_length, "given")
     claimed = as_int(f"the context to check ({claimed_by})", claimed, 2)

@@ -154,12 +154,12 @@ class GreedyCompletions:
         """
         if not self.form.returns_ids:
             return self.ask_for_text(ids[:start], ids[start], **options)
-        said, stopped = self.complete(ids[:start], start, stop - start, **options)
+        said = self.complete(ids[:start], start, stop - start, **options)
         right = next((i for i, pair in enumerate(zip(said, ids[start:stop])) if pair[0] != pair[1]), len(said))
         if right < len(said):
             return right, "wrong"
-        if stopped and start + right < stop:  # the model predicted an end-of-text token, which is omitted
-            return right, "unsure" if self.is_special(ids[start + right]) else "wrong"
+        if not said:  # the model predicted an end-of-text token, which is omitted
+            return 0, "unsure" if self.is_special(ids[start]) else "wrong"
         return right, ""
 
     def ask_for_text(self, before: list[int], token: int, **options: Any) -> tuple[int, str]:
@@ -169,14 +169,14 @@ class GreedyCompletions:
         if not (reachable and text.startswith(prompt) and expected) or "\ufffd" in expected or self.is_special(token):
             return 0, "unsure"
         sent = prompt.removeprefix(self.tokenizer.bos_token) if self.form.adds_bos else prompt
-        said, _ = self.complete(before if self.form.sends_ids else sent, len(before), 1, **options)
+        said = self.complete(before if self.form.sends_ids else sent, len(before), 1, **options)
         self.keeps_spaces |= said.startswith(" ")
         if said == expected:
             return (1, "") if self.ids_of_text[said] == 1 else (0, "unsure")
         return 0, "unsure" if said == self.decode([token]) and not self.keeps_spaces else "wrong"
 
-    def complete(self, prompt: Any, length: int, tokens: int, **options: Any) -> tuple[Any, bool]:
-        """Return the response as ids or text, and whether it ended with an end-of-text token.
+    def complete(self, prompt: Any, length: int, tokens: int, **options: Any) -> Any:
+        """Return the response as ids or text; without ids if the server omits an end-of-text token.
 
         Args:
             prompt: prompt, as ids or text.
@@ -184,7 +184,7 @@ class GreedyCompletions:
             tokens: maximum number of tokens in the response.
 
         Raises:
-            ValueError: the server read a different number of prompt tokens.
+            ValueError: the server read a different number of prompt tokens, or did not return ids.
         """
         body = {
             "model": self.server.model,
@@ -201,14 +201,13 @@ class GreedyCompletions:
                 f"{self.server.base_url} read {read} tokens for a prompt of {length}. Configure the server not to add "
                 "special tokens or truncate prompts."
             )
-        stopped = choice.get("finish_reason") == "stop"
         if not self.form.returns_ids:
-            return choice.get("text") or "", stopped
+            return choice.get("text") or ""
         entries = (choice.get("logprobs") or {}).get("content") or []
         ids = choice.get("token_ids") or [entry["id"] for entry in entries if "id" in entry]
-        if not ids and (choice.get("text") or not stopped):
+        if not ids and (choice.get("text") or choice.get("finish_reason") != "stop"):
             raise ValueError(f"{self.server.base_url} did not return token ids.")
-        return ids[:tokens], stopped
+        return ids[:tokens]
 
     def is_special(self, token: int) -> bool:
         """Return whether an id may be a special token; always True without a tokenizer."""

@@ -28,11 +28,7 @@ TABLE = """
 | part | seconds | limit | exit status | tests passed | failed | skipped | last lines |
 | `{command}` | {seconds:.0f} | {limit:.0f} | {status} | {passed} | {failed} | {skipped} | {tail} |
 """
-TESTS = (
-    "tests/fox/test_triton_fox_gpu.py",
-    "tests/fox/test_triton_backend_gpu.py",
-    "tests/hmt/test_hmt_cuda_graphs_gpu.py",
-)
+TESTS = ("tests/fox/test_triton_fox_gpu.py", "tests/hmt/test_hmt_cuda_graphs_gpu.py")
 KILLED = -signal.SIGKILL  # exit status of a part that reached its limit
 SUCCESS = {"cuda": (0,), "cpu": (0, 5)}  # exit statuses; pytest exits with 5 if all files are skipped, without a GPU
 
