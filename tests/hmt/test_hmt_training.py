@@ -1,12 +1,10 @@
 """Losses, truncated backpropagation, checkpointing, compilation, Trainer and DDP."""
 
-import sys
 import weakref
 from functools import partial
 
 import pytest
 import torch
-from commands import run
 from gradients import assert_same_gradients, enable_checkpointing, gradients
 from tiny_hmt import NORM, ROUNDING, tiny_llama
 from torch.nn.functional import cross_entropy
@@ -160,35 +158,6 @@ def test_a_loss_keeps_the_logits_of_one_segment(make_wrapper, tokens):
     model.train()
     enable_checkpointing(model)
     assert largest_tensor_alive(model, long, logits_to_keep=1) == sizes[0]
-
-
-MEASURE = """
-import sys, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-from hf_longctx.hmt import HMTConfig, HMTWrapper
-
-torch.manual_seed(0)
-sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32000)
-model = HMTWrapper.from_backbone(LlamaForCausalLM(LlamaConfig(**sizes)), HMTConfig(segment_length=256)).train()
-ids = torch.randint(32000, (1, 2048))
-model(ids[:, :8], labels=ids[:, :8], logits_to_keep=1).loss.backward()
-
-def status(name):
-    return int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith(name)))
-
-for kept in (1, 0):
-    open("/proc/self/clear_refs", "w").write("5")
-    before = status("VmRSS")
-    model(ids, labels=ids, logits_to_keep=kept).loss.backward()
-    print(status("VmHWM") - before)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
-@pytest.mark.skipif(not hasattr(torch.nn.functional, "linear_cross_entropy"), reason="needs PyTorch 2.13")
-def test_a_loss_without_logits_takes_a_fifth_of_the_memory():
-    pieces, plain = map(int, run(["python", "-c", MEASURE]).stdout.split())
-    assert pieces < plain / 5
 
 
 def test_summaries_go_through_together(make_wrapper, tokens):
