@@ -47,15 +47,15 @@ def assert_close(actual, expected):
 def assert_calls_do_not_matter(model, folder, seed=0, assert_same=assert_close):
     """Read two rows in random calls, and compare the logits with those of each row alone in one call.
 
-    A call has any number of tokens of a row, next to padding on either side. Between two calls, the state is saved,
-    copied or reordered, and continued with other tokens.
+    A call has any number of tokens of a row, next to padding on either side. With an odd seed, most calls have equal
+    numbers. Between two calls, the state is saved, copied or reordered, and continued with other tokens.
     """
     generator, texts, logits, state = random.Random(seed), [[], []], [[], []], None
     torch.manual_seed(seed)
     for _ in range(14):
         counts = [generator.choice((0, 1, 4, 8, 11)) for _ in range(2)]
         counts[generator.randrange(2)] += not any(counts)
-        counts = generator.choice(([1, 1], [1, 1], counts))
+        counts = generator.choice(([1, 1], [1, 1], counts[:1] * 2 if seed % 2 and counts[0] else counts))
         ids = torch.randint(3, VOCAB, (2, max(counts) + generator.randrange(2)))
         mask = torch.zeros_like(ids)
         for row, count in zip(mask, counts):
@@ -69,7 +69,7 @@ def assert_calls_do_not_matter(model, folder, seed=0, assert_same=assert_close):
         state = out.state
         if generator.random() < 0.5:
             model(torch.randint(3, VOCAB, (2, 1)), state=state)  # a call does not change its state
-        change = generator.choice(("keep", "keep", "copy", "save", "select", "reorder"))
+        change = generator.choice(("copy", "save", "select", "reorder", "reorder", "reorder"))
         if change == "copy":
             state = copy.deepcopy(state.detach())
         elif change == "save":
