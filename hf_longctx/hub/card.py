@@ -7,6 +7,8 @@ card_notes.md: each section of that file is inserted into the section of the sam
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,7 @@ def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -
         tag: revision that the loading code pins, if `repo` is given.
 
     Raises:
-        ValueError: the metadata of the card is not valid YAML.
+        ValueError: the metadata of the card is not valid YAML, or a file that the card describes is damaged.
     """
     text = bundle.text(CARD)
     generated = GENERATED.search(text)
@@ -81,7 +83,8 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
         data.widget = [{"text": x["prompt"], "output": {"text": x["text"]}} for x in bundle.samples.values()]
     introduction, *sections = SECTION.split(bundle.text(NOTES).strip())
     code = {path for path in bundle.files if path.endswith(".py")}
-    settings = yaml.safe_load(bundle.text("training.yaml")) or {}
+    with reading("training.yaml"):
+        settings = dict(yaml.safe_load(bundle.text("training.yaml")) or {})
     card = ModelCard.from_template(
         data,
         str(TEMPLATE),
@@ -112,8 +115,25 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
 
 def model_index(bundle: Bundle) -> list[EvalResult]:
     """Return the model-index entries for the results of metrics and for `evaluations` in benchmark files."""
-    evaluations = [entry for document in bundle.documents.values() for entry in document.get("evaluations", [])]
-    return [*eval_results(list(bundle.results.values())), *(EvalResult(**entry) for entry in evaluations)]
+    entries = []
+    for file, result in bundle.results.items():
+        with reading(file):
+            entries += eval_results([result])
+            _ = result.summary(), result.table()  # the card also contains these
+    for file, document in bundle.documents.items():
+        with reading(file):
+            entries += [EvalResult(**entry) for entry in document.get("evaluations", [])]
+    return entries
+
+
+@contextmanager
+def reading(file: str) -> Iterator[None]:
+    """Raise ValueError if the block fails, because `file` is damaged. Damage can cause any exception."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{file} is damaged ({reason}). Write it again, or remove it.") from error
 
 
 def read_card(text: str) -> ModelCard:
@@ -131,11 +151,12 @@ def read_card(text: str) -> ModelCard:
 def last_losses(bundle: Bundle) -> dict[str, dict]:
     """Return the last log entry with `loss`, and the last with `eval_loss`, of the last run in training_log.jsonl."""
     last = {}
-    for row in map(json.loads, bundle.text("training_log.jsonl").splitlines()):
-        step = row.get("step", 0)
-        if any(step < row["step"] for row in last.values()):  # a new run, whose steps start at 0 again
-            last = {}
-        last |= {name: row for name in ("loss", "eval_loss") if "step" in row and name in row}
+    with reading("training_log.jsonl"):
+        for row in map(json.loads, bundle.text("training_log.jsonl").splitlines()):
+            step = row.get("step", 0)
+            if any(step < row["step"] for row in last.values()):  # a new run, whose steps start at 0 again
+                last = {}
+            last |= {name: row for name in ("loss", "eval_loss") if "step" in row and name in row}
     return last
 
 

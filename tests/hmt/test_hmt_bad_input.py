@@ -142,8 +142,12 @@ BUILD = [
     refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "must be a decoder"),
     refused("a wrapper in a wrapper", lambda it: build(it.model), "HMTWrapper"),
     *(
-        refused(str(x), lambda it, x=x: build(x(tiny_llama().config)), "must be a transformers causal LM", TypeError)
-        for x in (LlamaForSequenceClassification, LlamaModel, lambda config: torch.nn.Linear(2, 2))
+        refused(name, lambda it, x=x: build(x(tiny_llama().config)), "must be a transformers causal LM", TypeError)
+        for name, x in {
+            "a classifier": LlamaForSequenceClassification,
+            "a model without a head": LlamaModel,
+            "a linear layer": lambda config: torch.nn.Linear(2, 2),
+        }.items()
     ),
     refused("no backbone", lambda it: HMTWrapper(HMTConfig()), "backbone_config` must be set"),
     refused("a plain Llama's folder", lambda it: HMTWrapper.from_pretrained(it.folder / "llama"), "from_backbone"),

@@ -49,7 +49,7 @@ NUMBERS = [
 ]
 
 
-@pytest.mark.parametrize("result, numbers", zip(EXAMPLES, NUMBERS), ids=[result.kind for result in EXAMPLES])
+@pytest.mark.parametrize("result, numbers", list(zip(EXAMPLES, NUMBERS)), ids=[result.kind for result in EXAMPLES])
 def test_what_a_report_says(result, numbers):
     assert result.measured and result.title and result.summary() and result.explanation()
     assert [(n.metric, n.name, n.value, n.interval(), n.sample) for n in result.numbers()] == numbers
