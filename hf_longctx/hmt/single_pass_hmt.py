@@ -192,7 +192,8 @@ class SinglePass(Segments):
         if count == read:
             return state
         recall, prefix, memory = None, None, None
-        if not read or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
+        unusable = not read or state.kv_mask is not None  # only `step` reads a padded cache
+        if unusable or (full and self.retriever.reads_hidden) or torch.is_grad_enabled():
             state = state.without_kv_cache()
         kv_cache, start = state.kv_cache, -self.k * later if state.kv_cache is None else read
         recalls = later and count >= self.j

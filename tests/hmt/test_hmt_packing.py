@@ -63,6 +63,18 @@ def test_decoding_unequal_rows_continues_a_cache(make_wrapper, tokens):
     assert [n for n, step in enumerate(steps) if step == [1]] == [3, 6, 7]
 
 
+@torch.no_grad()
+def test_beams_of_one_row_can_have_a_padded_cache(make_wrapper, tokens):
+    model, mask = make_wrapper(), torch.ones(2, 7, dtype=torch.long)
+    mask[1, :4] = 0
+    state = model(tokens[:, :7], attention_mask=mask, use_cache=True).state
+    state.reorder_cache(torch.tensor([1, 1]))
+    assert state.kv_mask is not None
+    more = model(tokens[:, 7:20], state=state).logits
+    for found, rest in zip(more, tokens[:, 7:20]):
+        assert_close(found, model(torch.cat([tokens[1, 4:7], rest])[None]).logits[0, 3:])
+
+
 def test_logits_of_the_last_positions_of_unequal_rows(make_wrapper, tokens):
     model, rows, (ids, left), (_, right) = make_wrapper(), [], padded(tokens), padded(tokens, False)
     with torch.no_grad():
