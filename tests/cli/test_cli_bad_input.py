@@ -42,7 +42,7 @@ OPTIONS = [
 # -- models that are not there, or are damaged
 
 MODELS = [
-    ("read {fox} {text}", "does not have a memory"),
+    ("read {fox} {text}", "must be an HMTWrapper, got FoxForCausalLM"),
     ("read {fox}/config.json {text}", "is a file; give the folder"),
     ("read no-such/model {text}", "couldn't connect"),
     ("read {fox} {text} --device banana", "device banana is not available"),

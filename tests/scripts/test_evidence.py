@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib", reason="pictures need matplotlib: pip install 
 
 TINY = {  # rows of the result, and options
     "hmt_facts": (
-        10,
+        9,
         "--segment-length 64 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --asked 2 --most-facts 2 "
         "--most-asked 4 --rounds 2 --seeds 0",
     ),
@@ -19,7 +19,7 @@ TINY = {  # rows of the result, and options
         "--segment-length 16 --sensory-tokens 4 --segments 5 --earliest 2 --seeds 0 2",
     ),
     "hmt_perplexity": (
-        10,
+        9,
         "--segment-length 16 --sensory-tokens 4 --first-steps 1 --steps 2 --rows 2 --segments 2 --text-length 64 "
         "--texts 4 --seeds 0",
     ),
