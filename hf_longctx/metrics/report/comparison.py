@@ -137,7 +137,7 @@ def differences(results: Mapping[str, TaskResult]) -> list[str]:
     >>> def curve(data):
     ...     return PositionLoss.of_mean([1.0], 4, {"data_type": data, "tokenizer": "models/" + data})
     >>> differences({"fox": curve("order"), "llama": curve("random")})
-    ['data (order, random)', 'tokenizers, whose tokens differ in size (order, random)']
+    ['data (order, random)', 'tokenizers with tokens of different sizes (order, random)']
     """
     values: dict[str, dict[str, None]] = {}  # values of each setting; the inner dictionary serves as an ordered set
     for result in results.values():
@@ -145,7 +145,7 @@ def differences(results: Mapping[str, TaskResult]) -> list[str]:
             values.setdefault(words, {})[Path(value).name] = None
     if len({result.settings.get("corpus_sha256", index) for index, result in enumerate(results.values())}) == 1:
         values.pop("tokenizers", None)  # if the token hashes are equal, only the names of the tokenizers differ
-    comment = {"tokenizers": ", whose tokens differ in size"}
+    comment = {"tokenizers": " with tokens of different sizes"}
     return [f"{w}{comment.get(w, '')} ({', '.join(several)})" for w, several in values.items() if len(several) > 1]
 
 

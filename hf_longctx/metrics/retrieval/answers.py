@@ -228,8 +228,8 @@ class Retrieval(TaskResult):
 
     def explanation(self) -> str:
         return (
-            f"{self.question} The score is the share of answers found in the model's responses or, if it does not "
-            "generate any, of answers given token for token by greedy decoding."
+            f"{self.question} The score is the share of answers found in the model's responses. If it does not generate "
+            "responses, the score is the share of answers that greedy decoding gives token for token."
         )
 
     def units(self, size: int) -> list[list[Answer]]:
