@@ -29,7 +29,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 # For each rate of correct answers: the legend label, and the colour, marker and dashes of the line
 RATES = {
     "match_rate": ("answers found in the responses", COPY, "o", "-"),
-    # dashed, so that a line below remains visible
+    # dashed: a line below remains visible
     "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),
     "probability": ("probability of an answer's token", PROBABILITY, "^", "-"),
 }
@@ -111,7 +111,7 @@ def draw_title(figure: Figure, text: str) -> None:
 
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:
-    """Draw a legend with a title above the axes, so that it does not cover a curve."""
+    """Draw a legend with a title above the axes. There, it does not cover a curve."""
     font = {"size": 13, "weight": "bold"}
     place: dict[str, Any] = dict(loc="outside upper left", columnspacing=1.6, fontsize=fontsize)
     legend = fitted_legend(figure, figure, handles, text, columns, title_fontproperties=font, **place)

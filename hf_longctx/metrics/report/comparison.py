@@ -31,8 +31,8 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
         title: title of the figure or the Markdown file (default: name of the metric).
 
     Returns:
-        Markdown text: a comparison in sentences, a table of the results, a warning for each setting that differs, the
-        paired tests, and the effective lengths under three rules.
+        Markdown text: a comparison in sentences, a table of the results, warnings about settings that differ, paired
+        tests, and effective lengths under three rules.
 
     Raises:
         ValueError: a result is empty, the results are from different metrics, or the metric cannot be compared.

@@ -40,8 +40,8 @@ class EffectiveLength(NamedTuple):
     """The effective length under one rule, with its confidence interval.
 
     Attributes:
-        tokens: the largest tested length whose share of correct answers reaches the threshold; 0 if there is none.
-        low: the largest tested length whose share is significantly above the threshold; 0 if there is none.
+        tokens: the largest tested length with enough correct answers. 0 if there is none.
+        low: the largest tested length with a share significantly above the threshold. 0 if there is none.
         high: the smallest tested length with this property: its share and the shares of all longer lengths are
             significantly below the threshold. None if there is none.
         threshold: required share of correct answers, from 0 to 1.

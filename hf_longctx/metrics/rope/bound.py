@@ -195,10 +195,10 @@ def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
 def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.ndarray:
     """Return distances m with B_m + constant < 0, (k,).
 
-    We search m <= limit range by range, and return all such m of the first range that contains one. Values within
+    We search m <= limit range by range. We return all such m in the first range that contains one. Values within
     float64 rounding of 0 count as 0.
     """
-    first, size = 0, 1024  # the size of the ranges doubles, so that the search can stop early
+    first, size = 0, 1024  # the size of the ranges doubles, so the search can stop early
     while first <= limit:
         size = min(size, limit + 1 - first)
         decay = _decay_range(theta, first, 1, size) + constant
@@ -324,8 +324,8 @@ def rope_base_scan(
 class _DecayFamily:
     """B_m as a function of u = ln base: B = sum_i cos(m theta_i) + constant, theta_i = exp(-u x_i), x_i = 2i/d.
 
-    The slope is dB/du = m sum x theta sin(m theta). The curvature is bounded by K, which decreases with u:
-    |d2B/du2| <= K = m^2 sum (x theta)^2 + m sum x^2 theta.
+    The slope is dB/du = m sum x theta sin(m theta). K bounds the curvature, and decreases with u: |d2B/du2| <= K = m^2
+    sum (x theta)^2 + m sum x^2 theta.
     """
 
     def __init__(self, head_dim: int, non_rotary_dims: int):
@@ -379,8 +379,8 @@ class _DecayFamily:
 def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int, float, int | None]]:
     """Find base_L of eq. 18 for each length, in ascending order.
 
-    We increase u = ln base from 0. If B_m < 0 for some m <= L, no base up to the next root of this B_m is admissible.
-    We move u to that root. If there is no such m, exp(u) is base_L.
+    We increase u = ln base from 0. If B_m < 0 for some m <= L, no base up to the next root of B_m is admissible. We
+    move u to that root. If there is no such m, exp(u) is base_L.
 
     Yields:
         (L, u, m): base_L is exp(u), and B_m rises through 0 there. If u is 0, m is None.

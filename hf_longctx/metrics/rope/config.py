@@ -51,7 +51,7 @@ ROPE_UNLESS = {
     **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
     **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
 }
-# Settings that have the same meaning in model types that transformers does not support.
+# Settings with the same meaning in model types that transformers does not support.
 SHARED_FIELDS = (
     *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers"),
     *("original_max_position_embeddings", "dual_chunk_attention_config", "rope_condense_ratio"),
@@ -59,7 +59,7 @@ SHARED_FIELDS = (
 SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
-# Model types whose code has settings that the config lacks; `python -m scripts.rope_types` lists them.
+# Settings in the code of a model type, but not in its config. `python -m scripts.rope_types` lists these model types.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
 ROPE_ON_SLIDING_LAYERS_ONLY = (
     *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
