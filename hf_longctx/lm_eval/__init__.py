@@ -2,14 +2,14 @@
 
 lm-eval finds the tasks in the folder that `tasks_folder` returns:
 `lm_eval run --include_path "$(hf-longctx lm-eval --tasks-folder)" --tasks forgetting_curve`.
-The model type is registered when `hf_longctx.lm_eval.model` is imported, as `hf-longctx lm-eval` does.
+Importing `hf_longctx.lm_eval.model` registers the model type. `hf-longctx lm-eval` imports this module.
 """
 
 from pathlib import Path
 
 
 def tasks_folder() -> Path:
-    """Write a YAML file for each task into a folder of the user's cache, and return the folder."""
+    """Write a YAML file for each task into a folder of the user's cache. Return the folder."""
     from huggingface_hub.constants import HF_HOME
 
     from ..metrics import tasks  # noqa: F401 - importing `tasks` registers every Task

@@ -1,4 +1,4 @@
-"""The lm-eval model type `hf-longctx`, which extends `hf`: it loads FoX and HMT without trust_remote_code."""
+"""The lm-eval model type `hf-longctx`. It extends `hf`, and loads FoX and HMT without trust_remote_code."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ UNLIMITED = 2**31 - 1
 
 @register_model("hf-longctx")
 class LongContextLM(HFLM):
-    """lm-eval's `HFLM` with support for FoX and HMT, which this package registers with transformers.
+    """lm-eval's `HFLM` with support for FoX and HMT. This package registers both with transformers.
 
-    `max_length` defaults to the claimed context, as in HFLM, or is unlimited if the model reads in segments.
+    If the model reads in segments, `max_length` is unlimited by default. Otherwise, it defaults to the claimed
+    context, as in HFLM.
     """
 
     @property

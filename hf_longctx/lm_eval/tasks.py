@@ -1,12 +1,12 @@
-"""Run every `Task` in lm-eval, with a task class, a request type, and a reader for lm-eval's models.
+"""Run every `Task` in lm-eval. This file defines a task class, a request type, and a reader for lm-eval's models.
 
 Each task has a YAML file that names its class, such as `class: !function hf_longctx.lm_eval.tasks.forgetting_curve`.
 `--metadata '{"lengths": [64, 128], "repeats": 3}'` sets the task's options. We split the trials of a task into
-documents, which lm-eval distributes among its processes, and compute the metrics from the scores of all documents. We
-report our own confidence intervals instead of lm-eval's standard errors.
+documents. lm-eval distributes the documents among its processes. We compute the metrics from the scores of all
+documents, and report our own confidence intervals instead of lm-eval's standard errors.
 
-We read lm-eval's PyTorch models, vLLM engines and completions endpoints with our own readers, so the counts are those
-of our functions.
+We read lm-eval's PyTorch models, vLLM engines and completions endpoints with our own readers. The counts are therefore
+the same as without lm-eval.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DOCUMENTS = 8  # default number of documents into which the trials are split
 
 
 def __getattr__(name: str) -> type[TaskInLmEval]:
-    """Create the lm-eval task class of a metric when its attribute, such as `tasks.forgetting_curve`, is accessed."""
+    """Create the lm-eval task class of a metric on access to an attribute such as `tasks.forgetting_curve`."""
     for task in Task.tasks.values():
         if task.result.kind == name:
             return type(name, (TaskInLmEval,), {"task": task})
@@ -51,7 +51,7 @@ class TaskInLmEval(ConfigurableTask):
     """A `Task` as an lm-eval task. Each subclass sets `task`.
 
     Attributes:
-        settings: options of the task, i.e. the defaults updated with `--metadata`.
+        settings: options of the task: the defaults, updated with `--metadata`.
     """
 
     task: type[Task]
@@ -60,7 +60,7 @@ class TaskInLmEval(ConfigurableTask):
         config = config or {}
         given = config.get("metadata") or {}
         known = {entry.name: entry.default for entry in options(self.task)} | {"documents": DOCUMENTS, "text": None}
-        # lm-eval adds the model arguments to the metadata, so only names that resemble an option are errors
+        # lm-eval adds the model arguments to the metadata; we only reject names that resemble an option
         for name in given.keys() - known.keys():
             meant = get_close_matches(name, known, n=1, cutoff=0.8)
             if meant:
@@ -113,7 +113,7 @@ class TaskInLmEval(ConfigurableTask):
         return dict.fromkeys(self.numbers([scores]), scores)
 
     def numbers(self, documents: list[dict]) -> dict[str, float]:
-        """Return the result's numbers and confidence bounds, keyed by name, from the scores of `documents`."""
+        """Compute the result's numbers and confidence bounds from the scores of `documents`, keyed by name."""
         task = task_of(self.task, self.settings)
         scores = scores_of({key: score for document in documents for key, score in document.items()})
         missing = {key: str(score) for key, score in scores.items() if isinstance(score, Missing)}
@@ -121,7 +121,7 @@ class TaskInLmEval(ConfigurableTask):
         named: dict[str, float] = {}
         result = self.task.result(scores)
         shortage = getattr(result, "shortage", "")
-        if shortage and len(documents) > 1:  # a call with one document, from `process_results`, only uses the names
+        if shortage and len(documents) > 1:  # `process_results` passes one document, and only uses the names
             logger.warning_once(shortage.removeprefix("; "))
         for number in result.numbers():
             name = re.sub(r"\W+", "_", number.name).strip("_")
@@ -148,7 +148,7 @@ class Named(dict):
 
 
 def task_of(task: type[Task], settings: dict[str, Any]) -> Task:
-    """Create a task from settings, and ignore settings that are not options of the task."""
+    """Create a task from settings. Settings that are not options of the task are ignored."""
     return task(**{entry.name: settings[entry.name] for entry in options(task)})
 
 
@@ -170,7 +170,7 @@ def trial_scores(lm: Any, requests: list[Instance], disable_tqdm: bool = False) 
             trials = task.trials({})
             with task.subject.reader.reading(first_ids(task.requests(trials[0].key)[0]), None):
                 mine = trials[share :: json.loads(settings)["documents"]]
-                # cached only when the document is complete, so a killed run resumes with the next document
+                # we only cache complete documents, so a killed run resumes with the next document
                 known[key] = [(trial.key, measure_one(task, trial)) for trial in mine]
         replies.append(known[key])
         bar.update()
@@ -201,7 +201,7 @@ def reader_of(lm: Any) -> Reader:
     """Return the reader of an lm-eval model.
 
     Raises:
-        ValueError: we do not have a reader for the model, or it runs in mixed precision.
+        ValueError: we do not have a reader for the model, or the model runs in mixed precision.
     """
     model = getattr(lm, "model", None)
     if getattr(lm, "mixed_precision_dtype", None) is not None:

@@ -1,6 +1,6 @@
 """Measure how far back a language model really remembers.
 
-The public names are listed in `__init__.pyi` and imported on first use. No module has the same name as a public
+`__init__.pyi` lists the public names. They are imported on first use. No module has the same name as a public
 function, because importing the module would overwrite the function.
 """
 

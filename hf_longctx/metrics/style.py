@@ -1,6 +1,6 @@
-"""The style of all figures, which we draw without pyplot, so that they do not require a display.
+"""The style of all figures. We draw without pyplot, so figures do not require a display.
 
-All plotting modules import this file, which raises an ImportError with advice if matplotlib is missing.
+All plotting modules import this file. If matplotlib is missing, it raises an ImportError with advice.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ COPY, LM, PROBABILITY = "#b8500a", "#1f5fa6", "#2c7a4b"
 # Background colours of a forgetting curve, as in figure 1 of Liu et al. 2024. White means not significant.
 AREAS = {"fine": "#cdeacf", "coarse": "#d9e6f7", "amnesia": "#f9dedb"}
 AREA_LABELS = {"fine": "copied word for word", "coarse": "copied", "amnesia": "no memory"}
-# A colour-blind-safe palette (Okabe and Ito), and markers for figures that need more than colours
+# A colour-blind-safe palette (Okabe and Ito). Markers are for figures that need more than colours
 MODELS = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8c6d00", "#333f4a", "#4a9cc9")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-# Legend label, and colour, marker and dashes of the line, for each rate of correct answers
+# For each rate of correct answers: the legend label, and the colour, marker and dashes of the line
 RATES = {
     "match_rate": ("answers found in the responses", COPY, "o", "-"),
-    # dashed, so that a line below remains visible
+    # dashed: a line below remains visible
     "exact_rate": ("answers given token for token", LM, "s", (0, (3, 2))),
     "probability": ("probability of an answer's token", PROBABILITY, "^", "-"),
 }
 TOKENS = "{x:,.0f}"  # format of tick labels in tokens, with commas between thousands
-# Legend layouts: number of columns, maximum characters per line of a label, and per line of the title
+# Legend layouts: number of columns, maximum characters per line of a label, maximum characters per line of the title
 FITS = ((2, 44, 52), (1, 88, 52), (1, 64, 44), (1, 40, 28), (1, 20, 16))
 WIDTH = 6.6  # in inches; 10-point text is 8 pixels high on a phone with a width of 390 pixels
 
@@ -80,7 +80,7 @@ def mark_training(axes, x: float, width: float = 1.2):
 
 
 def literal(text: str) -> str:
-    """Escape the dollar signs in a string, because matplotlib would parse them as math.
+    """Escape the dollar signs in a string. matplotlib would parse them as math.
 
     >>> print(literal("a$x_{$b"))
     a\\$x_{\\$b
@@ -97,7 +97,7 @@ def name_differences(axes, differences) -> None:
 
 
 def heading(result) -> str:
-    """Return the heading of a result: the metric, the model if known, and "(interrupted)" for a partial result."""
+    """Return the heading of a result: the metric, the model (if known), and "(interrupted)" for a partial result."""
     model = f" of {literal(result.model_name)}" if result.settings.get("model") else ""
     return f"{result.title}{model}{' (interrupted)' if result.interruption else ''}"
 
@@ -111,7 +111,7 @@ def draw_title(figure: Figure, text: str) -> None:
 
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:
-    """Draw a legend with a title above the axes, so that it does not cover a curve."""
+    """Draw a legend with a title above the axes. There, it does not cover a curve."""
     font = {"size": 13, "weight": "bold"}
     place: dict[str, Any] = dict(loc="outside upper left", columnspacing=1.6, fontsize=fontsize)
     legend = fitted_legend(figure, figure, handles, text, columns, title_fontproperties=font, **place)

@@ -72,7 +72,7 @@ FILES = [
 # -- measuring: before a model is loaded, and nothing is written
 
 MEASURING = [
-    ("needle {fox} --lengths 5 --text stdlib", "lengths must be above .*, the number of tokens in needle"),
+    ("needle {fox} --lengths 5 --text stdlib", "lengths must be above .*the tokens of needle"),
     ("curve {fox} --lengths 8,16 --points 5", "lengths cannot be combined with points"),
     ("curve {fox} --data-type random --text {text}", "--text is not used with these options"),
     ("curve {fox} --confidence 0.9", "protocol=reference cannot be combined with confidence"),

@@ -74,7 +74,7 @@ SETTINGS = dict(
         ({"tokenizer": "hub/two"}, []),  # of the same tokens
         (
             {"tokenizer": "hub/two", "corpus_sha256": "cd" * 32},
-            ["tokenizers, whose tokens differ in size (one, two)"],
+            ["tokenizers with tokens of different sizes (one, two)"],
         ),
         ({"protocol": "adaptive", "repeats": 3}, ["protocols (reference, adaptive)", "repeats (10, 3)"]),
         ({"lengths": (80, 640, 600_000), "seed": 3}, ["longest lengths (5120, 600000)"]),

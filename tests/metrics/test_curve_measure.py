@@ -198,7 +198,7 @@ def test_random_data_are_tokens_of_text():
     drawn = {i for call in calls[2:] for i in call["ids"][1:41] + call["ids"][42:-1]}
     assert drawn == set(range(10, 28)) - {11, 12, 14, 17, 20} and curve.points[0].begin_locs is None
     assert curve.settings["id_range"] == [10, 31] and curve.settings["skipped_ids"] == 8
-    with pytest.raises(ValueError, match=r"two ordinary tokens, got \(28, 31\), where 4 ids"):
+    with pytest.raises(ValueError, match=r"two ordinary tokens, got \(28, 31\) with 4 special"):
         forgetting_curve(model, None, tokenizer=Vocabulary(), id_range=(28, 31), **options)
 
 

@@ -56,19 +56,19 @@ def numbers(config):
 PARAMETERS = [
     refused(f"{name} RoPE with {parameters}", report(llama(rope_parameters=rope(name, **parameters))), message)
     for name, parameters, message in (
-        ("default", {"rope_theta": 0.5}, "base must be a finite number above 1, .* got 0.5"),
+        ("default", {"rope_theta": 0.5}, "base must be a finite number above 1, got 0.5"),
         ("default", {"rope_theta": "10000"}, "base must .* got '10000'"),
-        ("default", {"partial_rotary_factor": 0.7}, "an even number from 2 to 16, .* got 0.7 . 16"),
+        ("default", {"partial_rotary_factor": 0.7}, "an even number from 2 to 16, got 0.7 . 16"),
         ("linear", {}, "'linear' are not complete.*'factor'"),
         ("linear", {"factor": 0}, "Its numbers must be positive"),
-        ("linear", {"factor": 2.0, "zeta": 1.0}, "rope_parameters contains zeta, which linear RoPE"),
-        ("dynamic", {"factor": 1.0, "alpha": 8.0}, "rope_parameters contains alpha"),
+        ("linear", {"factor": 2.0, "zeta": 1.0}, "linear RoPE of llama does not use .*rope_parameters: zeta"),
+        ("dynamic", {"factor": 1.0, "alpha": 8.0}, "does not use .*rope_parameters: alpha"),
     )
 ]
 CONFIGS = [
     refused("no context", report(llama(max_position_embeddings=None)), "set max_position_.*Pass context_length"),
     refused("a context that takes days", report(llama(), context_length=10**12), "must be at most 100000000 tokens"),
-    refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "must set num_hidden_layers, which"),
+    refused("no layers", report(Remote(rope_theta=300.0), context_length=9), "must set num_hidden_layers. The bound"),
     *[
         refused(f"{name} = {value!r}", report(json_of(**{name: value})), message)
         for name, value, message in (
@@ -95,7 +95,7 @@ CONFIGS = [
     ),
 ]
 BOUNDS = [
-    refused("an odd head_dim", lambda: rope_decay(1, base=1e4, head_dim=127), "an even positive integer, .* got 127"),
+    refused("an odd head_dim", lambda: rope_decay(1, base=1e4, head_dim=127), "an even positive integer, got 127"),
     *[
         refused(f"frequencies of {options}", partial(rope_decay, 1, **options), "Give either base and head_dim")
         for options in ({"base": 10.0}, {"base": 9.0, "head_dim": 4, "inv_freq": [1.0]})

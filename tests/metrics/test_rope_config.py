@@ -49,26 +49,30 @@ def scaled(rope_type, factor=8.0, **parameters):
 SU = {"type": "su", "long_factor": [1.5] * 64, "short_factor": [1.0] * 64}
 SCALINGS = [
     ({"rope_scaling": {"rope_type": "default", "factor": 8.0}}, ["default RoPE does not use factor"], {}),
-    ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, ["multimodal RoPE .mrope. is judged on"], {}),
+    (
+        {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}},
+        ["multimodal RoPE .mrope. is checked for"],
+        {},
+    ),
     ({"rope_scaling": SU}, ["longrope freq.* 4096"], {}),
-    ({"dual_chunk_attention_config": {"chunk_size": 1024}}, ["dual_chunk_attention_config .* plain RoPE is"], {}),
-    ({"rope_condense_ratio": 8}, ["rope_condense_ratio has .* FastChat"], {}),
+    ({"dual_chunk_attention_config": {"chunk_size": 1024}}, ["dual_chunk_attention_config .* plain RoPE"], {}),
+    ({"rope_condense_ratio": 8}, ["rope_condense_ratio only has .* FastChat"], {}),
     # Vicuna 16k says 4096 tokens and a factor of 4: at 4096, linear scaling by 4 holds always
     (scaled("linear", 4.0), [], {"claimed": 16384, "by": "4 times max_position_embeddings, by linear scaling"}),
     (
         scaled("linear", 2.0),
-        ["before linear scaling by 2; where it is that after scaling, check 4096 tokens"],
+        ["before linear scaling by 2; if it is the length after scaling, check 4096 tokens"],
         {"claimed": 8192, "by": "2 times max_position_embeddings, by linear scaling"},
     ),
-    (scaled("linear", 1.5), ["with linear scaling by 1.5; where it is that before scaling, check 6144 tokens"], {}),
+    (scaled("linear", 1.5), ["with linear scaling by 1.5; if it is the length before scaling, check 6144 tokens"], {}),
     (
         scaled("dynamic", 2.0),
-        ["dynamic frequencies depend on the length; they are those at 8192"],
+        ["dynamic frequencies depend on the length; we use those for 8192"],
         {"claimed": 8192, "by": "2 times max_position_embeddings, by dynamic scaling"},
     ),
     (
         scaled("yarn", 32.0, original_max_position_embeddings=None),
-        ["before yarn scaling by 32; where it is that after scaling, check 4096 tokens"],
+        ["before yarn scaling by 32; if it is the length after scaling, check 4096 tokens"],
         {"claimed": 131072, "by": "32 times max_position_embeddings, by yarn scaling"},
     ),
     *(
@@ -123,13 +127,13 @@ CONFIGS = [
     ],
 )
 def test_configs_are_read_and_assumptions_noted(quick, config, notes, found):
-    """A type that transformers does not know is read as a Llama would."""
+    """A type that transformers does not know is read like a Llama config."""
     report, group = only(config)
     read = {"claimed": report.claimed_context, "by": report.claimed_by, "base": group.base}
     read |= {"rotary": group.rotary_dim, "head": group.head_dim}
     plain = {"claimed": 4096, "by": "max_position_embeddings", "base": 1e4, "rotary": 128, "head": 128}
     assert read == plain | found
-    unknown = ["read as a Llama would"] * (config["model_type"] not in CONFIG_MAPPING)
+    unknown = ["like a Llama config"] * (config["model_type"] not in CONFIG_MAPPING)
     for note in (*notes, *unknown):
         assert any(re.search(note, found) for found in report.notes), report.notes
 
@@ -225,7 +229,7 @@ def test_a_type_that_rotates_nothing_has_no_bound(name):
     config = CONFIG_MAPPING[name]()
     config.rope_theta = 1e4
     for source in (config, config.to_dict(), {"model_type": "new_vision", "text_config": config.to_dict()}):
-        with pytest.raises(NoRopeError, match=f"the attention of {name} rotates nothing"):
+        with pytest.raises(NoRopeError, match=f"the attention of {name} does not rotate"):
             rope_report(source, context_length=64)
 
 

@@ -1,9 +1,8 @@
-"""The adaptive protocol: measure only the lengths that determine the fine and the coarse length of a forgetting curve.
+"""The adaptive protocol: find the fine and the coarse length of a forgetting curve from few measured lengths.
 
-The search first measures the longest length of a grid, and then repeatedly halves the length, which shows the shape of
-the curve. It then bisects between a length that passes and a length that fails, until they are neighbours on the grid.
-Both neighbours get more repeats until a test shows on which side of the threshold each of them lies. This file does
-not run a model.
+The search first measures the longest length of a grid. It then halves the length repeatedly, to see the shape of the
+curve. Next, it bisects between a length that passes and a length that fails, until they are neighbours on the grid.
+Both neighbours get more repeats until a test places each above or below the threshold. This file does not run a model.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from .lengths import METHODS, CurvePoint
 from .protocol import input_tokens
 
 
-# Maximum cost, where an input of the longest length costs 1; the reference protocol with 32 lengths costs 330
+# Maximum cost in inputs of the longest length; the reference protocol with 32 lengths costs 330
 BUDGET = 64
 
 
@@ -29,11 +28,11 @@ def locate(
 ) -> list[CurvePoint]:
     """Measure the lengths that determine the fine and the coarse length.
 
-    The search assumes that memory only fades as targets grow. It misses a dip between two measured lengths.
+    The search assumes that memory never improves as targets grow. It misses a dip between two measured lengths.
 
     Args:
         lengths: the grid, ascending.
-        measure: function `measure(length, first, stop)` that measures repeats `first` to `stop - 1`, and returns the
+        measure: function `measure(length, first, stop)`. It measures repeats `first` to `stop - 1`, and returns the
             `CurvePoint` with repeats 0 to `stop - 1`.
         repeats: maximum number of repeats per point.
         confidence: confidence level of the tests that end the search.
@@ -60,7 +59,7 @@ class _Search:
         self.points: dict[int, CurvePoint] = {}
 
     def evaluate(self, length):
-        """Measure more repeats of a length; return False if all repeats are measured or the budget is used up."""
+        """Measure more repeats of a length. If all repeats are measured or the budget is used up, return False."""
         done = self.points[length].repeats if length in self.points else 0
         following = [n for n in self.stages if n > done]
         cost = 2 * (following[0] - done) * input_tokens(length) if following else 0
@@ -71,7 +70,7 @@ class _Search:
         return True
 
     def step(self, method):
-        """Measure a new length or more repeats of a length for a method; return False if nothing was measured."""
+        """For a method, measure a new length, or add repeats to an old one. If nothing was measured, return False."""
         low, high = self.interval(method)
         if high - low > 1:
             return self.evaluate(self.lengths[(low + high) // 2])
@@ -93,10 +92,10 @@ class _Search:
         return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
 
     def narrow(self, method, end, direction):
-        """Measure more at one end of the interval, until the nearest length outside has a significant result.
+        """Measure at one end of the interval, until the nearest length outside the interval is significant.
 
         With direction -1, `end` is the lower end, and lengths up to `end` should pass. With direction 1, `end` is the
-        upper end, and lengths from `end` on should fail. Returns False if nothing was measured.
+        upper end, and lengths from `end` on should fail. If nothing was measured, return False.
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)

@@ -1,27 +1,27 @@
 """Confidence intervals for the memory lengths of a forgetting curve, from tests over targets.
 
 For each method ("fine" or "coarse"), the margin of a target is its accuracy minus the threshold. A length n passes as
-coarse if the mean margin over all possible targets is positive, which we test with a t test. It passes as fine if more
-than half of all targets are copied with an accuracy above 99 %, which we test with a sign test. The paper uses the
-mean for the fine length too, but a few repeats are not enough to test the mean. If 97 of 100 targets are copied
-perfectly and the other three not at all, the mean is below 99 %, but ten targets rarely include one of the three. A
-distribution-free bound on the mean requires 368 perfect targets, whereas the sign test requires six.
+coarse if the mean margin over all possible targets is positive. We test this with a t test. A length passes as fine if
+more than half of all targets are copied with an accuracy above 99 %. We test this with a sign test. The paper uses the
+mean for the fine length too, but a few repeats are not enough to test the mean. Suppose that 97 of 100 targets are
+copied perfectly, and 3 not at all. The mean is then below 99 %, but a sample of ten targets rarely shows a failure. A
+distribution-free bound on the mean requires 368 perfect targets. The sign test requires six.
 
-We assume that memory only fades as targets grow. A model that reaches a length n then also reaches all shorter
-lengths, and memory that ends before n also ends before all longer lengths. We test such nested hypotheses in order, up
-to the first test that does not reject. The total error rate is then that of a single test, regardless of the number of
-lengths (closed testing, Marcus, Peritz and Gabriel 1976).
+We assume that memory never improves as targets grow. A model that reaches a length n then also reaches all shorter
+lengths. Memory that ends before n also ends before all longer lengths. We test such nested hypotheses in order, up to
+the first test that does not reject. The total error rate is then the error rate of a single test, regardless of the
+number of lengths (closed testing, Marcus, Peritz and Gabriel 1976).
 
-Targets longer than n are also evidence that memory reaches n, and shorter targets are also evidence that it ends
-before n. Each test therefore pools the targets of a window of 1, 2, 4, 8 ... lengths that starts (or ends) at n. We
-take the smallest p value of all windows, with a Bonferroni correction. Pooling can show that a model copies no better
-than it guesses over many long lengths, even if no single length is significant. The unit of a test is the target, not
-the token, because the tokens of a target are correlated. Targets that share scored tokens are correlated too, so a
-test uses the largest subset of targets without shared tokens.
+Targets longer than n are also evidence that memory reaches n. Shorter targets are also evidence that it ends before n.
+Each test therefore pools the targets of a window of 1, 2, 4, 8 ... lengths that starts (or ends) at n. We take the
+smallest p value of all windows, with a Bonferroni correction. Over many long lengths, pooling can show that copying is
+no better than guessing, even if no single length is significant. The unit of a test is the target, not the token,
+because the tokens of a target are correlated. Targets that share scored tokens are also correlated. A test therefore
+uses the largest subset of targets without shared tokens.
 
-For the adaptive protocol, we test single lengths only, because it measures few lengths until each result is
-significant. The Bonferroni correction is for the number of lengths and for repeated looks: a protocol that tests after
-3, 5, 7 and 10 repeats, and stops at the first rejection, has four chances to err.
+For the adaptive protocol, we test single lengths only. It measures few lengths, and repeats each one until its result
+is significant. The Bonferroni correction is for the number of lengths and for repeated looks: a protocol that tests
+after 3, 5, 7 and 10 repeats, and stops at the first rejection, has four chances to err.
 
 `scripts/evidence/curve_coverage.py` counts how often the intervals miss the true length of simulated curves. This file
 does not run a model.
@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # scipy imports scipy.special on first use, which keeps `--help` fast
+import scipy  # scipy only imports scipy.special on first use, so `--help` stays fast
 
 from ..overlap import separate
 
@@ -60,8 +60,8 @@ def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int
     """Return the one-sided p value of a window of lengths, with shape (...).
 
     "fine" uses a sign test, "coarse" a t test of the mean margin per scored token. The standard error is robust to
-    heteroscedasticity. For the total margin in tokens, it is at least 1; otherwise, identical margins in a few short
-    repeats would be significant.
+    heteroscedasticity. The standard error of the total margin is at least 1 token. Without this minimum, identical
+    margins in a few short repeats would be significant.
 
     Args:
         margins: margins (..., R) of the repeats, for each length of the window; R may differ between lengths.
@@ -84,7 +84,7 @@ def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int
 
 
 def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: str) -> int:
-    """Test a single length: return 1 if it passes significantly, -1 if it fails significantly, and 0 otherwise.
+    """Test a single length. Return 1 if it passes significantly, -1 if it fails significantly, otherwise 0.
 
     Args:
         margins: margins of the repeats, (R,).
@@ -96,7 +96,7 @@ def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: s
 
 
 def windows(lengths: int, method: str) -> dict[int, float]:
-    """Map each window size, a power of two up to the number of lengths, to its share of the error rate.
+    """Map each window size to its share of the error rate. Sizes are powers of two, up to the number of lengths.
 
     >>> windows(9, "coarse"), windows(5, "fine")
     ({1: 0.25, 2: 0.25, 4: 0.25, 8: 0.25}, {1: 0.64, 2: 0.18, 4: 0.18})
@@ -125,7 +125,7 @@ def p_values(
     Args:
         margins: margins (..., R) of the repeats, for each length.
         scored: number of scored tokens per repeat, for each length.
-        direction: 1 to test whether memory reaches a length, with windows that start at the length. -1 to test
+        direction: if 1, test whether memory reaches a length, with windows that start at the length. If -1, test
             whether memory ends before a length, with windows that end at the length.
         method: "fine" or "coarse".
         places: span of the scored tokens in the corpus, for each length and repeat; None if no two repeats overlap.
@@ -144,7 +144,7 @@ def p_values(
 
 
 def rejected(p: np.ndarray, level: float) -> np.ndarray:
-    """Count the leading lengths whose p values (..., lengths) are below the level, as an array (...)."""
+    """Count the lengths before the first p value >= level: p values (..., lengths), counts (...)."""
     return np.logical_and.accumulate(p < level, axis=-1).sum(-1)
 
 
@@ -155,7 +155,7 @@ class LengthInterval(NamedTuple):
         low: the longest tested length that memory significantly reaches; 0 if there is none.
         high: the shortest tested length that is significantly beyond the reach of memory; None if there is none.
         longest: whether `low` is the longest tested length.
-        text_too_short: whether a tighter interval needs a longer corpus, because too many repeats overlap.
+        text_too_short: whether too many repeats overlap; a tighter interval then needs a longer corpus.
 
     >>> print(LengthInterval(1400, 2048), LengthInterval(0, 64), LengthInterval(64, None), sep=", ")
     1,400 to 2,048, below 64, at least 64
@@ -193,9 +193,10 @@ def length_interval(
     protocol: str = "reference",
     places: Places | None = None,
 ) -> LengthInterval:
-    """Compute a confidence interval of the fine or coarse length, assuming that memory only fades as targets grow.
+    """Compute a confidence interval of the fine or coarse length.
 
-    Each end of the interval has an error rate of (1 - confidence) / 2.
+    We assume that memory never improves as targets grow. The error rate of each end of the interval is (1 -
+    confidence) / 2.
 
     Args:
         lengths: tested lengths in tokens, ascending.
@@ -236,7 +237,7 @@ def length_interval(
 def adaptive_tests(lengths: int, repeats: int, method: str, level: float) -> int:
     """Return the maximum number of tests in the adaptive protocol, for the Bonferroni correction.
 
-    A sign test with too few targets to be significant is not counted.
+    We do not count sign tests that cannot be significant because they have too few targets.
 
     Args:
         lengths: number of lengths.

@@ -1,8 +1,8 @@
 """The counts of a forgetting curve at one length, and the memory lengths that the paper derives from them.
 
 A length passes as fine if its copy accuracy is above 99 %. It passes as coarse if its copy accuracy is at least 1
-percentage point above its LM accuracy. With many lengths, one may pass by chance even if the model does not remember
-anything. For significance tests, see intervals.py.
+percentage point above its LM accuracy. With many lengths, a length may pass by chance, even if the model does not
+remember anything. For significance tests, see intervals.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class CurvePoint:
             )
 
     def first(self, repeats: int) -> CurvePoint:
-        """Return a point with the first `repeats` (at least 1) repeats only."""
+        """Return a copy of the point that contains only the first `repeats` >= 1 repeats."""
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 
@@ -100,7 +100,7 @@ class CurvePoint:
 
     @property
     def texts(self) -> list[int]:
-        """Indices of repeats that count as separate passages, because they do not share scored tokens."""
+        """Indices of repeats that count as separate passages: they do not share scored tokens."""
         return [*range(self.repeats)] if self.places is None else sorted(separate(self.places))
 
     @property
@@ -150,8 +150,8 @@ class MemoryLength(int):
     """A memory length in tokens: a tested length that passes, or 0 if no length passes.
 
     Attributes:
-        open_ended: whether this is the longest tested length, so that the true length may be larger. An open-ended
-            length is printed as ">1400".
+        open_ended: whether this is the longest tested length. The true length may then be larger. An open-ended length
+            is printed as ">1400".
         next_tested: the next longer tested length; None if open-ended. The true length lies in [self, next_tested).
 
     >>> print(MemoryLength(1400, open_ended=True), MemoryLength(767, next_tested=893) + 1)
@@ -180,7 +180,8 @@ def memory_lengths(points: Sequence[CurvePoint]) -> dict[str, MemoryLength]:
     Returns:
         `fine_max`, `coarse_max`: the longest length that passes (Table 3 of the paper).
         `fine_first_run`, `coarse_first_run`: the last length of the first uninterrupted run of passing lengths.
-        Shorter lengths may fail, because very short targets do not show that the task is to copy (footnote 7).
+        Lengths before this run may fail: from a very short target, the model cannot tell that it should copy
+        (footnote 7).
         `coarse_max_significant`: the longest length that passes as coarse with p < 0.05.
 
     >>> memory_lengths([CurvePoint(8, [4], [1]), CurvePoint(64, [31], [9]), CurvePoint(128, [5], [5])])["coarse_max"]

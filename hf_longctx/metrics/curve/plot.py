@@ -18,9 +18,9 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     """Draw copy and LM accuracy over the length of the target, with a one-sentence conclusion.
 
     Lines show means over repeats, ribbons show one population standard deviation on each side, and triangles show the
-    worst repeat. The background is green or blue at lengths that significantly pass as fine or as coarse, and red at
-    lengths that are significantly beyond the reach of memory. The upper axis shows the input length, which is 2n + 3
-    tokens at length n. A vertical line marks an input of `train_length` tokens. See `Result.plot`.
+    worst repeat. The background shows significant results: green where a length passes as fine, blue where it passes
+    as coarse, and red beyond the reach of memory. The upper axis shows the input length. It is 2n + 3 tokens at length
+    n. A vertical line marks an input of `train_length` tokens. See `Result.plot`.
     """
     axes = figure.add_subplot()
     lengths = [p.length for p in curve.points]
@@ -64,7 +64,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
 
 
 def logarithmic(lengths) -> bool:
-    """Return whether the axis should be logarithmic, i.e. the median length is far below the longest length.
+    """Return whether the axis should be logarithmic: the median length is far below the longest length.
 
     >>> logarithmic([8, 64, 512]), logarithmic([8, 48, 88, 128])
     (True, False)
@@ -73,7 +73,7 @@ def logarithmic(lengths) -> bool:
 
 
 def area_of(point, intervals) -> str:
-    """Return the verdict at a length: "fine", "coarse" or "amnesia" if significant, otherwise "unsure"."""
+    """Return the verdict at a length. If significant, it is "fine", "coarse" or "amnesia", otherwise "unsure"."""
     fine, coarse = (intervals[method] for method in METHODS)
     if 2 * point.copied > point.repeats and point.length <= fine.low:
         return "fine"
@@ -83,9 +83,9 @@ def area_of(point, intervals) -> str:
 
 
 def areas(curve, left: float, right: float, log: bool) -> list[tuple[float, float, str]]:
-    """Split the x axis from `left` to `right` into areas (start, end, verdict) with the same verdict.
+    """Split the x axis from `left` to `right` into areas (start, end, verdict), each with a single verdict.
 
-    The boundary between two measured lengths is their mean, or their geometric mean on a logarithmic axis.
+    The boundary between two measured lengths is their mean. On a logarithmic axis, it is their geometric mean.
     """
     intervals = {method: curve.interval(method) for method in METHODS}
     lengths = [p.length for p in curve.points]

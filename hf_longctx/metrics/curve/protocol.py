@@ -1,9 +1,9 @@
 """Lengths, samples and inputs of the forgetting curve.
 
 The copy input `[bos] S [bos] S [eos]` contains a target S of n tokens twice. The LM input `[bos] I [bos] S [eos]`
-contains S after an unrelated passage I of n tokens. With teacher forcing, we count the correctly predicted tokens in
-the second half of the last S. Their share is the copy accuracy in the copy input, and the language-modelling (LM)
-accuracy in the LM input. As n grows, copying is first exact (fine-grained memory), then only better than guessing
+contains S after an unrelated passage I of n tokens. With teacher forcing, we score the second half of the last S. The
+share of correctly predicted tokens is called copy accuracy for the copy input, and language-modelling (LM) accuracy
+for the LM input. As n grows, copying is first exact (fine-grained memory), then only better than guessing
 (coarse-grained memory), and finally no better than guessing (amnesia).
 
 Source: Liu et al. 2024, "Forgetting Curve: A Reliable Method for Evaluating Memorization Capability for Long-context
@@ -58,7 +58,7 @@ def default_lengths(
 ) -> list[int]:
     """Return a grid of at most `n` lengths.
 
-    The longest input fills the claimed context, or is shorter if the corpus is too short for `repeats` targets.
+    The longest input fills the claimed context. If the corpus is too short for `repeats` targets, it is shorter.
 
     Args:
         claimed_context: claimed context in tokens; None if the model does not claim one.
@@ -84,7 +84,7 @@ def default_lengths(
             )
     if not ends:
         raise ValueError(
-            "the lengths cannot be chosen, because the model does not claim a context and there is no corpus. Pass "
+            "the lengths cannot be chosen: the model does not claim a context, and there is no corpus. Pass "
             "lengths=[...], or --lengths or --max-length."
         )
     return grid(min(ends), n)
@@ -107,7 +107,7 @@ def order_samples(
 
     Args:
         corpus: token ids, (N,) int64.
-        irrelevant: token ids whose end is the unrelated passage (default: `corpus`).
+        irrelevant: token ids; the unrelated passage is taken from their end (default: `corpus`).
 
     Raises:
         ValueError: the corpus is shorter than three times the longest length, or `irrelevant` is shorter than the
@@ -116,13 +116,13 @@ def order_samples(
     longest = max(lengths)
     if len(corpus) < 3 * longest:
         raise ValueError(
-            f"the corpus must have at least {3 * longest} tokens, three times the longest length, got "
+            f"the corpus must have at least {3 * longest} tokens (three times the longest length), got "
             f"{len(corpus)}. Drop the lengths above {len(corpus) // 3}, or pass a longer corpus."
         )
     irrelevant = corpus if irrelevant is None else irrelevant
     if len(irrelevant) < longest:
         raise ValueError(
-            f"irrelevant_text must have at least as many ids as the longest length, {longest}, got {len(irrelevant)}. "
+            f"irrelevant_text must have at least {longest} ids (the longest length), got {len(irrelevant)}. "
             f"Drop the lengths above {len(irrelevant)}, or pass more ids."
         )
     rng, samples = random.Random(seed), {}
@@ -135,11 +135,11 @@ def order_samples(
 def random_samples(
     id_range: tuple[int, int], lengths: Sequence[int], repeats: int, seed: int, skip: frozenset[int] = frozenset()
 ) -> dict[int, list[Sample]]:
-    """Draw `repeats` samples per length whose target and unrelated passage are independent, uniformly random ids.
+    """Draw `repeats` samples per length. Target and unrelated passage are independent, uniformly random ids.
 
     Args:
         id_range: lowest and highest id, both included.
-        skip: special ids, which are never drawn.
+        skip: special ids that are never drawn.
 
     Raises:
         ValueError: fewer than two ids can be drawn. A sequence of a single repeated id does not test memory.
@@ -148,8 +148,8 @@ def random_samples(
     skipped = sum(low <= i <= high for i in skip)
     if high - low <= skipped:
         raise ValueError(
-            f"id_range must contain at least two ordinary tokens, got ({low}, {high}), where {skipped} ids are "
-            "special or unused. Pass a wider range, id_range=(lowest, highest), with both ends included."
+            f"id_range must contain at least two ordinary tokens, got ({low}, {high}) with {skipped} special or "
+            "unused ids. Pass a wider range: id_range=(lowest, highest), with both ends included."
         )
     rng = random.Random(seed)
 
@@ -181,6 +181,6 @@ def scored_tokens(length: int) -> int:
 
 
 def scored_logits(length: int) -> range:
-    """Return the positions of the logits that predict the scored tokens, i.e. one position before each token."""
+    """Return the positions of the logits that predict the scored tokens: one position before each token."""
     end = 2 * length + 1  # the last scored token is at position 2n + 1, followed by [eos]
     return range(end - scored_tokens(length), end)

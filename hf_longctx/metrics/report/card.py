@@ -1,4 +1,4 @@
-"""Convert results to the `model-index` metadata of a model card, which the Hub displays with the model."""
+"""Convert results to the `model-index` metadata of a model card. The Hub displays it with the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..result import Result
 
 
 def eval_results(results: Sequence[Result]) -> list[EvalResult]:
-    """Return a model-index entry for each number with a metric name on the Hub, such as "perplexity"."""
+    """Return a model-index entry for each number that has a metric name on the Hub, such as "perplexity"."""
     return [
         EvalResult(
             task_type="text-generation",

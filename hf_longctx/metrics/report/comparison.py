@@ -26,12 +26,13 @@ def compare(results: Mapping[str, Any], path: str | PathLike, *, title: str | No
     Args:
         results: results of one metric, keyed by model name. The metric is `curve`, `loss`, or any metric that counts
             correct answers by length.
-        path: path of a PNG, SVG or PDF for the figure, or of a Markdown file (.md) for the title and returned text.
+        path: output file. A PNG, SVG or PDF contains the figure. A Markdown file (.md) contains the title and the
+            returned text.
         title: title of the figure or the Markdown file (default: name of the metric).
 
     Returns:
-        Markdown text: which model remembers more, a table of the results, a warning for each setting that differs,
-        the paired tests, and the effective lengths under three rules.
+        Markdown text: a comparison in sentences, a table of the results, warnings about settings that differ, paired
+        tests, and effective lengths under three rules.
 
     Raises:
         ValueError: a result is empty, the results are from different metrics, or the metric cannot be compared.
@@ -69,7 +70,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
-    """Compare each model with the first in sentences and in Markdown tables of the paired tests."""
+    """Describe the paired tests of each model against the first model, in sentences and Markdown tables."""
     (name, first), *others = results.items()
     said, text = [], ""
     for other, second in others:
@@ -96,14 +97,14 @@ def paired_text(results: Mapping[str, TaskResult]) -> tuple[list[str], str]:
 
 
 def check_measured(results: Mapping[str, TaskResult]) -> None:
-    """Raise ValueError if there are no results, or if a result does not contain measurements."""
+    """If there are no results, or a result does not contain measurements, raise ValueError."""
     empty = [name for name, result in results.items() if not result.measured]
     if empty or not results:
         raise ValueError(f"`results` must contain measurements, got none from {', '.join(empty) or 'an empty list'}.")
 
 
 def named(results: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
-    """Return results keyed by model name, without the namespace; append the file name to duplicate names.
+    """Return results keyed by model name, without the namespace. Duplicate names end with the file name.
 
     If a result does not contain the name of its model, we use the file name.
     """
@@ -136,20 +137,20 @@ def differences(results: Mapping[str, TaskResult]) -> list[str]:
     >>> def curve(data):
     ...     return PositionLoss.of_mean([1.0], 4, {"data_type": data, "tokenizer": "models/" + data})
     >>> differences({"fox": curve("order"), "llama": curve("random")})
-    ['data (order, random)', 'tokenizers, whose tokens differ in size (order, random)']
+    ['data (order, random)', 'tokenizers with tokens of different sizes (order, random)']
     """
     values: dict[str, dict[str, None]] = {}  # values of each setting; the inner dictionary serves as an ordered set
     for result in results.values():
         for words, value in conditions(result).items():
             values.setdefault(words, {})[Path(value).name] = None
     if len({result.settings.get("corpus_sha256", index) for index, result in enumerate(results.values())}) == 1:
-        values.pop("tokenizers", None)  # equal token hashes mean that only the tokenizers' names differ
-    comment = {"tokenizers": ", whose tokens differ in size"}
+        values.pop("tokenizers", None)  # if the token hashes are equal, only the names of the tokenizers differ
+    comment = {"tokenizers": " with tokens of different sizes"}
     return [f"{w}{comment.get(w, '')} ({', '.join(several)})" for w, several in values.items() if len(several) > 1]
 
 
 def markdown(columns: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
-    """Format a Markdown table, and escape vertical bars in its cells."""
+    """Format a Markdown table. Vertical bars in its cells are escaped."""
     lines = [[str(cell).replace("|", r"\|") for cell in row] for row in (columns, *rows)]
     header, *body = [f"| {' | '.join(line)} |" for line in lines]
     return "\n".join([header, "|---" * len(lines[0]) + "|", *body]) + "\n"
@@ -177,7 +178,7 @@ def comparison_table(curves: Mapping[str, ForgettingCurve]) -> str:
 
 
 def loss_table(losses: Mapping[str, PositionLoss]) -> str:
-    """Return the smoothed per-token losses of several models as a Markdown table, in nats with standard errors."""
+    """Return a Markdown table of the smoothed per-token losses of several models, in nats with standard errors."""
     columns = ("model", "loss in the middle", "loss at the end", "perplexity", "tokens", "sequences")
     rows = [
         (
@@ -197,8 +198,8 @@ def shares_by_length(result: TaskResult) -> dict[int, float]:
 def plot_comparison(results: Mapping[str, Any], path: str | PathLike, *, title: str | None = None) -> None:
     """Plot the share of correct answers by length, or the loss by position, for several models.
 
-    The figure lists the settings that differ. For forgetting curves, dotted lines show the LM accuracy, and vertical
-    lines mark the length at which an input fills the model's training context.
+    The figure lists the settings that differ. For forgetting curves, dotted lines show the LM accuracy. Vertical lines
+    mark the length at which an input fills the training context of the model.
 
     Args:
         results: results of one metric, keyed by model name.

@@ -4,20 +4,20 @@ The effective length is the largest tested length at which the share of correct 
 
 - "ours": 85 %.
 - "RULER": 85.6 %, the score of Llama-2-7B at 4,096 tokens (Hsieh et al. 2024).
-- "NoLiMa": 85 % of the base score, which is the best share at lengths up to 1,000 tokens, or the share at the shortest
-  length if all lengths are longer (Modarressi et al. 2025).
+- "NoLiMa": 85 % of the base score (Modarressi et al. 2025). The base score is the best share at lengths up to 1,000
+  tokens. If all lengths are longer, it is the share at the shortest length.
 
-RULER and NoLiMa do not report confidence intervals. We compute confidence limits for the share at each length, and
-correct them for multiple lengths, so that the interval has a confidence level of 95 %:
+RULER and NoLiMa do not report confidence intervals. We compute confidence limits for the share at each length. We
+correct them for multiple lengths, so the interval has a confidence level of 95 %:
 
-- If each sample has one answer, we use the exact Clopper-Pearson limits of the share. If a sample has several answers
-  (a target, or a haystack with several questions), they are dependent, so we use the median over samples with the
+- If each sample has one answer, we use the exact Clopper-Pearson limits of the share. Several answers of one sample (a
+  target, or a haystack with several questions) are dependent. In this case, we use the median over samples with the
   limits of a sign test.
 - The lower end of the interval is the largest length at which the share is significantly above the threshold. The
-  error rate is split between the lengths, and each significant length passes its part on to the next (fallback
-  procedure, Wiens 2003).
-- The upper end is the smallest length from which on all shares are significantly below the threshold. We test from the
-  longest length down.
+  error rate is split between the lengths. A significant length passes its part of the error rate to the next length
+  (fallback procedure, Wiens 2003).
+- The upper end is the smallest length such that the shares at this and all longer lengths are significantly below the
+  threshold. We test from the longest length down.
 - Under NoLiMa's rule, half of the error rate is spent on the base score.
 """
 
@@ -40,10 +40,10 @@ class EffectiveLength(NamedTuple):
     """The effective length under one rule, with its confidence interval.
 
     Attributes:
-        tokens: the largest tested length whose share of correct answers reaches the threshold; 0 if there is none.
-        low: the largest tested length whose share is significantly above the threshold; 0 if there is none.
-        high: the smallest tested length from which on all shares are significantly below the threshold; None if there
-            is none.
+        tokens: the largest tested length with enough correct answers. 0 if there is none.
+        low: the largest tested length with a share significantly above the threshold. 0 if there is none.
+        high: the smallest tested length with this property: its share and the shares of all longer lengths are
+            significantly below the threshold. None if there is none.
         threshold: required share of correct answers, from 0 to 1.
     """
 
@@ -82,7 +82,7 @@ def share_limit(at: Counts, level: float, direction: int) -> float:
 
 
 def share(at: Counts) -> float:
-    """Return the share of correct answers, or its median over samples with several answers."""
+    """Return the share of correct answers. For samples with several answers, return the median over samples."""
     return float(np.mean(at.shares) if at.questions == 1 else np.median(at.shares))
 
 
@@ -117,11 +117,11 @@ def counts_by_length(counts: TaskResult | Sequence[tuple[int, int, int]]) -> lis
 def effective_length(
     counts: TaskResult | Sequence[tuple[int, int, int]], rule: str = "ours", confidence: float = 0.95
 ) -> EffectiveLength:
-    """Return the longest context with enough correct answers, and a confidence interval for it.
+    """Return the longest context with enough correct answers, and its confidence interval.
 
     Args:
-        counts: a forgetting curve, needle or line retrieval result, or rows of (length in tokens, correct answers,
-            answers) from any benchmark.
+        counts: result of a forgetting curve, needle or line retrieval. For other benchmarks, rows of (length in
+            tokens, correct answers, answers).
         rule: required share: "ours", "RULER" or "NoLiMa". See the module docstring.
         confidence: confidence level, between 0 and 1.
 
@@ -159,7 +159,7 @@ def effective_length(
 
 
 def effective_rows(results: Mapping[str, TaskResult]) -> tuple[tuple[str, ...], list]:
-    """Return the column names and rows of a table of effective lengths, with one row per model and rule."""
+    """Return the columns and rows of a table of effective lengths, with one row per model and rule."""
     columns = ("model", "rule", "threshold", "effective length", "95 % CI", "tested")
     rows = []
     for name, result in results.items():

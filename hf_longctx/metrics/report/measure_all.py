@@ -1,4 +1,4 @@
-"""Run all tasks on a model, and write a report with the results into a folder.
+"""Run all tasks on a model, and write a report of the results to a folder.
 
 report = measure_all(model, tokenizer, tokens, "report", corpus_name="my text")
 """
@@ -34,7 +34,7 @@ class Report(NamedTuple):
 
     page: Path  # report.html
     results: dict[str, Result]  # keyed by task name; saved as NAME.json with the figure NAME.png
-    missing: dict[str, str]  # maps the title of each metric that was not measured or not completed to the reason
+    missing: dict[str, str]  # reasons why metrics were not measured or not completed, keyed by title
 
 
 def measure_all(
@@ -52,7 +52,7 @@ def measure_all(
 ) -> Report | None:
     """Run all tasks (curve, lines, loss, needle) on a model, and check its RoPE bound.
 
-    We write a self-contained report.html, and NAME.json and NAME.png for each metric, into `folder`. If a metric does
+    We write to `folder`: a self-contained report.html, and for each metric NAME.json and NAME.png. If a metric does
     not support the model, the corpus or the installed packages, the page gives the reason.
 
     After an interruption, call this function again to resume from the journals in `folder`/journals. With
@@ -63,18 +63,18 @@ def measure_all(
         tokenizer: tokenizer of the model.
         tokens: token ids of the corpus, a flat sequence without special tokens.
         context_length: length of the longest input, in tokens (default: the claimed context).
-        train_length: training context in tokens, which the figures mark.
+        train_length: training context in tokens, to mark in the figures.
         repeats: number of targets per length of the forgetting curve.
         seed: random seed of all metrics.
         corpus_name: name of the corpus in the settings of the results and in the model card.
         progress: whether to print the current metric and a progress bar to stderr.
 
     Returns:
-        `Report` in the first process, None in all other processes.
+        `Report` in the first process. In all other processes, None.
 
     Raises:
-        ValueError: no metric could be measured, or the folder contains journals of a run with another model, corpus or
-            argument.
+        ValueError: no metric could be measured, or the folder contains journals of a different run (model, corpus or
+            arguments).
     """
     folder, rank = Path(folder), process_rank()
     log = partial(print, file=sys.stderr) if progress and rank == 0 else lambda line: None

@@ -35,7 +35,7 @@ def write_report(
         results: results of any metrics, in the order they appear on the page.
         path: path of the HTML file.
         title: heading (default: the name of the model).
-        missing: maps the title of each metric that was not measured or not completed to the reason.
+        missing: reasons why metrics were not measured or not completed, keyed by the title of the metric.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -57,7 +57,7 @@ def write_report(
 
 
 def conclusion(results: Sequence[Result]) -> list[str]:
-    """Return up to three sentences: how far the model copies, roughly and exactly, and what it retrieves."""
+    """Return up to three sentences: how far the model copies (roughly and exactly), and what it retrieves."""
     measured = [result for result in results if result.measured]
     curve = next((result for result in measured if isinstance(result, ForgettingCurve)), None)
     loss = next((result for result in measured if isinstance(result, PositionLoss)), None)
@@ -82,7 +82,7 @@ def found(result: Retrieval) -> str:
 
 
 def facts(results: Sequence[Result]) -> str:
-    """Return the number of parameters, the dtype and the hardware in one line, if known.
+    """Return the known facts in one line: number of parameters, dtype and hardware.
 
     >>> facts([ForgettingCurve.of_points([], {"parameters": 5_300_000, "dtype": "float32", "hardware": "AMD EPYC"})])
     '5,300,000 parameters, float32, AMD EPYC'
@@ -95,13 +95,13 @@ def facts(results: Sequence[Result]) -> str:
 
 
 def overview(result: Result) -> list[tuple[str, str, str, str]]:
-    """Return name, value, interval and sample size of each number in a result; empty strings if missing."""
+    """Return name, value, interval and sample size of each number in a result. Missing values are empty strings."""
     rows = [(n.name, rounded(n.value), n.interval(), n.sample) for n in result.numbers()]
     return rows or [("", "nothing measured", "", "")]
 
 
 def template() -> Any:
-    """Return the page's jinja2 template, which escapes all values."""
+    """Return the page's jinja2 template. It escapes all values."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     loader = PackageLoader(__name__.rpartition(".")[0], package_path="")
@@ -115,7 +115,7 @@ def settings(result: Result) -> list[tuple[str, str]]:
 
 
 def svg(result: Result) -> str | None:
-    """Return the figure of a result as base64-encoded SVG; None if nothing was measured."""
+    """Return the figure of a result as base64-encoded SVG. If nothing was measured, return None."""
     if not result.measured:
         return None
     with tempfile.TemporaryDirectory() as folder:

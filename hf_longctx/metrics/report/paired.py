@@ -1,18 +1,18 @@
 """Paired tests of two models on the same targets, haystacks or records, at each length.
 
-If both models read the same samples, we can test the differences between their scores on each sample, which removes
-the variation in difficulty between samples. At each length we run two tests, and report the larger p value:
+If both models read the same samples, we test the score difference on each sample. This removes the variation in
+difficulty between samples. At each length we run two tests, and report the larger p value:
 
-- The paired t test, where the standard error of the total difference is at least one token (or question).
+- The paired t test. The standard error of the total difference is at least one token (or question).
 - The sign-flip test (Fisher 1935): if the models do not differ, each difference is as likely as its negative. The p
-  value is exact for any distribution. We need this test because a t test reports a significant difference after a few
-  identical outcomes, which are common if models copy a target either completely or not at all. With one question per
-  sample, the sign-flip test is McNemar's exact test.
+  value is exact for any distribution. With one question per sample, this is McNemar's exact test. The t test alone is
+  not enough: it is significant after a few identical outcomes. Such outcomes are common if models copy a target either
+  completely or not at all.
 
-With the sign-flip test, a difference at one length can only be significant with at least six samples. The reported
+With the sign-flip test, a difference at one length needs at least six samples to be significant. The reported
 confidence interval is the smallest interval that contains the intervals of both tests. The ends of the sign-flip
-interval are means of subsets (Hartigan 1969). With Holm's correction, the familywise error rate over all lengths and
-their mean is 5 %.
+interval are means of subsets (Hartigan 1969). Holm's correction limits the familywise error rate to 5 %, over the
+tests at all lengths and the test of the mean over lengths.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Difference(NamedTuple):
     Attributes:
         length: length in tokens or lines; None for the mean over all lengths.
         first, second: shares of correct answers of the two models, from 0 to 1.
-        low, high: 95 % confidence interval for second - first; infinite with fewer than six pairs.
+        low, high: 95 % confidence interval for second - first. With fewer than six pairs, it is infinite.
         p: p value under the null hypothesis that the models do not differ.
-        holm: p value after Holm's correction for all lengths and their mean.
+        holm: p value after Holm's correction for all lengths and the mean over lengths.
         pairs: number of samples that both models read.
     """
 
@@ -63,10 +63,10 @@ class Difference(NamedTuple):
 
 
 def signs(pairs: int) -> np.ndarray:
-    """Return sign patterns for the sign-flip test, (F, pairs): all patterns, or random patterns for many pairs.
+    """Return sign patterns for the sign-flip test, (F, pairs).
 
-    The first pattern does not flip any sign. The sign of the first pair is never flipped, because the test is
-    two-sided.
+    For few pairs, these are all patterns. For many pairs, they are random patterns. The first pattern does not flip
+    any sign. The sign of the first pair is never flipped, because the test is two-sided.
     """
     if pairs <= MAX_EXACT:
         return np.array([(1, *rest) for rest in itertools.product((1, -1), repeat=pairs - 1)])
@@ -76,14 +76,14 @@ def signs(pairs: int) -> np.ndarray:
 
 
 def flip_test(differences: np.ndarray) -> np.ndarray:
-    """Return two-sided p values of the sign-flip test for differences (..., R), as an array (...)."""
+    """Return two-sided p values (...) of the sign-flip test for differences (..., R)."""
     flips = signs(differences.shape[-1])
     sums = np.abs(differences @ flips.T)
     return (sums >= sums[..., :1] - 1e-9).mean(-1)
 
 
 def flip_interval(differences: np.ndarray) -> tuple[float, float]:
-    """Return a 95 % CI for the center of R differences, from the means of all subsets; infinite if R < 6."""
+    """Return a 95 % CI for the center of R differences, from the means of subsets. If R < 6, it is infinite."""
     flips = signs(len(differences))
     subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
     subsets = subsets[subsets.any(-1)]
@@ -96,13 +96,13 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
 
 
 def t_error(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the standard error of the mean of differences (..., R); for their sum, it is at least `least`."""
+    """Return the standard error of the mean of differences (..., R). For the sum, it is at least `least`."""
     pairs = differences.shape[-1]
     return np.sqrt(differences.var(-1) * pairs**2 / max(pairs - 1, 1) + least**2) / pairs
 
 
 def p_values(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the larger of the two-sided p values of both tests for differences (..., R), as an array (...)."""
+    """Return the larger two-sided p value (...) of the two tests for differences (..., R)."""
     pairs = differences.shape[-1]
     if pairs < 2:
         return np.ones(differences.shape[:-1])
@@ -133,17 +133,17 @@ def holm(p: np.ndarray) -> np.ndarray:
 
 
 def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference]:
-    """Test at each length whether two models differ in their share of correct answers on the same samples.
+    """Test at each length whether the shares of correct answers of two models differ on the same samples.
 
     Args:
-        first: result of the first model: a forgetting curve (share of tokens copied), needle or line retrieval result.
+        first: result of the first model: a forgetting curve (share of tokens copied), needle or line retrieval.
         second: result of the second model on the same metric.
 
     Returns:
-        a `Difference` for each common length, followed by one for the mean over lengths if there are several lengths.
+        a `Difference` for each common length. For several lengths, a `Difference` for the mean over lengths follows.
 
     Raises:
-        ValueError: the results are from different metrics or samples; the message names the setting that differs.
+        ValueError: the results are from different metrics or samples. The message names the setting that differs.
     """
     if type(first) is not type(second):
         raise ValueError(f"both results must be from one metric, got {first.kind} and {second.kind}.")
@@ -160,7 +160,7 @@ def paired_differences(first: TaskResult, second: TaskResult) -> list[Difference
         a, b = (place[n][:pairs] if first.kind != "needle" else place[n] for place in places)
         if a != b:
             raise ValueError(f"the differences cannot be paired: the samples of length {n} are not the same.")
-        kept = first.distinct(n, pairs)  # keep one of several overlapping samples
+        kept = first.distinct(n, pairs)  # of several overlapping samples, keep one
         shares = one[n].shares[kept], other[n].shares[kept]
         units.append(shares[1] - shares[0])
         tests.append((n, shares, units[-1], 1 / one[n].questions))
@@ -216,10 +216,10 @@ def spans(tested: Sequence[int], lengths: Sequence[int]) -> str:
 
 
 def further(name: str, other: str, first: TaskResult, second: TaskResult) -> list[str]:
-    """Describe which model has the significantly larger fine or coarse length; the results need not be paired.
+    """Describe which model has a longer fine or coarse length, if the difference is significant.
 
-    If the tokenizers differ, we compare lengths in bytes. The error rate of 5 % is split between two methods, two
-    models and two directions.
+    The results need not be paired. If the tokenizers differ, we compare lengths in bytes. The error rate of 5 % is
+    split between two methods, two models and two directions.
     """
     sentences = []
     if not (isinstance(first, ForgettingCurve) and isinstance(second, ForgettingCurve)):

@@ -1,7 +1,7 @@
 """Score answers to retrieval questions without a judge model.
 
 The answer to a question is known, and can only be found in the prompt. One forward pass over prompt and answer gives
-two scores: the probability of the answer, and whether greedy decoding reproduces the answer token for token. The third
+two scores: the probability of the answer, and whether greedy decoding gives the answer token for token. The third
 score is whether the generated response contains the answer.
 """
 
@@ -25,7 +25,7 @@ FEWEST = 5  # minimum number of haystacks or records for a confidence interval
 # Characters of scripts that do not separate words with spaces
 SPACELESS = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
 RATES = {"match_rate": "found", "exact_rate": "token for token", "probability": "probability"}
-# Markers that begin and end a model's thinking
+# Markers that open and close a model's thinking
 THOUGHTS = {
     "<think>": "</think>",
     "<thinking>": "</thinking>",
@@ -42,9 +42,9 @@ class Answer:
     Attributes:
         log_prob: log-probability of the correct answer after the prompt, in nats, summed over its tokens.
         tokens: number of tokens in the correct answer.
-        exact: whether greedy decoding gives the correct answer, i.e. each of its tokens is the most likely token.
-        reply: generated response, or None.
-        matched: whether the response contains the answer; equal to `exact` if there is no response.
+        exact: whether greedy decoding gives the correct answer: each of its tokens is the most likely token.
+        reply: generated response; None if no response was generated.
+        matched: whether the response contains the answer. Without a response, it is equal to `exact`.
     """
 
     log_prob: float
@@ -60,9 +60,9 @@ class Answer:
         Args:
             response: response of the model.
             tokens: number of tokens in the correct answer.
-            matches: function that returns whether a string contains the correct answer. It is called with the response
-                without the model's thinking.
-            opened: marker at the end of the prompt that begins the model's thinking; see `opened_thought`.
+            matches: function that returns whether a string contains the correct answer. Before the call, we remove the
+                thinking from the response.
+            opened: marker at the end of the prompt that opens the model's thinking; see `opened_thought`.
         """
         if response.reply is None:
             return cls(response.log_prob, tokens, response.exact, None, response.exact)
@@ -83,10 +83,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers to several prompts of the same kind, e.g. of one length and depth. All rates are from 0 to 1.
+    """The answers to several prompts of one kind, e.g. of one length and depth. All rates are from 0 to 1.
 
-    A subclass adds fields. The fields listed in `key` form the key of the answers in a result. The other fields are
-    saved alongside the answers.
+    A subclass adds fields. In a result, answers are keyed by the fields listed in `key`. The other fields are saved
+    with the answers.
     """
 
     key: ClassVar[tuple[str, ...]] = ()
@@ -109,7 +109,7 @@ class Answers:
 
     @property
     def match_rate(self) -> float:
-        """Share of responses that contain the answer; equal to `exact_rate` if there are no responses."""
+        """Share of responses that contain the answer. Without responses, it is equal to `exact_rate`."""
         return sum(a.matched for a in self.answers) / len(self.answers)
 
     @property
@@ -123,7 +123,7 @@ class Answers:
         return sum(a.probability for a in self.answers) / len(self.answers)
 
     def rates(self) -> dict[str, float]:
-        """Return the rates, keyed by name; "match_rate" is included only if there are responses."""
+        """Return the rates, keyed by name. "match_rate" requires responses."""
         names = tuple(RATES)[all(a.reply is None for a in self.answers) :]
         return {name: getattr(self, name) for name in names}
 
@@ -142,9 +142,9 @@ def wilson(rate: float, answers: int) -> tuple[float, float]:
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the marker that begins the model's thinking, if a prompt begins the thinking but does not end it.
+    """Return the marker that opens the model's thinking at the end of a prompt.
 
-    Otherwise, return an empty string.
+    If the prompt does not open the thinking, or also closes it, return an empty string.
 
     >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
     ('<think>', '')
@@ -154,7 +154,7 @@ def opened_thought(prompt: str) -> str:
 
 
 def after_thought(response: str) -> str | None:
-    """Return the part of a response after the model's thinking; None if the thinking does not end.
+    """Return the part of a response after the model's thinking. If the thinking does not end, return None.
 
     >>> after_thought("<think>The cow ...</think> Alm"), after_thought("Alm"), after_thought("<think>The cow")
     (' Alm', 'Alm', None)
@@ -192,9 +192,9 @@ def contains_number(reply: str, expected: int) -> bool:
 
 
 class Retrieval(TaskResult):
-    """The base class of retrieval results, which contain `Answers` for each prompt size.
+    """The base class of retrieval results. A result contains `Answers` for each prompt size.
 
-    A subclass sets the attributes and defines `units`. Summaries show the first of the `rates_measured`.
+    A subclass sets the attributes and defines `units`. Summaries show the first rate in `rates_measured`.
 
     Attributes:
         part: subclass of `Answers` for the answers at one size.
@@ -214,7 +214,7 @@ class Retrieval(TaskResult):
         return cls(dict(part.score() for part in parts), settings or {})
 
     def __post_init__(self):
-        assert self.parts is not None  # computed now, so that an incomplete score raises an error
+        assert self.parts is not None  # computed now: an incomplete score raises an error
 
     @cached_property
     def parts(self) -> tuple[Any, ...]:
@@ -228,8 +228,8 @@ class Retrieval(TaskResult):
 
     def explanation(self) -> str:
         return (
-            f"{self.question} The score is the share of answers found in the model's responses or, if it does not "
-            "generate any, of answers given token for token by greedy decoding."
+            f"{self.question} The score is the share of answers found in the model's responses. If it does not generate "
+            "responses, the score is the share of answers that greedy decoding gives token for token."
         )
 
     def units(self, size: int) -> list[list[Answer]]:
@@ -250,7 +250,7 @@ class Retrieval(TaskResult):
         return counts
 
     def rates(self) -> dict[int, float]:
-        """Return the first of the `rates_measured` at each size."""
+        """Return a rate for each size: the first rate in `rates_measured`."""
         return {counts.length: counts.right / counts.asked for counts in self.by_length()}
 
     def numbers(self):
@@ -279,5 +279,5 @@ class Retrieval(TaskResult):
         return super().with_gaps(text)
 
     def score_columns(self) -> tuple[str, ...]:
-        """Return the table headings of the `rates_measured`."""
+        """Return the table headings of the rates in `rates_measured`."""
         return tuple(RATES[score] for score in self.rates_measured)

@@ -1,13 +1,13 @@
 """Prompts of the needle in a haystack: a sentence (the needle) is hidden in a document (the haystack).
 
-A question at the end of the prompt asks for the needle. In standard mode, the needle is a plain sentence. In easy
-mode, which is for models without instruction tuning, the needle contains the question before the answer. The answer is
-known, so scoring does not need a judge model; see `answers`.
+A question at the end of the prompt asks for the needle. In standard mode, the needle is a plain sentence. Easy mode is
+for models without instruction tuning. Its needle contains the question before the answer. The answer is known, so
+scoring does not need a judge model; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
-and Qin et al. 2024. Our prompts differ in three ways: they are exactly as long as requested, a sentence ends at any
-token that ends with a full stop, exclamation mark or question mark, and the needle is inserted exactly at the
-requested depth if no sentence ends before that depth. This file does not use a model.
+and Qin et al. 2024. Our prompts differ in three ways. They are exactly as long as requested. A token ends a sentence
+if it ends with a full stop, exclamation mark or question mark. If no sentence ends before the requested depth, the
+needle is inserted exactly there. This file does not use a model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEPTHS = tuple(i / 10 for i in range(11))
 
 
 class Pieces(NamedTuple):
-    """Token ids of the answer, and of all pieces of a prompt except the haystack; each array is (n,) int64."""
+    """Token ids of the answer, and of all pieces of a prompt except the haystack. Each array is (n,) int64."""
 
     bos: np.ndarray  # the BOS token, or all tokens before the user message of a chat
     needle: np.ndarray
@@ -69,10 +69,11 @@ def needle_pieces(
 
 
 def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Encode a prompt followed by its answer, and return the ids of each.
+    """Encode a prompt followed by its answer. Return the ids of each.
 
-    Both are encoded as one string, because a token may begin with the space between them. The answer begins where the
-    ids differ from the ids of the prompt alone, so a token that spans the boundary belongs to the answer.
+    We encode prompt and answer as one string, because the space between them may be part of a token. We also encode
+    the prompt alone. The answer begins at the first id that differs. A token that spans the boundary thus belongs to
+    the answer.
     """
     alone, together = encode(prompt), list(encode(prompt + answer))
     seam = next((i for i, (a, b) in enumerate(zip(alone, together)) if a != b), len(alone))
@@ -80,7 +81,7 @@ def split_encoding(encode: Callable[[str], Sequence[int]], prompt: str, answer: 
 
 
 def haystack_length(length: int, pieces: Pieces) -> int:
-    """Return the number of tokens in the haystack, given the total length of prompt and answer.
+    """Return the number of tokens in the haystack for a total length of prompt and answer.
 
     Raises:
         ValueError: `length` is too short for a haystack.
@@ -88,14 +89,14 @@ def haystack_length(length: int, pieces: Pieces) -> int:
     room = length - pieces.tokens
     if room < 1:
         raise ValueError(
-            f"lengths must be above {pieces.tokens}, the number of tokens in needle, question and answer, got "
-            f"{length}. Use lengths of several times that number."
+            f"lengths must be above {pieces.tokens} (the tokens of needle, question and answer), got {length}. Use "
+            "lengths of several times that number."
         )
     return room
 
 
 def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> list[int]:
-    """Draw a haystack for each question, and return the start of each haystack in the corpus.
+    """Draw a haystack for each question. Return the start of each haystack in the corpus.
 
     Haystacks do not overlap. If the corpus is too short for one haystack per question, questions share haystacks.
 
@@ -124,8 +125,8 @@ def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> lis
 def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
     """Return the number of haystack tokens before the needle.
 
-    The needle is inserted after the last sentence that ends before `depth`, or exactly at `depth` if no sentence ends
-    before it.
+    The needle is inserted after the last sentence that ends before `depth`. If no sentence ends before `depth`, it is
+    inserted exactly there.
 
     Args:
         sentence_ends: (n,) bool, whether each token of the haystack ends a sentence.

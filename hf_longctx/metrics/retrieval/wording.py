@@ -1,4 +1,4 @@
-"""The wording of needle prompts, chat templates, and the options that all retrieval tasks share."""
+"""The wording of needle prompts, chat templates, and the common options of all retrieval tasks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Wording(NamedTuple):
     Attributes:
         needle: sentence that is hidden in the haystack.
         question: question after the haystack.
-        begin: first words of the answer, with which the prompt ends.
+        begin: last words of the prompt; they begin the answer.
         answer: expected continuation of the prompt.
     """
 
@@ -40,7 +40,7 @@ class Wording(NamedTuple):
 
     @property
     def prompt(self) -> str:
-        """The end of a prompt without a chat template: everything between haystack and answer."""
+        """The part of a prompt between haystack and answer, without a chat template."""
         return self.question + (f" Answer: {self.begin}" if self.begin else "")
 
 
@@ -54,7 +54,7 @@ class Frame(NamedTuple):
 def wording(
     mode: str = "standard", needle: str | None = None, question: str | None = None, answer: str | None = None
 ) -> Wording:
-    """Return the wording of a prompt; without `question` and `answer`, the wording of the paper.
+    """Return the wording of a prompt (default: the wording of the paper).
 
     Args:
         mode: "standard" or "easy". In easy mode, the needle consists of question and answer.
@@ -63,7 +63,7 @@ def wording(
         answer: answer to the custom question. If the question contains spaces, we prepend a space to the answer.
 
     Raises:
-        ValueError: the question or answer is missing, the needle is missing or not allowed, or the needle does not
+        ValueError: the question, answer or needle is missing; the needle is not allowed; or the needle does not
             contain the answer.
     """
     if needle is None and question is None and answer is None:
@@ -73,8 +73,8 @@ def wording(
         raise ValueError("a custom needle needs a question and an answer. Pass both --question and --answer.")
     if (needle is None) != (mode == "easy"):
         raise ValueError(
-            'needle must be set in mode="standard" and unset in mode="easy", whose needle consists of question and '
-            f"answer, got {needle!r} with {mode=}. Change needle or mode."
+            f'needle must be set in mode="standard" and unset in mode="easy", got {needle!r} with {mode=}. In easy mode, '
+            "the needle consists of question and answer."
         )
     answer = (" " if " " in question.strip() else "") + answer.strip()
     question = question.strip()
@@ -86,7 +86,7 @@ def wording(
 
 
 def chat_frame(tokenizer: Any, kwargs: dict[str, Any] | None = None) -> Frame:
-    """Return the text that the tokenizer's chat template adds before and after a user message.
+    """Return the parts that the tokenizer's chat template adds before and after a user message.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -114,7 +114,7 @@ class RetrievalTask(Task):
 
     Attributes:
         frame: chat prompt around the user message; None without a chat template.
-        opened: marker at the end of the chat prompt that begins the model's thinking; see `opened_thought`.
+        opened: marker at the end of the chat prompt that opens the model's thinking; see `opened_thought`.
     """
 
     asks = True
@@ -126,7 +126,8 @@ class RetrievalTask(Task):
     seed: int = option(0, "random seed of the prompts")
     replies: bool = option(
         True,
-        "generate a response where the most likely tokens are not exactly the answer, and search it for the answer",
+        "if the most likely tokens are not exactly the answer, generate a response and search the response for the "
+        "answer",
     )
 
     def prepare(self):
@@ -142,7 +143,7 @@ class RetrievalTask(Task):
         self.fill(frame=frame, opened=opened_thought(frame.tail if frame else ""))
 
     def check_ids(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return token ids as an int64 array; raise ValueError if an id is not in the model's vocabulary."""
+        """Return token ids as an int64 array. If an id is not in the model's vocabulary, raise ValueError."""
         return check_token_ids(ids, f"the {name} as the tokenizer encodes it", self.subject.reader.vocab_size)
 
     def ask(self, prompt: np.ndarray, answer: np.ndarray) -> Ask:
@@ -150,5 +151,5 @@ class RetrievalTask(Task):
         return Ask(prompt, answer, self.replies * (len(answer) + REPLY_MARGIN))
 
     def trial(self, key: Any, tokens: int, questions: int) -> Trial:
-        """Create a trial with several questions; `tokens` is the maximum total length of prompt and answer."""
+        """Create a trial with several questions. `tokens` is the maximum total length of prompt and answer."""
         return Trial(key, tokens + self.replies * REPLY_MARGIN, questions)

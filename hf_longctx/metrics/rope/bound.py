@@ -1,25 +1,25 @@
 """Compute the longest context that RoPE frequencies support, and the smallest base for a context (arXiv 2405.14591).
 
-With frequencies theta_i = base^(-2i/d), i < d/2, a query at relative distance m prefers a similar key to a random one
-by an amount proportional to
+With frequencies theta_i = base^(-2i/d), i < d/2, a query prefers a similar key to a random key. At relative distance
+m, this preference is proportional to
 
     B_m = sum_i cos(m theta_i)                                                     (eq. 16)
 
-The paper requires B_m to be non-negative. This requirement gives an upper bound on the context for given frequencies,
-and a lower bound on the base for a given context:
+The paper requires B_m to be non-negative. For given frequencies, this gives an upper bound on the context. For a given
+context, it gives a lower bound on the base:
 
     L_theta = sup { L : B_m >= 0 for m = 0..L }                                    (eq. 17)
     base_L = inf { base > 1 : B_m >= 0 for m = 0..L }                              (eq. 18)
 
-m is a distance: in a context of N tokens, m <= N - 1. The bound is only a first estimate, because it considers a
-single layer, whereas stacked layers have a larger receptive field (sec. 4.3). All arithmetic is numpy float64.
+m is a distance: in a context of N tokens, m <= N - 1. The bound is only a first estimate. It considers a single layer,
+but stacked layers have a larger receptive field (sec. 4.3). All arithmetic is numpy float64.
 
-A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval: the smallest ones
-lie in windows whose relative width can be as small as 1e-5, and bases far above base_L can still fail. A grid search
-misses such windows, and therefore reports a larger minimum. `rope_base_bound` finds the exact infimum and three
-numbers for practical use: the width of the first window, the first admissible base with two digits, and the base above
-which none fails. By Taylor's theorem, we do not miss any violation between two evaluations. This proof does not cover
-the rounding errors of the evaluations (below 1e-8 in B_m at m = 1e6).
+A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval. The smallest ones
+lie in windows with relative widths down to 1e-5. Bases far above base_L can still fail. A grid search misses such
+windows, and therefore reports a larger minimum. `rope_base_bound` finds the exact infimum and three numbers for
+practical use: the width of the first window, the smallest admissible base with two significant digits, and the base
+above which all bases are admissible. By Taylor's theorem, we do not miss any violation between two evaluations. This
+proof does not cover the rounding errors of the evaluations (below 1e-8 in B_m at m = 1e6).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TWO_PI = Decimal("6.28318530717958647692528676655900576839433879875021")
 
 
 def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
-    """Return theta_i = base^(-2i/head_dim), the frequencies of plain RoPE in radians per token.
+    """Return the frequencies of plain RoPE in radians per token: theta_i = base^(-2i/head_dim).
 
     Returns:
         (head_dim / 2,) float64.
@@ -54,14 +54,14 @@ def rope_inv_freq(base: float, head_dim: int) -> np.ndarray:
         ValueError: base is not a finite number above 1, or head_dim is not an even positive integer.
     """
     if isinstance(base, str) or not 1 < base < math.inf:  # this comparison is False for NaN
-        raise ValueError(f"base must be a finite number above 1, so that frequencies decrease, got {base!r}.")
+        raise ValueError(f"base must be a finite number above 1, got {base!r}. The frequencies must decrease.")
     return float(base) ** -exponents(head_dim)
 
 
 def exponents(head_dim: int) -> np.ndarray:
     """Return the exponents x_i = 2i / head_dim of the frequencies, (head_dim / 2,)."""
     if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim must be an even positive integer, because RoPE rotates pairs, got {head_dim!r}.")
+        raise ValueError(f"head_dim must be an even positive integer, got {head_dim!r}. RoPE rotates pairs.")
     return np.arange(0, head_dim, 2) / head_dim
 
 
@@ -72,18 +72,18 @@ def rope_decay(
     head_dim: int | None = None,
     inv_freq: Sequence[float] | np.ndarray | None = None,
 ) -> Any:
-    """Compute B_m = sum_i cos(m theta_i) of eq. 16: how much a query prefers a similar key to a random one.
+    """Compute B_m = sum_i cos(m theta_i) of eq. 16: the preference of a query for a similar key over a random key.
 
     Args:
-        m: relative distances in tokens: a number, an array of any shape, or a `range`. A range of n distances costs
-            2 sqrt(n) sines per frequency and one matrix product instead of n cosines; see `_decay_range`.
+        m: relative distances in tokens: a number, an array of any shape, or a `range`. A range is faster: n cosines
+            per frequency are replaced by 2 sqrt(n) sines and one matrix product; see `_decay_range`.
         base: rope_theta of plain RoPE.
-        head_dim: dimensions of a head, all of which rotate.
-        inv_freq: frequencies (n,) in radians per token, instead of base and head_dim. A zero stands for a pair of
-            dimensions that does not rotate.
+        head_dim: number of dimensions of a head; all of them rotate.
+        inv_freq: frequencies (n,) in radians per token, instead of base and head_dim. A pair of dimensions that does
+            not rotate has frequency 0.
 
     Returns:
-        float64, of the shape of m; a float if m is a number. The error is about 2e-16 * m * sqrt(sum theta^2).
+        float64 with the shape of m. If m is a number, a float. The error is about 2e-16 * m * sqrt(sum theta^2).
 
     Raises:
         ValueError: an argument is missing, given twice, or out of range.
@@ -116,8 +116,9 @@ def rope_context_bound(
         limit: last distance to evaluate, in tokens.
 
     Returns:
-        L_theta; a context of L_theta + 1 tokens satisfies the bound, and B_m < 0 at m = L_theta + 1. None if B_m >= 0
-        for all m up to and including limit. Values within float64 rounding of 0 count as 0.
+        L_theta. B_m is first negative at distance L_theta + 1. The longest context that satisfies the bound has
+        L_theta + 1 tokens (distances 0..L_theta). If B_m >= 0 for all m up to and including limit, None. Values within
+        float64 rounding of 0 count as 0.
 
     Raises:
         ValueError: see `rope_decay`.
@@ -132,7 +133,7 @@ def rope_context_bound(
 def _frequencies(
     base: float | None, head_dim: int | None, inv_freq: Sequence[float] | np.ndarray | None
 ) -> np.ndarray:
-    """Check the arguments, and return the frequencies as float64, (n,)."""
+    """Check the arguments. Return the frequencies as float64, (n,)."""
     if inv_freq is None and base is not None and head_dim is not None:
         return rope_inv_freq(base, head_dim)
     if inv_freq is None or base is not None or head_dim is not None:
@@ -152,8 +153,8 @@ def _frequencies(
 def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndarray:
     """Return B_m at the distances m = first, first + step, ..., (size,).
 
-    We write m = a + b, where a is from a coarse grid and b from a fine grid of about sqrt(size) points each. The sum
-    over the frequencies t of cos(m t) = cos(a t) cos(b t) - sin(a t) sin(b t) is then one matrix product.
+    We write m = a + b. Here a lies on a coarse grid and b on a fine grid. Each grid has about sqrt(size) points. For a
+    frequency t, cos(m t) = cos(a t) cos(b t) - sin(a t) sin(b t). The sum over frequencies is then one matrix product.
     """
     width = 1 << (size.bit_length() // 2)
     coarse = rotations(theta, first, step * width, -(-size // width))
@@ -162,7 +163,7 @@ def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndar
 
 
 def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np.complex128]:
-    """Return exp(i (first + k step) theta) for k < size, (n, size) complex, by repeated doubling."""
+    """Compute exp(i (first + k step) theta) for k < size by repeated doubling, (n, size) complex."""
     z = np.empty((len(theta), size), dtype=np.complex128)
     z[:, :1] = complex_exponential(first * theta[:, None])
     done = 1
@@ -175,14 +176,14 @@ def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np
 
 
 def complex_exponential(angle: np.ndarray) -> NDArray[np.complex128]:
-    """Return exp(i angle), faster than numpy's `exp` of an imaginary array."""
+    """Return exp(i angle). This is faster than numpy's `exp` of an imaginary array."""
     z = np.empty(angle.shape, dtype=np.complex128)
     z.real, z.imag = np.cos(angle), np.sin(angle)
     return z
 
 
 def real_product(coarse: NDArray[np.complex128], fine: NDArray[np.complex128]) -> np.ndarray:
-    """Return Re(coarse^T fine), i.e. cos(coarse angle + fine angle) summed over frequencies."""
+    """Return Re(coarse^T fine): the sum of cos(coarse angle + fine angle) over frequencies."""
     return np.concatenate([coarse.real, -coarse.imag]).T @ np.concatenate([fine.real, fine.imag])
 
 
@@ -192,11 +193,12 @@ def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
 
 
 def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.ndarray:
-    """Return distances m <= limit with B_m + constant < 0, (k,), from the first range that contains any.
+    """Return distances m with B_m + constant < 0, (k,).
 
-    Values within float64 rounding of 0 count as 0.
+    We search m <= limit range by range. We return all such m in the first range that contains one. Values within
+    float64 rounding of 0 count as 0.
     """
-    first, size = 0, 1024  # the size of the ranges doubles, so that the search can stop early
+    first, size = 0, 1024  # the size of the ranges doubles, so the search can stop early
     while first <= limit:
         size = min(size, limit + 1 - first)
         decay = _decay_range(theta, first, 1, size) + constant
@@ -217,16 +219,16 @@ class RopeBaseBound:
 
     Attributes:
         context_length: L, the largest distance in tokens.
-        head_dim: number of dimensions that rotate; each pair has one frequency.
-        non_rotary_dims: number of other dimensions, which do not rotate; they add non_rotary_dims / 2 to every B_m.
+        head_dim: number of dimensions that rotate. Each pair has one frequency.
+        non_rotary_dims: number of dimensions that do not rotate. They add non_rotary_dims / 2 to every B_m.
         base: base_L of eq. 18, the infimum of the admissible bases.
-        critical_distance: distance m at which B_m is 0 for `base` and negative for slightly smaller bases; None if
+        critical_distance: distance m at which B_m is 0 for `base`, and negative for slightly smaller bases. None if
             `base` is 1.
-        window_end: end of the first interval of admissible bases, [base, window_end]; None if it extends beyond
-            search_limit.
+        window_end: end of the first interval of admissible bases, [base, window_end]. None if the interval extends
+            beyond search_limit.
         two_digit_base: the smallest admissible base with two significant digits.
-        settled_base: the base from which all bases up to search_limit are admissible; None if search_limit itself is
-            not admissible.
+        settled_base: all bases from settled_base to search_limit are admissible. None if search_limit itself is not
+            admissible.
         search_limit: the largest base searched.
     """
 
@@ -252,14 +254,15 @@ def rope_base_bound(
     """Find the exact minimum base for a context length (eq. 18), and bases for use in practice.
 
     Args:
-        context_length: L in tokens: B_m must be >= 0 for m = 0..L. A context of N tokens requires L = N - 1.
+        context_length: L, the largest distance in tokens. B_m must be >= 0 for m = 0..L. A context of N tokens
+            requires L = N - 1.
         head_dim: number of dimensions that rotate, even and at least 4.
         non_rotary_dims: number of dimensions that do not rotate (partial rotary embeddings), even.
         search_ratio: the search for window_end and settled_base ends at search_ratio * base. This search takes most
             of the time; `rope_base_table` omits it.
 
     Returns:
-        RopeBaseBound, whose `base` is correct to one unit in the last place of a float64.
+        RopeBaseBound. Its `base` is correct to one unit in the last place of a float64.
 
     Raises:
         ValueError: an argument is out of range. With head_dim=2, B_m = cos(m) does not depend on the base.
@@ -276,7 +279,7 @@ def rope_base_bound(
         raise ValueError(
             f"context_length must be at most {MAX_CONTEXT:,}, got {length:,}. Longer contexts take minutes."
         )
-    # With u = ln base, find the infimum, then the first violation above it, then the last violation before `end`.
+    # Let u = ln base. Find the infimum, then the first violation above it, then the last violation before `end`.
     ((_, start, critical),) = _infima(family, [length])
     base = family.base_at_root(start, critical)
     end = start + math.log(search_ratio)
@@ -297,9 +300,10 @@ def rope_base_bound(
 
 
 def rope_base_table(context_lengths: Iterable[int], head_dim: int, *, non_rotary_dims: int = 0) -> dict[int, float]:
-    """Map each length to its base_L (eq. 18), in the same time as for the largest length alone.
+    """Map each length to its base_L (eq. 18).
 
-    See `rope_base_bound` for the arguments and exceptions.
+    All lengths together take as long as the largest length alone. See `rope_base_bound` for the arguments and
+    exceptions.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
     return {length: family.base_at_root(u, m) for length, u, m in _infima(family, _lengths(context_lengths))}
@@ -320,14 +324,16 @@ def rope_base_scan(
 class _DecayFamily:
     """B_m as a function of u = ln base: B = sum_i cos(m theta_i) + constant, theta_i = exp(-u x_i), x_i = 2i/d.
 
-    The slope is dB/du = m sum x theta sin(m theta). The curvature is bounded by K, which decreases with u:
-    |d2B/du2| <= K = m^2 sum (x theta)^2 + m sum x^2 theta.
+    The slope is dB/du = m sum x theta sin(m theta). K bounds the curvature, and decreases with u: |d2B/du2| <= K = m^2
+    sum (x theta)^2 + m sum x^2 theta.
     """
 
     def __init__(self, head_dim: int, non_rotary_dims: int):
         self.x = exponents(head_dim)
         if head_dim < 4:
-            raise ValueError("head_dim must be at least 4, got 2. Its single frequency is 1 for every base.")
+            raise ValueError(
+                "head_dim must be at least 4, got 2. With head_dim=2, the single frequency is 1 for every base."
+            )
         if non_rotary_dims < 0 or non_rotary_dims % 2:
             raise ValueError(f"non_rotary_dims must be an even integer >= 0, got {non_rotary_dims!r}.")
         self.head_dim, self.constant = head_dim, non_rotary_dims // 2
@@ -355,7 +361,7 @@ class _DecayFamily:
     def base_at_root(self, u: float, m: int | None) -> float:
         """Return the base near exp(u) at which B_m = 0.
 
-        We use Newton's method with 40-digit angles; float64 angles would lose two digits of the base.
+        We use Newton's method with 40-digit angles. float64 angles would lose two digits of the base.
         """
         if m is None:
             return math.exp(u)
@@ -373,11 +379,11 @@ class _DecayFamily:
 def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int, float, int | None]]:
     """Find base_L of eq. 18 for each length, in ascending order.
 
-    We increase u = ln base from 0. If B_m < 0 for some m <= L, no base up to the next root of this B_m is admissible,
-    so we move u to that root. If there is no such m, exp(u) is base_L.
+    We increase u = ln base from 0. If B_m < 0 for some m <= L, no base up to the next root of B_m is admissible. We
+    move u to that root. If there is no such m, exp(u) is base_L.
 
     Yields:
-        (L, u, m): base_L is exp(u), and B_m rises through 0 there; m is None if u is 0.
+        (L, u, m): base_L is exp(u), and B_m rises through 0 there. If u is 0, m is None.
     """
     u, critical = 0.0, None
     for length in lengths:
@@ -390,7 +396,8 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
     """Return the next root of B_m above u, and the distance m that we chose.
 
     Args:
-        m: distances (k,) with B_m < 0 at u. We choose the distance whose B_m provably stays negative the longest.
+        m: distances (k,) with B_m < 0 at u. We choose the distance with the largest increase of u over which B_m
+            provably stays negative.
     """
     m = m[:: len(m) // 64 + 1]  # a sample is enough
     furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
@@ -406,15 +413,15 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
     """Find the first point between u and end at which B_m becomes negative for some m <= length.
 
-    For each row of distances, B_m is proven to be non-negative over a step of `proven` from u towards end. We
-    repeatedly evaluate the rows with the smallest `proven`, and increase it.
+    For each row of distances, `proven` is the size of a step from u towards end on which B_m is proven non-negative.
+    We repeatedly evaluate the rows with the smallest `proven`. Each evaluation increases `proven`.
 
     Returns:
-        the point and the distance m; None if there is no such point.
+        the point and the distance m. If there is no such point, None.
     """
     towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
     proven = np.zeros(len(starts))
-    stride = 0.05  # maximum step in u, over which K grows by a factor of at most exp(2 stride)
+    stride = 0.05  # maximum step in u; K grows by a factor of at most exp(2 stride) over a step
     while True:
         rows = np.argpartition(proven, min(BATCH, len(starts)) - 1)[:BATCH]
         v = u + towards * proven[rows].min()
@@ -433,8 +440,8 @@ def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple
 def _sign_keeping_step(value: np.ndarray, slope: np.ndarray, curvature: np.ndarray) -> np.ndarray:
     """Return the largest z such that f provably keeps its sign on [0, z].
 
-    Here f(0) = value, f'(0) = slope and |f''| <= curvature. By Taylor's theorem, f keeps its sign as long as
-    |value| + away z - curvature z^2 / 2 > 0, where `away` is the slope in the direction away from 0.
+    Here f(0) = value, f'(0) = slope and |f''| <= curvature. Let `away` be -slope if value < 0, otherwise slope. By
+    Taylor's theorem, f keeps its sign as long as |value| + away z - curvature z^2 / 2 > 0.
     """
     away = np.where(value < 0, -slope, slope)
     return (away + np.sqrt(away**2 + 2 * curvature * np.abs(value))) / curvature

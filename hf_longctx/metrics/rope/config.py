@@ -1,9 +1,9 @@
 """Read the claimed context and the RoPE frequencies of each layer from a model's config.
 
-The input is a model, a config, the parsed content of a config.json, or the name or folder of a model. transformers
-parses the config if it supports the model type, and computes the frequencies of every RoPE scaling type. For other
-model types, we read the config fields of a Llama, or alternative field names that code on the Hub uses. The model's
-own code runs only with `trust_remote_code`.
+The input is a model, a config, a parsed config.json, or a string: the name or folder of a model. If transformers
+supports the model type, it parses the config. It also computes the frequencies of every RoPE scaling type. For other
+model types, we read the config like a Llama config. We also accept other field names that models on the Hub use. The
+model's own code runs only with `trust_remote_code`.
 
 With a claimed context of N tokens, full attention attends over distances up to N - 1. Sliding-window attention attends
 over distances up to window - 1.
@@ -45,13 +45,13 @@ TEXT_PARTS = (
     *("text_config", "llm_config", "language_config", "language_model_config", "thinker_config", "decoder"),
     *("llm", "language_model", "text_model"),
 )
-# A model does not use RoPE if one of these settings has a value that is not listed here.
+# If one of these settings has a value that is not listed here, the model does not use RoPE.
 ROPE_UNLESS = {
     **dict.fromkeys(("alibi", "use_alibi", "no_rope"), (False, None)),
     **dict.fromkeys(("use_mem_rope", "use_rope", "use_rotary", "use_rotary_embeddings"), (True, None)),
     **dict.fromkeys(("position_embedding_type", "position_embedding", "pos_emb"), ("rope", "rotary")),
 }
-# Settings that have the same meaning in model types that transformers does not support.
+# Settings with the same meaning in model types that transformers does not support.
 SHARED_FIELDS = (
     *("layer_types", "sliding_window", "use_sliding_window", "no_rope_layers"),
     *("original_max_position_embeddings", "dual_chunk_attention_config", "rope_condense_ratio"),
@@ -59,14 +59,14 @@ SHARED_FIELDS = (
 SAME_ROPE_TYPE = {"su": "longrope", "mrope": "default", "origin": "default"}
 ABOUT_ROPE = re.compile(r"rope|rotary|rotate|ntk|alibi|yarn")
 
-# Model types whose code has settings that the config lacks; `python -m scripts.rope_types` lists them.
+# Settings in the code of a model type, but not in its config. `python -m scripts.rope_types` lists these model types.
 BASE_IN_CODE = {"codegen": 10_000.0, "gptj": 10_000.0, "roformer": 10_000.0}
 ROPE_ON_SLIDING_LAYERS_ONLY = (
     *("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1", "lara_mini"),
 )
 NTK_ALPHA = ("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text")  # dynamic scaling: base * alpha ** (d / (d - 2))
 NOT_ATTENTION = ("conv", "linear_attention", "mamba", "moe", "recurrent")
-# Parameters that determine the frequencies of each rope type, and parameters that do not affect the frequencies.
+# Parameters that determine the frequencies of each rope type.
 READS = {
     "default": "",
     "linear": "factor",
@@ -76,6 +76,7 @@ READS = {
     "llama3": "factor original_max_position_embeddings low_freq_factor high_freq_factor",
     "proportional": "factor",
 }
+# Parameters that do not affect the frequencies.
 CHANGES_NO_FREQUENCY = (
     "type rope_type rope_theta partial_rotary_factor attention_factor attn_factor mscale mscale_all_dim short_mscale "
     "long_mscale llama_4_scaling_beta finetuned original_max_position_embeddings max_position_embeddings mrope_section "
@@ -100,7 +101,7 @@ class NoRopeError(ValueError):
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of a group of layers: inv_freq (n,) float64 rotates the first 2n dimensions of a head."""
+    """The rotary embedding of a group of layers. inv_freq (n,) float64 rotates the first 2n dimensions of a head."""
 
     type: str
     base: float
@@ -117,7 +118,7 @@ class Source:
 
     Attributes:
         config: copy of the text decoder's config.
-        name: name for the report; for a local model, the last component of its path.
+        name: name for the report. For a local model, it is the last component of the path.
         file: the text decoder's fields in config.json; empty if not available.
         tokenizer: parsed tokenizer_config.json; empty if not available.
         notes: sentences about the assumptions that we made.
@@ -132,7 +133,7 @@ class Source:
     known: bool = True
 
     def names(self, setting: str) -> bool:
-        """Return whether config.json contains a setting of the text decoder; True if the file is not available."""
+        """Return whether config.json sets a setting of the text decoder. Without the file, return True."""
         parts = [self.file, self.file.get("rope_parameters"), self.file.get("rope_scaling")]
         parts += [part for rope in parts[1:] if isinstance(rope, dict) for part in rope.values()]
         keys = {key for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}
@@ -143,8 +144,8 @@ def read_source(model: Any, **options: Any) -> Source:
     """Read a model's config and tokenizer config, without its weights.
 
     Args:
-        model: a model or config of transformers, the parsed content of a config.json, or the name, folder or
-            config.json of a model.
+        model: a transformers model or config, a parsed config.json, or a string: a model name, a folder, or the path
+            of a config.json.
         options: keywords of `from_pretrained` for a model given by its name, such as revision.
 
     Raises:
@@ -165,8 +166,8 @@ def read_source(model: Any, **options: Any) -> Source:
         model = getattr(model, "config", model)
         if not isinstance(model, PreTrainedConfig):
             raise ValueError(
-                f"the model must be a PreTrainedModel, a PreTrainedConfig, the content of a config.json, or the name "
-                f"of a model, got a {type(model).__name__}."
+                f"the model must be a PreTrainedModel, a PreTrainedConfig, a parsed config.json, or the name of a model, "
+                f"got a {type(model).__name__}."
             )
         name = model.name_or_path or type(model).__name__
         if model.name_or_path:
@@ -178,7 +179,7 @@ def read_source(model: Any, **options: Any) -> Source:
 
 @contextmanager
 def readable() -> Iterator[None]:
-    """Raise a ValueError instead of any exception that an invalid value in a config causes."""
+    """If an invalid value in a config causes an exception, raise a ValueError instead."""
     try:
         yield
     except (ValueError, NotImplementedError, ImportError, OSError):
@@ -191,7 +192,7 @@ def readable() -> Iterator[None]:
 
 
 def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and tokenizer_config.json; {} for a missing tokenizer_config.json."""
+    """Return the contents of config.json and tokenizer_config.json. If the latter is missing, return {} for it."""
     from transformers import PreTrainedConfig
     from transformers.utils import cached_file
 
@@ -204,7 +205,7 @@ def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any
 
 
 def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[str, Any]) -> Source:
-    """Select the text decoder of a config object or a parsed config.json, and return its `Source`."""
+    """Select the text decoder of a config or a parsed config.json. Return its `Source`."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     file = text_part(file)
@@ -232,28 +233,31 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
 
 
 def text_part(file: dict[str, Any]) -> dict[str, Any]:
-    """Return the sub-config for the text decoder in a parsed config.json; the whole file if there is none."""
+    """Return the text decoder's sub-config in a parsed config.json. If there is none, return the whole file."""
     while (part := next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)) is not None:
         file = {"model_type": file.get("model_type"), **part}
     return file
 
 
 def read_rope(value: Any) -> dict[str, Any]:
-    """Normalize RoPE parameters, flat or per layer type: drop null values, and use transformers' rope types."""
+    """Normalize RoPE parameters: drop null values, and use transformers' rope types.
+
+    The parameters are flat or per layer type.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"rope_parameters must be a JSON object, got {value!r}.")
-    if any(isinstance(entry, dict) for entry in value.values()):  # an entry per layer type, null without RoPE
+    if any(isinstance(entry, dict) for entry in value.values()):  # an entry per layer type; null means no RoPE
         return {key: read_rope(entry) if isinstance(entry, dict) else entry for key, entry in value.items()}
     rope = {key: entry for key, entry in value.items() if entry is not None}
     return rope | {key: SAME_ROPE_TYPE.get(rope[key], rope[key]) for key in ("type", "rope_type") if key in rope}
 
 
 def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
-    """Convert the config of a model type that transformers does not support; add a note on each assumption."""
+    """Convert a config that transformers does not support. Add a note on each assumption."""
     from transformers import PreTrainedConfig
 
     kind = file.get("model_type")
-    notes.append(f"transformers does not know the model type {kind!r}; its config.json is read as a Llama would")
+    notes.append(f"transformers does not support the model type {kind!r}; we read its config.json like a Llama config")
     file = {key: value for key, value in file.items() if value is not None}
     fields = {name: file[name] for name in LENGTHS if name in file}
     if fields:  # transformers functions read max_position_embeddings
@@ -275,7 +279,7 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
     about = {key for key, value in file.items() if ABOUT_ROPE.search(key) and value is not False} - ROPE_UNLESS.keys()
     if base is None and about:
         base = 10_000.0
-        notes.append("base = 10000 is Llama's default; config.json names none")
+        notes.append("base = 10000 is Llama's default; config.json does not set a base")
     if "rope_ratio" in file and base is not None:
         base *= file["rope_ratio"]
         notes.append(f"rope_ratio multiplies the base by {file['rope_ratio']:g}")
@@ -294,9 +298,9 @@ def plain_config(file: dict[str, Any], notes: list[str]) -> Any:
 
 
 def claimed_context(source: Source) -> tuple[int, str]:
-    """Return the claimed context, and the setting that claims it; add notes to `source.notes`.
+    """Return the claimed context and the setting that claims it.
 
-    The claimed context is the largest length in the config or the tokenizer's config.
+    The claimed context is the largest length in the config or the tokenizer's config. We add notes to `source.notes`.
 
     Raises:
         ValueError: no setting claims a length, or a claim is not a number of tokens.
@@ -312,17 +316,17 @@ def claimed_context(source: Source) -> tuple[int, str]:
         raise ValueError(f"{type(config).__name__} does not set max_position_embeddings. Pass context_length instead.")
     by = max(claims, key=lambda name: claims[name])
     if by in LENGTHS and not any(map(source.names, LENGTHS)):
-        notes.append(f"{by} = {claims[by]} is the default of {type(config).__name__}; config.json names none")
+        notes.append(f"{by} = {claims[by]} is the default of {type(config).__name__}; config.json does not set it")
     elif stated is not None and claims[by] > stated and "max_pos" not in by:
         notes.append(f"max_position_embeddings is {stated}; {by} claims {claims[by]} tokens")
     for name, program in (("dual_chunk_attention_config", "vLLM"), ("rope_condense_ratio", "FastChat")):
         if getattr(config, name, None):
-            notes.append(f"{name} has an effect in {program} only: plain RoPE is judged, as in transformers")
+            notes.append(f"{name} only has an effect in {program}; we check plain RoPE, as in transformers")
     return claims[by], by
 
 
 def stated_lengths(source: Source) -> dict[str, int]:
-    """Return the lengths in a config, keyed by name; ignore class defaults if config.json sets a length."""
+    """Return the lengths in a config, keyed by name. If config.json sets a length, ignore class defaults."""
     config, lengths = source.config, {}
     named = any(map(source.names, LENGTHS))
     for name in LENGTHS:
@@ -336,15 +340,15 @@ def stated_lengths(source: Source) -> dict[str, int]:
 
 
 def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str, int]:
-    """Return the scaled length (factor times original length), keyed by its origin; add a note if we guess.
+    """Return the scaled length (factor times original length), keyed by its origin. If we guess, add a note.
 
     If a config does not contain the original length, max_position_embeddings may be the original or the scaled length.
-    With dynamic scaling and YaRN, we assume that it is the original length, like transformers. With linear scaling, we
-    assume the original length only if the model would otherwise have been trained on 2048 tokens or fewer.
+    With dynamic scaling and YaRN, we assume the original length, as transformers does. With linear scaling, we assume
+    the scaled length. If this implies training on 2048 tokens or fewer, we assume the original length.
 
     Args:
         stated: max_position_embeddings.
-        longer: whether another setting contains a longer length, in which case we do not guess.
+        longer: whether another setting contains a longer length. If so, we do not guess.
     """
     rope, notes = source.config.rope_parameters, source.notes
     nested = [value for value in rope.values() if isinstance(value, dict)]
@@ -361,8 +365,8 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
         if scaling == "yarn" or (scaling == "linear" and stated >= MIN_TRAINING_LENGTH * factor):
             when, other, tokens = ("with", "before", scaled) if is_scaled else ("before", "after", stated)
             notes.append(
-                f"max_position_embeddings = {stated} is taken to be the length {when} {scaling} scaling by {factor:g}; where "
-                f"it is that {other} scaling, check {tokens} tokens"
+                f"we assume that max_position_embeddings = {stated} is the length {when} {scaling} scaling by {factor:g}; "
+                f"if it is the length {other} scaling, check {tokens} tokens"
             )
         if not is_scaled:
             return {f"{factor:g} times max_position_embeddings, by {scaling} scaling": scaled}
@@ -373,17 +377,17 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
 
 
 def with_rope_parameters(source: Source) -> Any:
-    """Return the config of a source, with its RoPE settings collected in `rope_parameters`.
+    """Collect the RoPE settings of a source in `rope_parameters`, and return its config.
 
     Raises:
         NoRopeError: the model does not use RoPE.
     """
     config = source.config
     if not may_rotate(config):
-        raise NoRopeError(config, f"the attention of {config.model_type} rotates nothing")
+        raise NoRopeError(config, f"the attention of {config.model_type} does not rotate queries and keys")
     if config.model_type in BASE_IN_CODE:
         config.rope_parameters = {"rope_type": "default", "rope_theta": BASE_IN_CODE[config.model_type]}
-        source.notes.append("the base is fixed in this model's code; its config does not name it")
+        source.notes.append("the base is fixed in this model's code; its config does not contain it")
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
     if not parameters and getattr(config, "rope_theta", None) is None:
         unknown = "" if source.known else f", and transformers does not know the model type {config.model_type!r}"
@@ -397,7 +401,7 @@ def with_rope_parameters(source: Source) -> Any:
 
 
 def may_rotate(config: Any) -> bool:
-    """Return whether a model type may use RoPE, i.e. whether its config class has a field for RoPE settings."""
+    """Return whether a model type may use RoPE: its config class has a field for RoPE settings."""
     settings = {"rope_parameters", "rope_theta"} & getattr(type(config), "__dataclass_fields__", {}).keys()
     of_transformers = type(config).__module__.startswith("transformers.models.")
     return bool(settings) or not of_transformers or config.model_type in BASE_IN_CODE
@@ -410,7 +414,7 @@ def parameters_of(config: Any, kind: str) -> dict[str, Any]:
 
 
 def layer_groups(config: Any) -> dict[tuple[str, float], list[int]]:
-    """Group the indices of the attention layers by layer type and RoPE base; base 0 stands for no RoPE."""
+    """Group the indices of the attention layers by layer type and RoPE base. Base 0 means no RoPE."""
     nested = [key for key, value in config.rope_parameters.items() if isinstance(value, dict)]
     kinds, count = getattr(config, "layer_types", None), required_int(config, "num_hidden_layers")
     if not kinds:
@@ -448,12 +452,12 @@ def rotates(config: Any, i: int, kind: str) -> bool:
 
 
 def layer_config(config: Any, layers: list[int]) -> Any:
-    """Return the config of a group of layers; in models such as Gemma 4, layers have different dimensions."""
+    """Return the config of a group of layers. In models such as Gemma 4, layers have different dimensions."""
     return config.per_layer_config[layers[0]] if layers and getattr(config, "is_heterogeneous", False) else config
 
 
 def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
-    """Return the attention window of a group of layers in tokens; None for full attention."""
+    """Return the attention window of a group of layers in tokens. For full attention, return None."""
     name = "sliding_window" if "sliding" in kind else "attention_chunk_size" if "chunked" in kind else None
     tokens = getattr(layer_config(config, layers), name, None) if name else None
     return None if tokens is None else as_int(str(name), tokens, 2)
@@ -463,13 +467,13 @@ def attention_window(config: Any, kind: str, layers: list[int]) -> int | None:
 
 
 def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], claimed: int) -> Rope:
-    """Compute the RoPE frequencies of a group of layers, and add a note on each assumption.
+    """Compute the RoPE frequencies of a group of layers. Add a note on each assumption.
 
     Args:
-        claimed: context length in tokens, for rope types whose frequencies depend on it.
+        claimed: context length in tokens; the frequencies of some rope types depend on it.
 
     Raises:
-        ValueError: the parameters are incomplete, or their frequencies are not valid.
+        ValueError: the parameters are incomplete, or result in invalid frequencies.
         NotImplementedError: the rope type is unknown.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -522,19 +526,17 @@ def check_parameters(source: Source, parameters: dict[str, Any]) -> None:
     others = {key for key, value in parameters.items() if value is not None}
     others -= {*CHANGES_NO_FREQUENCY.split(), *reads, *layer_types}
     if others & readable:
-        notes.append(
-            f"{rope_type} RoPE does not use {', '.join(sorted(others & readable))}, which rope_parameters sets"
-        )
+        notes.append(f"{rope_type} RoPE does not use {', '.join(sorted(others & readable))} from rope_parameters")
     if others - readable:
         raise ValueError(
-            f"rope_parameters contains {', '.join(sorted(others - readable))}, which {rope_type} RoPE of "
-            f"{config.model_type or 'transformers'} does not use. Remove it if the model's code ignores it too."
+            f"{rope_type} RoPE of {config.model_type or 'transformers'} does not use these entries of rope_parameters: "
+            f"{', '.join(sorted(others - readable))}. If the model's code also ignores them, remove them."
         )
     base = parameters.get("rope_theta")
     if base == getattr(type(config), "default_theta", None) and not source.names("rope_theta"):
-        notes.append(f"base = {base:g} is the default of {type(config).__name__}; config.json names none")
+        notes.append(f"base = {base:g} is the default of {type(config).__name__}; config.json does not set it")
     if "mrope_section" in parameters:
-        notes.append("multimodal RoPE (mrope) is judged on text, where all its sections count the same positions")
+        notes.append("multimodal RoPE (mrope) is checked for text; all its sections then use the same positions")
 
 
 def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) -> int:
@@ -545,8 +547,8 @@ def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) ->
         rotary_dim = getattr(config, "rotary_dim", None) or head_dim
     if rotary_dim < 2 or rotary_dim % 2:
         raise ValueError(
-            f"partial_rotary_factor * head_dim must be an even number from 2 to {head_dim}, because RoPE rotates pairs, "
-            f"got {share!r} * {head_dim}."
+            f"partial_rotary_factor * head_dim must be an even number from 2 to {head_dim}, got {share!r} * {head_dim}. "
+            "RoPE rotates pairs."
         )
     return rotary_dim
 
@@ -554,7 +556,7 @@ def rotary_dimensions(config: Any, parameters: dict[str, Any], head_dim: int) ->
 def required_int(config: Any, name: str) -> int:
     value = getattr(config, name, None)
     if value is None:
-        raise ValueError(f"{type(config).__name__} must set {name}, which the bound depends on.")
+        raise ValueError(f"{type(config).__name__} must set {name}. The bound depends on it.")
     return as_int(name, value, 1)
 
 

@@ -26,8 +26,8 @@ def plot_bound(
     """Plot B_m (eq. 16) for each group of layers with RoPE in a `RopeReport`.
 
     A dashed line marks the largest distance in the claimed context. Dots mark the distances with B_m < 0, and a dotted
-    line marks the first of them. If some dimensions do not rotate, a thin line marks where B_m would be 0 without
-    these dimensions.
+    line marks the first of them. If some dimensions do not rotate, a thin horizontal line shows their contribution to
+    B_m.
     """
     groups = [group for group in report.groups if group.rope_type is not None]
     figure = style.figure(style.WIDTH, 1 + 3.8 * len(groups))
@@ -45,7 +45,7 @@ def plot_bound(
 
 
 def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:
-    """Plot B_m for a group of layers, and mark its largest distance and the first distance with B_m < 0."""
+    """Plot B_m for a group of layers. Mark its largest distance, and the first distance with B_m < 0."""
     needed, bound = group.max_distance, group.context_bound
     right = needed if bound is None else min(max(needed, bound), MAX_EXCESS * needed)
     # on a linear axis, a bound far below the claimed context would not be visible
@@ -78,7 +78,7 @@ def draw_decay(axes: Axes, group: Any, train_length: int | None) -> None:
 
 
 def decay_range(group: Any, edges: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the start of each range between consecutive edges, and the minimum and maximum of B_m in the range."""
+    """For each range between two consecutive edges, return its start and the minimum and maximum of B_m."""
     theta = np.append(group.inv_freq, np.zeros(group.head_dim // 2 - len(group.inv_freq)))
     ranges = [rope_decay(range(first, end), inv_freq=theta) for first, end in pairwise(edges)]
     return edges[:-1], np.array([part.min() for part in ranges]), np.array([part.max() for part in ranges])

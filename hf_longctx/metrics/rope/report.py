@@ -3,8 +3,8 @@
 print(rope_report("meta-llama/Llama-3.1-8B"))
 
 We check groups of layers with the same rotary embedding and attention window. Dimensions of a head that do not rotate
-are included with frequency 0, and we also report the bound without them. If at least half of the dimensions do not
-rotate, B_m is never negative for any base, and the bound is inconclusive.
+have frequency 0. We also report the bound without them. If at least half of the dimensions do not rotate, B_m is never
+negative for any base. The bound is then inconclusive.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SEARCHED = 1 << 22  # minimum number of distances to search for the first B_m < 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 MINIMUM_BASE_UP_TO = 1 << 20  # in tokens; for longer contexts, eq. 18 takes minutes
 CAVEAT = (
-    "A screening number. It considers one layer and assumes that all components of q and k have the same distribution. "
-    "Stacked layers see further, so the paper calls the boundary not very strict, and many good models violate it at the "
-    "context that they claim. Below it the paper found low perplexity but poor retrieval at a distance: measure before "
+    "A screening number. It considers one layer, and assumes that all components of q and k have the same distribution. "
+    "Stacked layers see further. The paper therefore calls the boundary not very strict. Many good models violate it at "
+    "their claimed context. Below it, the paper found low perplexity but poor retrieval at a distance: measure before "
     "you conclude."
 )
 
@@ -51,24 +51,23 @@ class RopeLayers:
 
     Attributes:
         layer_type: name of the layer type in layer_types or rope_parameters of the config.
-        layers: number of layers; None if the config does not specify it.
-        rope_type: RoPE scaling type. If the layers do not use RoPE, this and all following attributes except
-            max_distance are None.
+        layers: number of layers. None if the config does not specify it.
+        rope_type: RoPE scaling type. Without RoPE, rope_type and all later attributes except max_distance are None.
         base: rope_theta.
         head_dim: dimensions of a query or key head.
         rotary_dim: dimensions of a head that rotate.
         max_distance: largest distance over which these layers attend at the claimed context.
-        context_bound: L_theta of eq. 17; the first distance with B_m < 0 is context_bound + 1. None if B_m >= 0 up to
+        context_bound: L_theta of eq. 17. The first distance with B_m < 0 is context_bound + 1. None if B_m >= 0 up to
             m = 4194304 and up to max_distance.
-        rotary_only_bound: context_bound computed from only the dimensions that rotate.
+        rotary_only_bound: context_bound of only the dimensions that rotate.
         negative_distances: number of distances m in 0..max_distance with B_m < 0.
-        last_negative: largest of these distances; None if there are none.
-        lowest_decay: minimum of B_m for m in 0..max_distance, to three decimals; B_0 = head_dim / 2.
-        minimum_base: base_L of eq. 18 for L = max_distance and plain RoPE on the same dimensions. None if every base
-            satisfies the bound (at least half of the head does not rotate), or if it was not computed (not requested,
-            more than 1048576 tokens, or proportional RoPE, whose exponents differ). Some larger bases fail.
+        last_negative: largest of these distances. None if there are none.
+        lowest_decay: minimum of B_m for m in 0..max_distance, to three decimals. B_0 is head_dim / 2.
+        minimum_base: base_L of eq. 18 for L = max_distance and plain RoPE on the same dimensions. Some larger bases
+            fail. None if at least half of the head does not rotate, because every base then satisfies the bound. Also
+            None if not requested, for more than 1048576 tokens, and for proportional RoPE (different exponents).
         two_digit_base: smallest base with two significant digits that satisfies the bound.
-        settled_base: base from which all bases up to search_limit satisfy the bound; None if search_limit does not
+        settled_base: all bases from settled_base to search_limit satisfy the bound. None if search_limit does not
             satisfy it, or if minimum_base is None.
         search_limit: largest base searched, 16 times minimum_base.
         inv_freq: the rotary_dim / 2 frequencies, in radians per token.
@@ -142,7 +141,7 @@ class RopeReport(Result):
 
     @property
     def passed(self) -> bool | None:
-        """Whether the bound holds in all layers with RoPE, within their attention windows; None if inconclusive."""
+        """Whether the bound holds in all layers with RoPE, within their attention windows. None if inconclusive."""
         return {"holds": True, "holds within windows": True, "violated": False}.get(self.verdict)
 
     holds = passed
@@ -230,23 +229,24 @@ def rope_report(
     minimum_base: bool = True,
     model_kwargs: dict[str, Any] | None = None,
 ) -> RopeReport:
-    """Check whether a model's rotary embedding satisfies B_m >= 0 over its context, and find the bases that do.
+    """Check whether a model's rotary embedding satisfies B_m >= 0 over its context. Also find bases that satisfy it.
 
     The config may contain `rope_parameters` of transformers 5 (flat or per layer type), or `rope_theta` and
     `rope_scaling` of earlier versions. We support the rope types default, linear, dynamic, yarn, longrope, llama3 and
-    proportional, partial rotary embeddings, sliding windows, and layers without RoPE. In multimodal models, we check
-    the text decoder. If transformers does not support the model type, we read its config as a Llama's.
+    proportional. We also support partial rotary embeddings, sliding windows, and layers without RoPE. In multimodal
+    models, we check the text decoder. If transformers does not support the model type, we read its config like a Llama
+    config.
 
     Args:
-        model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, the content of a config.json, or the name, folder
-            or config.json of a model.
+        model_or_config: a `PreTrainedModel`, a `PreTrainedConfig`, a parsed config.json, or a string: a model name, a
+            folder, or the path of a config.json.
         context_length: context to check, in tokens. Dynamic and longrope frequencies depend on it. Default: the
             largest length in the config or the tokenizer's config; see `config.claimed_context`.
-        minimum_base: whether to also find the minimum base (eq. 18), which takes half a minute for 128k tokens.
+        minimum_base: whether to also find the minimum base (eq. 18). This takes half a minute for 128k tokens.
         model_kwargs: keywords of `from_pretrained` for a model given by its name, such as revision.
 
     Returns:
-        RopeReport, whose notes list the assumptions, such as defaults of the config class.
+        RopeReport. Its notes list the assumptions, such as defaults of the config class.
 
     Raises:
         NoRopeError: the model does not use RoPE. This exception is a ValueError.
@@ -275,7 +275,7 @@ def _report(source: Source, context_length: int | None, minimum_base: bool) -> R
         rope = rope_of_layers(source, kind, base, layers, claimed)
         alpha = parameters_of(config, kind).get("alpha")
         if rope.type in LENGTH_DEPENDENT and not alpha:
-            notes.append(f"{rope.type} frequencies depend on the length; they are those at {claimed} tokens")
+            notes.append(f"{rope.type} frequencies depend on the length; we use those for {claimed} tokens")
         why_not = "proportional RoPE has exponents of its own" if rope.type == "proportional" else None
         if reach > MINIMUM_BASE_UP_TO:
             why_not = f"the search takes minutes beyond {MINIMUM_BASE_UP_TO} tokens"
