@@ -31,7 +31,7 @@ LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
 OPTIONS = ("use_cache", "logits_to_keep")
-# Name of the cache argument since transformers 5.24, and its older name, which remote code still uses
+# Names of the cache argument: since transformers 5.24, and before. Remote code still uses the older name.
 CACHES = ("cache", "past_key_values")
 
 T = TypeVar("T")

@@ -158,7 +158,7 @@ class GreedyCompletions:
         right = next((i for i, pair in enumerate(zip(said, ids[start:stop])) if pair[0] != pair[1]), len(said))
         if right < len(said):
             return right, "wrong"
-        if not said:  # the model predicted an end-of-text token, which is omitted
+        if not said:  # the server omits a predicted end-of-text token
             return 0, "unsure" if self.is_special(ids[start]) else "wrong"
         return right, ""
 

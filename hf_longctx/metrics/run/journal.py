@@ -76,7 +76,7 @@ class Journal(AbstractContextManager):
         Raises:
             ValueError: a number is not finite.
             TypeError: the key or the result has a different type.
-            OSError: the result cannot be written, e.g. because the disk is full. `done` still contains it.
+            OSError: the result cannot be written, e.g. because the disk is full. `done` still contains the result.
         """
         line = json.dumps({"key": key, "result": result}, allow_nan=False).encode() + b"\n"
         entry = json.loads(line)

@@ -15,7 +15,7 @@ long-distance retrieval.
 
 _KWARGS_DESCRIPTION = """
 Either a model:
-    model: a model or configuration of transformers, or its name or folder. Weights are not loaded.
+    model: a model or configuration of transformers, its name, or its folder. Weights are not loaded.
     context_length (int): context to check, in tokens. Default: the claimed context.
     minimum_base (bool): whether to also compute the smallest base that satisfies the bound. This takes seconds for
         long contexts. Default: True.
