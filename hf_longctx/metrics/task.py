@@ -121,7 +121,7 @@ def option(
     choices: Sequence[str] = (),
     selects: bool = False,
 ) -> Any:
-    """Define a field of a task that is also an argument of the Python function and an option of the command.
+    """Define a field of a task. It is also an argument of the Python function and an option of the command.
 
     Args:
         default: default value; None if the default depends on the model or the corpus (see `Task.prepare`).

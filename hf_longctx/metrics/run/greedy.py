@@ -5,8 +5,8 @@ sequence as a prompt, and compare the response at temperature 0 with the followi
 up to the first difference. The next prompt ends with the token that was predicted wrong. A sequence thus takes about
 one request per wrong prediction. We request parts of each sequence in parallel.
 
-If a server returns text instead of token ids, each request covers a single token, because different tokens may decode
-to the same text.
+If a server returns text instead of token ids, each request covers a single token. A longer response would be
+ambiguous, because different tokens may decode to the same text.
 
 Chat APIs are not supported, because they do not continue a prompt. Completions do not give losses or
 log-probabilities.

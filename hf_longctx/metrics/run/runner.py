@@ -31,8 +31,8 @@ VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers
 class Run:
     """Options of a run. They change the result only by rounding errors.
 
-    If torch.distributed is initialized (`torchrun`, `accelerate launch`), each process has a copy of the model and
-    measures some of the trials. All processes return the complete result. If an exception or Ctrl-C ends the run after
+    If torch.distributed is initialized (`torchrun`, `accelerate launch`), the processes share the trials. Each process
+    has a copy of the model. All processes return the complete result. If an exception or Ctrl-C ends the run after
     measuring has begun, the exception has an attribute `result`: the partial result, or None.
 
     Attributes:
@@ -58,8 +58,8 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     """Run the task and return its result.
 
     Raises:
-        ValueError: an option is invalid (raised before the model runs), nothing could be measured, the journal belongs
-            to another run, or a logit is NaN.
+        ValueError: one of: an option is invalid; the journal belongs to another run; nothing could be measured; a
+            logit is NaN. Invalid options raise the error before the model runs.
         BaseException: the error that ended the run early. Its attribute `result` is the partial result, or None.
     """
     run, reader = run or Run(), subject.reader

@@ -218,10 +218,10 @@ class ForgettingCurve(TaskResult):
         return (
             "The copy accuracy is measured on a passage that the model has read before. The LM accuracy is measured on the "
             "same passage after an unrelated passage. The fine length is the longest length (in tokens) at which the model "
-            "copies the typical passage, i.e. more than half of all passages, with an accuracy above 99 %. The coarse length "
-            "is the longest length with a mean copy accuracy at least one percentage point above the LM accuracy. The 95 % "
-            "CIs come from tests over the repeats. They assume that memory only fades. The paper's definition takes the "
-            "longest tested length with a passing mean accuracy. A mean may pass by chance."
+            "copies the typical passage with an accuracy above 99 %. The typical passage stands for more than half of all "
+            "passages. The coarse length is the longest length with a mean copy accuracy at least one percentage point "
+            "above the LM accuracy. The 95 % CIs come from tests over the repeats. They assume that memory only fades. The "
+            "paper's definition takes the longest tested length with a passing mean accuracy. A mean may pass by chance."
         )
 
     def numbers(self):
@@ -289,8 +289,9 @@ class Curve(Task):
     follows an unrelated passage I. In both, we count the correct greedy predictions in the second half of the last S.
     Each length has `repeats` passages. An input has 2n + 3 tokens at length n.
 
-    The fine length is the longest length with a copy accuracy above 99 %. The coarse length is the longest length at
-    which the copy accuracy is at least one percentage point above the accuracy after the unrelated passage.
+    The copy accuracy is the accuracy in the first input. The fine length is the longest length with a copy accuracy
+    above 99 %. The coarse length is the longest length with a copy accuracy at least one percentage point above the
+    accuracy in the second input.
     """
 
     name, result = "curve", ForgettingCurve
