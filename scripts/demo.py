@@ -34,7 +34,7 @@ def main():
     )
     args = parser.parse_args()
     began, out = time.perf_counter(), args.output.resolve()
-    warnings.filterwarnings("ignore", message=".*more than the 512 .* claims to support")  # the point of the demo
+    warnings.filterwarnings("ignore", message=".*claims to support only 512")  # the point of the demo
     disable_progress_bar()
 
     tokens = AutoTokenizer.from_pretrained(FOX)(load_text(str(args.text)), verbose=False)["input_ids"]

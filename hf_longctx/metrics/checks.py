@@ -13,7 +13,7 @@ def as_int(name: str, value, least: float = -math.inf) -> int:
     """Convert an integer of any type to an int.
 
     Raises:
-        ValueError: the value is not an integer (or is a bool), or is below `least`.
+        ValueError: the value is a bool, not an integer, or below `least`.
     """
     try:
         if isinstance(value, bool):
@@ -27,7 +27,7 @@ def as_int(name: str, value, least: float = -math.inf) -> int:
 
 
 def public_name(name: str) -> str:
-    """Return the last component of a local path, and any other name unchanged.
+    """Return the last component of a local path. Any other name is returned unchanged.
 
     >>> public_name("/home/ann/my-model"), public_name("../books/emma.txt"), public_name("gpt2")
     ('my-model', 'emma.txt', 'gpt2')

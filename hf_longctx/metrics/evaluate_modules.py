@@ -1,9 +1,9 @@
-"""Functions of our modules for the evaluate library, and registration for `evaluate.load("forgetting_curve")`.
+"""Implement and register our modules for the evaluate library.
 
 A module is a folder with a script `modules/NAME/NAME.py` and a card, as in a Hub Space. evaluate loads modules from a
-path (`module_path`), a Space, or its own cache. For a name without a namespace, evaluate first looks for a Space in
-its own organization, and then in the cache. `register` writes files to this cache that only import the modules, so
-they remain valid when this package is upgraded.
+path (`module_path`), a Space, or its own cache. For a name without a namespace, evaluate first searches its own
+organization on the Hub, and then its cache. `register` writes small files to this cache. They only import the
+modules, so they remain valid when this package is upgraded.
 
 The `compute` method of a module measures a model or scores given predictions, using the functions in this file.
 """
@@ -76,7 +76,7 @@ def register() -> list[Path]:
 
 
 def measures(module: Any, model: Any, *scored: Any) -> bool:
-    """Return whether `compute` measures a model; otherwise, it scores predictions that were passed or added.
+    """Return True if `compute` measures a model, and False if it scores predictions.
 
     Raises:
         ValueError: `compute` got both a model and predictions, or neither.
@@ -88,9 +88,10 @@ def measures(module: Any, model: Any, *scored: Any) -> bool:
 
 
 def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
-    """Return the text of a corpus: a document, a list of documents, or the path of a text file.
+    """Return the text of a corpus.
 
-    Documents are joined by blank lines.
+    Args:
+        corpus: one of: a document; a list of documents; the path of a text file. Documents are joined by blank lines.
 
     Raises:
         ValueError: the path is not a plain text file.
@@ -115,12 +116,14 @@ def read_text(corpus: str | os.PathLike | Sequence[str]) -> str:
 def score_predictions(
     predictions: Sequence[Sequence[Sequence[int]]], references: Sequence[Sequence[int]]
 ) -> ForgettingCurve:
-    """Return the forgetting curve from greedy predictions that another program made with the protocol of `curve`.
+    """Compute a forgetting curve from greedy predictions of another program.
+
+    The program must follow the protocol of `curve`, with teacher forcing.
 
     Args:
         predictions: a pair [copy, lm] for each target S of n tokens. `copy` contains the n ids predicted for the last
-            S in `[bos] S [bos] S [eos]` with teacher forcing, and `lm` the n ids predicted for S in
-            `[bos] I [bos] S [eos]`. Only the second half of the ids is scored.
+            S in `[bos] S [bos] S [eos]`. `lm` contains the n ids predicted for S in `[bos] I [bos] S [eos]`. Only the
+            second half of the ids is scored.
         references: token ids of each target S. Targets of equal length are repeats of the same point.
 
     Raises:
@@ -138,8 +141,8 @@ def score_predictions(
     for i, (pair, target) in enumerate(zip(predictions, references)):
         if len(pair) != 2 or not len(target) or any(len(row) != len(target) for row in pair):
             raise ValueError(
-                f"predictions[{i}] must be two lists, [copy, lm], of {len(target)} ids each, like references[{i}], "
-                f"got lists of lengths {[len(row) for row in pair]}."
+                f"predictions[{i}] must be two lists [copy, lm] of {len(target)} ids each, got lists of lengths "
+                f"{[len(row) for row in pair]}. Each list must be as long as references[{i}]."
             )
         begin = len(target) - scored_tokens(len(target))
         for kind, row in zip(counts[len(target)], pair):
@@ -157,9 +160,10 @@ def measure_curve(
     """Measure the forgetting curve of a model for `evaluate`.
 
     Args:
-        model: a causal language model, or its name or folder.
-        corpus: a document, the path of a text file, a list of documents, or token ids; None for data_type="random".
-        tokenizer: tokenizer for the corpus, or its name (default: the model's).
+        model: a causal language model, its name, or its folder.
+        corpus: one of: a document; a list of documents; the path of a text file; token ids. None for
+            data_type="random".
+        tokenizer: tokenizer for the corpus, or its name. Default: the model's tokenizer.
         options: keywords of `forgetting_curve`, or fields of `Run`.
 
     Returns:
@@ -186,7 +190,9 @@ def measure_curve(
         tokenizer = AutoTokenizer.from_pretrained(tokenizer)
     if is_text:
         if not callable(tokenizer):
-            raise ValueError(f"tokenizer must be a tokenizer or its name if corpus is a string, got {tokenizer!r}.")
+            raise ValueError(
+                f"tokenizer must be a tokenizer or the name of one, got {tokenizer!r}. Pass the model's tokenizer."
+            )
         corpus = tokenizer(read_text(corpus), add_special_tokens=False, verbose=False)["input_ids"]
     return curve_result(forgetting_curve(model, corpus, tokenizer=tokenizer, run=run, **options))
 
@@ -221,9 +227,9 @@ def curve_result(curve: ForgettingCurve) -> dict[str, Any]:
 
 
 def check_model(model: Any, **options: Any) -> dict[str, Any]:
-    """Run `rope_report` on a model, a config or a name, and return the report as plain JSON types.
+    """Return the `rope_report` of a model, a config or a name as plain JSON types.
 
-    `holds` is None if the bound is inconclusive, or if the model does not use RoPE; a note explains why it does not.
+    `holds` is None if the bound is inconclusive. Without RoPE, `holds` is None and a note gives the reason.
     """
     from .rope.config import NoRopeError
     from .rope.report import rope_report
@@ -244,9 +250,12 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
 
     Returns:
         a dictionary of plain JSON types. `holds` is the share of bases that satisfy the bound. These entries are
-        lists with one element per base: `verdicts`, `context_bounds` (the largest distance that the base supports, or
-        None if unlimited), `minimum_bases` (the smallest base for the context; some larger bases fail), and
-        `settled_bases` (the base from which all bases up to 16 times the minimum satisfy the bound, or None).
+        lists with one element per base:
+
+        - `verdicts`: "holds" or "violated".
+        - `context_bounds`: largest distance that the base supports; None if unlimited.
+        - `minimum_bases`: smallest base that satisfies the bound at the context. Some larger bases fail.
+        - `settled_bases`: base above which no base fails, up to 16 times the minimum; None if there is none.
 
     Raises:
         ValueError: a number is out of range, or the two lists have different lengths.

@@ -38,10 +38,10 @@ def function(task: type[Task]) -> Callable[..., Any]:
         f"{inspect.getdoc(task)}\n\nArgs:\n"
         + "\n".join(lines)
         + "\n    run: journal, memory budget and progress bar; see `Run`.\n\nReturns:\n"
-        f"    `{task.result.__name__}`. If an exception ends the run early, its attribute `result` is the partial "
-        "result.\n\n"
-        "Raises:\n    ValueError: an argument is invalid (raised before the model runs), nothing could be measured, "
-        "or a\n        logit is NaN.\n"
+        f"    `{task.result.__name__}`. If an exception ends the run early, the exception's attribute `result` is the "
+        "partial result.\n\n"
+        "Raises:\n    ValueError: one of: an argument is invalid; nothing could be measured; a logit is NaN. Invalid "
+        "arguments\n        raise the error before the model runs.\n"
     )
     measure.__signature__ = signature  # ty: ignore[missing-attribute]
     return measure

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 
 def separate(stretches: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the indices of the largest set of spans that do not overlap, sorted by the ends of the spans.
+    """Select as many non-overlapping spans as possible, and return their indices.
+
+    The indices are in the order in which the spans end.
 
     Args:
         stretches: spans [first, stop), in tokens.

@@ -30,7 +30,7 @@ class Number(NamedTuple):
         low: lower end of the 95 % CI; None if unknown.
         high: upper end of the 95 % CI; None if unknown.
         sample: sample size, such as "10 sequences".
-        words: value and interval in words, shown instead of `low` and `high`.
+        words: text shown instead of `low` and `high`.
         more_is_better: whether a larger value is better.
     """
 
@@ -44,7 +44,7 @@ class Number(NamedTuple):
     more_is_better: bool = True
 
     def interval(self) -> str:
-        """Return the interval in words; an empty string if unknown.
+        """Return the interval in words. The string is empty if the interval is unknown.
 
         >>> Number("", "loss", 3.0, 2.5, 3.5).interval(), Number("", "loss", 3.0).interval()
         ('2.5 to 3.5', '')
@@ -65,7 +65,7 @@ class Result:
     """A measurement and its settings.
 
     A subclass is a frozen dataclass with a field or property `settings` of plain JSON values. It sets `kind` and
-    `title`, and defines the "Methods of subclasses".
+    `title`. It defines the methods in the section "Methods of subclasses".
 
     Attributes:
         kind: name of the metric in JSON. Classes that set `kind` are registered for `read_result`.
@@ -105,11 +105,11 @@ class Result:
 
     @property
     def passed(self) -> bool | None:
-        """Whether the model passes; None if the metric is inconclusive, or is not a test that a model can pass."""
+        """Whether the model passes. None if the metric is inconclusive or is not a pass/fail test."""
         return None
 
     def numbers(self) -> list[Number]:
-        """Return the headline numbers; an empty list if nothing was measured."""
+        """Return the headline numbers. The list is empty if nothing was measured."""
         return []
 
     def table(self) -> Table:
@@ -117,7 +117,7 @@ class Result:
         raise NotImplementedError
 
     def document(self) -> dict[str, Any]:
-        """Return the result as a JSON object without its header: settings, counts, and derived numbers."""
+        """Return the settings, counts and derived numbers as a JSON object. The header is not included."""
         raise NotImplementedError
 
     @classmethod
@@ -132,7 +132,7 @@ class Result:
             path: path of the figure.
             train_length: training context in tokens, marked in the figure if an axis shows tokens.
             title: title of the figure (default: the metric and the model).
-            options: additional options, which depend on the metric.
+            options: additional options of the metric.
 
         Raises:
             ImportError: matplotlib is missing.
@@ -141,7 +141,7 @@ class Result:
         raise NotImplementedError
 
     def _repr_png_(self) -> bytes | None:
-        """Return the figure as a PNG, for notebooks; None if matplotlib is missing or nothing was measured."""
+        """Return the figure as a PNG for notebooks. Return None if matplotlib is missing or nothing was measured."""
         if not self.measured:
             return None
         with tempfile.TemporaryDirectory() as folder:
@@ -156,7 +156,7 @@ class Result:
 
     @property
     def interruption(self) -> str:
-        """Suffix of the summary with the cause of an interruption; empty if the measurement was not interrupted."""
+        """Why the measurement was interrupted, as a suffix of the summary. Empty if it was not interrupted."""
         cause = self.settings.get("interrupted")
         return f"; interrupted: {cause}" if cause else ""
 
@@ -180,7 +180,7 @@ class Result:
 
     @classmethod
     def mismatch(cls, document: dict[str, Any]) -> str | None:
-        """Return why a JSON object is not a result of this class; None if it is one."""
+        """Return None if a JSON object is a result of this class. Otherwise, return an error message."""
         metric = document.get("metric")
         return None if metric == cls.kind else f'this JSON is not a result of {cls.kind}: its "metric" is {metric!r}.'
 
@@ -188,7 +188,7 @@ class Result:
         """Serialize the header and the `document` as JSON. The same measurement always gives the same string.
 
         Raises:
-            ValueError: a number is NaN or infinite, which JSON does not support.
+            ValueError: a number is NaN or infinite. JSON does not support these values.
         """
         document = {"metric": self.kind, "format": self.version, **self.document()}
         return json.dumps(document, indent=1, allow_nan=False) + "\n"
@@ -243,12 +243,13 @@ def rounded(value: int | float | str) -> str:
 
 
 def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseException | None]:
-    """Call a function that measures a result, and catch an exception that ends the measurement.
+    """Run a measurement, and catch its exception if it fails.
 
     The caller should save the result, and then raise the exception.
 
     Returns:
-        the complete or partial result (None if nothing was measured), and the exception (None if there was none).
+        the result and the exception. The result may be partial. It is None if nothing was measured. The exception is
+        None if the measurement did not fail.
     """
     try:
         return measure(), None
@@ -258,11 +259,12 @@ def run_measurement(measure: Callable[[], Result]) -> tuple[Result | None, BaseE
 
 
 def commit(folder: Path) -> str | None:
-    """Return the commit of a git checkout, with "-dirty" if tracked files were changed; None outside a checkout.
+    """Return the commit of a git checkout. Return None outside a checkout.
 
-    Changed result files do not count. Otherwise, each measurement would mark the next one as "-dirty".
+    If tracked files were changed, the commit ends with "-dirty". Changed result files do not count. Otherwise, each
+    measurement would mark the next one as "-dirty".
     """
-    if not (folder / ".git").exists():  # git would search the parent folders, which may belong to another repository
+    if not (folder / ".git").exists():  # git also searches the parent folders, and may find another repository
         return None
     git = ["git", "-C", str(folder)]
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 10}

@@ -2,7 +2,7 @@
 
 CONTRIBUTING.md shows a complete metric in 50 lines. `run.runner.run` runs a task's requests and creates the result.
 The Python function, the command, the lm-eval task, the report section and the model card entry are generated from the
-two classes. This file does not run a model. It imports neither PyTorch nor scipy.special, which keeps `--help` fast.
+two classes. This file does not run a model. To keep `--help` fast, it does not import PyTorch or scipy.special.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Key = Any  # type of a trial's key: a number, a string, or a tuple of numbers an
 class Predict(NamedTuple):
     """A request for greedy predictions.
 
-    The response is (R, len(positions)) bool: whether each prediction equals the next id of its row.
+    The response says whether each prediction equals the next id in the row, (R, len(positions)) bool.
 
     Attributes:
         rows: input ids, (R, T) int64.
-        prefix: number of leading ids that several rows may have in common. A common prefix is read once.
+        prefix: length of the prefix to share. Rows with the same first `prefix` ids may read them once.
         positions: consecutive positions in a row, ascending.
     """
 
@@ -60,13 +60,13 @@ class Score(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """A request with a question whose answer is known. The response is an `Answered`.
+    """A request with a question and the correct answer. The response is an `Answered`.
 
     Attributes:
         prompt: ids of the prompt, (n,) int64.
         answer: ids of the correct answer, (n,) int64.
-        reply: maximum number of tokens in a generated response; 0 to skip it. If greedy decoding gives the answer, we
-            do not generate a response, because it would begin with the answer.
+        reply: maximum number of tokens in a generated response; 0 for no response. If greedy decoding gives the
+            answer, we use the answer as the response.
     """
 
     prompt: np.ndarray
@@ -80,7 +80,7 @@ class Answered(NamedTuple):
     Attributes:
         log_prob: log-probability of the correct answer, in nats.
         exact: whether greedy decoding gives the correct answer.
-        reply: generated response, or None.
+        reply: generated response; None if it was not requested.
     """
 
     log_prob: float
@@ -121,7 +121,7 @@ def option(
     choices: Sequence[str] = (),
     selects: bool = False,
 ) -> Any:
-    """Define a field of a task that is also an argument of the Python function and an option of the command.
+    """Define a field of a task. It is also an argument of the Python function and an option of the command.
 
     Args:
         default: default value; None if the default depends on the model or the corpus (see `Task.prepare`).
@@ -139,9 +139,10 @@ def option(
 
 
 class Option(NamedTuple):
-    """The description of a field that `option` defined, for the command line and for checks.
+    """The description of a field, for the command line and for checks. `option` defines such fields.
 
-    `kind` is the type of the value, or of each value if the option is a list (`listed`); `np.ndarray` for token ids.
+    `kind` is the type of the value. For a list (`listed`), it is the type of each element. For token ids, it is
+    `np.ndarray`.
     """
 
     name: str
@@ -155,7 +156,7 @@ class Option(NamedTuple):
     selects: bool
 
     def check(self, value: Any) -> Any:
-        """Check a value and convert it to plain Python types; raise ValueError if it is invalid."""
+        """Check a value, and convert it to plain Python types. Raise ValueError if it is invalid."""
         if (value is None and self.default is None) or self.kind is np.ndarray:
             return value
         if self.listed and (isinstance(value, str) or not isinstance(value, Iterable)):
@@ -203,11 +204,11 @@ class Subject:
     """The subject of a measurement: a model, its tokenizer and a corpus.
 
     Args:
-        model: a causal language model, which runs in eval mode with its dtype and device, or a reader such as
-            `ServedModel`.
-        tokenizer: the model's tokenizer. For tasks that do not ask questions, it is optional, and may be a name.
+        model: a causal language model, or a reader such as `ServedModel`. A model runs in eval mode, and keeps its
+            dtype and device.
+        tokenizer: the model's tokenizer. If a task does not ask questions, it is optional and may be a name.
         tokens: the corpus as a flat sequence of token ids, encoded without special tokens.
-        context: maximum input length in tokens, for the default options of tasks. Default: the claimed context, or
+        context: maximum input length in tokens, for the default options of tasks. Default: the claimed context;
             4096 if the model does not claim a context.
         bos_token_id: id of BOS. Default: BOS of the tokenizer or model; EOS if neither sets BOS.
         eos_token_id: id of EOS. Default: EOS of the tokenizer or model; BOS if neither sets EOS.
@@ -264,7 +265,7 @@ class Subject:
         return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def settings(self, reads_text: bool) -> dict[str, Any]:
-        """Return the settings of a result that describe the model, tokenizer, special ids and corpus."""
+        """Return settings that describe the model, tokenizer, special ids and corpus, for a result."""
         settings = self.reader.settings() | {"tokenizer": self.tokenizer_name}
         settings |= {"bos_token_id": self.bos, "eos_token_id": self.eos}
         if reads_text:
@@ -274,7 +275,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Task:
-    """The base class of tasks. A subclass is a frozen dataclass whose fields are defined with `option`.
+    """The base class of tasks. A subclass is a frozen dataclass. `option` defines its fields.
 
     The docstring of a subclass is the help text of its command.
 
@@ -282,7 +283,7 @@ class Task:
         name: name of the command, and of the files in a report.
         result: class of the result.
         reads_text: whether the task needs a corpus.
-        asks: whether the task asks questions, for which it needs a tokenizer.
+        asks: whether the task asks questions. Such a task needs a tokenizer.
         examples: example command lines, without `hf-longctx`.
         tasks: all tasks, keyed by name.
         subject: model, tokenizer and corpus; set by `on`.
@@ -310,7 +311,7 @@ class Task:
 
     @classmethod
     def in_report(cls, **arguments: Any) -> Self:
-        """Create the task with the options of a report; `arguments` contains the report's `seed` and `repeats`."""
+        """Create the task with the options of a report. `arguments` contains the report's `seed` and `repeats`."""
         return cls(**{entry.name: arguments["seed"] for entry in options(cls) if entry.name == "seed"})
 
     def fill(self, **values: Any) -> None:
@@ -330,14 +331,14 @@ class Task:
         return task
 
     def prepare(self) -> None:
-        """Set options that depend on the subject; raise ValueError if the task cannot measure the subject."""
+        """Set options that depend on the subject. Raise ValueError if the task cannot measure the subject."""
 
     def trials(self, scores: dict[Key, Any]) -> list[Trial]:
-        """Return the trials to measure, including the trials that are already in `scores`.
+        """Return the trials, including the trials that already have a score in `scores`.
 
-        The run calls this method before each round, and ends when all returned trials have a score. Most tasks ignore
-        `scores`; an adaptive task uses them to add trials. If the model does not support the inputs of a trial, the
-        score of the trial is a `Missing`.
+        The run calls this method before each round. It ends when all returned trials have a score. Most tasks ignore
+        `scores`. An adaptive task uses the scores to add trials. If the model does not support the inputs of a trial,
+        the score of the trial is a `Missing`.
         """
         raise NotImplementedError
 
@@ -350,9 +351,9 @@ class Task:
         raise NotImplementedError
 
     def summarize(self, scores: dict[Key, Any], missing: dict[Key, str]) -> tuple[dict, dict]:
-        """Convert the scores of trials, and the reasons for missing scores, to those that the result stores.
+        """Convert the scores of trials, and the reasons for missing scores, to the form that the result stores.
 
-        By default, they are not changed. A task may store a mean over trials instead.
+        By default, both are returned unchanged. A task may store a mean over trials instead.
         """
         return scores, missing
 
@@ -361,11 +362,11 @@ class Task:
         return self.reads_text
 
     def facts(self) -> dict[str, Any]:
-        """Return further settings that the scores depend on, such as hashes."""
+        """Return further settings that affect the scores, such as hashes."""
         return {}
 
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the settings that the scores depend on, and all other settings."""
+        """Return two dictionaries: the settings that affect the scores, and the other settings."""
         fields = {
             entry.name: getattr(self, entry.name) for entry in options(type(self)) if entry.kind is not np.ndarray
         }
@@ -383,9 +384,9 @@ class Counts(NamedTuple):
 
     Attributes:
         length: length in the `size_unit` of the result.
-        shares: share of correct answers for each unit, (R,) float64, in the order in which units were drawn.
-        questions: maximum number of questions per unit: the scored tokens of a target, the questions about a haystack,
-            or 1 for a record.
+        shares: share of correct answers for each unit in the order of drawing, (R,) float64.
+        questions: maximum number of questions per unit. In a target, each scored token is a question. A record has one
+            question.
         tokens: length in tokens; for line retrieval, the mean over records.
         asked: total number of questions.
         right: total number of correct answers.
@@ -403,17 +404,17 @@ class Counts(NamedTuple):
 class TaskResult(Result):
     """The base class of the results of tasks: scores, and numbers derived from the scores.
 
-    A subclass sets `kind` and `title`, and defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
-    may raise ValueError for impossible scores. For comparisons of models, it also defines `by_length` and `places`.
+    A subclass sets `kind` and `title`. It defines `explanation`, `numbers`, `table` and `draw`. Its `__post_init__`
+    may raise ValueError for impossible scores. To compare models, a subclass also defines `by_length` and `places`.
 
     Attributes:
         scores: maps keys to scores, as JSON values.
         settings: settings of the measurement.
-        missing: maps keys of missing scores to the reasons.
+        missing: maps each key without a score to the reason.
         inches: width and height of the figure.
         size_unit: unit of the lengths in `by_length`.
         verb: verb for a correct answer, such as "copies".
-        same_texts: names of settings that are equal in all results with the same samples.
+        same_texts: names of settings. Two results have the same samples only if these settings are equal.
     """
 
     version = 2
@@ -438,7 +439,7 @@ class TaskResult(Result):
         return ", ".join(f"{number.name}: {number.interval() or number.value}" for number in self.numbers())
 
     def with_gaps(self, text: str) -> str:
-        """Append the missing keys with their reasons, and the cause of an interruption, to a summary."""
+        """Append missing keys, their reasons, and the cause of an interruption to a summary."""
         for reason in dict.fromkeys(self.missing.values()):
             keys = [key for key, why in self.missing.items() if why == reason]
             text += f"; {self.span(keys)} not measured: {reason}"
@@ -452,8 +453,8 @@ class TaskResult(Result):
         """Return the number of correct answers at each length, in ascending order of length.
 
         Args:
-            replies: whether to count the answers that the generated responses contain. Otherwise, or without
-                responses, count the answers that greedy decoding gives token for token.
+            replies: whether to count the answers in generated responses. If False, or if there are no responses,
+                count the answers that greedy decoding gives exactly.
             overlapping: whether to include samples that share scored tokens with other samples.
 
         Raises:
@@ -465,15 +466,18 @@ class TaskResult(Result):
         )
 
     def places(self) -> dict[int, list]:
-        """Return identifiers of the samples at each length; an empty list for random ids."""
+        """Return identifiers of the samples at each length. For random ids, the list is empty."""
         raise NotImplementedError
 
     def distinct(self, length: int, texts: int) -> list[int]:
-        """Return the indices of samples without shared scored tokens, among the first `texts` samples of a length."""
+        """Return the indices of samples that do not share scored tokens.
+
+        Only the first `texts` samples of a length are considered.
+        """
         return [*range(texts)]
 
     def unlike(self, other: Any, *more: str) -> str | None:
-        """Return why another result of this metric is not from the same samples; None if it is.
+        """Return None if another result of this metric has the same samples. Otherwise, return the reason.
 
         Args:
             other: the other result.
@@ -484,7 +488,7 @@ class TaskResult(Result):
         return f"they differ in {', '.join(names)}" if names else None
 
     def extent(self) -> dict[str, str]:
-        """Return sample sizes, keyed by name. Comparisons report those that differ between models."""
+        """Return sample sizes, keyed by name. Comparisons report the sizes that differ between models."""
         return {}
 
     def draw(self, figure: Any, title: str, train_length: int | None) -> None:
@@ -515,5 +519,5 @@ class TaskResult(Result):
 
 
 def as_key(key: Any) -> Key:
-    """Convert a key from JSON, which stores a tuple as a list."""
+    """Convert a key from JSON: a list becomes a tuple."""
     return tuple(key) if isinstance(key, list) else key

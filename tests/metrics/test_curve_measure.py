@@ -254,7 +254,9 @@ def test_beyond_the_position_table():
 
 def test_beyond_the_claim_of_a_rotary_model():
     model = tiny_llama(max_position_embeddings=19)
-    with pytest.warns(UserWarning, match="longest input has 43 tokens, more than the 19") as caught:
+    with pytest.warns(
+        UserWarning, match="longest input has 43 tokens, but the model claims to support only 19"
+    ) as caught:
         curve = forgetting_curve(model, CORPUS, lengths=[8, 9, 20], repeats=2)
     assert len(caught) == 1
     assert len(curve.points) == 3

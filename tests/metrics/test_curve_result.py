@@ -86,7 +86,7 @@ def test_passages_that_overlap_are_named():
     points = [CurvePoint(30, [15] * 10, [0] * 10, range(0, 400, 40)), CurvePoint(163, [82] * 10, [0] * 10, [0, 1] * 5)]
     curve, words = (
         ForgettingCurve.of_points(points),
-        "the corpus is too short: its passages overlap from 163 tokens on, where 10",
+        "the corpus is too short: its passages overlap from 163 tokens on, and 10",
     )
     assert curve.overlapping == [163] and f"; {words} of them count as 1 passage" in curve.summary()
     assert not ForgettingCurve.of_points(points[:1]).shortage

@@ -83,7 +83,7 @@ def test_everything_is_measured_once(llama, tokenizer, tokens, short_replies, tm
 def test_retrieval_ends_where_the_context_does(llama, tokenizer, tokens):
     subject = Subject(LocalReader(llama), tokenizer, tokens, context=800)
     assert Needle().on(subject).lengths == [192, 288, 384, 480, 576, 672, 768]
-    with pytest.raises(ValueError, match=r"context must have at least \d+ tokens for this needle, got 64"):
+    with pytest.raises(ValueError, match=r"context must have at least \d+ tokens, got 64"):
         Needle().on(Subject(llama, tokenizer, tokens, context=64))
     counts = line_counts(2000, subject.encode)
     assert counts == [5 * 2**i for i in range(len(counts))] and len(counts) > 1

@@ -83,7 +83,7 @@ LOSS = [
     refused(
         "loss: too long",
         lambda: loss(context_length=201),
-        "context_length must be at most 200, the number of tokens in the corpus, got 201",
+        "context_length must be at most 200, got 201",
     ),
     refused("loss: beyond the text", lambda: loss(starts=[193]), "must lie between 0 and 192"),
     refused("loss: starts and sequences", lambda: loss(starts=[1], sequences=2), "cannot be combined with starts"),

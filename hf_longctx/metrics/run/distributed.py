@@ -10,7 +10,7 @@ from .reader import Reader
 
 
 def rank_and_world_size(reader: Reader | None = None) -> tuple[int, int]:
-    """Return the rank of this process, and the number of processes among which the trials are divided.
+    """Return the rank of this process, and the number of processes that share the trials.
 
     Without torch.distributed, or if the model itself is sharded over the processes, return (0, 1).
     """
@@ -21,7 +21,7 @@ def rank_and_world_size(reader: Reader | None = None) -> tuple[int, int]:
 
 
 def process_rank() -> int:
-    """Return the rank of this process; 0 if torch.distributed is not initialized."""
+    """Return the rank of this process. Return 0 if torch.distributed is not initialized."""
     return rank_and_world_size()[0]
 
 
@@ -29,8 +29,8 @@ def exchange(scores: dict, failure: BaseException | None) -> tuple[dict, BaseExc
     """Gather the scores of all processes.
 
     Returns:
-        the scores, and an exception or None: the exception of this process if it failed, or else a RuntimeError about
-        the first process that failed.
+        the scores, and an exception. If this process failed, it is the exception of this process. If only other
+        processes failed, it is a RuntimeError about the first of them. If no process failed, it is None.
     """
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, (scores, repr(failure) if failure else None))

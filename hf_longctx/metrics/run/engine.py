@@ -1,12 +1,12 @@
 """Compute the logits at some positions of many inputs, using chunked inputs, batches and shared prefixes.
 
-The reference is one forward pass per input. An `Engine` computes the same logits in less time and with less memory:
+The plain method is one forward pass per input. An `Engine` computes the same logits in less time and with less memory:
 
 - The common prefix of several inputs is read once. After each input, the cache is cropped to the prefix.
 - Long inputs are read in chunks with a maximum number of tokens, and short inputs are batched.
 
-An engine uses a cache only if the model supports one, and if the chunked logits of a short input equal the logits from
-a single forward pass.
+An engine first compares the chunked logits of a short input with the logits from a single pass. It uses a cache only
+if the model supports one and the logits are equal.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
 OPTIONS = ("use_cache", "logits_to_keep")
-# Name of the cache argument since transformers 5.24, and its older name, which remote code still uses
+# Names of the cache argument: since transformers 5.24, and before. Remote code still uses the older name.
 CACHES = ("cache", "past_key_values")
 
 T = TypeVar("T")
 
 
 class UnsupportedInput(RuntimeError):
-    """The model does not support an input, for the reason in the message. It may support other inputs."""
+    """The model does not support an input. The message gives the reason. The model may support other inputs."""
 
 
 class OutOfMemory(UnsupportedInput):
@@ -46,11 +46,11 @@ class OutOfMemory(UnsupportedInput):
 
 
 class Engine:
-    """Compute the predictions and logits of a model, which must be in eval and inference mode.
+    """Compute the predictions and logits of a model. The model must be in eval and inference mode.
 
     Args:
         model: a causal language model.
-        trial: a typical input, (T,) int64, T >= 3. The first 32 ids are used to detect what the model supports.
+        trial: ids of a typical input, (T,) int64, T >= 3. We run the first 32 ids to detect what the model supports.
         tokens_per_pass: maximum number of tokens in a forward pass, and in the cache of a batch. If the model does
             not support chunked inputs, each input is read in one pass regardless of its length. Default: 512 on a
             CPU, 4096 on other devices.
@@ -73,14 +73,14 @@ class Engine:
         scalings = [getattr(module, "rope_type", None) for module in model.modules()]
         scalings = [name for kind in scalings for name in (kind.values() if isinstance(kind, dict) else [kind])]
         rope_types = {name for name in scalings if isinstance(name, str)}
-        # dynamic RoPE retains the scaling of the longest input so far, until an input does not need scaling
+        # dynamic RoPE retains the scaling of the longest input so far; an input without scaling resets it
         self._rescales = any("dynamic" in name for name in rope_types)
         trial = trial[None, :TRIAL_TOKENS]
         self._first_id = trial[:, :1]
         logits = self.last_logits(trial, trial.shape[1])
         self.vocab_size = logits.shape[-1]
         check_causal(model, trial, logits, lambda ids: self.last_logits(ids, ids.shape[1]))
-        # "dynamic" and "longrope" change all frequencies when an input exceeds a length, which invalidates cached keys
+        # If an input exceeds a length, "dynamic" and "longrope" change all frequencies. Cached keys are then invalid.
         fixed = not self._rescales and "longrope" not in rope_types
         takes_cache = "use_cache" in self._accepted and not self._accepted.isdisjoint(CACHES)
         self.reuses_prefixes = fixed and takes_cache and self._continues_exactly(trial, logits)
@@ -88,12 +88,12 @@ class Engine:
     def last_logits(self, ids: np.ndarray, keep: int, cache: Any = None) -> torch.Tensor:
         """Return the logits (B, keep, V) at the last `keep` positions of inputs (B, T), from one forward pass.
 
-        Causal models in transformers accept `logits_to_keep`, so they do not compute the other logits.
+        If the model accepts `logits_to_keep`, it does not compute the other logits.
 
         Args:
             ids: input ids, (B, T) int64.
             keep: number of positions.
-            cache: cache of the preceding tokens, which is updated in place.
+            cache: cache of the preceding tokens. It is updated in place.
 
         Raises:
             ValueError: the model returns fewer than `keep` logits.
@@ -154,10 +154,7 @@ class Engine:
         return best
 
     def logits(self, ids: np.ndarray, positions: range) -> Iterator[torch.Tensor]:
-        """Yield the logits (n, V) of the next n positions, until all `positions` of an input (T,) are done.
-
-        The positions must be consecutive.
-        """
+        """Yield the logits at consecutive positions of an input (T,), as (n, V) for n positions at a time."""
         if self.reuses_prefixes:
             cache = DynamicCache(config=self.config)
             yield from (part[0] for part in self.read(ids[None, : positions.stop], cache, len(positions)))
@@ -167,15 +164,15 @@ class Engine:
         yield from logits.split(max(1, self.logits_per_pass // self.vocab_size))
 
     def forget_lengths(self) -> None:
-        """Reset the scaling of dynamic RoPE, which may still be set for an earlier, longer input."""
+        """Reset the scaling of dynamic RoPE. Otherwise, the scaling of an earlier, longer input may remain."""
         if self._rescales:
             self.last_logits(self._first_id, 1)
 
     def read(self, ids: np.ndarray, cache: DynamicCache, scored: int) -> Iterator[torch.Tensor]:
-        """Read ids (B, t) after the cached tokens, in chunks of at most `tokens_per_pass` tokens; extend the cache.
+        """Read ids (B, t) after the cached tokens, in chunks of at most `tokens_per_pass` tokens. Extend the cache.
 
         Yields:
-            the logits (B, n, V) of the next n positions, until the last `scored` positions are done.
+            the logits (B, n, V) of n positions at a time, for only the last `scored` positions.
         """
         length, unscored, start = ids.shape[1], ids.shape[1] - scored, 0
         step = max(1, self.tokens_per_pass // len(ids))
@@ -189,19 +186,19 @@ class Engine:
             start = stop
 
     def read_after(self, cache: DynamicCache, ids: np.ndarray, scored: int) -> Iterator[torch.Tensor]:
-        """Like `read`, but each row of ids (B, t) follows the single sequence in the cache, which is not changed."""
+        """Like `read`, but each row of ids (B, t) continues the cached sequence. The cache is not changed."""
         if len(ids) == 1 and all(type(layer) is DynamicLayer for layer in cache.layers):
             yield from self.read(ids, cache, scored)
             cache.crop(-ids.shape[1])
             return
-        branch = copy.deepcopy(cache)  # layers of other types cannot be cropped, as they drop or overwrite tokens
+        branch = copy.deepcopy(cache)  # other types of layers cannot be cropped, because they drop or overwrite tokens
         if len(ids) > 1 and cache.get_seq_length():
             first: Any = torch.zeros(len(ids), dtype=torch.long, device=self.device)
             branch.reorder_cache(first)
         yield from self.read(ids, branch, scored)
 
     def _continues_exactly(self, ids, logits):
-        """Return whether chunked logits from a cropped cache equal the logits of one pass up to rounding."""
+        """Return whether chunked logits from a cropped cache equal the logits of one pass, up to rounding."""
         if not isinstance(self.config, PreTrainedConfig) or getattr(self.model, "_is_stateful", False):
             return False
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
@@ -231,8 +228,8 @@ def argmax(logits: torch.Tensor) -> np.ndarray:
 def accepted_options(model: nn.Module) -> set[str]:
     """Return the names of the arguments in `OPTIONS` and `CACHES` that the model's forward accepts.
 
-    If the forward accepts **kwargs, all `OPTIONS` count as accepted, and the name of the cache argument is taken from
-    the first inner module with such an argument.
+    If the forward accepts **kwargs, all `OPTIONS` count as accepted. The first inner module with a cache argument then
+    gives the name of this argument.
     """
     accepted: set[str] = set()
     for module in model.modules():
@@ -253,7 +250,7 @@ def check_causal(
     """Check that changing the second half of an input does not change the logits of its first half.
 
     The second half begins at an odd index, to detect models that look ahead within blocks of even size. The check does
-    not detect NaN logits; the runner reports them.
+    not detect NaN logits. The runner reports them.
 
     Args:
         model: the model, for its name and dtypes.
@@ -276,7 +273,7 @@ def check_causal(
     # The tolerance allows for rounding: a mixture of experts groups the tokens differently if some of them change.
     if (after - before).norm() > max(8 * eps, 1e-4) * (before - before.mean()).norm():
         raise ValueError(
-            f"{type(model).__name__} is not causal: its logits depend on later tokens. Load a causal language model, "
-            'e.g. BERT with config.is_decoder=True or XLNet with attn_type="uni", if it was trained as such. '
-            "Activations must not be quantized with one scale for all tokens, as in torch's dynamic int8."
+            f"{type(model).__name__} is not causal: its logits depend on later tokens. Load a causal language model. "
+            'A BERT that was trained as one needs config.is_decoder=True. Such an XLNet needs attn_type="uni". '
+            "Do not quantize activations with one scale for all tokens, as torch's dynamic int8 does."
         )

@@ -2,13 +2,13 @@
 
 We use completions if a server does not report the log-probabilities of prompt tokens. We send the first p tokens of a
 sequence as a prompt, and compare the response at temperature 0 with the following tokens. The predictions are correct
-up to the first difference. The next prompt contains all tokens up to and including the token that was predicted wrong.
-A sequence thus takes one request per wrong prediction, plus one. We request parts of each sequence in parallel.
+up to the first difference. The next prompt ends with the token that was predicted wrong. A sequence thus takes about
+one request per wrong prediction. We request parts of each sequence in parallel.
 
-If a server returns text instead of token ids, each request covers a single token, because different tokens may decode
-to the same text.
+If a server returns text instead of token ids, each request covers a single token. A longer response would be
+ambiguous, because different tokens may decode to the same text.
 
-Chat APIs are not supported, because their responses do not continue given tokens. Completions do not give losses or
+Chat APIs are not supported, because they do not continue a prompt. Completions do not give losses or
 log-probabilities.
 """
 
@@ -55,7 +55,7 @@ class GreedyCompletions:
     """Predict with a served model; see `reader.Reader.predict`.
 
     Args:
-        server: a `served.ServedModel`, which sends the requests.
+        server: a `served.ServedModel`. It sends the requests.
         tokenizer: the model's tokenizer; optional if the server accepts and returns ids.
         journal: path of a file that records every response, so that a killed run can resume. Default: no file.
 
@@ -85,7 +85,7 @@ class GreedyCompletions:
         raise ValueError(
             f"{self.server.base_url} must complete prompts at temperature 0, got: "
             f"{'; '.join(dict.fromkeys(failures))}.{advice} Chat APIs are not supported, "
-            "because their responses do not continue given tokens."
+            "because they do not continue a prompt."
         )
 
     def probe(self) -> list[int]:
@@ -97,10 +97,10 @@ class GreedyCompletions:
         return ([] if bos is None else [bos]) + ids[: 5 - (bos is not None)]
 
     def predict(self, inputs: np.ndarray, positions: range) -> np.ndarray:
-        """Return the next input id where the prediction is correct, and -2 where it is wrong.
+        """Return the next input id for each correct prediction, and -2 for each wrong prediction.
 
         Raises:
-            UnsupportedInput: the server returns text, and at some positions the text does not determine the tokens.
+            UnsupportedInput: the server returns text that does not determine the tokens at some positions.
         """
         rows, inverse = np.unique(inputs, axis=0, return_inverse=True)
         first, stop, workers = positions.start + 1, positions.stop + 1, self.server.concurrency
@@ -125,7 +125,7 @@ class GreedyCompletions:
         return np.where(verdicts == "right", rows[:, first:stop], ANOTHER)[inverse.reshape(-1)]
 
     def read(self, ids: np.ndarray, start: int, stop: int) -> list[str]:
-        """Return a verdict on the prediction of each of ids[start:stop]: "right", "wrong" or "unsure"."""
+        """Return "right", "wrong" or "unsure" for the prediction of each id in ids[start:stop]."""
         verdicts: list[str] = []
         name, chunk = content_hash(ids)[:16], stop - start
         while len(verdicts) < stop - start and not self.halted:
@@ -149,8 +149,8 @@ class GreedyCompletions:
         """Request predictions of ids[start:stop] with the prompt ids[:start].
 
         Returns:
-            the number of leading "right" predictions, and the verdict on the next prediction: "wrong" or "unsure", or
-            an empty string if all predictions in the response are "right".
+            the number of "right" predictions before the first other one, and the verdict on that one: "wrong" or
+            "unsure". If all predictions in the response are "right", the verdict is an empty string.
         """
         if not self.form.returns_ids:
             return self.ask_for_text(ids[:start], ids[start], **options)
@@ -158,7 +158,7 @@ class GreedyCompletions:
         right = next((i for i, pair in enumerate(zip(said, ids[start:stop])) if pair[0] != pair[1]), len(said))
         if right < len(said):
             return right, "wrong"
-        if not said:  # the model predicted an end-of-text token, which is omitted
+        if not said:  # the server omits a predicted end-of-text token
             return 0, "unsure" if self.is_special(ids[start]) else "wrong"
         return right, ""
 
@@ -176,7 +176,7 @@ class GreedyCompletions:
         return 0, "unsure" if said == self.decode([token]) and not self.keeps_spaces else "wrong"
 
     def complete(self, prompt: Any, length: int, tokens: int, **options: Any) -> Any:
-        """Return the response as ids or text; without ids if the server omits an end-of-text token.
+        """Return the response as ids or text. If the server omits an end-of-text token, there may be no ids.
 
         Args:
             prompt: prompt, as ids or text.
@@ -210,7 +210,7 @@ class GreedyCompletions:
         return ids[:tokens]
 
     def is_special(self, token: int) -> bool:
-        """Return whether an id may be a special token; always True without a tokenizer."""
+        """Return whether an id may be a special token. Without a tokenizer, return True."""
         return self.tokenizer is None or token in self.tokenizer.all_special_ids
 
     def encode(self, text: str) -> list[int]:
@@ -221,7 +221,7 @@ class GreedyCompletions:
 
     @cached_property
     def ids_of_text(self) -> Counter[str]:
-        """The number of ids that decode to each string when they follow another token."""
+        """Counts, keyed by string: how many ids decode to the string after another token."""
         before = self.encode("a")
         texts = [self.decode([*before, token]) for token in range(len(self.tokenizer))]
         return Counter(text.removeprefix(self.decode(before)) for text in texts)

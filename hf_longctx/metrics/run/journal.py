@@ -1,12 +1,12 @@
-"""A journal: a file with one line per finished part of a measurement, from which a killed run resumes.
+"""A journal: a file with one line per finished part of a measurement. A killed run resumes from this file.
 
     with Journal("curve.jsonl", settings) as journal:
         for length in lengths:
             if length not in journal.done:
                 journal.append(length, measure(length))
 
-The first line contains the settings, and every other line contains one part. There are no timestamps, so a run that is
-killed and resumed in the same order writes the same bytes as an uninterrupted run.
+The first line contains the settings. Every other line contains one part. There are no timestamps. If a run is killed
+and resumed in the same order, it thus writes the same bytes as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ class Journal(AbstractContextManager):
     """A JSONL file of results, keyed by part. Use the journal in a `with` statement, or close it.
 
     Args:
-        path: path of the file. A missing file is created with its folder, and an existing journal with the same
-            settings is resumed. An incomplete last line is dropped. Default: keep the results in memory only.
-        settings: everything that the results depend on, as JSON values: model, seed, tokenizer, corpus hash, ...
+        path: path of the file. A missing file is created with its folder. An existing journal with the same settings
+            is resumed. An incomplete last line is dropped. Default: keep the results in memory only.
+        settings: all settings that affect the results, as JSON values. Examples: model, seed, tokenizer, corpus hash.
 
     Attributes:
         settings: the settings in JSON types.
         done: results of the finished parts, by key. A list in a JSON key becomes a tuple.
 
     Raises:
-        OtherRun: the file belongs to a run with different settings, which the message lists.
+        OtherRun: the file belongs to a run with different settings. The message lists them.
         ValueError: the file is not a journal, or is damaged before its last line. The file is not modified.
     """
 
@@ -76,7 +76,7 @@ class Journal(AbstractContextManager):
         Raises:
             ValueError: a number is not finite.
             TypeError: the key or the result has a different type.
-            OSError: the result cannot be written, e.g. because the disk is full. `done` still contains it.
+            OSError: the result cannot be written, e.g. because the disk is full. `done` still contains the result.
         """
         line = json.dumps({"key": key, "result": result}, allow_nan=False).encode() + b"\n"
         entry = json.loads(line)
@@ -101,7 +101,7 @@ class Journal(AbstractContextManager):
             raise OSError(error.errno, f"the journal cannot be written: {error.strerror}", str(self.path)) from error
 
     def _read(self, lines):
-        """Parse the lines of a journal into `{key: result}`; raise an error if the journal is from another run."""
+        """Parse the lines of a journal into `{key: result}`. Raise an error if the journal is from another run."""
         try:
             header, *parts = map(json.loads, lines)
             written, version = header["settings"], header["format"]
@@ -120,14 +120,14 @@ class Journal(AbstractContextManager):
         ]
         if differing:
             raise OtherRun(
-                f"{self.path} is a journal from another run: {'; '.join(differing)}. To resume it, use its settings; "
-                "to start over, give another path."
+                f"{self.path} is a journal from another run: {'; '.join(differing)}. To resume it, use its settings. "
+                "To start over, pass another path."
             )
         return done
 
 
 def content_hash(ids) -> str:
-    """Return the SHA-256 of token ids, which does not depend on their integer type.
+    """Return the SHA-256 of token ids. It does not depend on the integer type.
 
     >>> content_hash([1, 2, 3])[:8] == content_hash(np.array([1, 2, 3], dtype=np.uint16))[:8]
     True

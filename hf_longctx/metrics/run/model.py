@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 
-# Config entries that do not change what a model computes, so `weights_hash` skips them. The dtype and the
+# Config entries that `weights_hash` skips, because they do not change what a model computes. The dtype and the
 # attention implementation are separate settings of a result.
 VOLATILE = {"_name_or_path", "backbone_name_or_path", "transformers_version", "architectures", "auto_map"}
 VOLATILE |= {"dtype", "torch_dtype", "_attn_implementation", "attn_implementation", "use_cache"}
@@ -24,13 +24,13 @@ NOT_OF_TEXT = re.compile(r"(^|[._])(rel|relative|rotary|vision|visual|image|audi
 
 
 def text_config(model: nn.Module) -> Any:
-    """Return the config of a language model; for a multimodal model, the config of its language model."""
+    """Return the config of a language model. For a multimodal model, return the config of its language model."""
     config: Any = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def first_parameter(model: nn.Module) -> torch.Tensor:
-    """Return the model's first parameter, which has its dtype and input device, or an empty tensor."""
+    """Return the model's first parameter, for its dtype and device. Without parameters, return an empty tensor."""
     return next(model.parameters(), torch.empty(0))
 
 
@@ -42,7 +42,7 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def size_and_hardware(model: Any, device: str | None) -> dict[str, Any]:
-    """Return the number of parameters and the name of the hardware as settings; empty for a remote model."""
+    """Return the number of parameters and the hardware name as settings. Return {} for a remote model."""
     if not isinstance(model, nn.Module) or device is None:
         return {}
     kind = device.partition(":")[0]
@@ -57,10 +57,11 @@ def cpu_name() -> str:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """Return a SHA-256 of the config, and of the name, shape and about 64 values of every parameter.
+    """Return a SHA-256 of the config and all parameters.
 
-    The config is included, so a different RoPE base, window or scale changes the hash. We skip the values of
-    parameters on the meta device, and of quantized parameters that do not support indexing.
+    Each parameter contributes its name, shape, dtype and about 64 values. A different RoPE base, window or scale in
+    the config changes the hash. We skip the values of parameters on the meta device, and of quantized parameters that
+    do not support indexing.
     """
     config: Any = model.config
     config = config.to_dict() if hasattr(config, "to_dict") else vars(config)
@@ -89,10 +90,10 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the number of absolute position embeddings; None if the model does not have any.
+    """Return the number of absolute position embeddings. Return None if the model does not have any.
 
-    We search the model for the table of position embeddings, learned or fixed. `max_position_embeddings` is the size
-    of this table in some models (GPT-2, OPT), but only a claim in others (RoPE, ALiBi). If a model
+    We search the model for a table of learned or fixed position embeddings. In GPT-2 and OPT,
+    `max_position_embeddings` is the size of this table. With RoPE or ALiBi, it is only a claim. If a model
     `reads_in_segments`, the table limits a single segment, not the whole input.
     """
     if getattr(model, "reads_in_segments", False):
@@ -114,7 +115,7 @@ def position_limit(model: nn.Module) -> int | None:
 def load_language_model(name: str, **options: Any) -> nn.Module:
     """Load a model with `AutoModelForCausalLM`.
 
-    All files of a model on the Hub are loaded from the same commit, which is stored as `config._commit_hash`.
+    All files of a model on the Hub are loaded from the same commit. We store it as `config._commit_hash`.
     """
     from transformers import AutoModelForCausalLM
 
@@ -127,7 +128,7 @@ def load_language_model(name: str, **options: Any) -> nn.Module:
 
 
 def commit_of(name: str, options: dict[str, Any]) -> str | None:
-    """Return the commit that `from_pretrained(name, **options)` would load from the Hub; None for an adapter."""
+    """Return the Hub commit that `from_pretrained(name, **options)` would load. Return None for an adapter."""
     from transformers.utils.hub import cached_file, extract_commit_hash
 
     of_the_hub = ("cache_dir", "token", "revision", "local_files_only", "subfolder")
@@ -141,6 +142,6 @@ def check_decoder(config: Any) -> None:
     """Raise ValueError if the config belongs to an encoder-decoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder. Load a causal language model, which "
-            "reads and predicts the same sequence."
+            f"{getattr(config, 'model_type', 'the model')} is an encoder-decoder. Load a causal language model "
+            "instead."
         )

@@ -1,7 +1,8 @@
-"""Read vLLM models, which report log-probabilities of prompt tokens (`prompt_logprobs`).
+"""Read vLLM models through the log-probabilities of prompt tokens (`prompt_logprobs`).
 
-vLLM reports a prediction at the position of the predicted token, so a prompt must be one token longer than the scored
-input. `served.ServedModel` reads a vLLM server, and `OfflineModel` reads a vLLM engine in this process:
+vLLM reports the prediction of a token at the position of this token, not one position earlier. A prompt must therefore
+be one token longer than the scored input. `served.ServedModel` reads a vLLM server, and `OfflineModel` reads a vLLM
+engine in this process:
 
     forgetting_curve(OfflineModel(LLM("my-fox", dtype="float32")), tokens, ...)
 """
@@ -61,10 +62,10 @@ def check_entries(entries: list[Entry], ids: list[int]) -> list[Entry]:
 
 
 class OfflineModel(PromptReader):
-    """A `Reader` for a `vllm.LLM`, which does not need a tokenizer (`skip_tokenizer_init=True`).
+    """A `Reader` for a `vllm.LLM`. The LLM does not need a tokenizer (`skip_tokenizer_init=True`).
 
     Attributes:
-        position_limit: maximum prompt length in tokens, `max_model_len` - 1, because vLLM must generate a token.
+        position_limit: maximum prompt length in tokens. It is `max_model_len` - 1, because vLLM must generate a token.
     """
 
     def __init__(self, llm: Any):

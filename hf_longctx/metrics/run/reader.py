@@ -40,7 +40,7 @@ class Reader:
         claimed_context: claimed context in tokens; None if unknown.
         device: device of the model, such as "cuda:0"; None if unknown.
         can_reply: whether the model supports `reply`.
-        is_distributed: whether the model is sharded over processes, so that all processes must read the same inputs.
+        is_distributed: whether the model is sharded over processes. All processes must then read the same inputs.
         configs: transformers configs that may set special ids. The first config that sets an id takes precedence.
     """
 
@@ -53,15 +53,15 @@ class Reader:
     configs: Sequence[Any] = ()
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a result that describe the model. "model" is the name of the model."""
+        """Return settings that describe the model, for a result. "model" is the name of the model."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, str]:
-        """Return settings other than the name that identify the model, such as a hash of the weights."""
+        """Return settings that identify the model, such as a hash of the weights. The name is not included."""
         return {}
 
     def configured_id(self, name: str) -> int | None:
-        """Return the model's "bos_token_id" or "eos_token_id"; None if the configs do not set it."""
+        """Return the model's "bos_token_id" or "eos_token_id". Return None if the configs do not set it."""
         for config in self.configs:
             value = getattr(config, name, None)
             if value is not None:
@@ -69,7 +69,7 @@ class Reader:
         return None
 
     def reading(self, trial: np.ndarray, tokens_per_pass: int | None) -> AbstractContextManager:
-        """Return a context manager that prepares the model. We only call `predict`, `score` and `reply` inside it.
+        """Return a context manager that prepares the model. `predict`, `score` and `reply` are only called inside.
 
         Args:
             trial: ids of a typical input, (T,).
@@ -82,7 +82,7 @@ class Reader:
 
         Args:
             inputs: input ids, (R, T) int64.
-            prefix: number of leading tokens that several inputs may have in common, at most `positions.start`.
+            prefix: length of the prefix to share, at most `positions.start`. Inputs with the same prefix may share it.
             positions: consecutive input positions, ascending.
 
         Returns:
@@ -115,7 +115,7 @@ class Reader:
 
 
 def reader_for(model: nn.Module | Reader) -> Reader:
-    """Return the reader of a model: a `LocalReader` for a PyTorch model, or `model` itself if it is a reader.
+    """Return a `LocalReader` for a PyTorch model. If `model` is already a reader, return it.
 
     Raises:
         TypeError: `model` is not a PyTorch model or a reader.
@@ -134,10 +134,10 @@ def reader_for(model: nn.Module | Reader) -> Reader:
 class LocalReader(Reader):
     """A reader for a PyTorch model in this process.
 
-    The model's `forward(input_ids)` returns logits (B, T, V), as `.logits` of its output or the first of a tuple.
+    The output of `forward(input_ids)` has an attribute `logits` (B, T, V), or is a tuple that begins with the logits.
 
     Raises:
-        ValueError: the model is an encoder-decoder. (If it is not causal, the first forward pass raises a ValueError.)
+        ValueError: the model is an encoder-decoder. (The first forward pass checks whether the model is causal.)
     """
 
     def __init__(self, model: nn.Module):
@@ -180,7 +180,7 @@ class LocalReader(Reader):
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine, which is created on first use, because its constructor runs the model."""
+        """The engine. It is created on first use, because its constructor runs the model."""
         return Engine(self.model, *self._engine_arguments)
 
     def predict(self, inputs: np.ndarray, prefix: int, positions: range) -> np.ndarray:
@@ -244,8 +244,8 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
     eos = reader.configured_id("eos_token_id") if eos is None else eos
     if bos is None and eos is None:
         raise ValueError(
-            "the model's config must have a BOS or EOS token, because each input begins with it. Pass bos_token_id, "
-            "or --bos-token-id: the id that separates documents in the training data."
+            "the model's config must have a BOS or EOS token. Each input begins with this token. Pass the id that "
+            "separates documents in the training data as bos_token_id or --bos-token-id."
         )
     bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
     for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):

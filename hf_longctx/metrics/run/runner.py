@@ -29,16 +29,16 @@ VERSIONS = {"hf-longctx": __version__, "torch": torch.__version__, "transformers
 
 @dataclass(frozen=True)
 class Run:
-    """Options of a run, which only change the result by rounding errors.
+    """Options of a run. They change the result only by rounding errors.
 
-    If torch.distributed is initialized (`torchrun`, `accelerate launch`), each process has a copy of the model and
-    measures some of the trials. All processes return the complete result. If an exception (including
-    KeyboardInterrupt) ends the run after measuring has begun, its attribute `result` is the partial result, or None.
+    If torch.distributed is initialized (`torchrun`, `accelerate launch`), the processes share the trials. Each process
+    has a copy of the model. All processes return the complete result. If an exception or Ctrl-C ends the run after
+    measuring has begun, the exception has an attribute `result`: the partial result, or None.
 
     Attributes:
         journal: path of a file that records every finished trial. After a crash, a run with the same path resumes, and
             produces the same file. With several processes, process k > 0 writes to `PATH.k`. Default: no file.
-        tokens_per_pass: maximum number of tokens per forward pass, which limits the memory; see `engine.Engine`.
+        tokens_per_pass: maximum number of tokens per forward pass, to limit memory; see `engine.Engine`.
         progress: whether to show a progress bar.
 
     Raises:
@@ -58,8 +58,8 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     """Run the task and return its result.
 
     Raises:
-        ValueError: an option is invalid (raised before the model runs), nothing could be measured, the journal belongs
-            to another run, or a logit is NaN.
+        ValueError: one of: an option is invalid; the journal belongs to another run; nothing could be measured; a
+            logit is NaN. Invalid options raise the error before the model runs.
         BaseException: the error that ended the run early. Its attribute `result` is the partial result, or None.
     """
     run, reader = run or Run(), subject.reader
@@ -70,8 +70,8 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
     longest = max(trial.tokens for trial in task.trials({}))
     if reader.position_limit is None and reader.claimed_context is not None and longest > reader.claimed_context:
         warnings.warn(
-            f"the longest input has {longest} tokens, more than the {reader.claimed_context} that the model claims to "
-            "support (max_position_embeddings). The run continues.",
+            f"the longest input has {longest} tokens, but the model claims to support only {reader.claimed_context} "
+            "(max_position_embeddings). The run continues.",
             stacklevel=3,
         )
     path, settings = run.journal, {"metric": task.result.kind, **depends_on}
@@ -96,7 +96,7 @@ def run(task: Task, subject: Subject, run: Run | None = None) -> Any:
 
 
 def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> BaseException | None:
-    """Measure all trials of a task; return the exception that ended the run early, or None.
+    """Measure all trials of a task. Return the exception that ended the run early; None if there was none.
 
     Each score is immediately written to the journal. At the end, `journal.done` contains the scores of all processes.
     """
@@ -130,7 +130,7 @@ def read_all(task: Task, run: Run, journal: Journal, bar: tqdm, rank: int) -> Ba
 
 
 def scores_of(entries: dict[Key, Any]) -> dict[Key, Any]:
-    """Convert values of `measure_one`, keyed by trial, to scores; a missing score becomes a `Missing`."""
+    """Convert the return values of `measure_one` to scores. A value {"missing": reason} becomes a `Missing`."""
     return {
         key: Missing(entry["missing"]) if isinstance(entry, dict) and entry.keys() == {"missing"} else entry
         for key, entry in entries.items()
@@ -149,7 +149,7 @@ def facts(reader: Reader, run: Run) -> dict[str, Any]:
 def result_of(
     task: Task, scores: dict[Key, Any], settings: dict[str, Any], failure: BaseException | None
 ) -> TaskResult:
-    """Create the result from the scores of the task's trials; ignore other scores, which a journal may contain."""
+    """Create the result from the scores of the task's trials. A journal may contain other scores. We ignore them."""
     trials = [trial.key for trial in task.trials(scores)]
     measured = {key: scores[key] for key in trials if key in scores and not isinstance(scores[key], Missing)}
     missing = {key: str(scores[key]) for key in trials if isinstance(scores.get(key), Missing)}
@@ -162,7 +162,7 @@ def result_of(
 
 
 def measure_one(task: Task, trial: Trial) -> Any:
-    """Return the score of a trial, or `{"missing": reason}` if the model does not support its inputs."""
+    """Return the score of a trial. If the model does not support the inputs, return `{"missing": reason}`."""
     subject, limit = task.subject, task.subject.reader.position_limit
     if limit is not None and trial.tokens > limit:
         return {"missing": f"beyond the model's {limit} positions"}
@@ -201,7 +201,7 @@ def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> t
     """Return the log-probabilities of ids[first:], and the most likely ids at their positions.
 
     Raises:
-        NotFinite: a log-probability is NaN, or infinite if `finite`.
+        NotFinite: a log-probability is NaN. If `finite` is True, infinite values also raise this error.
     """
     log_probs, best = reader.score(ids[:-1], ids[first:], range(first - 1, len(ids) - 1))
     bad = np.flatnonzero(~np.isfinite(log_probs) if finite else np.isnan(log_probs))
@@ -214,7 +214,7 @@ def score(reader: Reader, ids: np.ndarray, first: int, finite: bool = True) -> t
 
 
 def first_ids(request: Request) -> np.ndarray:
-    """Return the first input of a request, the `trial` of `Reader.reading`."""
+    """Return the first input of a request, to pass as `trial` to `Reader.reading`."""
     if isinstance(request, Predict):
         return request.rows[0]
     return request.ids[:-1] if isinstance(request, Score) else request.prompt

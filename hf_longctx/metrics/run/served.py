@@ -3,8 +3,9 @@
 For each prompt token, vLLM reports the log-probabilities of the token and of the most likely token
 (`prompt_logprobs`). On other servers, we only measure forgetting curves, using greedy completions.
 
-Before measuring, we send prompts that only differ in the last token. The prediction of the last token must be the same
-for all these prompts. Otherwise, the server reports predictions one position late, and is not supported.
+Before measuring, we send prompts that only differ in the last token. The prediction of this token depends only on the
+tokens before it, so it must be the same for all these prompts. Otherwise, the server reports predictions one position
+late, and is not supported.
 
     forgetting_curve(ServedModel("http://localhost:8000/v1"), tokens, ...)
 """
@@ -44,13 +45,13 @@ class ServedModel(PromptReader):
         model: name of the served model; optional if the server lists a single model.
         tokenizer: the model's tokenizer, for greedy completions on servers that do not accept or return ids.
         journal: path of a file that records greedy completions, so that a killed run can resume.
-        vocab_size: size of the vocabulary, which servers do not report. Required for random data without id_range.
-        api_key: bearer token, which is not sent to redirected addresses. Default: none.
+        vocab_size: size of the vocabulary. Servers do not report it. Required for random data without id_range.
+        api_key: bearer token. It is not sent to redirected addresses. Default: none.
         concurrency: maximum number of concurrent requests.
         timeout: timeout of a request in seconds. The server only responds when it has read the whole prompt.
         retries: maximum number of retries after a broken connection, a timeout or a temporary error (429, 5xx). Each
             retry emits a RuntimeWarning.
-        backoff: delay before the first retry in seconds, doubled for each further retry.
+        backoff: delay before the first retry in seconds. Each further retry doubles the delay.
 
     Attributes:
         position_limit: maximum prompt length in tokens; None if the server does not report it.
@@ -60,7 +61,7 @@ class ServedModel(PromptReader):
         ConnectionError: the server cannot be reached.
         ValueError: the model does not exist, or the endpoint neither reports prompt log-probabilities nor completes
             prompts.
-        RuntimeError: the server returned an error; the message includes it.
+        RuntimeError: the server returned an error. The exception contains the server's message.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class ServedModel(PromptReader):
         return self.complete(body)["choices"][0]["text"]
 
     def _choose_model(self, model):
-        """Return the model's name, and its maximum prompt length in tokens (None if unknown)."""
+        """Return the model's name, and the maximum prompt length in tokens (None if unknown)."""
         try:
             entries = self._send("/models")["data"]
         except (RuntimeError, LookupError, TypeError) as error:  # some servers do not list models
@@ -161,7 +162,7 @@ class ServedModel(PromptReader):
                 f"{self.base_url} must list a single model, got {names}. Name the model: --served-as, or model=..."
             )
         if model is not None and names and model not in names:
-            raise ValueError(f"model must be one of {names} on {self.base_url}, got {model!r}.")
+            raise ValueError(f"model must be one of {names}, got {model!r}. {self.base_url} serves these models.")
         model = names[0] if model is None else model
         limits = [entry.get("max_model_len") for entry in entries if entry.get("id") == model]
         return model, limits[0] - 1 if limits and limits[0] else None  # a request must generate a token
@@ -174,10 +175,10 @@ class ServedModel(PromptReader):
             raise ValueError("the reported log-probabilities appear to be one position late.")
 
     def _send(self, path, body=None, retries=None):
-        """Send a request and return the JSON of the response; retry after temporary errors.
+        """Send a request, and return the JSON of the response. Retry after temporary errors.
 
-        We do not use `huggingface_hub.utils.http_backoff`. With HF_HUB_OFFLINE=1, its client rejects every address,
-        even on this machine. If one thread cannot connect, the client is closed for all threads.
+        We do not use the client of `huggingface_hub.utils.http_backoff`. With HF_HUB_OFFLINE=1, this client rejects
+        every address, including localhost. If one thread cannot connect, the client is closed for all threads.
         """
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}

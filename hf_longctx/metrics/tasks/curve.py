@@ -85,7 +85,7 @@ class ForgettingCurve(TaskResult):
         return cls(scores, settings or {}, not_measured or {})
 
     def __post_init__(self):
-        assert self.points is not None  # creates the points, which checks the counts
+        assert self.points is not None  # creates the points; their constructor checks the counts
 
     @cached_property
     def points(self) -> tuple[CurvePoint, ...]:
@@ -107,9 +107,9 @@ class ForgettingCurve(TaskResult):
 
     @property
     def coarse_length(self) -> MemoryLength:
-        """The paper's coarse length: the largest measured length that passes as coarse; see `curve.lengths`.
+        """The paper's coarse length: the largest measured length that meets the coarse criterion; see `curve.lengths`.
 
-        With many lengths, one may pass by chance, even without memory. `interval` tests for significance.
+        If many lengths are measured, a length may meet the criterion by chance. `interval` tests for significance.
         """
         return self.memory_lengths["coarse_max"]
 
@@ -130,18 +130,18 @@ class ForgettingCurve(TaskResult):
 
     @cached_property
     def _intervals(self) -> dict[tuple[str, float], LengthInterval]:
-        """Cache of `interval`, which is called a dozen times for a model card."""
+        """Cache of `interval`. A model card calls `interval` a dozen times."""
         return {}
 
     @property
     def repeats_in_words(self) -> str:
-        """The number of repeats in words: "10 repeats", or "3 to 10 repeats" with the adaptive protocol."""
+        """The number of repeats in words: "10 repeats". With the adaptive protocol: "3 to 10 repeats"."""
         counts = sorted({p.repeats for p in self.points})
         return plural(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
 
     @property
     def overlapping(self) -> list[int]:
-        """The lengths at which fewer than three quarters of the repeats count as separate passages."""
+        """The lengths with many overlapping passages: fewer than three quarters of the repeats are separate."""
         return [p.length for p in self.points if len(p.texts) < SEPARATE * p.repeats]
 
     def by_length(self, replies=True, overlapping=False):
@@ -205,28 +205,29 @@ class ForgettingCurve(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """Suffix of the summary if too many passages overlap in the corpus; otherwise an empty string."""
+        """Suffix of the summary. It is an empty string unless too many passages overlap in the corpus."""
         if not self.overlapping:
             return ""
         p = next(p for p in self.points if p.length == self.overlapping[0])
         return (
-            f"; the corpus is too short: its passages overlap from {p.length:,} tokens on, where {p.repeats} of them count as "
+            f"; the corpus is too short: its passages overlap from {p.length:,} tokens on, and {p.repeats} of them count as "
             f"{plural(len(p.texts), 'passage')}"
         )
 
     def explanation(self) -> str:
         return (
-            "The model copies a passage that it has read (copy accuracy), and is compared with itself after an unrelated "
-            "passage (LM accuracy). The fine length, in tokens, is the longest at which the typical passage, i.e. more than "
-            "half of all passages, is copied with an accuracy above 99 %. The coarse length is the longest with a mean copy "
-            "accuracy at least one percentage point above the LM accuracy. Their 95 % CIs come from tests over the repeats, and assume that memory only fades. "
-            "The paper's definition takes the longest tested length whose mean accuracy passes, even by chance."
+            "The copy accuracy is measured on a passage that the model has read before. The LM accuracy is measured on the "
+            "same passage after an unrelated passage. The fine length is the longest length (in tokens) at which the model "
+            "copies the typical passage with an accuracy above 99 %. The typical passage stands for more than half of all "
+            "passages. The coarse length is the longest length with a mean copy accuracy at least one percentage point "
+            "above the LM accuracy. The 95 % CIs come from tests over the repeats. They assume that memory only fades. The "
+            "paper's definition takes the longest tested length with a passing mean accuracy. A mean may pass by chance."
         )
 
     def numbers(self):
-        """Return the lower ends of the confidence intervals of the fine and the coarse length.
+        """Return the lower ends of two confidence intervals: for the fine length and for the coarse length.
 
-        Leaderboards rank models by these numbers, so we report the lengths that a model significantly reaches.
+        Leaderboards rank models by these numbers, so we only report lengths that are statistically significant.
         """
         if not self.points:
             return []
@@ -284,12 +285,13 @@ class ForgettingCurve(TaskResult):
 class Curve(Task):
     """Measure how far back a causal language model remembers: its forgetting curve (Liu et al. 2024, section 3).
 
-    The model reads a passage S twice, `[bos] S [bos] S [eos]`, and once after an unrelated passage I,
-    `[bos] I [bos] S [eos]`. We count the correct greedy predictions in the second half of the last S, for `repeats`
-    passages per length. An input has 2n + 3 tokens at length n.
+    The model reads two inputs. In `[bos] S [bos] S [eos]`, a passage S occurs twice. In `[bos] I [bos] S [eos]`, S
+    follows an unrelated passage I. In both, we count the correct greedy predictions in the second half of the last S.
+    Each length has `repeats` passages. An input has 2n + 3 tokens at length n.
 
-    The fine length is the longest length with a copy accuracy above 99 %. The coarse length is the longest length at
-    which the copy accuracy is at least one percentage point above the accuracy after the unrelated passage.
+    The copy accuracy is the accuracy in the first input. The fine length is the longest length with a copy accuracy
+    above 99 %. The coarse length is the longest length with a copy accuracy at least one percentage point above the
+    accuracy in the second input.
     """
 
     name, result = "curve", ForgettingCurve
@@ -308,13 +310,15 @@ class Curve(Task):
     log_lengths: bool = option(False, "space the lengths logarithmically")
     preset: str | None = option(
         None,
-        "published protocol for the lengths. paper: the 32 lengths l/32, 2l/32 ... l of Liu et al., where l is "
-        "--max-length or the claimed context; inputs are twice as long",
+        "preset for the lengths. paper: as in Liu et al., 32 evenly spaced lengths up to --max-length or the claimed "
+        "context. Inputs are twice as long",
         choices=("paper",),
     )
     repeats: int = option(10, "number of passages per length", least=1)
     data_type: str = option(
-        "order", "content of the passages. order: corpus; random: random tokens", choices=("order", "random")
+        "order",
+        "content of the passages. order: text of the corpus; random: random tokens",
+        choices=("order", "random"),
     )
     id_range: list[int] | None = option(
         None, "lowest and highest id of random tokens (default: 10 to the last id)", least=0
@@ -349,7 +353,7 @@ class Curve(Task):
         if self.preset and (self.protocol, self.repeats) != ("reference", 10):
             raise ValueError("preset=paper requires protocol=reference and repeats=10. Drop protocol and repeats.")
         if self.id_range is not None and len(self.id_range) != 2:
-            raise ValueError(f"id_range must be two ids, the lowest and the highest, got {self.id_range}.")
+            raise ValueError(f"id_range must be two ids [lowest, highest], got {self.id_range}.")
         if self.protocol == "adaptive" and self.confidence is None:
             self.fill(confidence=0.95)
 
@@ -396,16 +400,18 @@ class Curve(Task):
         return default_lengths(subject.claimed, corpus_tokens, points, grid, self.repeats)
 
     def check_id_range(self) -> list[int]:
-        """Return the lowest and the highest id of random tokens, after checking them against the vocabulary."""
+        """Return the lowest and the highest id of random tokens. Check that both are in the vocabulary."""
         vocab_size = self.subject.reader.vocab_size
         if self.id_range is None and vocab_size == math.inf:
             raise ValueError(
-                f"random tokens need the vocabulary size of {self.subject.reader!r}, which is unknown. Pass "
-                "vocab_size to the reader, or pass id_range."
+                f"the vocabulary size of {self.subject.reader!r} is unknown. Pass vocab_size to the reader, or pass "
+                "id_range for random tokens."
             )
         low, high = self.id_range or (10, int(vocab_size) - 1)
         if not 0 <= low <= high < vocab_size:
-            raise ValueError(f"id_range must lie within the model's ids, 0 .. {vocab_size - 1}, got ({low}, {high}).")
+            raise ValueError(
+                f"id_range must lie within 0 .. {vocab_size - 1}, got ({low}, {high}). The model has only these ids."
+            )
         return [low, high]
 
     def facts(self):
@@ -429,7 +435,7 @@ class Curve(Task):
         too_long = min([length for length, *_ in asked], default=math.inf)  # longer inputs are not supported either
 
         def measure(length: int, first: int, stop: int) -> CurvePoint:
-            """Return the point with repeats 0 to `stop - 1`; raise `Pending` if they are not measured yet.
+            """Return the point with repeats 0 to `stop - 1`. Raise `Pending` if they are not measured yet.
 
             The new repeats are split into one trial per process.
             """
@@ -448,14 +454,14 @@ class Curve(Task):
         return [*asked.values()]
 
     def trial(self, length: int, first: int, stop: int) -> Trial:
-        """Return the trial with repeats `first` to `stop - 1` of a length, each with two inputs."""
+        """Return the trial with repeats `first` to `stop - 1` of one length. Each repeat has two inputs."""
         return Trial((length, first, stop), input_tokens(length), 2 * (stop - first))
 
     def requests(self, key):
         length, first, stop = key
         samples, subject = self.samples[length][first:stop], self.subject
         inputs = (model_inputs(kind, samples, subject.bos, subject.eos) for kind in ("copy", "LM"))
-        # the prefix of inputs with the same first passage is read once
+        # inputs with the same first passage share a prefix, so the prefix is read once
         return [Predict(rows, 1 + length, scored_logits(length)) for rows in inputs]
 
     def score(self, key, responses):
@@ -465,7 +471,7 @@ class Curve(Task):
         return {"copy": copy, "LM": lm} | ({} if None in begins else {"begins": begins})
 
     def summarize(self, scores, missing):
-        """Join the scores of the trials at each length; in an interrupted run, some may be missing."""
+        """Join the scores of the trials at each length. In an interrupted run, some scores may be missing."""
         reasons = {length: reason for (length, *_), reason in missing.items()}
         readable = {key: score for key, score in scores.items() if reasons.get(key[0], "interrupted") == "interrupted"}
         measured = joined(readable)
@@ -491,6 +497,9 @@ def joined(scores: dict[tuple[int, int, int], dict[str, list[int]]]) -> dict[int
 
 
 def undrawn_ids(tokenizer, low: int, high: int) -> frozenset[int]:
-    """Return the ids from `low` to `high` that are special or added tokens, or not in the vocabulary."""
+    """Return the ids from `low` to `high` that must not be drawn.
+
+    These ids are special tokens, added tokens, or not in the vocabulary.
+    """
     added = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return frozenset(range(low, high + 1)) - (set(tokenizer.get_vocab().values()) - added)

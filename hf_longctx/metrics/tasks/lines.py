@@ -1,4 +1,4 @@
-"""Line retrieval: the model reads many lines, each with a name and a number, and is asked for one of the numbers.
+"""Line retrieval: the model reads many lines with names and numbers, and is asked for one of the numbers.
 
 This is the line task of LongEval (Li et al. 2023). Our prompt also contains the beginning of the answer, so that the
 task works for models without instruction tuning.
@@ -148,7 +148,7 @@ class LineRetrieval(Retrieval):
 
 @dataclass(frozen=True)
 class Lines(RetrievalTask):
-    """Ask for the number in one of many lines, as in LongEval, and count correct answers by number of lines."""
+    """Ask for the number in one of many lines (LongEval), and count correct answers for each record size."""
 
     name, result, reads_text = "lines", LineRetrieval, False
     examples = """
@@ -157,12 +157,12 @@ class Lines(RetrievalTask):
 
     lines: list[int] | None = option(
         None,
-        "numbers of lines in a record (default: 5, 10, 20 ... up to the claimed context)",
+        "record sizes in lines (default: 5, 10, 20 ... up to the claimed context)",
         least=1,
         most=len(NAMES),
         selects=True,
     )
-    repeats: int = option(10, "number of records for each number of lines, with one question per record", least=1)
+    repeats: int = option(10, "number of records of each size, with one question per record", least=1)
 
     def prepare(self):
         super().prepare()
@@ -172,7 +172,7 @@ class Lines(RetrievalTask):
         self.fill(lines=lines, questions={n: [self.draw(n, i) for i in range(self.repeats)] for n in lines})
 
     def draw(self, n: int, repeat: int) -> tuple[Record, np.ndarray, np.ndarray]:
-        """Draw the record of a repeat; return the record, and the ids of its prompt and answer."""
+        """Draw the record of a repeat. Return the record, the ids of the prompt, and the ids of the answer."""
         record, subject = draw_record(n, self.seed, repeat), self.subject
         prompt, answer = split_encoding(subject.encode, record_prompt(record, self.frame), record.answer)
         prompt = self.check_ids("record", [*([] if self.frame else [subject.bos]), *prompt])
@@ -206,7 +206,7 @@ line_retrieval = function(Lines)
 
 
 def record_prompt(record: Record, frame: Frame | None) -> str:
-    """Return record, question and beginning of the answer. In a chat, the response begins with this beginning."""
+    """Return the prompt: record, question, and first words of the answer. A chat response begins with these words."""
     if frame is None:
         return record.text + record.question
     question, _, begin = record.question.rpartition("\nAnswer: ")
@@ -214,7 +214,7 @@ def record_prompt(record: Record, frame: Frame | None) -> str:
 
 
 def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return the numbers of lines 5, 10, 20 ... whose prompts fit into the context; always include 5."""
+    """Return the record sizes 5, 10, 20 ... in lines, up to the context. 5 is always included."""
     counts = [5]
     while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
         counts.append(2 * counts[-1])

@@ -82,7 +82,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     Args:
         corpus_tokens: number of tokens in the corpus.
         context_length: number of tokens in a sequence.
-        sequences: number of sequences; None for the maximum without overlap, but at most 32.
+        sequences: number of sequences. None: as many as possible without overlap, up to 32.
 
     Raises:
         ValueError: the corpus is shorter than one sequence.
@@ -92,8 +92,8 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     """
     if corpus_tokens < context_length:
         raise ValueError(
-            f"context_length must be at most {corpus_tokens}, the number of tokens in the corpus, got "
-            f"{context_length}. Pass a longer corpus or a smaller context_length."
+            f"context_length must be at most {corpus_tokens}, got {context_length}. The corpus has {corpus_tokens} "
+            "tokens. Pass a longer corpus or a smaller context_length."
         )
     if sequences is None:
         sequences = min(corpus_tokens // context_length, MAX_SEQUENCES)
@@ -105,7 +105,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
 
 @dataclass(frozen=True)
 class PositionLoss(TaskResult):
-    """The result of a per-token loss. Its only score, "mean", is a dictionary of the arguments of `of_mean`."""
+    """The result of a per-token loss. The only score has the key "mean", and contains arguments of `of_mean`."""
 
     kind, title, inches = "position_loss", "Per-token loss", (6.6, 7)
 
@@ -131,7 +131,7 @@ class PositionLoss(TaskResult):
             sequences: number of sequences.
             settings: settings of the measurement.
             error: standard error of `smoothed()` over sequences, one float per position; None if unknown.
-            texts: number of sequences without overlap, from which the error was computed (default 0: all).
+            texts: number of sequences without overlap. Only these determine the error. Default: 0, i.e. all sequences.
         """
         mean = {"loss": np.asarray(loss, dtype=np.float64).tolist(), "error": None if error is None else [*error]}
         return cls({"mean": {**mean, "sequences": sequences, "texts": texts or sequences}}, settings or {})
@@ -193,9 +193,9 @@ class PositionLoss(TaskResult):
 
     def explanation(self) -> str:
         return (
-            "The mean negative log-probability of the i-th token of a sequence, in nats, given those before it. Where it "
-            "stays level, the model gains nothing from more context; what lies within its standard error over sequences is "
-            "level. P(l) is the perplexity of the first l tokens."
+            "The loss L(i) is the mean negative log-probability of the i-th token of a sequence, in nats, given the tokens "
+            "before it. Where the loss is flat within its standard error over sequences, the model does not benefit from "
+            "more context. P(l) is the perplexity of the first l tokens."
         )
 
     def in_words(self) -> str:
@@ -208,7 +208,7 @@ class PositionLoss(TaskResult):
 
     @property
     def shortage(self) -> str:
-        """Suffix of the summary if sequences overlap in the corpus; otherwise an empty string."""
+        """Suffix of the summary. It is an empty string unless sequences overlap in the corpus."""
         if self.texts == self.sequences:
             return ""
         return f"; the corpus is too short: its {self.sequences} sequences overlap, and count as {plural(self.texts, 'sequence')}"
@@ -266,7 +266,7 @@ class Loss(Task):
         if starts is None:
             starts = window_starts(text, length, self.sequences)
         elif self.sequences is not None:
-            raise ValueError("sequences cannot be combined with starts, which determines their number. Drop one.")
+            raise ValueError("sequences cannot be combined with starts. Drop one of them.")
         elif starts[-1] + length > text:
             raise ValueError(
                 f"starts must lie between 0 and {text - length}, got {starts}. A sequence of {length} tokens must end "
@@ -308,7 +308,7 @@ def draw_losses(
         results: results to compare.
         title: title of the figure.
         train_length: training context in tokens, marked by a vertical line.
-        differences: settings in which the results differ, which the figure lists.
+        differences: settings that differ between the results. The figure lists them.
     """
     from .. import style
 

@@ -146,12 +146,12 @@ class Needle(RetrievalTask):
         selects=True,
     )
     depths: list[float] = option(
-        [*DEPTHS], "depths of the needle, from 0 (beginning) to 1 (end), or the number of depths (at least 2)", least=0
+        [*DEPTHS], "depths of the needle, from 0 (beginning) to 1 (end); or the number of depths (at least 2)", least=0
     )
     mode: str | None = option(
         None,
-        "wording of the needle. easy: with the question, for models without instruction tuning; standard: without "
-        "the question (default: easy, or standard with --needle)",
+        "wording of the needle. easy: the needle contains the question, for models without instruction tuning; "
+        "standard: it does not (default: easy; standard if --needle is given)",
         choices=MODES,
     )
     needle: str | None = option(None, "sentence to hide, in the language of the corpus")
@@ -181,7 +181,7 @@ class Needle(RetrievalTask):
             lengths = [n for n in (longest * i // 8 for i in range(1, 9)) if n > pieces.tokens]
             if not lengths:
                 raise ValueError(
-                    f"the context must have at least {pieces.tokens + 1 + 2 * REPLY_MARGIN} tokens for this needle, got "
+                    f"the context must have at least {pieces.tokens + 1 + 2 * REPLY_MARGIN} tokens, got "
                     f"{subject.context}. Measure a longer context, or choose a shorter needle."
                 )
         questions, begins = [(depth, repeat) for repeat in range(self.repeats) for depth in self.depths], {}

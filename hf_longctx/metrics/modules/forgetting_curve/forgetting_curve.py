@@ -7,24 +7,25 @@ from hf_longctx.metrics import evaluate_modules  # From: hf-longctx
 
 
 _DESCRIPTION = """
-The forgetting curve measures how far back a causal language model remembers. The model reads a passage S twice, and
-once after an unrelated passage I of the same length. Its accuracy in the second half of the last S is the copy
-accuracy after S, and the LM accuracy after I. The fine length is the longest S with a copy accuracy above 99 %. The
-coarse length is the longest S with a copy accuracy at least one percentage point above the LM accuracy.
+The forgetting curve measures how far back a causal language model remembers. The model reads two inputs. In the
+first, a passage S occurs twice. In the second, S follows an unrelated passage I of the same length. The accuracy in
+the second half of the last S is the copy accuracy in the first input, and the LM accuracy in the second. The fine
+length is the longest S with a copy accuracy above 99 %. The coarse length is the longest S with a copy accuracy at
+least one percentage point above the LM accuracy.
 """
 
 _KWARGS_DESCRIPTION = """
 Either a model:
-    model: a causal language model of transformers, or its name or folder.
-    corpus (str, list of str or list of int): corpus to draw S and I from, its path, or its token ids, at least
+    model: a causal language model of transformers, its name, or its folder.
+    corpus (str, list of str or list of int): corpus of S and I: text, path or token ids. The corpus must be at least
         three times as long as the longest passage. None for data_type="random".
     tokenizer: tokenizer for the corpus, or its name. Default: the model's tokenizer.
-    Further arguments are passed to hf_longctx.metrics.forgetting_curve and hf_longctx.metrics.Run: lengths, repeats,
-        seed, journal ...
+    Further arguments, such as lengths, repeats, seed and journal, are passed to hf_longctx.metrics.forgetting_curve
+        and hf_longctx.metrics.Run.
 Or predictions and references, one for each passage S of n tokens:
-    predictions (list of [copy, lm], each a list of n int): ids predicted for the n tokens of the last S in
-        [bos] S [bos] S [eos] (copy) and in [bos] I [bos] S [eos] (lm), by the logits one position earlier.
-    references (list of list of int): the n ids of S. Passages of one length are the repeats of one point.
+    predictions (list of [copy, lm], each a list of n int): predicted ids for the n tokens of the last S. The input is
+        [bos] S [bos] S [eos] for copy, and [bos] I [bos] S [eos] for lm.
+    references (list of list of int): the n ids of S. Passages of equal length are repeats of the same point.
 Returns:
     summary (str): the result in one line.
     fine_low, coarse_low (int): lower ends of the 95 % intervals of the fine and the coarse length in tokens; 0 if no
@@ -32,8 +33,8 @@ Returns:
     fine_high, coarse_high (int): upper ends of these intervals (exclusive); None if no length is significant.
     intervals_95 (dict): 95 % interval of each length ("fine", "coarse"), with the fields of
         hf_longctx.metrics.curve.intervals.LengthInterval.
-    fine_length, coarse_length (int): the paper's lengths in tokens: the longest tested length that passes, possibly by
-        chance; 0 if no length passes.
+    fine_length, coarse_length (int): the paper's lengths in tokens, i.e. the longest tested length that passes. 0 if
+        no length passes. A length may pass by chance.
     fine_open_ended, coarse_open_ended (bool): whether the longest tested length still passes.
     settings (dict): settings of the measurement.
     memory_lengths (dict): five definitions of memory length; see hf_longctx.metrics.curve.lengths.memory_lengths.
@@ -70,7 +71,7 @@ class ForgettingCurve(evaluate.Metric):
         )
 
     def compute(self, *, predictions=None, references=None, model=None, **options):
-        """Measure a model, or score the given predictions and those from earlier calls of `add`."""
+        """Measure a model, or score predictions. Predictions from earlier calls of `add` are included."""
         if evaluate_modules.measures(self, model, predictions, references):
             return evaluate_modules.measure_curve(model, **options)
         return super().compute(predictions=predictions, references=references, **options)

@@ -15,22 +15,27 @@ long-distance retrieval.
 
 _KWARGS_DESCRIPTION = """
 Either a model:
-    model: a model or configuration of transformers, or its name or folder. Weights are not loaded.
+    model: a model or configuration of transformers, its name, or its folder. Weights are not loaded.
     context_length (int): context to check, in tokens. Default: the claimed context.
-    minimum_base (bool): whether to also compute the smallest base that satisfies the bound, which takes seconds for
+    minimum_base (bool): whether to also compute the smallest base that satisfies the bound. This takes seconds for
         long contexts. Default: True.
 Or predictions and references:
     predictions (list of float): RoPE bases.
     references (list of int): context length that each base should support, in tokens.
-    head_dim (int): dimensions of a query or key head, all of which rotate.
+    head_dim (int): number of dimensions of a query or key head. All of them rotate.
 Returns:
-    For a model, the report of hf_longctx.metrics.rope_report: verdict ("holds"; "holds within windows" if no layer
-    with RoPE attends to the whole context; "violated"; "inconclusive" if half of the head dimensions or more do not
-    rotate, so that no base violates the bound; or "no RoPE"), holds (bool; None for the last two verdicts),
-    claimed_context, claimed_by, groups (list of dict: for each kind of layers the base, scaling, verdict,
-    context_bound, negative_distances, minimum_base and settled_base), notes (assumptions), caveat.
-    For pairs, holds (float), the share of pairs that satisfy the bound, and the lists verdicts, context_bounds,
-    minimum_bases and settled_bases.
+    For a model, the report of hf_longctx.metrics.rope_report:
+        verdict (str): one of: "holds"; "holds within windows"; "violated"; "inconclusive"; "no RoPE". With "holds
+            within windows", no layer with RoPE attends to the whole context. With "inconclusive", half of the head
+            dimensions or more do not rotate, so no base violates the bound.
+        holds (bool): None for the last two verdicts.
+        claimed_context, claimed_by: claimed context in tokens, and its source.
+        groups (list of dict): base, scaling, verdict, context_bound, negative_distances, minimum_base and
+            settled_base for each kind of layers.
+        notes, caveat: assumptions and limitations.
+    For pairs:
+        holds (float): share of pairs that satisfy the bound.
+        verdicts, context_bounds, minimum_bases, settled_bases (list): one element for each pair.
 Examples:
     >>> check = evaluate.load("rope_base_check")
     >>> result = check.compute(predictions=[10000.0, 500000.0], references=[8192, 8192], head_dim=128)
@@ -63,7 +68,7 @@ class RopeBaseCheck(evaluate.Metric):
         )
 
     def compute(self, *, predictions=None, references=None, model=None, **options):
-        """Check a model, or the given pairs of base and context and those from earlier calls of `add`."""
+        """Check a model, or pairs of base and context. Pairs from earlier calls of `add` are included."""
         if evaluate_modules.measures(self, model, predictions, references):
             return evaluate_modules.check_model(model, **options)
         return super().compute(predictions=predictions, references=references, **options)
