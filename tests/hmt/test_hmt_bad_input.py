@@ -136,7 +136,7 @@ BUILD = [
     refused(
         "positions that are kept for padding",
         lambda it: build(RobertaForCausalLM(RobertaConfig(**BERT, is_decoder=True, max_position_embeddings=14))),
-        "allows 12 positions, and a segment needs 13",
+        "allows 12 positions. A segment needs 13",
     ),
     refused("a model of tokens only", lambda it: build(TokensOnly(tiny_llama().config)), "must take inputs_embeds"),
     refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "must be a decoder"),
@@ -188,7 +188,7 @@ READ = [
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "not support the argument lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep` must be .* got -1"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep` must be .* got 1.5"),
-        ("score_from without labels", lambda it: {"score_from": 4}, "got 4. It also needs labels"),
+        ("score_from without labels", lambda it: {"score_from": 4}, "got 4. Pass labels too"),
         ("two states", lambda it: {"state": it.state, "cache": it.state}, "Pass only one of them"),
         ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "0 to 7 .*got 100"),
     ]
