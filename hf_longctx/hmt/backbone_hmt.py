@@ -75,7 +75,7 @@ class Backbone:
         self.positions = min(counts, default=None)
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
-        # The following results are None until the first probe.
+        # The following results are None until the first test pass.
         has_dynamic_cache = getattr(
             model, "_supports_default_dynamic_cache", bool
         )  # only generative models define this method

@@ -220,7 +220,7 @@ class HMTConfig(PreTrainedConfig):
             }
             if is_set and differing:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)}` is not supported with {differing}. It needs {others}."
+                    f"`{name}={getattr(self, name)}` needs {others}, got {differing}. Change one of these fields."
                 )
         if self.recalled_pages is not None and self.memory_size is None:
             raise ValueError(

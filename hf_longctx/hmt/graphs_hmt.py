@@ -61,7 +61,7 @@ class PassGraphs:
     """The CUDA graphs of a model, keyed by shape, thread and stream. The first pass of each shape is eager."""
 
     def __init__(self):
-        # Values: a graph. After the first eager pass, None. If the pass cannot be captured, False.
+        # A value is None after the first eager pass, and then a graph. If the pass cannot be captured, it is False.
         self.graphs: OrderedDict[Hashable, PassGraph | bool | None] = OrderedDict()
         self.weights: Hashable = None
 

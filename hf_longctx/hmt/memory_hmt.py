@@ -33,7 +33,7 @@ class HMTMemory(nn.Module):
         recall_dim: h. None: no recall and no projections.
         single_pass: whether the model uses single-pass mode. This mode needs a summary token. With recall, it also
             needs a temperature.
-        settings: returns the model's settings. A PEFT adapter of the memory contains these settings.
+        settings: function that returns the model's settings. A PEFT adapter of the memory contains these settings.
 
     Parameters: `initial` (m, d), the prompt of the first segment (paper mode only); `summary_token` (1, d), the
     paper's H^T; `wq`, `wk` (h, d); `log_temperature` (1,), the temperature of scale-free scores. In single-pass mode,

@@ -368,9 +368,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         for name, built in self._built.items():
             if getattr(self.config, name) != built:
                 raise ValueError(
-                    f"config.{name} is {getattr(self.config, name)!r}, but this model was built with {built!r}, and "
-                    "its parameters depend on this setting. Build a new model with HMTWrapper.from_backbone("
-                    f"model.backbone, config), or set the value when loading: from_pretrained(folder, {name}=...)."
+                    f"`config.{name}` must be {built!r}, got {getattr(self.config, name)!r}. The parameters depend on "
+                    "this setting. Build a new model with HMTWrapper.from_backbone(model.backbone, config), or set the "
+                    f"value when loading: from_pretrained(folder, {name}=...)."
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:

@@ -1,9 +1,9 @@
 """Split rows of unequal length into segments. The result of a row does not depend on the other rows.
 
 Each row has its own segment boundaries. A row consists of its sensory tokens, the tokens of its open segment and its
-new tokens. It is padded on the right. Causality hides padding on the right in every backbone (attention, recurrence or
-convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk`
-groups rows that are at the same position in their segments. It contains one segment of each of these rows.
+new tokens. Rows are padded on the right. Causality hides padding on the right in every backbone (attention, recurrence
+or convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` groups rows
+that are at the same position in their segments. It contains one segment of each of these rows.
 """
 
 from dataclasses import replace

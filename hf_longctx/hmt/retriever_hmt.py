@@ -92,7 +92,7 @@ class Retriever:
         """Return the memory before the first segment.
 
         Args:
-            rows: number of rows, B.
+            rows: B, number of rows.
             like: tensor (..., d) with the dtype and device of memory embeddings.
         """
         return {}
