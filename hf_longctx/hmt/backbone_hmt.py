@@ -133,7 +133,7 @@ class Backbone:
         )
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Return whether, according to the config, each of `positions` positions can attend to all earlier ones."""
+        """Return whether the config lets each of `positions` positions attend to all earlier positions."""
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
             return False  # FoX gates decay the keys with each token, regardless of position ids
@@ -194,10 +194,11 @@ class Backbone:
             ) from error
 
     def _probe_hiding(self, positions: int) -> bool:
-        """Return whether hiding a prompt from some tokens gives the same hidden states as reading them without it.
+        """Return whether masking a prompt and reading it later give the same hidden states.
 
-        Let b be the tokens that attend to the prompt, and a the others. One masked pass reads [prompt, a, b]. It is
-        compared with two passes: the first reads a, and the second extends the cache with [prompt, b].
+        Let b be the tokens that attend to the prompt, and a the other tokens. One pass reads [prompt, a, b]. Its mask
+        hides the prompt from a. It is compared with two passes. The first reads a. The second extends the cache with
+        [prompt, b].
         """
         half, kv_cache = positions // 2, DynamicCache(config=self.model.config)
         with self._probing(positions) as embeds:
@@ -241,8 +242,8 @@ class Backbone:
     def _probing(self, positions: int) -> Iterator[Tensor]:
         """Yield test embeddings, (1, positions, d). Gradients, dropout and autocast are disabled within the context.
 
-        If the attention implementation does not accept 4D masks, SDPA or eager attention is used. Such implementations
-        can also fail without a mask. For example, FlashAttention does not support float32 weights.
+        SDPA or eager attention is used. Other implementations may not support 4D masks, the device or the dtype. For
+        example, FlashAttention does not support float32 weights.
         """
         training = [module for module in self.model.modules() if module.training]
         config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
