@@ -1,9 +1,9 @@
 """The interface between HMT and its backbone: any transformers causal LM that accepts `inputs_embeds`.
 
 HMT needs the last hidden states of a pass, and sometimes logits and a key/value cache. The last hidden states are the
-`last_hidden_state` of the base model. They are taken after the final norm. For OPT, they are taken after the output
-projection too. If logits are needed, the whole causal LM runs, with the soft caps and scales of its head. A forward
-hook on the base model then captures the hidden states.
+`last_hidden_state` of the base model. They are taken after the final norm (OPT: also after the output projection). If
+logits are needed, the whole causal LM runs, including the soft caps and scales of its head. A forward hook on the base
+model then captures the hidden states.
 """
 
 import inspect
@@ -37,8 +37,8 @@ class Backbone:
 
     Raises:
         TypeError: the model is not a transformers causal LM.
-        ValueError: the model is an encoder-decoder, does not accept `inputs_embeds`, uses a prompt-learning method of
-            PEFT, or is not causal.
+        ValueError: one of: the model is an encoder-decoder; it does not accept `inputs_embeds`; it uses a
+            prompt-learning method of PEFT; it is not causal.
     """
 
     def __init__(self, model: Any):  # Any: type checkers assume that a module's attributes are tensors
@@ -75,7 +75,7 @@ class Backbone:
         self.positions = min(counts, default=None)
         layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
         self.stateful = getattr(model, "_is_stateful", False)
-        # The following results are None until the first probe.
+        # The following results are None until the first test pass.
         has_dynamic_cache = getattr(
             model, "_supports_default_dynamic_cache", bool
         )  # only generative models define this method
@@ -86,9 +86,9 @@ class Backbone:
         self._check_causal()
 
     def _check_causal(self) -> None:
-        """Raise ValueError if the first of three positions attends to the last one.
+        """Raise ValueError if the last of three embeddings changes the first hidden state.
 
-        Recurrent backbones are causal by construction, so they are not probed.
+        Recurrent backbones are not tested, because they are causal by construction.
         """
         if self.stateful or not self.has_data:
             return
@@ -106,10 +106,12 @@ class Backbone:
     def continues(self) -> bool:
         """Whether a pass over several tokens and padding can extend a `DynamicCache`.
 
-        If not, HMT reads an open segment again in each call. A probe compares one pass over six positions with two
-        passes over three positions each. The second of these passes extends the cache of the first one. The probe
-        fails for ProphetNet, because a pass can extend its cache by only one token. It also fails for RoBERTa and its
-        variants, because they always number the positions of `inputs_embeds` from the start, even after a cache.
+        The test: one pass over six embeddings and two passes over three embeddings each must return the same hidden
+        states. The second of the two passes extends the cache of the first.
+
+        ProphetNet fails, because a pass can extend its cache by only one token. RoBERTa and its variants fail, because
+        they number the positions of `inputs_embeds` from the start in each pass. For such backbones, HMT reads an open
+        segment again in each call.
         """
         if self._continues is None and self.has_data:
             try:
@@ -131,10 +133,7 @@ class Backbone:
         )
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Return whether each position of a pass over `positions` positions can attend to all earlier positions.
-
-        Only the config is read.
-        """
+        """Return whether the config lets each of `positions` positions attend to all earlier positions."""
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
             return False  # FoX gates decay the keys with each token, regardless of position ids
@@ -170,12 +169,14 @@ class Backbone:
         return getattr(self.model.config, "_attn_implementation", None) in (None, "eager", "sdpa")
 
     def can_hide(self, positions: int, thorough: bool = False) -> bool:
-        """Return whether a mask can hide the prompt in a pass over `positions` positions.
+        """Return whether a mask can hide a prompt from some tokens in a pass over `positions` positions.
 
-        Short passes test two requirements. First, removing the prompt must not change the hidden states of tokens that
-        do not attend to the prompt. Second, the hidden states of the other tokens must not depend on the prompt's
-        column in the cache. With `thorough`, a pass over all positions also finds attention windows that the config
-        does not report.
+        The config, the arguments of `forward` and short test passes (`_probe_hiding`) must all allow it.
+
+        Args:
+            positions: number of positions.
+            thorough: whether to test passes over all positions too. They find attention windows that the config does
+                not report.
 
         Raises:
             ValueError: a test pass failed.
@@ -193,7 +194,12 @@ class Backbone:
             ) from error
 
     def _probe_hiding(self, positions: int) -> bool:
-        """Return whether hiding a prompt with a mask gives the same result as adding the prompt to the cache later."""
+        """Return whether masking a prompt and reading it later give the same hidden states.
+
+        Let b be the tokens that attend to the prompt, and a the other tokens. One pass reads [prompt, a, b]. Its mask
+        hides the prompt from a. It is compared with two passes. The first reads a. The second extends the cache with
+        [prompt, b].
+        """
         half, kv_cache = positions // 2, DynamicCache(config=self.model.config)
         with self._probing(positions) as embeds:
             places = torch.arange(positions, device=embeds.device)[None]
@@ -209,8 +215,8 @@ class Backbone:
         """Raise ValueError if a mask cannot hide the prompt in a segment of `positions` positions.
 
         Args:
-            extends: whether the pass with the prompt extends a cache. The cache contains all tokens that must not
-                attend to the prompt. FlashAttention requires True.
+            extends: whether the pass with the prompt extends a cache of all tokens that must not attend to the prompt.
+                FlashAttention requires True.
         """
         if not self.has_data:
             return
@@ -236,9 +242,8 @@ class Backbone:
     def _probing(self, positions: int) -> Iterator[Tensor]:
         """Yield test embeddings, (1, positions, d). Gradients, dropout and autocast are disabled within the context.
 
-        SDPA or eager attention replaces attention that does not accept 4D masks. Such attention may not support the
-        device or the dtype either. For example, FlashAttention does not support the float32 weights of models that
-        train under autocast.
+        SDPA or eager attention is used. Other implementations may not support 4D masks, the device or the dtype. For
+        example, FlashAttention does not support float32 weights.
         """
         training = [module for module in self.model.modules() if module.training]
         config, attention = self.model.config, getattr(self.model.config, "_attn_implementation", None)
@@ -272,14 +277,13 @@ class Backbone:
         Args:
             embeds: embeddings, (B, T, d).
             mask: one of: (B, cached + T), bool, False on padding; the 4D mask of `hide_prompt`; None. If the attention
-                implementation does not accept the 4D mask, `PromptAlone` replaces the mask. This requires
-                `hidden_from=0`.
+                implementation does not accept a 4D mask, `PromptAlone` is used instead. It requires `hidden_from=0`.
             keep: positions whose logits are computed, (n,), long. None: no logits are computed.
             kv_cache: a `Cache` to extend, or None.
             positions: position ids, (B, T), long; ignored unless `counts_from_0`. None: the backbone's default.
 
         Returns:
-            Logits (B, n, V), and the last hidden states (B, T, d). Without `keep`, the logits are None.
+            Logits (B, n, V), and the last hidden states (B, T, d). If `keep` is None, the logits are None.
 
         Raises:
             ValueError: the hidden states and the embeddings differ in width.
@@ -343,8 +347,8 @@ class Backbone:
 def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the causal mask for a prompt and the `columns` - 1 positions after it.
 
-    The prompt follows `cached` positions. It attends only to itself, and the next `hidden_from` positions do not
-    attend to it.
+    The prompt follows `cached` positions. It attends only to itself. The next `hidden_from` positions do not attend to
+    the prompt.
 
     Returns:
         An additive mask, (1, 1, columns, cached + columns).
@@ -359,8 +363,9 @@ def hide_prompt(columns: int, hidden_from: int, cached: int, dtype: torch.dtype,
 class PromptAlone:
     """Wrap a transformers attention function so that the prompt attends only to itself. A mask is not needed.
 
-    A softmax over one key is 1, so the attention output of the prompt is its own value vector. Position ids are not
-    passed on. The wrapped function would interpret the jump after the prompt as the start of another sequence.
+    A softmax over one key is 1, so the attention output of the prompt is its own value vector. Position ids jump after
+    the prompt. The wrapped function would take this jump as the start of another sequence. Position ids are therefore
+    not passed on.
     """
 
     local = threading.local()  # `layers`: number of calls in this thread's `in_column_0`; None outside of it
@@ -415,8 +420,7 @@ def rotates_by_length(config: Any, positions: int) -> bool:
 def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
     """Return whether x and y are equal up to rounding.
 
-    The tolerance is at least 3e-4. A mixture of experts may group the positions of two passes differently, and this
-    changes the rounding.
+    The tolerance is at least 3e-4, because a mixture of experts may group the positions of two passes differently.
     """
     tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())

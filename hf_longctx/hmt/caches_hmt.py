@@ -19,10 +19,10 @@ def states_of(layer: Any) -> dict[str, dict]:
 
 
 def fork(kv_cache: Cache) -> Cache:
-    """Copy a cache, so that extending the copy does not change the original.
+    """Copy a cache. Extending the copy does not change the original.
 
-    Extending the cache of an attention layer replaces its tensors, so the copy can share them. A convolution layer
-    overwrites its states in place, so they are cloned.
+    The copy shares the tensors of attention layers, because extending their cache replaces these tensors. Convolution
+    layers overwrite their states in place, so the states are cloned.
     """
     forked = copy.copy(kv_cache)
     forked.layers = [copy.copy(layer) for layer in kv_cache.layers]
@@ -35,8 +35,8 @@ def fork(kv_cache: Cache) -> Cache:
 def split(kv_cache: Cache, parts: int) -> list[Cache]:
     """Split an attention cache into `parts` caches with the same number of rows.
 
-    A single `torch.chunk` returns all parts of a tensor, so the backward pass concatenates their gradients. With
-    slices, the backward pass would pad the gradient of each part and add the results.
+    `torch.chunk` splits each tensor, so the backward pass concatenates the gradients of the parts. With slices, the
+    backward pass would pad each gradient and add the results.
     """
     shares = [fork(kv_cache) for _ in range(parts)]
     for i, layer in enumerate(kv_cache.layers):

@@ -88,8 +88,7 @@ def check_call(
     places = range(config.segment_length)
     if score_from is not None and (labels is None or score_from not in places):
         raise ValueError(
-            f"`score_from` must be a position from 0 to {places[-1]} within a segment, got {score_from!r}. It also "
-            "needs labels."
+            f"`score_from` must be a position from 0 to {places[-1]} within a segment, got {score_from!r}. Pass labels too."
         )
     if state is not None:
         check_state(config, lm, state)
@@ -102,7 +101,7 @@ def check_call(
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first position with logits in a call of `tokens` tokens. For a tensor `logits_to_keep`, return 0."""
+    """Return the first of `tokens` positions whose logits are needed. If `logits_to_keep` is a tensor, return 0."""
     if isinstance(logits_to_keep, Tensor):
         return 0
     if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:
@@ -120,8 +119,7 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
     if differing:
         of_state = {name: state.signature.get(name) for name in differing}
         raise ValueError(
-            f"The state is from a model with other settings: it has {of_state}, and this model has {differing}. Start "
-            "a new state."
+            f"The state is from a model with other settings: {of_state}. This model has {differing}. Start a new state."
         )
     weight = lm.model.get_input_embeddings().weight
     # FSDP replaces the weight with its own type, and casts it on use. The dtype of such a weight is not checked.

@@ -31,14 +31,14 @@ class HMTConfig(PreTrainedConfig):
         memory_size: N, maximum number of memory embeddings retained for recall. The oldest is dropped first. None:
             all.
         recalled_pages: r, number of pages that a recall attends to (`pages_hmt.py`). If there are more than
-            `memory_size` memory embeddings, pages store the older ones in CPU memory. None: no pages.
+            `memory_size` memory embeddings, the older ones are stored in pages in CPU memory. None: no pages.
         page_size: initial maximum number of memory embeddings per page. The maximum grows with the square root of the
             sequence length.
         sum_fraction: fraction of a segment that forms its recall query. The query summarizes the first j =
             int(round(segment_length * sum_fraction)) tokens. Ties are rounded to even, as in the official code.
             Single-pass mode requires j < L', because only the tokens after the recall attend to a memory.
-        recall: whether segments recall memories. With False, the prompt is the memory of the previous segment, as in
-            training stage 1 of the paper and in RMT.
+        recall: whether segments recall memories. If False, the prompt is the memory of the previous segment. Training
+            stage 1 of the paper and RMT do this.
         memory_tokens: m, number of embeddings per memory. With recall or in single-pass mode, m must be 1.
         recall_dim: h, output width of the recall projections. None: the width of a memory embedding.
         recall_mode: one of: "single_pass" (`single_pass_hmt.py`); "paper" (`paper_hmt.py`). Single-pass mode is
@@ -46,25 +46,26 @@ class HMTConfig(PreTrainedConfig):
             tokens of a segment before predicting them.
         retrievers: names of registered retrievers (`retriever_hmt.py`). The first one returns the prompt. None: the
             retrievers that the other fields require.
-        reread: whether single-pass mode reads the whole segment again after the prompt. With True, the tokens before
-            the recall attend to the prompt too. True is required for backbones with recurrent states, gates that decay
-            keys, or windows shorter than a segment. None: wrapping a backbone sets the value. The value is saved, so a
-            checkpoint computes the same function with and without a key/value cache.
+        reread: whether single-pass mode reads the whole segment again after the prompt. If True, the tokens before the
+            recall attend to the prompt too. True is required for backbones with recurrent states, gates that decay
+            keys, or windows shorter than a segment. None: the value is set when a backbone is wrapped. Checkpoints
+            contain this value.
         recall_tokens: number of earlier tokens that a segment re-reads in single-pass mode. It must divide L'. The
             state stores the tokens of the remembered segments. A BM25 search selects the passage that best matches the
             first part of the segment (`search_hmt.py`). The search works without training and adds `recall_tokens`
             positions to each segment. None: no search.
         neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of single-pass mode,
             such as 0.1. The cache works without training. A state stores d numbers per remembered token: 177 MB in
-            bfloat16 at d = 576 and the defaults. Training retains these numbers for the backward pass of each segment.
+            bfloat16 at d = 576 and the defaults. In training, these numbers are kept for the backward pass of each
+            segment.
             None: no cache.
         loss_scope: one of: "all"; "last". With "all", all labels are scored. With "last", only the last
             `segment_length` labels of a row are scored. The authors of the paper use "last" in training and
             evaluation.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
-        summary_batch: maximum number of summary passes (paper mode) or first parts (single-pass mode) in one backbone
-            batch. Each row of each segment counts. Lower values use less memory.
-        cuda_graphs: whether to replay the pass that ends a segment as a CUDA graph when gradients are disabled
+        summary_batch: maximum number of rows in one backbone batch of summary passes (paper mode) or first parts
+            (single-pass mode). A segment of B sequences adds B rows. Lower values use less memory.
+        cuda_graphs: whether calls without gradients replay the pass that ends a segment as a CUDA graph
             (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
             weights and switched adapters. After any other change of the backbone, set `cuda_graphs` to False, call the
             model, and set `cuda_graphs` to True again.
@@ -76,7 +77,7 @@ class HMTConfig(PreTrainedConfig):
 
     Raises:
         ValueError: a value is outside its range, or an argument is not a field. Saved configurations may contain
-            other names, because other programs add them.
+            other names. Other programs add such names.
     """
 
     model_type = "hmt"
@@ -219,7 +220,7 @@ class HMTConfig(PreTrainedConfig):
             }
             if is_set and differing:
                 raise ValueError(
-                    f"`{name}={getattr(self, name)}` is not supported with {differing}. It needs {others}."
+                    f"`{name}={getattr(self, name)}` needs {others}, got {differing}. Change one of these fields."
                 )
         if self.recalled_pages is not None and self.memory_size is None:
             raise ValueError(
@@ -233,7 +234,7 @@ class HMTConfig(PreTrainedConfig):
         ):  # XLNet uses -1 for unlimited positions
             unit, longest = self.recall_tokens or 1, self.segment_length - self.positions_per_segment + positions
             raise ValueError(
-                f"The backbone allows {positions} positions, and a segment needs {self.positions_per_segment}: "
+                f"The backbone allows {positions} positions. A segment needs {self.positions_per_segment}: "
                 f"{self.segment_length} new tokens, {self.sensory_tokens} sensory tokens, {self.recall_tokens or 0} "
                 f"re-read tokens and the prompts. Set segment_length to at most {max(longest // unit * unit, 0)}, or "
                 "lower sensory_tokens or recall_tokens."
@@ -284,7 +285,7 @@ class HMTConfig(PreTrainedConfig):
 
     @property
     def text_config(self) -> PreTrainedConfig:
-        """The configuration of the backbone, or of the text model in a multimodal backbone."""
+        """The configuration of the backbone. If the backbone is multimodal, the configuration of its text model."""
         if not isinstance(self.backbone_config, PreTrainedConfig):
             raise AttributeError("`backbone_config` is not set. HMTWrapper.from_backbone sets it.")
         return self.backbone_config.get_text_config()

@@ -27,8 +27,8 @@ class HMTGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """Return the inputs of a generation step.
 
-        The first step reads the prompt, and each later step one new token. The prompt may continue a `state`.
-        transformers passes the state of the previous call as `state`, and since 5.24 as `cache`.
+        The first step reads the prompt. Each later step reads one new token. The prompt may continue a `state`.
+        Before 5.24, transformers passes the state of the previous step as `state`. Since 5.24, it uses `cache`.
         """
         state = state if cache is None else cache
         if is_first_iteration and state is not None and read_again:
@@ -76,7 +76,7 @@ class HMTGenerationMixin(GenerationMixin):
 
         The state includes all tokens of a sequence except the last one. A row that ends early reads padding until all
         rows have ended. To continue from a row's state, generate the rows one by one. Beam search does not return a
-        `state`, because its rows are beams, not sequences.
+        `state`, because its rows are beams.
 
         Args:
             args, kwargs: as in transformers. `state` is also accepted: `input_ids` continue this `HMTState`.

@@ -61,7 +61,7 @@ class PassGraphs:
     """The CUDA graphs of a model, keyed by shape, thread and stream. The first pass of each shape is eager."""
 
     def __init__(self):
-        # Values: a graph. After the first eager pass, None. If the pass cannot be captured, False.
+        # A value is None after the first eager pass, and then a graph. If the pass cannot be captured, it is False.
         self.graphs: OrderedDict[Hashable, PassGraph | bool | None] = OrderedDict()
         self.weights: Hashable = None
 
@@ -86,7 +86,7 @@ class PassGraphs:
     def run(
         self, function: Callable[..., tuple], kv_cache: Cache | None, **given: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Return function(**given, kv_cache=kv_cache). Replay a graph if a pass of the same shapes was captured.
+        """Return function(**given, kv_cache=kv_cache). If a pass of the same shapes was captured, replay its graph.
 
         Args:
             function: returns (logits or None, hidden states). It must launch the same kernels for all inputs of the
@@ -126,7 +126,7 @@ class PassGraphs:
     def capture(
         self, function: Callable[..., list[Tensor]], inputs: list[Tensor], expected: list[Tensor]
     ) -> PassGraph | bool:
-        """Capture a function. Warn and return False if this fails or the outputs of a replay are not `expected`."""
+        """Capture a function. If this fails, or a replay does not return `expected`, warn and return False."""
         try:
             graph = PassGraph(function, inputs)
             outputs = graph.replay(inputs)

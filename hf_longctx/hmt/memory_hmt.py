@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 # Gain of the initial projections in paper mode. With Wq = Wk = gain * I, the initial scores are gain^2 q.c / sqrt(h).
-# The entries of memories are of order 1 after the final norm, so q.c / sqrt(h) is about sqrt(d) * cosine. This is
+# After the final norm, the entries of memories are of order 1, so q.c / sqrt(h) is about sqrt(d) * cosine. This is
 # sharp enough to select a memory, and soft enough for gradients.
 SIMILARITY_GAIN = 1.5
 
@@ -33,7 +33,7 @@ class HMTMemory(nn.Module):
         recall_dim: h. None: no recall and no projections.
         single_pass: whether the model uses single-pass mode. This mode needs a summary token. With recall, it also
             needs a temperature.
-        settings: returns the model's settings. A PEFT adapter of the memory contains these settings.
+        settings: function that returns the model's settings. A PEFT adapter of the memory contains these settings.
 
     Parameters: `initial` (m, d), the prompt of the first segment (paper mode only); `summary_token` (1, d), the
     paper's H^T; `wq`, `wk` (h, d); `log_temperature` (1,), the temperature of scale-free scores. In single-pass mode,
@@ -84,8 +84,8 @@ class HMTMemory(nn.Module):
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
         """Return the scores before the softmax, (B, c), in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
 
-        Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature. u(x) is the
-        normalized difference x - origin.
+        Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature. Here, u(x)
+        normalizes x - origin to length one.
 
         Args:
             query: as in `recall`.
@@ -110,8 +110,8 @@ class HMTMemory(nn.Module):
         """Attend to the remembered segments (paper, sec. 3.2): softmax(scores) C.
 
         Hidden states of a pretrained backbone share a large common component, and their norm depends on the backbone.
-        Scale-free scores remove both. The logarithm of the number of memories preserves the weight of the best memory
-        if there are more memories than in training (arXiv 2501.19399, eq. 2).
+        Scale-free scores do not depend on either. With more memories than in training, the softmax would lower the
+        weight of the best memory. The factor log(1 + count) prevents this (arXiv 2501.19399, eq. 2).
 
         Args:
             query: summary of the current segment, (B, 1, d).
@@ -121,7 +121,7 @@ class HMTMemory(nn.Module):
             count: as in `scores`; needed if `bank` does not contain all memories.
 
         Returns:
-            The prompt, (B, 1, d), in bank.dtype; and the weights softmax(scores), (B, c), in at least fp32. Weights
+            The prompt, (B, 1, d), in bank.dtype, and the weights softmax(scores), (B, c), in at least fp32. Weights
             are 0 where `valid` is False. In a row without memories, the prompt and the weights are 0.
         """
         with torch.autocast(query.device.type, enabled=False):

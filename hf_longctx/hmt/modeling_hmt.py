@@ -13,8 +13,7 @@ passes information from segment to segment. Retrievers select what a segment rea
 
 `recall_mode="paper"` implements this algorithm exactly (`paper_hmt.py`). However, the prompt depends on the first j
 tokens and is read *before* them. The model therefore attends to a summary of the tokens that it predicts. The loss of
-these tokens is too low, and the model cannot generate these tokens. `score_from=config.summary_length` excludes them
-from the loss.
+these tokens is too low, and they cannot be generated. `score_from=config.summary_length` excludes them from the loss.
 
 `recall_mode="single_pass"` (default) reads every position once, and recalls in the middle of a segment
 (`single_pass_hmt.py`). Each row has its own segment boundaries, and padding does not change the results
@@ -68,13 +67,13 @@ class HMTOutput(ModelOutput):
         loss: scalar, returned with labels.
         logits: (B, T, V), 0 on padding. `logits_to_keep` can select some of the T positions.
         state: `HMTState` after the last token, returned with `use_cache=True`.
-        recall_scores: for each segment, the recall weights of the memories, (B, c), oldest first, with pages before
-            the bank. A weight is 0 if the row does not have the memory. None if the segment does not recall. The first
-            segment and a segment with an incomplete query do not recall.
-        recall_ends: for each segment, the end of each remembered segment, (B, c), long, in tokens from the start of
-            the sequence. None where `recall_scores` is None.
-        recall_distance: distance in segments to the memory with the largest weight, (segments, B), long; 0 without a
-            recall.
+        recall_scores: for each segment, the recall weights of the memories, (B, c). Memories in pages come first, then
+            memories in the bank, each oldest first. A weight is 0 if the row does not have the memory. If the segment
+            does not recall, the entry is None. The first segment and a segment with an incomplete query do not recall.
+        recall_ends: for each segment, the ends of the remembered segments, (B, c), long. An end is a number of tokens
+            from the start of the sequence. The entry is None where the entry of `recall_scores` is None.
+        recall_distance: distance in segments to the memory with the largest weight, (segments, B), long. Without a
+            recall, the distance is 0.
         memories: memory embeddings of each segment of this call, (B, m, d); 0 in a row without this memory.
         cache: alias of `state`, used since transformers 5.24.
         past_key_values: alias of `state`, used before transformers 5.24.
@@ -127,8 +126,8 @@ class HMTOutput(ModelOutput):
     def recalled(self, row: int = 0, top: int | None = 3) -> list[list[tuple[range, float]]]:
         """For each segment of the call, list the `top` memories with the largest recall weights, best first.
 
-        Each entry is a pair: the range of the memory's tokens in the sequence, and the weight. The list is empty for a
-        segment without a recall.
+        Each entry is a pair: the range of the memory's tokens in the sequence, and the weight. If a segment does not
+        recall, its list is empty.
 
         Raises:
             ValueError: the call did not use `output_recall=True`.
@@ -231,8 +230,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
     def initialize_weights(self) -> None:
         """Initialize the backbone as a standalone model, and then the memory.
 
-        Inside a wrapper, transformers would skip modules without parameters. Such modules may set buffers in their
-        children, such as `mup_vector` of Falcon-H1. These buffers would be skipped too.
+        Inside a wrapper, transformers would skip modules without parameters. Some of these modules initialize buffers
+        of their children, such as `mup_vector` of Falcon-H1.
         """
         if isinstance(self.backbone, PreTrainedModel):
             self.backbone.initialize_weights()
@@ -280,19 +279,19 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             input_ids: (B, T), long.
             attention_mask: (B, T), 1 on tokens and 0 on padding. Logits are 0 on padding. Padding may be on either
                 side. With a state, a row may contain only padding. Paper mode requires padding on the left.
-            labels: token ids, (B, T), usually equal to `input_ids`. Labels of -100 are not scored. This method shifts
-                the labels. The first token of each row of a call is not scored.
+            labels: token ids, (B, T), usually equal to `input_ids`. This method shifts the labels. Labels of -100 are
+                not scored. In each call, the first token of each row is not scored.
             state: `HMTState` of an earlier call. Splitting a sequence over several calls gives the same result as a
-                single call. In paper mode, a call must not end within the first j tokens of a segment. A backward pass
-                through the earlier call frees the graph of the state. Then pass `state.detach()`.
+                single call. In paper mode, a call must not end within the first j tokens of a segment. After a
+                backward pass through the earlier call, pass `state.detach()`.
             use_cache: whether to return the state (default: True with a state, otherwise False).
-            logits_to_keep: one of: the number of last positions with returned logits (0: all); a long tensor (n,) of
-                positions. The loss always includes all labels. With 1, the logits in memory do not grow with T.
-                Training without gradient checkpointing is an exception.
+            logits_to_keep: an int n returns the logits of the last n positions (0: all). A long tensor (n,) lists the
+                positions. The loss always includes all labels. With 1, the memory for logits does not grow with T,
+                except in training without gradient checkpointing.
             score_from: position within a segment. The loss excludes predictions made before this position.
             output_recall: whether to return recall scores, distances and memories.
-            num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps (from
-                `Trainer`).
+            num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps.
+                `Trainer` passes it.
             cache: alias of `state`.
             past_key_values: alias of `state`, used before transformers 5.24.
 
@@ -369,9 +368,9 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         for name, built in self._built.items():
             if getattr(self.config, name) != built:
                 raise ValueError(
-                    f"config.{name} is {getattr(self.config, name)!r}, but this model was built with {built!r}, and "
-                    "its parameters depend on this setting. Build a new model with HMTWrapper.from_backbone("
-                    f"model.backbone, config), or set the value when loading: from_pretrained(folder, {name}=...)."
+                    f"`config.{name}` must be {built!r}, got {getattr(self.config, name)!r}. The parameters depend on "
+                    "this setting. Build a new model with HMTWrapper.from_backbone(model.backbone, config), or set the "
+                    f"value when loading: from_pretrained(folder, {name}=...)."
                 )
 
     def _mean_loss(self, layout: Segments, packed: PackedSegments, num_items_in_batch: Tensor | int | None) -> Tensor:
@@ -488,8 +487,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """Save configuration and weights. With `config.backbone_in_checkpoint=False`, save only the memory's weights.
 
         Raises:
-            ValueError: with `config.backbone_in_checkpoint=False`, either `config.backbone_name_or_path` is not set,
-                or the backbone's weights have changed.
+            ValueError: `config.backbone_in_checkpoint` is False, and one of: `config.backbone_name_or_path` is not
+                set; the backbone's weights have changed.
             NotImplementedError: the backbone is a PEFT model, or a library other than bitsandbytes has quantized it.
         """
         weights = self.state_dict() if state_dict is None else state_dict
@@ -537,7 +536,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         `backbone_trust_remote_code=True`.
 
         If the checkpoint contains only the memory, the loading info (`output_loading_info=True`) describes only the
-        backbone, with the parameter names of the backbone. The memory's weights must be complete.
+        backbone and uses its parameter names. The memory's weights must be complete.
 
         Raises:
             ValueError: one of: settings and a configuration object are both given; the checkpoint is not from an HMT;

@@ -1,8 +1,9 @@
 """The neural cache of remembered tokens: `neural_cache_weight` of `HMTConfig`.
 
 A remembered token is likely to occur again after a similar context (Grave, Joulin and Usunier, arXiv 1612.04426, eq. 3
-to 5; unbounded: arXiv 1711.02604). Each token x_{i+1} of the remembered segments was predicted from a last hidden
-state h_i. The normalized h_i is the key of the token. At the last hidden state h_t, a token w has probability p(w):
+to 5; for an unbounded cache: arXiv 1711.02604). Let h_i be the last-layer hidden state at token x_i of a remembered
+segment. It predicts the token x_{i+1}. The normalized h_i is the key of x_{i+1}. At position t, a token w has
+probability p(w):
 
     p(w) = (1 - weight) p_LM(w) + weight p_cache(w)
     p_cache(w) ~ sum over all i with x_{i+1} = w of exp(SHARPNESS cos(h_t, h_i))

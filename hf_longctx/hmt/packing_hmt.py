@@ -1,9 +1,9 @@
 """Split rows of unequal length into segments. The result of a row does not depend on the other rows.
 
 Each row has its own segment boundaries. A row consists of its sensory tokens, the tokens of its open segment and its
-new tokens. It is padded on the right. Causality hides padding on the right in every backbone (attention, recurrence or
-convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` contains one
-segment per row, for rows at the same position in their segments.
+new tokens. Rows are padded on the right. Causality hides padding on the right in every backbone (attention, recurrence
+or convolution), even without an attention mask. `PackedSegments` contains all tokens of a call. A `Chunk` groups rows
+that are at the same position in their segments. It contains one segment of each of these rows.
 """
 
 from dataclasses import replace
@@ -30,12 +30,12 @@ def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Chunk(NamedTuple):
-    """One segment per row, or its tokens so far. All B rows are at the same position in their segments.
+    """One segment of each row, or its tokens so far. All B rows are at the same position in their segments.
 
     rows: indices of the rows in the batch.
     segments: for each row, the index of the segment in the sequence.
-    returned: for each row, the index in the segment of the first token with returned logits.
-    ids: token ids of the k tokens before the segment and of the segment so far, (B, k + count).
+    returned: for each row, the first token whose logits are returned, as an index in the segment.
+    ids: token ids, (B, k + count): the k tokens before the segment, then the segment so far.
     targets: target token ids, (B, count). Targets of -100 are not scored. None without labels.
     mask: (B, count), bool, False on padding. Used only in paper mode. None without padding.
     count: number of tokens of the segment so far.
@@ -55,7 +55,7 @@ class Chunk(NamedTuple):
 
     @property
     def first(self) -> int:
-        """Index in the segment of the first token with computed logits."""
+        """The first token whose logits are computed, as an index in the segment."""
         return min(self.returned) if self.targets is None else self.read
 
 
@@ -84,7 +84,7 @@ class PackedSegments:
         mask: (B, T), bool; None without padding.
         labels: (B, T), or None.
         score_from: as in `HMTWrapper.forward`.
-        first: first position of the call with returned logits.
+        first: first position of the call whose logits are returned.
 
     Attributes:
         ids: token ids, (B, k + W), left-aligned. Each row contains k sensory tokens, then up to W tokens: first its
@@ -92,7 +92,7 @@ class PackedSegments:
         targets, mask: as in `Chunk`, (B, W).
         segments: for each row, the index of its open segment.
         opened: for each row, the number of tokens of its open segment that earlier calls have read.
-        lengths: for each row, the number of tokens from the start of its open segment.
+        lengths: for each row, the number of tokens of its open segment and of this call together.
         padding: for each row, the number of padding columns before the new tokens.
         n_scored: number of targets that the loss includes.
         n_labelled: number of targets, including targets that `score_from` or `loss_scope` excludes.
@@ -142,7 +142,12 @@ class PackedSegments:
             self.n_scored, self.targets = (targets != -100).sum(), targets
 
     def chunks(self) -> list[list[Chunk]]:
-        """Split the rows at segment boundaries. Element n lists the chunks with the n-th segment of each row."""
+        """Split the rows at segment boundaries.
+
+        Returns:
+            Lists of chunks. List n contains the n-th segment of each row. Rows at different positions are in different
+            chunks.
+        """
         length, k, bptt = self.config.segment_length, self.config.sensory_tokens, self.config.bptt_segments
         starts = [m + max(0, self.first - padding) for m, padding in zip(self.opened, self.padding)]
         chunks: list[list[Chunk]] = []
@@ -173,7 +178,7 @@ class PackedSegments:
         return Chunk([*range(len(ids))], [*self.segments], returned, ids, targets, None, count, 0, False)
 
     def end(self, state: HMTState) -> HMTState:
-        """Return `state` with an updated tail and updated lengths. Its memory is already updated."""
+        """Return `state` with the tail and the lengths after this call. The memory of `state` is already updated."""
         k, length = self.config.sensory_tokens, self.config.segment_length
         lengths = torch.tensor(self.lengths, device=self.ids.device)[:, None]
         opened = lengths % length
@@ -188,7 +193,7 @@ class PackedSegments:
         """Arrange logits in the order of the input, (B, T - first, V), with zeros on padding.
 
         Args:
-            pieces: for each row, logits (n, V), keyed by (segment, first token).
+            pieces: as in `Segments`.
             like: tensor (..., V) with the dtype and device of the logits.
         """
         parts, tokens = [], self.tokens - self.first

@@ -1,15 +1,15 @@
-"""The second level of memory: embeddings dropped from the bank move to pages, and a recall selects pages.
+"""The second level of memory: the bank drops embeddings into pages, and a recall selects pages.
 
 A page contains similar embeddings from anywhere in the sequence. Its tag is the mean of its embeddings. A new
 embedding goes to the page with the nearest tag. Distances are angles around the mean of all embeddings, because the
 embeddings of a sequence share a large common component. A page that grows beyond S embeddings is split in half along
 its principal component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and
-attends to their embeddings. With at most r pages, the result equals a recall from a flat memory, that is, a memory
-without pages. With more pages, the recall ignores the other pages.
+attends to their embeddings. If there are at most r pages, it attends to all embeddings. The result then equals a
+recall from a flat memory without pages.
 
-With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. A page
-receives S / 2 embeddings between two splits, so there are at most 4 sqrt(r n) tags. The cost of a segment therefore
-grows with the square root of the sequence length.
+With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. After a
+split, a page must receive S / 2 embeddings before it splits again. This limits the number of tags to 4 sqrt(r n). The
+cost of a segment therefore grows with the square root of the sequence length.
 
 `python -m scripts.bench.pages` compares pages with a flat memory. It counts how often the selected pages contain the
 embedding with the highest score. It tests unrelated vectors and the memories of a novel.
@@ -35,7 +35,7 @@ from .retriever_hmt import Retrieved, Segment, register_retriever
 class MemoryPages:
     """The pages of one row. They contain the n memory embeddings that the bank of the row has dropped.
 
-    This object is immutable: `append` returns a new object, so states can branch, and rows can share pages.
+    This object is immutable: `append` returns a new object. States can therefore branch, and rows can share pages.
 
     page_size: initial maximum number of embeddings per page.
     recalled: r, the number of pages that a recall attends to.
@@ -180,7 +180,7 @@ class Pages(Bank):
         return super().observe(state, segment) | {"pages": pages}
 
     def retrieve(self, state: dict[str, Any], query: Tensor | None, ids: Tensor) -> Retrieved:
-        """Return the prompt of each row, (B, 1, d). It is recalled from the bank and the best pages of the row."""
+        """Return the prompt that each row recalls from its bank and its best pages, (B, 1, d)."""
         if query is None:
             return super().retrieve(state, query, ids)
         pages, valid = state["pages"], state["ends"] > 0
@@ -206,7 +206,7 @@ class Pages(Bank):
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """For each row, list `Segment.ends`: first for the segments in the pages, then for those in the bank."""
+        """For each row, list `Segment.ends`: first of the segments in pages, then of the segments in the bank."""
         rows = super().listed(state, length)
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 

@@ -5,9 +5,11 @@
     segment    prompt, sensory tokens, x, prompt     logits, and the memory: the hidden states of the closing prompt
 
 Without recall, a segment takes only the segment pass, and the prompt is the latest memory. Padding is read as tokens,
-so all rows of a batch have the same length. Without `use_cache`, a prompt also ends an incomplete last segment. As in
-the official code, the memory of this segment is reported but not stored. With `use_cache`, a later call reads the
-incomplete segment again.
+so all rows of a batch have the same length.
+
+If `use_cache` is False, a closing prompt is also added to an incomplete last segment. As in the official code, the
+memory of this segment is reported but not stored. If `use_cache` is True, a later call reads the incomplete segment
+again.
 """
 
 from itertools import groupby

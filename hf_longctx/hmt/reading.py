@@ -36,13 +36,13 @@ def read_text(
         model: an HMT in eval mode.
         tokenizer: a tokenizer of transformers. It adds its special tokens.
         text: the document.
-        path: file in which the state is saved every minute, at the end and after an error. If the file contains this
-            model's state for the first part of the document, reading resumes there.
+        path: file for the state. It is saved every minute, at the end and after an error. If the file already contains
+            this model's state of the document, reading resumes from this state.
         name: name of the document in errors and in the progress bar.
         progress: whether to show a progress bar on stderr.
 
     Raises:
-        ValueError: the model is not an HMT, the document is empty, or the file contains the memory of a different
+        ValueError: one of: the model is not an HMT; the document is empty; the file contains the memory of a different
             document or model.
         FileNotFoundError: the folder of the file does not exist.
     """
@@ -100,10 +100,12 @@ def save(state: HMTState, model: HMTWrapper, path: Path, about: dict[str, Any] |
 def load_state(name: str | Path, model: HMTWrapper) -> HMTState:
     """Load a document's state from a file or from a Hub repository NAMESPACE/NAME@REVISION.
 
-    This model must have read the document.
+    Args:
+        name: file or repository.
+        model: the model that read the document.
 
     Raises:
-        ValueError: the model is not an HMT, the file is damaged, or a different model saved the file.
+        ValueError: one of: the model is not an HMT; the file is damaged; a different model saved the file.
         OSError: the file is neither on this machine nor on the Hub.
     """
     check_memory(model)

@@ -1,8 +1,8 @@
 """The protocol and the registry of retrievers. A retriever selects what a segment reads from previous segments.
 
-HMT uses retrievers only through this protocol. A retriever remembers full segments (`observe`), returns embeddings for
-the next segment to read (`retrieve`), and may change that segment's logits (`mix`). A retriever's memory of a batch is
-a dict. Methods must not change this dict in place, so that states can branch.
+HMT uses retrievers only through this protocol. A retriever remembers full segments (`observe`). It returns embeddings,
+and the next segment reads them (`retrieve`). It may change the logits of that segment (`mix`). A retriever's memory of
+a batch is a dict. Methods must not change this dict in place, so that states can branch.
 
 The values of the dict are tensors (B, n, ...). The length n may grow. `HMTState` selects, joins, saves and loads the
 rows of these tensors. If rows remember different numbers of segments, shorter rows are padded with zeros on the left.
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
     ids: token ids, (B, L'), long.
     memory: memory embeddings, (B, m, d).
     numbers: for each row, the index of the segment in the sequence.
-    hidden: last hidden states of the tokens, (B, L', d), for retrievers with `reads_hidden`; otherwise None.
+    hidden: last hidden states of the tokens, (B, L', d). None if no retriever sets `reads_hidden`.
     """
 
     ids: Tensor
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """For each row, the number of tokens from the start of the sequence to the end of the segment, (B,), long."""
+        """For each row, the end of the segment in tokens from the start of the sequence, (B,), long."""
         length = self.ids.shape[1]
         return long_tensor([length * (number + 1) for number in self.numbers], self.ids.device)
 
@@ -48,8 +48,8 @@ class Retrieved(NamedTuple):
     """Result of `Retriever.retrieve`.
 
     embeds: embeddings that the segment reads, (B, columns, d).
-    weights: recall weights of the remembered segments, (B, c), for `output_recall`. They may be None.
-    ends: `Segment.ends` of these segments, (B, c), long, 0 where a row does not have the segment. They may be None.
+    weights: recall weights of the remembered segments, (B, c), for `output_recall`; or None.
+    ends: `Segment.ends` of these segments, (B, c), long; or None. If a row does not have a segment, its end is 0.
     """
 
     embeds: Tensor
@@ -68,11 +68,11 @@ class Retriever:
     Attributes:
         field: field of `HMTConfig` that enables the retriever when it is set.
         columns: number of embeddings that `retrieve` returns. The first embedding of the first retriever is the
-            prompt. Only tokens after the query attend to the prompt. All tokens attend to the embeddings after it.
-            Their total number is `config.recall_tokens`.
+            prompt. Only tokens after the query attend to the prompt. All tokens attend to the other embeddings. All
+            retrievers together return `config.recall_tokens` such embeddings.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
-        rows: classes of row objects, keyed by the name of the memory value. Such a value is a tuple of one object per
-            row. A class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
+        rows: some memory values are tuples with one object per row. This dict maps the name of each such value to the
+            class of its objects. The class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.
     """
 
     field: str | None = None
@@ -92,7 +92,7 @@ class Retriever:
         """Return the memory before the first segment.
 
         Args:
-            rows: number of rows, B.
+            rows: B, number of rows.
             like: tensor (..., d) with the dtype and device of memory embeddings.
         """
         return {}
@@ -102,7 +102,7 @@ class Retriever:
 
         Args:
             state: the memory.
-            query: hidden state of the summary token after `ids`, (B, 1, d); None without recall.
+            query: hidden state of the summary token after `ids`, (B, 1, d). Without recall, None.
             ids: the first j tokens of the segment, (B, j), long.
         """
         raise NotImplementedError
@@ -112,7 +112,7 @@ class Retriever:
         return state
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return a segment's logits (B, n, V), mixed with the predictions of this retriever.
+        """Mix the predictions of this retriever into a segment's logits (B, n, V), and return the logits.
 
         Args:
             state: the memory of the previous segments.
@@ -176,7 +176,7 @@ class Retrievers(Retriever):
         return {name: part.observe(state[name], segment) for name, part in self.parts.items()}
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Return the logits, mixed with the predictions of all retrievers in order."""
+        """Mix the predictions of all retrievers into the logits in order, and return the logits."""
         for name, part in self.parts.items():
             logits = part.mix(state[name], logits, hidden)
         return logits

@@ -1,9 +1,9 @@
 """The base class of the layouts in `single_pass_hmt.py` and `paper_hmt.py`. A layout reads the segments of a call.
 
 The `read` method of a layout takes a state and the tokens of a call (`packing_hmt.py`). It arranges embeddings as
-passes, runs these passes (`run_pass`), and lets the retriever provide prompts and observe full segments
-(`close_segment`). It returns the state with the updated memory. The layout collects logits, losses and recalls in
-`pieces`, `losses` and `reports`. `HMTWrapper.forward` builds its output from them.
+passes, and runs these passes (`run_pass`). The retriever provides prompts and observes full segments
+(`close_segment`). The method returns the state with the updated memory. The layout collects logits, losses and recalls
+in `pieces`, `losses` and `reports`. `HMTWrapper.forward` builds its output from them.
 """
 
 from collections import defaultdict
@@ -30,7 +30,7 @@ class Pass(NamedTuple):
 
     embeds: embeddings that the pass reads, (B, P, d).
     tokens: tokens that may get logits, as a range in the segment.
-    column: column of the segment's token 0 in `embeds`; negative if the pass starts after token 0.
+    column: index of the segment's token 0 in `embeds`. It may be negative, because a pass can start at a later token.
     positions: position ids, (1 or B, P), long. None: the backbone's default.
     hidden_from: n. Column 0 is a prompt, and the next n columns do not attend to it. None: all columns attend to
         column 0.
@@ -51,7 +51,7 @@ class Pass(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Report of a chunk for `output_recall`: its recall and its memory embeddings (B, m, d). Both may be None."""
+    """Report of a chunk for `output_recall`: its recall or None, and its memory embeddings (B, m, d) or None."""
 
     chunk: Chunk
     recall: Retrieved | None
@@ -114,7 +114,7 @@ class Segments:
 
         Args:
             memory: memory embeddings of the segment, (B, m, d).
-            hidden: last hidden states of the segment's tokens, (B, L', d), for retrievers that read hidden states.
+            hidden: last hidden states of the segment's tokens, (B, L', d). Only some retrievers read them.
         """
         segment = Segment(chunk.ids[:, self.k :], memory, chunk.segments, hidden)
         state = replace(state, memory=self.retriever.observe(state.memory, segment))
@@ -169,13 +169,13 @@ class Segments:
 
         Args:
             columns: columns of `embeds` whose logits are computed.
-            captures: whether to run the pass as a CUDA graph. If so, no cache is returned.
+            captures: whether to run the pass as a CUDA graph. If True, the returned cache is None.
 
         For the other arguments, see `Backbone.run` and `run_pass`.
 
         Returns:
             The logits of `columns`, (B, n, V); the last hidden states, (B, P, d); the summed loss of `targets` (B, n);
-            the extended cache. All except the hidden states may be None.
+            the extended cache. The logits, the loss and the cache may be None.
         """
         keep = long_tensor(columns, embeds.device) if columns else None
         if captures:

@@ -13,18 +13,18 @@ first. The order of the cached keys does not matter. The hidden state of the sec
 segment. Queries and memories are therefore computed by the same function. The first segment does not recall, and is
 read in one pass.
 
-An untrained HMT predicts like its backbone with a window of the same length, for two reasons. Adjacent tokens stay
-adjacent. The prompt is a recalled hidden state instead of a random vector.
+An untrained HMT predicts like its backbone with a window of one segment and its sensory tokens. There are two reasons.
+Adjacent tokens stay adjacent. The prompt is a recalled hidden state instead of a random vector.
 
 First parts do not depend on recalls. The first parts of several segments therefore share one pass. The second parts
 are then read one by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as
 [prompt, sensory tokens, x, summary token]. A mask hides the prompt from the sensory tokens and x[:j]. This computes
-the same function. With `reread=True`, this pass does not mask the prompt, so x[:j] attends to the prompt too. The
-result is a different function. Every backbone supports it.
+the same function. With `reread=True`, this pass does not mask the prompt, so x[:j] attends to the prompt too. This
+computes a different function. Every backbone supports it.
 
 Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. The second pass then reads the
-prompt, these embeddings and the whole segment. All positions of the segment shift by r. Some retrievers read the
-hidden states of a whole segment. For them, a segment that was split over several calls is read again when it is full.
+prompt, these embeddings and the whole segment. All positions of the segment shift by r. Some retrievers need the
+hidden states of a whole segment. If calls split a segment, the full segment is then read again.
 
 Rows at the same position in their segments are read together. Rows at different positions are read separately.
 Decoding steps are an exception: they use a joint cache.
@@ -50,8 +50,7 @@ class FirstPart(NamedTuple):
 
     query: hidden state of the summary token, (B, 1, d).
     kv_cache: cache of the sensory tokens and x[:j], or None.
-    hidden: last hidden states of the first j tokens, (B, j, d), for retrievers that read hidden states; otherwise
-        None.
+    hidden: last hidden states of the first j tokens, (B, j, d). None if no retriever reads hidden states.
     """
 
     query: Tensor
@@ -89,7 +88,7 @@ class SinglePass(Segments):
         return state
 
     def reads_first_part(self, chunks: list[Chunk]) -> bool:
-        """Return whether this call reads a whole first part in each row. A row's first segment does not count."""
+        """Return whether each row reads a whole first part in this call. A row's first segment does not have one."""
         chunk = chunks[0]
         return len(chunks) == 1 and chunk.segments[0] > 0 and chunk.read == 0 and chunk.count >= self.j
 
@@ -109,7 +108,7 @@ class SinglePass(Segments):
         return replace(state, memory=memory, kv_cache=kv_cache, kv_mask=kv_mask)
 
     def is_step(self, state: HMTState, packed: PackedSegments) -> bool:
-        """Return whether a call extends the caches of all rows by the same number of tokens, without a recall."""
+        """Return whether a call extends the caches of all rows by the same number of tokens, and does not recall."""
         if state.kv_cache is None or torch.is_grad_enabled() or not self.lm.continues:
             return False
         rows = [*zip(packed.segments, packed.opened, packed.lengths)]
@@ -143,10 +142,7 @@ class SinglePass(Segments):
     def build_pass(
         self, chunk: Chunk, embeds: Tensor, start: int, tokens: range, prefix: Tensor | None = None
     ) -> Pass:
-        """Build a pass over `embeds`. The first embedding belongs to token `start`.
-
-        If a retrieved `prefix` (B, n, d) is given, it precedes `embeds`.
-        """
+        """Build a pass over `embeds`. They begin at token `start`. A retrieved `prefix` (B, n, d) precedes them."""
         begin = start + (self.n_prefix + self.k) * (chunk.segments[0] > 0)
         positions = torch.arange(begin, begin + embeds.shape[1], device=embeds.device)[None]
         if prefix is None:
@@ -185,7 +181,7 @@ class SinglePass(Segments):
 
         Args:
             state: state of these rows.
-            first: result of the first part. None: it has not been read yet.
+            first: result of the first part. None: the first part has not been read yet.
             keeps: whether the new state contains a cache for a later call.
         """
         count, read, later, full = chunk.count, chunk.read, chunk.segments[0] > 0, chunk.count == self.length

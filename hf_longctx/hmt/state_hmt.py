@@ -21,17 +21,18 @@ from .retriever_hmt import RETRIEVERS
 class HMTState:
     """The state of a batch of sequences. A later call, training step or process can continue from it.
 
-    A call does not modify its input state, so several calls can branch from one state. Only `load` compares weights. A
-    call accepts the state of another model if the settings are equal, but memories are noise to other weights.
+    A call does not modify its input state, so several calls can branch from one state. A call checks that the settings
+    of the state and of the model are equal. `load` also compares the weights, because memories are useless to a model
+    with other weights.
 
     Attributes:
         memory: memories of the retrievers, keyed by name (`retriever_hmt.py`).
         tail: the last k tokens of the previous segment and the l tokens of the open segment, (B, k + l).
         lengths: for each row, the number of tokens read. Every L'-th token ends a segment.
-        signature: architecture and settings of the model. Each call checks that its model has the same ones.
+        signature: architecture and settings of the model (`HMTConfig.signature`).
         open_mask: (B, l), bool, False on padding of the open segment. Used only in paper mode. None without padding.
-        kv_cache: keys and values of the open segments. They speed up the next call, and are never saved. Without them,
-            the open segments are read again.
+        kv_cache: keys and values of the open segments. If it is None, the next call reads the open segments again.
+            Files do not contain it.
         kv_mask: (B, P), bool, False on padding of `kv_cache`. None without padding.
     """
 
@@ -81,7 +82,7 @@ class HMTState:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
     def without_kv_cache(self) -> "HMTState":
-        """Return a state without the key/value cache, so that the next call reads the open segment again."""
+        """Return a state without the key/value cache. The next call then reads the open segment again."""
         return replace(self, kv_cache=None, kv_mask=None)
 
     def each(self, of_tensor: Callable[[Tensor], Tensor], of_rows: Callable[[tuple], tuple]) -> "HMTState":
@@ -102,7 +103,7 @@ class HMTState:
         return self.each(function, lambda rows: tuple(row.map(function) for row in rows))
 
     def detach(self) -> "HMTState":
-        """Return a state without the autograd graph, so that gradients do not reach earlier calls."""
+        """Return a state without the autograd graph. Gradients then do not reach earlier calls."""
         return self.map(Tensor.detach)
 
     def to(self, device: torch.device | str) -> "HMTState":
@@ -135,8 +136,8 @@ class HMTState:
         """Write a safetensors file from which `load` restores the state in any process.
 
         Args:
-            model: model that read the sequences. A sample of its weights is hashed, so that `load` recognizes the
-                model. During training, pass None, because training changes the weights.
+            model: model that read the sequences. `load` recognizes the model by a hash of its weights. During
+                training, pass None, because training changes the weights.
             about: additional information to save as JSON.
         """
         tensors, packed = self.tensors(), {}
@@ -159,7 +160,7 @@ class HMTState:
 
         Args:
             model: model that continues from the state. Memories are cast to the dtype of the model. None: weights are
-                not checked. Pass None after training, for example.
+                not compared, for example after training.
 
         Raises:
             ValueError: the file is damaged, does not contain a state, or was saved by a model with other weights.
@@ -196,7 +197,7 @@ class HMTState:
             raise ValueError(f"{path} is not a complete file of HMTState.save ({reason}).") from error
         if not is_own:
             raise ValueError(
-                f"{path} was saved by a different model. Its memories are noise to this model. Load the model that "
+                f"{path} was saved by a different model. Its memories are useless to this model. Load the model that "
                 "saved the file, or pass model=None."
             )
         return state

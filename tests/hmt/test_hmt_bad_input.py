@@ -85,7 +85,7 @@ CONFIG = [
     refused(name, lambda settings=settings: HMTConfig(**settings), says)
     for name, settings, says in [
         ("a segment no longer than what it repeats", {"segment_length": 33}, "must be greater than sensory_tokens"),
-        ("two memory tokens with recall", {"memory_tokens": 2}, "memory_tokens=2` is not supported with .*recall_m"),
+        ("two memory tokens with recall", {"memory_tokens": 2}, "memory_tokens=2` needs .*recall_m"),
         ("negative sensory tokens", {"sensory_tokens": -1}, "sensory_tokens` must be at least 0, got -1"),
         ("an empty query", {"sum_fraction": 1e-4}, "sum_fraction` must select .*511 of the 512 .*got 0.0001"),
         ("a query longer than the segment", {"sum_fraction": 1.5}, "sum_fraction` must select .*got 1.5"),
@@ -94,10 +94,10 @@ CONFIG = [
         ("an unknown loss_scope", {"loss_scope": "first"}, "loss_scope` must be .*got 'first'"),
         *((f"{name} of 0", {name: 0}, f"{name}` must be at least 1, got 0") for name in COUNTS),
         ("pages behind a memory without end", {"recalled_pages": 2, "memory_size": None}, "not fit into memory_size"),
-        ("pages without recall", {"recalled_pages": 2, "recall": False}, "with .'recall': False"),
-        ("tokens read again by the paper", {"recall_tokens": 2, "recall_mode": "paper"}, "with .'recall_mode': 'p"),
+        ("pages without recall", {"recalled_pages": 2, "recall": False}, "got .'recall': False"),
+        ("tokens read again by the paper", {"recall_tokens": 2, "recall_mode": "paper"}, "got .'recall_mode': 'p"),
         ("a neural cache alone", {"neural_cache_weight": 1}, "above 0 and below 1, got 1"),
-        ("a neural cache with pages", {"neural_cache_weight": 0.1, "recalled_pages": 2}, "with .'recalled_pages': 2"),
+        ("a neural cache with pages", {"neural_cache_weight": 0.1, "recalled_pages": 2}, "got .'recalled_pages': 2"),
         ("stretches that do not fill a segment", {"recall_tokens": 3}, "must divide segment_length=512"),
         ("an unknown backbone", {"backbone_config": {"model_type": "nothing"}}, "'nothing'. This version of tr"),
         ("a misspelt name", {"segment_len": 12}, "'segment_len' is not a field of HMTConfig; did you mean segment_l"),
@@ -136,7 +136,7 @@ BUILD = [
     refused(
         "positions that are kept for padding",
         lambda it: build(RobertaForCausalLM(RobertaConfig(**BERT, is_decoder=True, max_position_embeddings=14))),
-        "allows 12 positions, and a segment needs 13",
+        "allows 12 positions. A segment needs 13",
     ),
     refused("a model of tokens only", lambda it: build(TokensOnly(tiny_llama().config)), "must take inputs_embeds"),
     refused("T5", lambda it: build(T5ForConditionalGeneration(T5Config(**T5))), "must be a decoder"),
@@ -192,7 +192,7 @@ READ = [
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "not support the argument lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep` must be .* got -1"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep` must be .* got 1.5"),
-        ("score_from without labels", lambda it: {"score_from": 4}, "got 4. It also needs labels"),
+        ("score_from without labels", lambda it: {"score_from": 4}, "got 4. Pass labels too"),
         ("two states", lambda it: {"state": it.state, "cache": it.state}, "Pass only one of them"),
         ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "0 to 7 .*got 100"),
     ]
@@ -212,7 +212,11 @@ READ += [
     refused(
         "a wrong dtype", lambda it: copy.deepcopy(it.model).float()(it.tokens, state=it.state), "got torch.float64"
     ),
-    refused("recall_dim of another size", lambda it: changed(it.model, recall_dim=8)(it.tokens), "recall_dim is 8"),
+    refused(
+        "recall_dim of another size",
+        lambda it: changed(it.model, recall_dim=8)(it.tokens),
+        "recall_dim` must be .*got 8",
+    ),
     harmless(
         "numpy's logits_to_keep",
         lambda it: (it.model(it.tokens, logits_to_keep=np.int64(1)).logits, it.model(it.tokens).logits[:, -1:]),
