@@ -39,7 +39,7 @@ MASKED = -1e4
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing. In compiled code, `is_exporting()` of torch 2.11 is True."""
+    """Return whether `torch.export` is tracing. torch 2.11 compiles `torch.compiler.is_exporting()` to True."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
@@ -166,11 +166,11 @@ def fold_keys(k, c, scale):
 
     Args:
         k: (B, Hkv, T, D).
-        c: cumulative sum of log f, (B, H, T), fp32; Hkv divides H.
+        c: cumulative sum of log f, (B, H, T) fp32. Hkv divides H.
         scale: the factor that the kernel applies to q'.k'.
 
     Returns:
-        (B, Hkv, T, D'). The gradient of c flows through the first of its three parts.
+        (B, Hkv, T, D'). The first of the three parts of c propagates the gradient.
     """
     batch, kv_heads, length, _ = k.shape
     group = c.shape[1] // kv_heads

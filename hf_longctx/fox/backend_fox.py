@@ -56,7 +56,7 @@ ROUNDING = 1.03
 
 
 def choose_implementation(config, x: torch.Tensor, cache=None) -> str:
-    """Return the implementation that `attn_implementation="auto"` selects for one call.
+    """Return the attention implementation that "auto" selects for one call.
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
     SDPA handles everything else: decoding, dropout, torch.func transforms and a static `PrunedCache`.
@@ -207,7 +207,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         bounds = visible.key_start, end, scaling, tolerance, largest, bound_scale
         return triton_decode(q, k, v, gates, gate_scale, *bounds).transpose(1, 2), None
     c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
-    k, v = k.contiguous(), v.contiguous()  # for 16-byte loads; views of folded keys are not aligned
+    k, v = k.contiguous(), v.contiguous()  # for 16-byte loads: views of folded keys are not aligned
     stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
     bound = None if largest is None else bound_scale * largest
     return attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound).transpose(1, 2), None

@@ -321,7 +321,7 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
 
 
 def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) -> torch.Tensor:
-    """Apply RMSNorm and an optional output gate, in one pass over memory where `can_fuse` is true.
+    """Apply RMSNorm and an optional output gate. If `can_fuse` is true, this takes one pass over memory.
 
     Args:
         x: (B, T, H, D). Without a gate, x may also be (..., D). This case runs in plain PyTorch.

@@ -269,7 +269,7 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     if config.sliding_window is not None and not compiling and visible.sum(-1).max() > config.sliding_window:
         raise ValueError(
             f"attention_mask lets a token attend to {visible.sum(-1).max()} tokens. With sliding_window="
-            f"{config.sliding_window}, it may attend to the last {config.sliding_window} only."
+            f"{config.sliding_window}, a token may attend to the last {config.sliding_window} only."
         )
     before = torch.where(visible[:, 0] & (key < query), key, -1).amax(-1)  # (1 or B, T)
     predecessor = torch.where(before < 0, -1, before - cached + 1)
@@ -320,8 +320,8 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
     whole = attention_mask is not None or cache is not None or position_ids is None
     if processes > 1 and not whole and (position_ids[:, 0] > 0).any():  # valid in one process: RoPE is relative
         raise ValueError(
-            f"one of {processes} processes has no cache, but its position_ids start at {position_ids[:, 0].max()}. Its "
-            f"input may be {PART_OF_A_ROW} If it is a whole sequence, start its positions at 0."
+            f"without a cache, position_ids start at {position_ids[:, 0].max()} in one of {processes} processes. The input "
+            f"may be {PART_OF_A_ROW} If it is a whole sequence, start its positions at 0."
         )
     cached = 0 if cache is None else check_cache(config, cache, batch, inputs_embeds.device)
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4:

@@ -1,5 +1,5 @@
 # Triton compiles the functions of this file, with tl.constexpr for constants and tl.static_range for unrolled loops.
-"""The Triton kernels of forgetting attention (arXiv 2503.02130, sec. 3 and App. E); triton_fox.py launches them.
+"""The Triton kernels of forgetting attention (arXiv 2503.02130, sec. 3 and App. E). triton_fox.py launches them.
 
     o_i = sum_{start_i <= j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
 

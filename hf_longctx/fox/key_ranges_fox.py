@@ -1,7 +1,7 @@
-"""Padding, packing and a sliding window as one integer per query: the first key that the query attends to.
+"""Padding, packing and a sliding window, described by the first key that each query attends to.
 
-`find_visible_keys` computes this integer for the operator and the model. Adaptive computation pruning (arXiv
-2504.06949) increases it to the first key that has not been forgotten (`prune_kernel` in kernels_fox.py).
+`find_visible_keys` computes this key for the operator and the model. Adaptive computation pruning (arXiv 2504.06949)
+moves it to the first key that is not forgotten (`prune_kernel` in kernels_fox.py).
 """
 
 from typing import NamedTuple
@@ -12,10 +12,11 @@ import torch
 class VisibleKeys(NamedTuple):
     """The keys that the queries of one call attend to. They are the same in every layer of a model.
 
-    key_start: position of the first key that each query attends to, int32, (B or 1, 1, Tq), nondecreasing along a
-        row. A query whose key_start exceeds its own position attends to nothing. None: plain causal attention.
-    end: number of filled key slots. The queries are in the last Tq of them. An int, or a tensor of one element if
-        the number is stored on the device.
+    key_start: position of the first key that each query attends to, int32, (B or 1, 1, Tq). It does not decrease
+        along a row. If it exceeds the query's own position, the query attends to nothing. None: plain causal
+        attention.
+    end: number of filled key slots. The queries are in the last Tq of them. If the number is stored on the device,
+        `end` is a tensor of one element, else an int.
     """
 
     key_start: torch.Tensor | None

@@ -482,7 +482,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
             kwargs: `shift_labels` and `num_items_in_batch` for the loss, and arguments of `FoxModel`.
 
         Returns:
-            `CausalLMOutputWithPast`: logits (B, T, vocabulary) in the model's dtype; the loss, a scalar, fp32.
+            `CausalLMOutputWithPast`. Logits are (B, T, vocabulary) in the model's dtype. The loss is an fp32 scalar.
 
         Raises:
             ValueError: the arguments do not match.

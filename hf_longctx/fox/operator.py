@@ -92,7 +92,7 @@ def forgetting_attention(
             of a padding query is 0.
         cu_seqlens: (N + 1,) integers from 0 to T, boundaries of N sequences packed into one row (B = 1, Tq = Tk).
             Neither attention nor decay crosses a boundary.
-        window: number of most recent positions that a query attends to, including its own; i - j < window.
+        window: number of most recent positions that a query attends to, including its own (i - j < window).
         log_pruning_tolerance: log of the attention weight that a query may lose, at most 0. Pruning skips faded keys
             (arXiv 2504.06949 uses -10).
         backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.

@@ -338,8 +338,8 @@ class PrunedLayer(DynamicLayer):
         removed = abs(int(tokens_to_remove))  # transformers 5.17 passes a tensor
         if removed and self.length - removed < self.dropped_at:
             raise ValueError(
-                f"crop must leave at least {self.dropped_at} tokens, got {self.length - removed}. At this length, the "
-                "cache last dropped tokens. Crop fewer tokens, or use a DynamicCache."
+                f"crop must leave at least {self.dropped_at} tokens, got {self.length - removed}. Tokens were "
+                f"last dropped at length {self.dropped_at}. Crop fewer tokens, or use a DynamicCache."
             )
         super().crop(tokens_to_remove)
         if not removed or not self.is_initialized:
@@ -480,14 +480,14 @@ class StaticPrunedHybridLayer(StaticPrunedLayer, LinearAttentionAndFullAttention
 
 
 def mark_static(*tensors):
-    """Declare that these tensors will keep their addresses, so that CUDA graphs may write to them."""
+    """Declare that these tensors will keep their addresses. CUDA graphs may then write to them."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.mark_static_address(tensor)
 
 
 class PrunedCache(Cache):
-    """A cache that drops faded tokens. The forget gates have reduced their weight below a tolerance::
+    """A cache for a FoX. It drops tokens that the forget gates have faded below a tolerance::
 
         cache = PrunedCache(model, tolerance=1e-4)
         model.generate(**inputs, cache=cache)
@@ -507,7 +507,7 @@ class PrunedCache(Cache):
         tolerance: attention weight that a query may lose in each layer and head, at least 0 and below 1. 0 drops
             nothing. Default: exp(config.log_pruning_tolerance), 4.5e-5 with the default configuration.
         logit_bound: "weights" computes a bound from the weights. It is valid for every input. "observed" computes a
-            bound from the queries and keys so far. Without QK-norm, it drops more tokens.
+            bound from the queries and keys so far. Without QK-norm, "observed" drops more tokens.
         prune_every: number of tokens between two prunings. Pruning copies the remaining tokens. Every head stores up
             to `prune_every` tokens more than it needs.
         max_cache_len: number of tokens that a head of a static cache can store. Choose a multiple of 1024, because
@@ -532,8 +532,8 @@ class PrunedCache(Cache):
         decoder_layers = [module for module in modules if isinstance(module, FoxDecoderLayer)]
         if not decoder_layers:
             raise ValueError(
-                f"`model` must be a FoX of hf_longctx, got {type(model).__name__}. Use a DynamicCache. Or load a FoX "
-                "after `import hf_longctx`."
+                f"`model` must be a FoX of hf_longctx, got {type(model).__name__}. Load a FoX after `import hf_longctx`, "
+                "or use a DynamicCache."
             )
         attentions = [layer.self_attn for layer in decoder_layers]
         config = attentions[0].config
@@ -544,7 +544,7 @@ class PrunedCache(Cache):
         if config.sliding_window is not None:
             raise NotImplementedError(
                 f"a PrunedCache does not support a sliding window, got sliding_window={config.sliding_window}. Use "
-                "DynamicCache(config=model.config), which stores only the tokens in the window."
+                "DynamicCache(config=model.config). It stores only the tokens in the window."
             )
         if tolerance is None:
             if config.log_pruning_tolerance is None:

@@ -105,7 +105,7 @@ def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, in
 
 
 def _empty_output(q: Tensor) -> Tensor:
-    """Allocate (B, H, T, D) in the memory order (B, T, H, D), so that projections read it without a copy."""
+    """Allocate (B, H, T, D) in the memory order (B, T, H, D). Projections then read it without a copy."""
     B, H, T, D = q.shape
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -299,7 +299,7 @@ def launch_decode(
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Return whether to call the custom operator, because PyTorch traces the call or a tensor is not plain."""
+    """Return whether PyTorch traces the call or a tensor is not plain. The custom operator is then called."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -337,7 +337,7 @@ def _operator(launcher, backward=None, save=None):
     if backward is not None and save is not None:
         operator.register_autograd(backward, setup_context=save)
 
-        def forward(ctx, *args):  # faster than a separate `setup_context`, which binds its arguments in each call
+        def forward(ctx, *args):  # faster than a `setup_context`: that binds its arguments in each call
             output = launcher(*args)
             save(ctx, args, output)
             return output
@@ -381,7 +381,7 @@ fox_forward = _operator(launch_forward, backward=_chain_rule, save=_save)
 triton_decode = _operator(launch_decode)
 
 
-# --- attention; the caller has checked the arguments -----------------------------------------------------------------
+# --- attention: the caller has checked the arguments -----------------------------------------------------------------
 
 
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
