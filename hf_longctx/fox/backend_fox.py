@@ -229,7 +229,7 @@ OWN_WIDTH = ("eager", "flex_attention")
 # Backends that compute softmax(scaling * q.k + mask) v exactly, in addition to transformers' FlashAttention wrappers.
 # Others may silently ignore an argument.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-# FlashAttention-4 silently returns wrong query gradients unless head_dim is a multiple of 32
+# If head_dim is not a multiple of 32, FlashAttention-4 silently returns wrong query gradients
 # (Dao-AILab/flash-attention, pull request 2896). In training, folded heads are therefore zero-padded for all versions
 # of FlashAttention except these.
 EXACT_FLASH = ("flash_attention_2", "flash_attention_3")

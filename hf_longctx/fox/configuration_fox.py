@@ -163,8 +163,8 @@ class FoxConfig(PreTrainedConfig):
     def layer_types(self, value):
         if value is not None and value != self.layer_types:
             raise ValueError(
-                f"layer_types must be {self.layer_types} with k_shift={self.k_shift}, v_shift={self.v_shift} and "
-                f"sliding_window={self.sliding_window}, got {value}. Leave layer_types out."
+                f"layer_types must be {self.layer_types}, got {value}. It follows from k_shift={self.k_shift}, "
+                f"v_shift={self.v_shift} and sliding_window={self.sliding_window}. Leave layer_types out."
             )
 
     def _tp_plan(self):
@@ -226,8 +226,8 @@ class FoxConfig(PreTrainedConfig):
             return
         if shortest is None or longest is None or not 0 < shortest <= longest < math.inf:
             raise ValueError(
-                f"decay_time_min and decay_time_max must satisfy 0 < min <= max < inf, in tokens, got {shortest} and "
-                f'{longest}. Set both, e.g. to 2 and 512, or leave both out. forget_gate="fixed" requires them.'
+                f"decay_time_min and decay_time_max must satisfy 0 < min <= max < inf, got {shortest} and "
+                f'{longest}. They count tokens. Set both, e.g. to 2 and 512, or leave both out. forget_gate="fixed" requires them.'
             )
 
     @classmethod

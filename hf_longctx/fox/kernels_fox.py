@@ -283,8 +283,8 @@ def forward_span(
             b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
         # With a running maximum, a weight that dominates its row is exactly 1. With a bound, it is not. Its rounding
-        # error then cancels only if b_l sums the rounded weights. They are rounded as integers: the compiler would
-        # convert bf16 numbers that are used twice in the hardware unit that computes exponentials.
+        # error then cancels only if b_l sums the rounded weights. They are rounded as integers: to convert bf16
+        # numbers that are used twice, the compiler would occupy the hardware unit that computes exponentials.
         if FIXED and not PRODUCTS and b_v.dtype == tl.bfloat16:
             b_bits = b_p.to(tl.uint32, bitcast=True) + 0x8000
             b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # NaN, 0x7FFFFFFF, would wrap to -0

@@ -56,8 +56,8 @@ from .state_fox import DynamicShiftLayer
 
 logger = logging.get_logger(__name__)
 
-# Safety factor of logit_bound="observed". The tolerance holds for logits up to 25 % above the largest observed one, U.
-# In exchange, the left side of (1) must be smaller by a factor of exp(U / 2).
+# Safety factor of logit_bound="observed". The tolerance holds for logits up to 25 % above the largest observed one, M.
+# In exchange, the left side of (1) must be smaller by a factor of exp(M / 2).
 HEADROOM = 1.25
 
 
@@ -554,11 +554,13 @@ class PrunedCache(Cache):
                 )
             tolerance = math.exp(config.log_pruning_tolerance)
         if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
-            raise ValueError(f"tolerance must be an attention weight, at least 0 and below 1, got {tolerance!r}.")
+            raise ValueError(
+                f"tolerance must be at least 0 and below 1, got {tolerance!r}. It is an attention weight."
+            )
         if logit_bound not in ("weights", "observed"):
             raise ValueError(f'logit_bound must be "weights" or "observed", got {logit_bound!r}.')
         if not (isinstance(prune_every, int) and prune_every >= 1):
-            raise ValueError(f"prune_every must be a number of tokens, at least 1, got {prune_every!r}.")
+            raise ValueError(f"prune_every must be an integer of at least 1, got {prune_every!r}. It counts tokens.")
         if not (max_cache_len is None or (isinstance(max_cache_len, int) and max_cache_len > prune_every)):
             raise ValueError(f"max_cache_len must be a number of tokens above {prune_every=}, got {max_cache_len!r}.")
         shift = config.k_shift or config.v_shift

@@ -29,7 +29,7 @@ CONFIG = [
     config("heads and key heads", "must be a multiple of num_key_value_heads", num_key_value_heads=3),
     config("unknown gate", "must be full, bias_only", forget_gate="sigmoid"),
     config("unknown output gate", "must be None, sigmoid", output_gate="tanh"),
-    config("fixed without times", "got None and None. Set both", forget_gate="fixed"),
+    config("fixed without times", "got None and None.*Set both", forget_gate="fixed"),
     config("times upside down", "0 < min <= max", forget_gate="fixed", decay_time_min=8, decay_time_max=2),
     config("shared norm without a norm", "requires qk_norm=True", qk_norm_shared=True),
     config("window of one token", "at least 2 tokens, got 1", sliding_window=1),
