@@ -252,7 +252,7 @@ def forward_span(
 ):  # fmt: skip
     """Update an online softmax with the key blocks from i_from to i_to. These blocks are visible to all rows.
 
-    b_o, b_l and b_m are the output, sum and maximum. They include the decay of each key up to the first row only.
+    b_o, b_l and b_m are the output, sum and maximum. In them, the decay of each key ends at the first row.
 
     The decay from key j to row i has three terms, all at most 0: from j to the end of its key block (p_d); from there
     to the first row (a scalar); and from the first row to i. The last term is the same for all keys, so the caller
