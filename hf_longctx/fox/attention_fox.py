@@ -8,17 +8,17 @@ logits, where `c_t = sum_{l<=t} log f_l`. Softmax is invariant to a constant add
 
 Then `scale * q'.k'_j = scale * q.k_j - c_j`: any kernel computes forgetting attention in linear memory, and any KV
 cache stores the decay with its keys. Each part has eight significant bits, so it is exact in bfloat16, float16 and
-TF32; together, the three represent all 24 bits of a float32. The factor 64 keeps the parts within float16's range as
-long as `|c|` is at most 64 * scale * 65504, which is 5e5 for D = 64.
+TF32. Together, the three parts represent all 24 bits of a float32. Because of the factor 64, the parts stay within
+float16's range if `|c|` is at most 64 * scale * 65504. For D = 64, this limit is 5e5.
 
 The last column adds 0 to the logits and is only needed for the gradient. Let dS be the gradient with respect to the
-logits. The gradient of c_t is (row sum - column sum) of dS at t, and the gradient of log f_t sums it over all later
-positions. Rows of dS sum to 0 up to rounding. Without the last column, the rounding errors of the column sums would
-not cancel and would accumulate over the whole context.
+logits. The gradient of c_t is the row sum of dS at t minus the column sum at t. The gradient of log f_t is the sum of
+the gradients of c from t on. In exact arithmetic, the row sums are 0. In practice, the column sums have rounding
+errors. The last column adds the row sums, and the errors cancel. Without it, they accumulate over the whole context.
 
-Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the exponent has a resolution of 0.008. A kernel that
-returns the gradient of k' in bfloat16 rounds the column sums: the gradient of log f then has an unbiased error of
-1 % to 4 % (T = 512 to 1024; float16 0.3 %, float32 1e-5 to 1e-4).
+Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the exponent has a resolution of 0.008. If a kernel
+returns the gradient of k' in bfloat16, it rounds the column sums. The gradient of log f then has an unbiased error of
+1 % to 4 % (T = 512 to 1024). In float16 the error is 0.3 %, in float32 1e-5 to 1e-4.
 """
 
 from functools import lru_cache
@@ -30,7 +30,7 @@ from torch.autograd.forward_ad import unpack_dual
 
 GATE_PARTS = 3
 GATE_QUERY = 64.0
-# A closed gate has log f = -inf, which would turn `c_i - c_j` into inf - inf, so -120 replaces it. exp(-120) is 0 in
+# A closed gate has log f = -inf, and `c_i - c_j` would be inf - inf. -120 therefore replaces -inf. exp(-120) is 0 in
 # float32. A lower value would cost resolution, because every closed gate adds it to c.
 CLOSED_GATE = -120.0
 # Additive mask values below -1e4 hide a key. They are replaced with float32's minimum, because a decay can be lower
@@ -39,12 +39,12 @@ MASKED = -1e4
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing. torch 2.11 would compile `is_exporting()` to True."""
+    """Return whether `torch.export` is tracing. torch 2.11 compiles `torch.compiler.is_exporting()` to True."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype of an enclosing `torch.autocast`, or None without autocast or on the meta device."""
+    """Return the dtype of an enclosing `torch.autocast`. Without autocast, or on the meta device, return None."""
     if device.type == "meta" or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
@@ -57,7 +57,7 @@ def autocast_inputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def folded_width(head_dim, group, device):
-    """Return the head dimension after folding, with room for the gate parts of `group` query heads per key head."""
+    """Return the head dimension after folding. Each key head stores the gate parts of `group` query heads."""
     multiple = 4 if device.type == "cpu" else 8  # for aligned loads in GPU kernels
     return -(-(head_dim + GATE_PARTS * group + 1) // multiple) * multiple
 
@@ -65,9 +65,9 @@ def folded_width(head_dim, group, device):
 def cumulative_sum(x):
     """Compute the cumulative sum of x along its last dimension.
 
-    Under `torch.use_deterministic_algorithms`, the order of additions depends only on the length; torch.cumsum does
-    not support this for floats on a GPU. Compiled calls sum within chunks and then over the chunk sums, because on
-    CUDA, Inductor of torch 2.11 fails to fuse a longer cumsum.
+    Under `torch.use_deterministic_algorithms`, the order of additions depends only on the length. For floats on a GPU,
+    torch.cumsum does not guarantee this order. On CUDA, Inductor of torch 2.11 fails to fuse a long cumsum. Compiled
+    calls therefore sum within chunks, and then over the chunk sums.
     """
     length = x.shape[-1]
     if length == 1:
@@ -88,8 +88,8 @@ def cumulative_sum(x):
 def running_sum(log_f, position_in_sequence=None):
     """Compute `c`, the cumulative sum of the log gates, (B, H, T) -> (B, H, T) fp32.
 
-    position_in_sequence: (B, T) if sequences are packed. The sum then restarts near 0 in every sequence, so its
-        resolution depends on the sequence length, not on the row length. The offset cancels in the softmax.
+    position_in_sequence: (B, T) if sequences are packed. The sum then restarts in every sequence, at a value near 0.
+        Its resolution depends on the sequence length, not on the row length. The start value cancels in the softmax.
     """
     c = cumulative_sum(log_f)
     if position_in_sequence is None:
@@ -102,7 +102,10 @@ def running_sum(log_f, position_in_sequence=None):
 
 
 def constant_columns(head_dim, heads, gates_per_key, dtype, device):
-    """Return the columns to append to queries, (heads or 1, 1, D' - D), and to keys after the gate parts, 1D."""
+    """Return the columns to append to queries, and the columns to append to keys after the gate parts.
+
+    Shapes: (heads or 1, 1, D' - D) for queries, and 1D for keys.
+    """
     added = folded_width(head_dim, gates_per_key, device) - head_dim
     gates = GATE_QUERY * torch.eye(gates_per_key, dtype=dtype, device=device).repeat_interleave(GATE_PARTS, dim=1)
     query = F.pad(gates, (0, added - gates.shape[1]))[:, None]
@@ -117,7 +120,7 @@ cached_columns = lru_cache(maxsize=64)(constant_columns)  # saves small operatio
 
 
 def columns_for(x, heads, gates_per_key):
-    """Return the `constant_columns` for x, (B, H, T, D), and `heads` query heads; cached if x is a plain tensor."""
+    """Return the `constant_columns` for x, (B, H, T, D). If x is a plain tensor, the result is cached."""
     traced = torch.compiler.is_compiling() or type(x) is not torch.Tensor
     # tensors created inside a torch.func transform must not be cached
     make = constant_columns if traced or torch._C._are_functorch_transforms_active() else cached_columns
@@ -125,17 +128,17 @@ def columns_for(x, heads, gates_per_key):
 
 
 def fold_queries(q, c, scale, gates_per_key):
-    """Append to the queries the columns that multiply the decay in the keys.
+    """Append columns to the queries. They multiply the decay in the keys.
 
     Args:
         q: (B, Hq, T, D).
-        c: cumulative sum of log f at the queries, (B, Hq, T), or (B, Hkv, T) if the query heads of a key head share a
-            gate; fp32. Only its gradient is used.
+        c: cumulative sum of log f at the queries, (B, Hq, T) fp32. If the query heads of a key head share a gate:
+            (B, Hkv, T). Only its gradient is used.
         scale: the factor that the kernel applies to q'.k'.
         gates_per_key: gates per key head: 1, or the number of query heads that share a key head.
 
     Returns:
-        (B, Hq, T, D'). In the added columns, the gate parts of other query heads are multiplied by 0.
+        (B, Hq, T, D'). A query has 0 in the columns for the gate parts of other query heads.
     """
     batch, heads, length, _ = q.shape
     columns = columns_for(q, heads, gates_per_key)[0].expand(batch, heads, length, -1)
@@ -147,9 +150,9 @@ def fold_queries(q, c, scale, gates_per_key):
 
 
 def gate_parts(x):
-    """Split fp32 `x` into three summands of eight significant bits, which are exact in every dtype of keys.
+    """Split fp32 `x` into three summands of eight significant bits.
 
-    Only the first summand propagates gradients to `x`.
+    They are exact in every dtype of keys. Only the first summand propagates gradients to `x`.
     """
     y = x.detach() if x.requires_grad or unpack_dual(x).tangent is not None else x
     first = y.bfloat16().to(y.dtype)
@@ -163,11 +166,11 @@ def fold_keys(k, c, scale):
 
     Args:
         k: (B, Hkv, T, D).
-        c: cumulative sum of log f, (B, H, T), fp32; Hkv divides H.
+        c: cumulative sum of log f, (B, H, T) fp32. Hkv divides H.
         scale: the factor that the kernel applies to q'.k'.
 
     Returns:
-        (B, Hkv, T, D'). The gradient of c flows through the first of its three parts.
+        (B, Hkv, T, D'). The first of the three parts of c propagates the gradient.
     """
     batch, kv_heads, length, _ = k.shape
     group = c.shape[1] // kv_heads
@@ -187,8 +190,8 @@ def unfold_decay(folded_keys, head_dim, group, scale):
 def tree_decay(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """Return the decay of each key for each query: the sum of log f over all later keys that the query attends to.
 
-    The branches of a token tree are therefore independent. Because this decay also depends on the query, it is added
-    to the logits instead of being folded into the keys.
+    The branches of a token tree are therefore independent. This decay also depends on the query, so it is added to the
+    logits instead of being folded into the keys.
 
     Args:
         log_f: log gates of all keys, (B, H, keys), fp32.

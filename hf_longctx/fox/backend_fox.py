@@ -1,8 +1,8 @@
 """Attention backends: transformers' implementations on folded keys, or our Triton kernels.
 
-`attn_implementation="forgetting_triton"` selects the kernels of triton_fox.py. `find_triton_mask` computes once per
-forward pass which keys each query attends to, as one integer per query, and `forgetting_triton_attention` runs the
-kernels in each layer. The kernels receive the gates of new keys as an argument, and read the gates of cached keys from
+`attn_implementation="forgetting_triton"` selects the kernels of triton_fox.py. `find_triton_mask` runs once per
+forward pass. For each query, it computes the first key that the query attends to. `forgetting_triton_attention` runs
+the kernels in each layer. They receive the gates of new keys as an argument. They read the gates of cached keys from
 the folded keys (attention_fox.py).
 """
 
@@ -48,15 +48,15 @@ from .triton_fox import (
 NAME = "forgetting_triton"
 AUTO = "auto"
 # Minimum number of tokens in a batch for which "auto" selects our kernels. On an H200 they are the fastest at 16,384
-# tokens, in training and prefill; at 2048, launching our kernels takes longer than a whole SDPA call.
+# tokens, in training and prefill. At 2048 tokens, launching our kernels takes longer than a whole SDPA call.
 KERNEL_TOKENS = 16384
-# Margin for bfloat16 under QK-norm: normalizing, weighting and rotating each round queries and keys by 2^-8, and the
+# Margin for bfloat16 under QK-norm. Normalizing, weighting and rotating each round queries and keys by 2^-8. The
 # product of the weights is rounded once more.
 ROUNDING = 1.03
 
 
 def choose_implementation(config, x: torch.Tensor, cache=None) -> str:
-    """Return the implementation that `attn_implementation="auto"` selects for one call.
+    """Return the attention implementation that "auto" selects for one call.
 
     Our kernels are selected for training and for prefill of `KERNEL_TOKENS` tokens, on a GPU that supports them.
     SDPA handles everything else: decoding, dropout, torch.func transforms and a static `PrunedCache`.
@@ -93,13 +93,13 @@ def with_implementation(config, name: str) -> Any:
 def find_triton_mask(
     config, inputs_embeds, attention_mask, cache, position_in_sequence=None
 ) -> tuple[bool, VisibleKeys | None]:
-    """Return whether our kernels support the padding of a call, and the keys that each query attends to.
+    """Check whether our kernels support the padding of a call, and find the keys that each query attends to.
 
-    The keys are None for plain causal attention. Later pipeline stages require None, because their cache lacks the
-    first layer, which stores the number of cached keys.
+    The keys are None for plain causal attention. Later pipeline stages require None: the first layer stores the number
+    of cached keys, and their cache does not contain this layer.
 
     Args:
-        config, attention_mask, cache: as in `read_call`; the mask is (B, past + T).
+        config, attention_mask, cache: as in `read_call`. The mask is (B, past + T).
         inputs_embeds: (B, T, hidden).
         position_in_sequence: as in `Call`.
     """
@@ -134,9 +134,9 @@ def logit_bound_of_norms(attention, heads):
     The bound is not cached, because FSDP2 gathers new weights into the same tensor without changing its version.
 
     Returns:
-        (largest, bound_scale): fp32, (heads,) or (1,), computed from the norm weights; and a number. The result is
-        (None, 1.0) without QK-norm, if the norm weights are offloaded, sharded or replaced by an adapter, or if a
-        `PrunedCache` processes only some of the heads.
+        (largest, bound_scale): an fp32 tensor, (heads,) or (1,), computed from the norm weights; and a number. The
+        result is (None, 1.0) in three cases: the model has no QK-norm; the norm weights are offloaded, sharded or
+        replaced by an adapter; or a `PrunedCache` processes only some of the heads.
     """
     config, head_dim, group = attention.config, attention.head_dim, attention.num_key_value_groups
     norms = attention.q_norm, attention.k_norm
@@ -151,7 +151,7 @@ def logit_bound_of_norms(attention, heads):
         return None, 1.0
     q, k = q.view(-1, group, head_dim), k.view(-1, 1, head_dim)
     largest_of = partial(torch.linalg.vector_norm, ord=math.inf, dim=-1, dtype=torch.float32)  # absolute values
-    # RoPE mixes dimensions, so the maxima of q and k may coincide; YaRN and LongRoPE scale q and k
+    # RoPE mixes dimensions, so the maxima of q and k may coincide. YaRN and LongRoPE scale q and k.
     largest = largest_of(q * k) if config.rope_parameters is None else largest_of(q) * largest_of(k)
     return largest.flatten(), ROUNDING * attention.scaling * attention.rotary_gain * head_dim
 
@@ -163,11 +163,11 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
         query, key, value: (B, H, T, D). Keys and values include the cached ones and may be folded.
         attention_mask: result of `find_triton_mask`.
-        log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding; None for a layer without gates.
+        log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding. None: the layer has no gates.
 
     Raises:
-        ImportError, NotImplementedError, ValueError: the kernels do not support this device, dtype or head size,
-            dropout, or a mask that is not from `find_triton_mask`.
+        ImportError, NotImplementedError, ValueError: the device, dtype or head size is not supported; dropout is not
+            0; or the mask is not from `find_triton_mask`.
     """
     if (reason := why_not(module.head_dim, query.dtype, query.device)) is not None:
         raise reason
@@ -175,7 +175,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         raise ValueError(f"attention_dropout must be 0 for {NAME}, got {dropout}. Set it to 0, or use 'sdpa'.")
     if attention_mask is not None and not isinstance(attention_mask, tuple):
         raise NotImplementedError(
-            f"attention_mask must be (B, Tk) with 1 for real tokens for {NAME}, got {tuple(attention_mask.shape)}. Use "
+            f"{NAME} requires attention_mask (B, Tk), 1 for real tokens, got {tuple(attention_mask.shape)}. Use "
             "'sdpa' for a custom mask."
         )
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
@@ -207,7 +207,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         bounds = visible.key_start, end, scaling, tolerance, largest, bound_scale
         return triton_decode(q, k, v, gates, gate_scale, *bounds).transpose(1, 2), None
     c = gates.float().sum(-1).flatten(1, 2).double() * gate_scale  # (B, Hq, Tk)
-    k, v = k.contiguous(), v.contiguous()  # for 16-byte loads; views of folded keys are not aligned
+    k, v = k.contiguous(), v.contiguous()  # for 16-byte loads: views of folded keys are not aligned
     stop = None if visible.key_start is None else find_query_end(visible.key_start, k.shape[2])
     bound = None if largest is None else bound_scale * largest
     return attention_from_sums(q, k, v, c, visible.key_start, stop, scaling, tolerance, bound).transpose(1, 2), None
@@ -218,27 +218,28 @@ if triton is not None:
 
 
 def sdpa_without_cudnn(module, query, key, value, *args, **kwargs):
-    """Run SDPA without cuDNN, which would create a new plan for every sequence length."""
+    """Run SDPA without cuDNN. cuDNN would create a new plan for every sequence length."""
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
         return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
 
 
-# Backends that accept values with a smaller head dimension than keys. SDPA's kernels and FlashAttention-2 do not, and
+# Backends that accept values with a smaller head dimension than keys. SDPA's kernels and FlashAttention-2 do not.
 # transformers (5.23) pads values for all versions of FlashAttention.
 OWN_WIDTH = ("eager", "flex_attention")
 # Backends that compute softmax(scaling * q.k + mask) v exactly, in addition to transformers' FlashAttention wrappers.
 # Others may silently ignore an argument.
 ATTENTION_BACKENDS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-# FlashAttention-4 silently returns wrong query gradients unless head_dim is a multiple of 32
+# If head_dim is not a multiple of 32, FlashAttention-4 silently returns wrong query gradients
 # (Dao-AILab/flash-attention, pull request 2896). In training, folded heads are therefore zero-padded for all versions
 # of FlashAttention except these.
 EXACT_FLASH = ("flash_attention_2", "flash_attention_3")
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Compute softmax(scaling * q.k + mask) v in plain PyTorch; the only backend that returns attention weights.
+    """Compute softmax(scaling * q.k + mask) v in plain PyTorch.
 
-    The logits are float32 for any model dtype, because the decay in folded keys reaches thousands.
+    Only this backend returns attention weights. The logits are always float32, because the decay in folded keys
+    reaches thousands.
     """
     key = key.repeat_interleave(module.num_key_value_groups, dim=1)
     value = value.repeat_interleave(module.num_key_value_groups, dim=1)
@@ -253,9 +254,10 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
 
 
 def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | None):
-    """Fold the decay, continued from the last cached key, into the keys. Return q, k and v, (B, H or Hkv, T, D').
+    """Fold the decay into the keys. Return q, k and v, (B, H or Hkv, T, D').
 
-    Values are not padded to D' if the backend supports narrower values and there is no cache.
+    The decay continues from the last cached key. Values are padded to D', unless the backend supports narrower values
+    and there is no cache.
     """
     # Cast before folding: under autocast, the backend would also round the decay.
     q, k, v = autocast_inputs(q, k, v)
@@ -274,19 +276,19 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
 def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwargs):
     """Compute the attention of the new tokens to all cached and new tokens, with the call's implementation.
 
-    Our kernels take the new gates as an argument. With other backends or a cache, the gates are folded into the keys.
-    Under sequence parallelism, an all-to-all gives each process whole rows for some of the heads (Ulysses, arXiv
-    2309.14509).
+    Our kernels take the new gates as an argument. Other backends read them from folded keys. A cache also stores
+    folded keys. Under sequence parallelism, an all-to-all exchanges tokens for heads (Ulysses, arXiv 2309.14509). Each
+    process then has whole rows, but only some of the heads.
 
     Args:
         module: the `FoxAttention`.
         q, k, v: queries, keys and values of the new tokens, (B, H or Hkv, T, D).
-        log_f: log gates of the new tokens, (B, H or Hkv, T); None for a layer without gates.
+        log_f: log gates of the new tokens, (B, H or Hkv, T). None: the layer has no gates.
         call: the `Call`.
         past: the cached tokens, or None.
 
     Returns:
-        (B, T, H, D) or wider, and attention weights or None.
+        The output, (B, T, H, D) or wider, and attention weights or None.
     """
     if (shard := call.shard) is not None:
         q, k, v = (shard.to_heads(x) for x in autocast_inputs(q, k, v))
@@ -341,7 +343,7 @@ def run_backend(name, module, q, k, v, attention_mask, past: CachedLayer | None 
         attention_function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)
     else:
         raise ValueError(
-            f"attention implementation {name!r} is not known to compute forgetting attention exactly; choose one of "
+            f"attention implementation {name!r} is not known to compute forgetting attention exactly. Choose one of "
             f"{(*ATTENTION_BACKENDS, NAME)}: model.set_attn_implementation('sdpa')."
         )
     if attention_function is flash_attention_forward and name not in EXACT_FLASH and needs_grad(q, k, v):

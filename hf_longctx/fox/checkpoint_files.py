@@ -46,7 +46,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
     """List the tokenizer and generation files in a folder.
 
     Raises:
-        ValueError: a file is a link to a target outside the folder, whose copy could be published by mistake.
+        ValueError: a file is a link to a target outside the folder. The target could be published by mistake.
     """
     files = [path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()]
     for path in files:
@@ -59,7 +59,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
-    """Yield a temporary folder, and rename it to `destination` if the `with` block ends without an error.
+    """Yield a temporary folder. If the `with` block ends without an error, rename the folder to `destination`.
 
     Raises:
         ValueError: `destination` exists and is not an empty folder.
@@ -67,7 +67,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise ValueError(f"{destination} exists and is not an empty folder. Choose another name, or remove it.")
     destination.parent.mkdir(parents=True, exist_ok=True)
-    # in the same file system as the destination, because only then is the rename atomic
+    # in the same file system as the destination: otherwise the rename would not be atomic
     with tempfile.TemporaryDirectory(prefix=f".{destination.name}.", dir=destination.parent) as temporary:
         folder = Path(temporary) / destination.name
         folder.mkdir()
@@ -85,7 +85,7 @@ def open_safetensors(file: Path) -> Iterator:
             yield tensors
     except SafetensorError as error:
         raise ValueError(
-            f"{file} is not a valid safetensors file ({error}); it may be truncated. Download or save it again."
+            f"{file} is not a valid safetensors file ({error}). It may be truncated. Download or save it again."
         ) from error
 
 
@@ -116,7 +116,7 @@ class Checkpoint:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """List the safetensors files of a folder: those in its index, or model.safetensors if there is no index."""
+    """List the safetensors files in the index of a folder. If there is no index, return model.safetensors."""
     names, index = [SAFE_WEIGHTS_NAME], folder / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
         weight_map = read_json(index).get("weight_map", {})

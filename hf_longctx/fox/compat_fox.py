@@ -1,7 +1,7 @@
 """Support for both names of the cache, and for `slice_logits_to_keep` of transformers 5.23.
 
-transformers 5.24 renamed `past_key_values` to `cache` in models, masks and outputs. FoX uses the new name, and accepts
-and returns both names with every version since 5.15.
+transformers 5.24 renamed `past_key_values` to `cache` in models, masks and outputs. FoX uses the new name. With every
+version since 5.15, FoX accepts and returns both names.
 """
 
 import functools
@@ -21,7 +21,7 @@ try:
 except ImportError:
 
     def slice_logits_to_keep(hidden_states, logits_to_keep):
-        """Return the hidden states of the last `logits_to_keep` positions, 0 for all, or of the given positions."""
+        """Return the hidden states of the last `logits_to_keep` positions (0: all), or at a tensor of positions."""
         last = isinstance(logits_to_keep, int)
         return hidden_states[:, slice(-logits_to_keep, None) if last else logits_to_keep]
 
@@ -32,7 +32,7 @@ CACHE = "cache" if "cache" in {f.name for f in fields(BaseModelOutputWithPast)} 
 def accept_both_names(function: Callable) -> Callable:
     """Let a function with an argument `cache` also accept `past_key_values`, with transformers' own warning.
 
-    Before transformers 5.24, `generate` uses the old name, so the signature shows that name and no warning is issued.
+    Before transformers 5.24, `generate` uses the old name. The signature then shows the old name, without a warning.
     """
     if CACHE == "cache":
         return deprecation.deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(function)
@@ -44,7 +44,7 @@ def accept_both_names(function: Callable) -> Callable:
 
 
 def adapt(function: Callable) -> Callable:
-    """Let a transformers function accept and return both names, as it does since 5.24."""
+    """Let a function of transformers accept and return both names. Since 5.24, transformers does this itself."""
     return function if CACHE == "cache" else rename_cache(function, "cache", CACHE)
 
 

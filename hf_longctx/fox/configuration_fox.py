@@ -20,7 +20,7 @@ REPAIR = (
     "--local-dir FOLDER`, then `hf-longctx push FOLDER REPO`)."
 )
 
-# When a saved folder is loaded, this file comes first, so the warning about an untested version precedes any failure.
+# A saved folder loads this file first, so the warning about an untested version precedes any failure.
 require_version(f"transformers>={OLDEST}", "FoX does not support older versions. Run: pip install -U transformers")
 if tuple(map(int, transformers.__version__.split(".")[:2])) > TESTED[1]:
     # all copies of this file share this logger and message, so the warning appears once
@@ -39,38 +39,38 @@ class FoxConfig(PreTrainedConfig):
     Other fields are as in `LlamaConfig`.
 
     Args:
-        max_position_embeddings: training context length; not a limit without RoPE.
+        max_position_embeddings: training context length. Without RoPE, it is not a limit.
         intermediate_size: width of the MLP. Default 8/3 hidden_size, rounded up to a multiple of 256.
-        num_key_value_heads: key and value heads, each shared by num_attention_heads / num_key_value_heads query heads.
-            Default num_attention_heads.
+        num_key_value_heads: number of key and value heads. Each is shared by num_attention_heads / num_key_value_heads
+            query heads. Default num_attention_heads.
         forget_gate_per_kv_head: share a forget gate among the query heads of a key head. Default: one per query head.
         head_dim: size of each head. Default hidden_size / num_attention_heads.
         forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
             initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
-        decay_time_min: initial decay time in tokens of the fastest head. Decay times are log-spaced over the heads, so
-            that the weights of head h fade by a factor e in T_h tokens (Appendix D). Required for "fixed": 2 ** (8 /
-            H) and 2 ** 8 give the slopes of ALiBi if the number of heads H is a power of two. Default: learned gates
-            start half open, with a decay time of 1.4 tokens, as in the paper. These gates learn slowly on a small
-            corpus.
+        decay_time_min: initial decay time in tokens of the fastest head. Decay times are log-spaced over the heads.
+            The weights of head h fade by a factor e in T_h tokens (Appendix D). Required for "fixed". If the number of
+            heads H is a power of two, decay_time_min = 2 ** (8 / H) and decay_time_max = 2 ** 8 give the slopes of
+            ALiBi. Default: learned gates start half open, with a decay time of 1.4 tokens, as in the paper. These
+            gates learn slowly on a small corpus.
         decay_time_max: initial decay time of the slowest head.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
         qkv_bias: a bias on the query, key and value projections, as in Qwen2.
         qk_norm: RMSNorm on queries and keys, per head. `qk_norm_shared` shares one weight vector across the heads, as
             the released checkpoints do. `qk_norm_eps` is its epsilon.
-        output_gate: activation of an output gate, a projection of the input that multiplies the attention output:
-            "sigmoid", "silu" or None.
+        output_gate: activation of the output gate: "sigmoid", "silu" or None. The gate is a projection of the input.
+            It multiplies the attention output.
         output_norm: RMSNorm per head on the attention output, before the output gate.
         k_shift: data-dependent token shift on keys (eq. 14).
         v_shift: data-dependent token shift on values.
         sliding_window: number of tokens that a token attends to, including itself. Default None: all earlier tokens.
-        log_pruning_tolerance: log of the attention weight on faded keys that `attn_implementation="forgetting_triton"`
-            may skip per query (arXiv 2504.06949, which uses -10). At most 0. None disables pruning; other
-            implementations never prune.
+        log_pruning_tolerance: log of the attention weight that a query may lose, at most 0. Up to this weight,
+            `attn_implementation="forgetting_triton"` skips faded keys (arXiv 2504.06949 uses -10). None disables
+            pruning. Other implementations never prune.
 
     Raises:
-        ValueError: a value is out of range or contradicts another; or a name is not a field (names in saved
-            configurations are not checked).
+        ValueError: a value is out of range or contradicts another; or a name is not a field. Names in saved
+            configurations are not checked.
     """
 
     model_type = "fox"
@@ -152,7 +152,7 @@ class FoxConfig(PreTrainedConfig):
     @property
     def layer_types(self):
         """The layer types from which transformers creates a cache, derived from the other fields."""
-        # The token shift is a one-token convolution, which transformers caches in a "hybrid" layer.
+        # The token shift is a one-token convolution. transformers caches it in a "hybrid" layer.
         if self.k_shift or self.v_shift:
             layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
         else:
@@ -163,14 +163,14 @@ class FoxConfig(PreTrainedConfig):
     def layer_types(self, value):
         if value is not None and value != self.layer_types:
             raise ValueError(
-                f"layer_types must be {self.layer_types} with k_shift={self.k_shift}, v_shift={self.v_shift} and "
-                f"sliding_window={self.sliding_window}, got {value}. Leave layer_types out."
+                f"layer_types must be {self.layer_types}, got {value}. It follows from k_shift={self.k_shift}, "
+                f"v_shift={self.v_shift} and sliding_window={self.sliding_window}. Leave layer_types out."
             )
 
     def _tp_plan(self):
         """Return the tensor-parallel plan for the modules that exist. It splits every layer by heads."""
         learned = {"full": ["weight", "bias"], "bias_only": ["bias"]}
-        # Shift weights and gate are not nn.Linear: "packed_colwise" computes the heads of one rank and sums the
+        # Shift weights and gate are not nn.Linear. "packed_colwise" computes the heads of one rank, and sums the
         # gradients of the input.
         modules = [
             ("f_proj", self.forget_gate != "none", "packed_colwise", learned.get(self.forget_gate, [])),
@@ -193,10 +193,10 @@ class FoxConfig(PreTrainedConfig):
         return plan | {f"layers.*.mlp.{name}": style for name, style in mlp.items()}
 
     def validate_architecture(self):
-        """Raise ValueError if a field is out of range or contradicts another; also called by `@strict`."""
+        """Raise ValueError if a field is out of range or contradicts another. `@strict` also calls this method."""
         if not getattr(self, "is_causal", True):
             raise ValueError(
-                "is_causal must be True, because forget gates require causal attention, got False. Leave it unset."
+                "is_causal must be True, got False. Forget gates require causal attention. Leave it unset."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -207,8 +207,8 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(f"sliding_window must be None or at least 2 tokens, got {self.sliding_window}.")
         if (share := (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)) != 1:
             raise ValueError(
-                f"partial_rotary_factor must be 1, got {share}: FoX rotates whole heads, like Llama in transformers, but "
-                "vLLM would rotate only a part. Leave it out."
+                f"partial_rotary_factor must be 1, got {share}. FoX always rotates whole heads. vLLM would "
+                "rotate only a part of each head. Leave it out."
             )
         if self.forget_gate not in ("full", "bias_only", "fixed", "none"):
             raise ValueError(f"forget_gate must be full, bias_only, fixed or none, got {self.forget_gate!r}.")
@@ -216,8 +216,8 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(f"output_gate must be None, sigmoid or silu, got {self.output_gate!r}.")
         if self.log_pruning_tolerance is not None and not self.log_pruning_tolerance <= 0:
             raise ValueError(
-                f"log_pruning_tolerance must be at most 0, the log of a weight, got {self.log_pruning_tolerance}. None "
-                "disables pruning."
+                f"log_pruning_tolerance must be at most 0, got {self.log_pruning_tolerance}. It is the log of a "
+                "weight. None disables pruning."
             )
         if self.qk_norm_shared and not self.qk_norm:
             raise ValueError("qk_norm_shared=True requires qk_norm=True, got qk_norm=False. Set both.")
@@ -226,8 +226,8 @@ class FoxConfig(PreTrainedConfig):
             return
         if shortest is None or longest is None or not 0 < shortest <= longest < math.inf:
             raise ValueError(
-                f"decay_time_min and decay_time_max must satisfy 0 < min <= max < inf, in tokens, got {shortest} and "
-                f'{longest}. Set both, e.g. to 2 and 512, or leave both out; forget_gate="fixed" requires them.'
+                f"decay_time_min and decay_time_max must satisfy 0 < min <= max < inf, got {shortest} and "
+                f'{longest}. They count tokens. Set both, e.g. to 2 and 512, or leave both out. forget_gate="fixed" requires them.'
             )
 
     @classmethod

@@ -1,6 +1,6 @@
 """Lossless converters between FoX and other implementations of the same architecture.
 
-Each implementation has one table of names, which is used in both directions. `convert_folder.py` converts files.
+Each implementation has one table of names for both directions. `convert_folder.py` converts files.
 """
 
 import copy
@@ -134,8 +134,8 @@ def from_official(state_dict: dict[str, torch.Tensor], config_dict: dict) -> Fox
         authors' implementation.
 
     Raises:
-        ValueError: FoX does not support the configuration, or tensors are missing or unknown or have another shape.
-            The message lists all such tensors.
+        ValueError: FoX does not support the configuration; or tensors are missing, are unknown or have another shape.
+            The message lists these tensors.
     """
     return build(read_config("official", config_dict), OFFICIAL_MODULES, state_dict)
 
@@ -154,18 +154,18 @@ def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxFo
     Args:
         model: the model with its language-modelling head. It is copied, not modified.
         decay_time: number of tokens in which a gate forgets by a factor e. Default: 1e5 * max_position_embeddings, so
-            an attention logit changes by at most 1e-5 over the whole context. We measured the change of the model's
-            fp32 logits with four layers and 2048 tokens: 5e-7 with initial weights; 1.4e-4 with weights 10 times
-            larger, whose logits reach 9; and 1e-3 with weights 25 times larger, whose logits reach 20. The gradient of
-            a gate is proportional to 1 / decay_time. To train the gates from the first step, choose about ten times
+            an attention logit changes by at most 1e-5 over the whole context. With four layers and 2048 tokens, we
+            measured these changes of the model's fp32 logits. With initial weights: 5e-7. With weights 10 times
+            larger: 1.4e-4 (logits up to 9). With weights 25 times larger: 1e-3 (logits up to 20). The gradient of a
+            gate is proportional to 1 / decay_time. To train the gates from the first step, choose about ten times
             max_position_embeddings, and accept a larger change.
 
     Returns:
         The model in the dtype and on the device of `model`, in evaluation mode, with its generation settings.
 
     Raises:
-        ValueError: the model belongs to another family, has biases in the output projection or the MLP, has a sliding
-            window in only some layers, or has an unsupported RoPE.
+        ValueError: the model belongs to another family; the output projection or the MLP has biases; only some layers
+            have a sliding window; or the RoPE is not supported.
     """
     config = read_llama_config(model.config.to_dict(), decay_time)
     fox = build(config, LLAMA_MODULES, model.state_dict())
@@ -181,7 +181,7 @@ def to_official(model: FoxForCausalLM) -> tuple[dict[str, torch.Tensor], dict]:
         (state_dict, config_dict) for the authors' implementation. Tensors share memory with the model where possible.
 
     Raises:
-        ValueError: the authors' implementation does not support features of the model, which the message lists.
+        ValueError: the authors' implementation does not support some features of the model. The message lists them.
     """
     return export_state_dict("official", model)
 
@@ -250,8 +250,8 @@ def tensors_of_others(
 def check_tensors(
     config: FoxConfig, shapes: dict[str, tuple[int, ...]], state_dict: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raise a ValueError that lists all tensors that are missing or unknown or whose shape is not as in `shapes`."""
-    # Old Llama checkpoints contain RoPE frequencies, which the configuration determines.
+    """Compare tensors with `shapes`. Raise a ValueError that lists missing and unknown tensors and wrong shapes."""
+    # Old Llama checkpoints also contain RoPE frequencies. The configuration determines these.
     names = {name for name in state_dict if not name.endswith("rotary_emb.inv_freq")}
     problems = [f"missing: {name}" for name in shapes.keys() - names]
     problems += [
@@ -273,7 +273,7 @@ def check_tensors(
 def correspondence(config, modules):
     """Return {name: shape} for FoX, {name: shape} for the other implementation, and {FoX name: location}.
 
-    A location is (name, first row, end row) in the other implementation, or None for a new forget gate.
+    A location is (name, first row, end row) in the other implementation. The location of a new forget gate is None.
     """
     with torch.device("meta"):
         ours = {name: tuple(tensor.shape) for name, tensor in FoxForCausalLM(config).state_dict().items()}
@@ -335,7 +335,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
     """Convert a FoxConfig to a configuration of the implementation `kind`. Inverse of `read_config`.
 
     Raises:
-        ValueError: the implementation does not support the values of some fields, which the message lists.
+        ValueError: the implementation does not support the values of some fields. The message lists these fields.
     """
     layout = LAYOUTS[kind][0]
     rope = config.rope_parameters or {}
@@ -373,7 +373,7 @@ def write_config(kind: str, config: FoxConfig) -> dict:
 
 
 def read_llama_config(config_dict: dict, decay_time: float | None = None) -> FoxConfig:
-    """Convert the configuration of a model of `LLAMA_FAMILY` to a FoxConfig with a forget gate per query head."""
+    """Convert the configuration of a `LLAMA_FAMILY` model to a FoxConfig with one forget gate per query head."""
     model_type = config_dict.get("model_type")
     if model_type not in LLAMA_FAMILY:
         raise ValueError(f"model_type must be one of {LLAMA_FAMILY} for conversion to FoX, got {model_type!r}.")

@@ -47,13 +47,13 @@ def convert_folder(
         destination: folder to create. If it exists, it must be empty.
         source_format: "fox", "official" (the authors' implementation), "fla" (flash-linear-attention) or "llama" (the
             Llama, Mistral, Qwen2 and Qwen3 families).
-        destination_format: "fox"; for `source_format="fox"`, "official" or "fla".
+        destination_format: "fox". If `source_format` is "fox": "official" or "fla".
         decay_time: as in `from_llama`. Requires `source_format="llama"`.
 
     Raises:
-        ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are missing
-            or unknown or have another shape; the index names a file outside the source folder; a tokenizer file
-            is a link to a file outside it; or the destination is not empty.
+        ValueError: a file is corrupt, truncated or missing; the configuration cannot be converted; tensors are
+            missing, are unknown or have another shape; the index names a file outside the source folder; a tokenizer
+            file links to a file outside this folder; or the destination is not empty.
         OSError: a file cannot be read or written.
     """
     source, destination = Path(source), Path(destination)
@@ -81,7 +81,7 @@ def write_folder(
     destination_format: str,
     decay_time: float | None,
 ) -> None:
-    """Write the converted weights and configuration to `folder`; arguments are as in `convert_folder`."""
+    """Write the converted weights and configuration to `folder`. Arguments are as in `convert_folder`."""
     if destination_format == "fox" and source_format in FORMATS:
         if decay_time is not None and source_format != "llama":
             raise ValueError(f"decay_time={decay_time} requires a model without gates ('llama'). Leave it out.")
@@ -116,7 +116,7 @@ def write_folder(
 
 
 def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
-    """Return the memory-mapped tensors of a folder, keyed by name, and the size of the largest file in bytes."""
+    """Return the memory-mapped tensors of a folder by name, and the size of the largest file in bytes."""
     checkpoint = Checkpoint(source)
     tensors = {name: checkpoint.read(name) for name in checkpoint.files}
     if unknown := {x.dtype for x in tensors.values() if x.ndim} - set(DTYPES.values()):
@@ -125,6 +125,6 @@ def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
 
 
 def dtype_of(config_dict: dict, tensors: dict[str, torch.Tensor]) -> torch.dtype:
-    """Return the dtype in the configuration or, if it does not contain one, the `common_dtype` of the tensors."""
+    """Return the dtype in the configuration. If there is none, return the `common_dtype` of the tensors."""
     name = str(config_dict.get("dtype", config_dict.get("torch_dtype")))
     return DTYPES.get(name) or common_dtype(x.dtype for x in tensors.values())

@@ -1,6 +1,6 @@
 """Fused norms, token shift and output gate of FoX, each in one pass over memory.
 
-`fused_norm` is a norm followed by the output gate; `fused_heads` is QK-norm preceded by the token shift:
+`fused_norm` is a norm, followed by the output gate. `fused_heads` is QK-norm, preceded by the token shift:
 
     z_t = x_t + a_t (x_{t-1} - x_t)          y = w * z / sqrt(mean(z^2) + eps) * act(g)
 
@@ -239,7 +239,7 @@ def describe(x, weight, gate, k, predecessor, activation):
 
 
 def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation, dtype):
-    """Run the forward kernel. Return y, the new keys and the new values; the last two are None if k is None."""
+    """Run the forward kernel. Return y, the new keys and the new values. If k is None, the last two are None."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     y = torch.empty_like(x, dtype=dtype)
     new_k, new_v = (None if k is None else torch.empty_like(k) for _ in range(2))
@@ -255,7 +255,7 @@ def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, succe
 def launch_fused_norm_backward(
     gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
-    """Run the backward kernel. Return the gradients of the tensors from x to share, None for absent tensors."""
+    """Run the backward kernel. Return the gradients of the arguments `x` to `share`, None for absent tensors."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
     H, D = x.shape[2:]
@@ -273,7 +273,7 @@ def launch_fused_norm_backward(
 
 
 class FusedNorm(Function):
-    """Autograd function of the fused kernels. Traced and second derivatives are computed from `as_defined`."""
+    """Autograd function of the fused kernels. A traced or differentiated backward pass uses `as_defined`."""
 
     @staticmethod
     def forward(ctx, *arguments):
@@ -298,15 +298,15 @@ class FusedNorm(Function):
 
 @lru_cache(maxsize=64)
 def has_kernels(device: torch.device) -> bool:
-    """Return whether the kernels run on this device, which must be an NVIDIA GPU that `why_not` accepts."""
+    """Return whether the kernels run on this device. It must be an NVIDIA GPU, and `why_not` must accept it."""
     return device.type == "cuda" and why_not(1, device=device) is None
 
 
 def can_fuse(*tensors: torch.Tensor) -> bool:
     """Return whether the fused kernels support a call with these tensors. The first one must be (B, T, ...).
 
-    The kernels require a GPU, and a call that PyTorch neither traces nor transforms. Calls of at most `DECODE_ROWS`
-    tokens return False, because for so few tokens, plain PyTorch is faster than launching a kernel.
+    The tensors must be on a GPU, and PyTorch must neither trace nor transform the call. For at most `DECODE_ROWS`
+    tokens, the result is False: plain PyTorch is then faster than launching a kernel.
     """
     x = tensors[0]
     return (
@@ -321,19 +321,19 @@ def can_fuse(*tensors: torch.Tensor) -> bool:
 
 
 def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) -> torch.Tensor:
-    """Apply RMSNorm and an optional output gate, in one pass over memory where `can_fuse` is true.
+    """Apply RMSNorm and an optional output gate. If `can_fuse` is true, this takes one pass over memory.
 
     Args:
-        x: (B, T, H, D). Without a gate, x may also be (..., D); this case runs in plain PyTorch.
-        weight: norm weight, (D,), or (H * D,) for separate weights per head.
+        x: (B, T, H, D). Without a gate, x may also be (..., D). This case runs in plain PyTorch.
+        weight: norm weight, (D,); or, for separate weights per head, (H * D,).
         gate: (B, T, H * D). The normalized x is multiplied by activation(gate).
         activation: "sigmoid" or "silu".
 
     Returns:
-        A tensor of the shape of x, in the autocast dtype or else the dtype of x.
+        A tensor of the shape of x, in the autocast dtype. Without autocast, in the dtype of x.
     """
     tensors = [y for y in (x, weight, gate) if y is not None]
-    # For hidden states, which are not 4D, PyTorch's own kernel is faster, because it has less host overhead.
+    # Hidden states are not 4D. For them, PyTorch's own kernel is faster, because it has less host overhead.
     if x.ndim != 4 or weight.numel() not in (x.shape[-1], x.shape[-2] * x.shape[-1]) or not can_fuse(*tensors):
         return norm_as_defined(x, weight, eps, gate, activation)
     gate = None if gate is None else gate.contiguous().view(x.shape)
@@ -343,13 +343,13 @@ def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) 
 
 
 def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, successor=None):
-    """Shift keys and values, and normalize queries and keys, in one pass over memory. `can_fuse` must be true.
+    """Shift keys and values and normalize queries and keys, in one pass over memory. `can_fuse` must be true.
 
     Args:
         q: (B, T, Hq, D).
         k, v: (B, T, Hkv, D), in the dtype of q.
-        q_weight, k_weight: norm weights, both (D,); or (Hq * D,) and (Hkv * D,) for separate weights per head.
-        share: (B, T, 2 Hkv) fp32, the weight of the previous token in the shift of each key head and each value head.
+        q_weight, k_weight: norm weights, both (D,); or, for separate weights per head, (Hq * D,) and (Hkv * D,).
+        share: (B, T, 2 Hkv) fp32, the weight of the previous token for each key head and each value head.
         predecessor, successor: as in `Call`. Pass both of them or neither.
     """
     q_weight, k_weight = (weight.view(-1, q.shape[-1]) for weight in (q_weight, k_weight))

@@ -1,8 +1,8 @@
 """Parse and check the arguments of a call, once for all layers.
 
-`read_call` turns the arguments of `FoxModel.forward` into a `Call` for all layers. Mistakes that would otherwise be
-silent raise an error. Values are checked on the CPU only, because reading them from a GPU would stall every step.
-Compiled calls are not checked.
+`read_call` turns the arguments of `FoxModel.forward` into a `Call` for all layers. It raises an error for mistakes
+that would otherwise go unnoticed. Values are checked on the CPU only, because reading them from a GPU would stall
+every step. Compiled calls are not checked.
 """
 
 import difflib
@@ -22,14 +22,14 @@ from .state_fox import Call
 
 
 NO_QUANTIZED_CACHE = (
-    "FoX cannot use a quantized cache: the cumulative sum of its gates is stored in the keys and would be rounded with "
-    "them. Omit cache_implementation, or use 'static' or 'offloaded'."
+    "FoX cannot use a quantized cache: the keys contain the cumulative sum of the gates, and this sum would be rounded. "
+    "Omit cache_implementation, or use 'static' or 'offloaded'."
 )
 # Known arguments of the model. transformers does not reject unknown ones.
 NAMES = {"input_ids", "attention_mask", "position_ids", "cache", "inputs_embeds", "labels", "use_cache"}
 NAMES |= {"past_key_values", "logits_to_keep", *TransformersKwargs.__annotations__}
 PART_OF_A_ROW = (
-    "a shard of a sequence under context or sequence parallelism. FoX does not support it, because the gates of one shard "
+    "a shard of a sequence under context or sequence parallelism. FoX does not support such shards: the gates of one shard "
     "would not fade the keys of earlier shards. Use `hf-longctx train --sequence-parallel N`."
 )
 
@@ -48,19 +48,19 @@ def read_call(
     """Check the arguments of a call and convert them to a `Call`.
 
     Args:
-        config: the `FoxConfig`; its attention implementation must not be "auto".
-        inputs_embeds: (B, T, hidden), or (B, t, hidden) with a shard.
-        attention_mask: (B, past + T), a 4D mask as in `read_tree_mask`, the result of `create_masks_for_generate`, or
-            None.
+        config: the `FoxConfig`. Its attention implementation must not be "auto".
+        inputs_embeds: (B, T, hidden). With a shard: (B, t, hidden).
+        attention_mask: one of: a mask (B, past + T); a 4D mask as in `read_tree_mask`; the result of
+            `create_masks_for_generate`; None.
         position_ids: (1 or B, T) or None.
         cache: a `Cache` or None.
-        shard: describes which part of each row is in `inputs_embeds`; None if rows are whole.
+        shard: the part of each row that is in `inputs_embeds`. None: rows are whole.
         cu_seq_lens_q, seq_idx: boundaries of packed sequences, as in `find_sequences`.
         kwargs: arguments for other parts of the model.
 
     Raises:
         ValueError: tokens, mask, positions and cache do not match; or packed rows have padding or a cache.
-        NotImplementedError: FoX does not support this cache in such a call.
+        NotImplementedError: FoX does not support this type of cache with these arguments.
     """
     if shard is not None:  # the checks use only the shape of the whole rows
         inputs_embeds = inputs_embeds.detach()[:, :1].expand(-1, shard.size * inputs_embeds.shape[1], -1)
@@ -81,11 +81,11 @@ def read_call(
         if sequences is not None:
             if token_mask is not None or cache is not None:
                 raise ValueError(
-                    "packed documents (restarting position ids, cu_seq_lens_q or seq_idx) support neither a cache, "
-                    "which cannot separate them, nor an attention_mask that hides tokens. Omit cache and "
-                    "attention_mask; label padding after the documents with -100."
+                    "packed documents (restarting position ids, cu_seq_lens_q or seq_idx) do not support a cache or an "
+                    "attention_mask that hides tokens. A cache cannot separate documents. Omit cache and "
+                    "attention_mask. Put padding after the documents, with label -100."
                 )
-            attention_mask = cache = None  # the mask is all ones; the cache is empty while compiling
+            attention_mask = cache = None  # the mask is all ones, and the cache is empty while compiling
         name, mask = create_attention_mask(config, inputs_embeds, attention_mask, cache, sequences)
 
     if config.k_shift or config.v_shift:
@@ -122,9 +122,9 @@ def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) 
 
 
 def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
-    """Return which of the last `length` tokens of a mask (B, past + T) are real, (B, T) bool; None if all are.
+    """Return the last `length` columns of a mask (B, past + T) as bool. If all their tokens are real, return None.
 
-    We do not use transformers' `create_recurrent_attention_mask`, which assumes that a single token is never padding.
+    transformers' `create_recurrent_attention_mask` would assume that a single token is never padding.
     """
     if attention_mask is None:
         return None
@@ -133,13 +133,14 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
 
 
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> tuple[str, Any]:
-    """Return the attention implementation of a call, and the mask in its format. A `PrunedCache` drops tokens first.
+    """Return the attention implementation of a call, and the mask in the format of this implementation.
 
-    The implementation is the config's. If our kernels do not support the padding, it is SDPA.
+    If our kernels do not support the padding, the implementation is SDPA, else the config's. Before the mask is
+    created, a `PrunedCache` drops tokens.
     """
     if hasattr(cache, "make_room"):  # a `PrunedCache`
         cache.make_room(inputs_embeds.shape[1])
-        if cache.is_compileable:  # mask only new tokens: the cache stores which cached ones are padding
+        if cache.is_compileable:  # mask only new tokens, because the cache stores which cached tokens are padding
             attention_mask = None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
             cache = None
     if config._attn_implementation == NAME:
@@ -161,26 +162,26 @@ def find_sequences(
     cu_seq_lens_q: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return the position of each token within its packed sequence, (B, T); None if no row is packed.
+    """Return the position of each token within its packed sequence, (B, T). If no row is packed, return None.
 
-    A collator's `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) marks the starts of sequences; without them, a sequence
-    starts where position ids do not increase. Compiled calls cannot read values and assume, like transformers, that
-    position ids without a mask are packed.
+    A collator's `cu_seq_lens_q` (N + 1,) or `seq_idx` (B, T) marks the starts of sequences. Without them, a sequence
+    starts where position ids do not increase. Compiled calls cannot read values. If they get position ids but no mask,
+    they assume that sequences are packed, as transformers does.
     """
     compiling = torch.compiler.is_compiling()
     if cu_seq_lens_q is not None:
         ends = not compiling and (cu_seq_lens_q[0] != 0 or cu_seq_lens_q[-1] != length)
         if batch > 1 or ends or (not compiling and (cu_seq_lens_q.diff() < 0).any()):
             raise ValueError(
-                "cu_seq_lens_q must increase from 0 to the length of the row and requires a batch of one with packed "
-                f"documents, got an input of {(batch, length)} tokens and {cu_seq_lens_q.tolist()}."
+                "cu_seq_lens_q must increase from 0 to the length of a row, and requires a batch of one, got "
+                f"{cu_seq_lens_q.tolist()} for an input of {(batch, length)} tokens."
             )
         starts = torch.zeros(length + 1, dtype=torch.bool, device=device)
         starts = starts.index_fill(0, cu_seq_lens_q.to(device, torch.long), True)[None, :-1]
     elif seq_idx is not None:
         if seq_idx.shape != (batch, length):
             raise ValueError(
-                f"seq_idx must be {(batch, length)}, the document index of each token, got {tuple(seq_idx.shape)}."
+                f"seq_idx must be {(batch, length)}, got {tuple(seq_idx.shape)}. It is the document index of each token."
             )
         starts = F.pad(seq_idx.to(device).diff(dim=1) != 0, (1, 0), value=True)
     elif position_ids is None or length == 1 or (compiling and token_mask is not None):
@@ -201,9 +202,9 @@ def find_sequences(
             if wrong.any():
                 row, t = wrong.nonzero()[-1].tolist()
                 raise ValueError(
-                    "position_ids must increase within a document, and all documents of a row must start at the same "
-                    f"position, 0 or more, got {position_ids[row, t]} at token {t} of row {row}, whose first is "
-                    f"{first[row, 0]}. Mark padding with 0 in attention_mask."
+                    "position_ids must increase within a document. All documents of a row must start at the same "
+                    f"position, 0 or more. Row {row} starts at {first[row, 0]}, but token {t} has position "
+                    f"{position_ids[row, t]}. Mark padding with 0 in attention_mask."
                 )
     if not compiling and position_ids is not None and (cu_seq_lens_q, seq_idx) != (None, None):
         restarts = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)).to(device)
@@ -223,8 +224,9 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
 
     Args:
         config: the `FoxConfig`.
-        mask: (1 or B, 1, T, keys): boolean, True for visible keys, or floating, 0 for visible keys and the dtype's
-            minimum for others. `keys` counts the cache after this call, including free slots of a static cache.
+        mask: (1 or B, 1, T, keys). A boolean mask is True for visible keys. A floating mask is 0 for visible keys and
+            the dtype's minimum for others. `keys` counts the cache after this call, with the free slots of a static
+            cache.
         batch, length: B and T.
         cache: a `Cache` or None.
 
@@ -232,49 +234,49 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
         The boolean mask, and `Call.predecessor`, (1 or B, T): the last earlier token that each token attends to.
 
     Raises:
-        ValueError: shape, dtype or values are wrong; a token attends to a later one, or beyond the sliding window; or
-            the model has a token shift and a new token continues a cached token other than the last one.
+        ValueError: shape, dtype or values are wrong; a token attends to a later token, or beyond the sliding window;
+            or, in a model with a token shift, a new token follows a cached token that is not the last one.
         NotImplementedError: the cache is a `PrunedCache`.
     """
     if hasattr(cache, "make_room"):  # a `PrunedCache`
         raise NotImplementedError(
-            f"a {type(cache).__name__} has dropped tokens assuming that all gates apply, so it does not support a 4D "
-            "attention_mask. Use DynamicCache(config=model.config)."
+            f"a {type(cache).__name__} does not support a 4D attention_mask. It drops tokens under the assumption that "
+            "all gates apply. Use DynamicCache(config=model.config)."
         )
     cached, keys, offset = 0, length, 0
     if cache is not None:
         cached, (keys, offset) = cache.get_seq_length(), cache.get_mask_sizes(length, 0)
     if tuple(mask.shape) not in ((batch, 1, length, keys), (1, 1, length, keys)):
         raise ValueError(
-            f"a 4D attention_mask must be {(batch, 1, length, keys)}, one row of keys per new token and the same for all "
-            f"heads, got {tuple(mask.shape)}."
+            f"a 4D attention_mask must be {(batch, 1, length, keys)}, got {tuple(mask.shape)}. It has one row of keys per "
+            "new token, the same for all heads."
         )
     compiling, additive = torch.compiler.is_compiling(), mask.is_floating_point()
     values = compiling or not additive or ((mask == 0) | (mask < MASKED)).all()
     if not values or not (additive or mask.dtype == torch.bool):
         raise ValueError(
-            f"a 4D attention_mask must be boolean (True for visible keys) or additive (0 for visible keys, "
-            f"torch.finfo(dtype).min for others), got {mask.dtype}. Convert a mask of 1 and 0: mask.bool()."
+            f"a 4D attention_mask must be boolean or additive, got {mask.dtype}. True or 0 marks visible keys. False or "
+            "torch.finfo(dtype).min marks others. Convert a mask of 1 and 0: mask.bool()."
         )
     visible = mask > MASKED if additive else mask
     key = torch.arange(keys, device=mask.device) + offset
     query = torch.arange(length, device=mask.device)[:, None] + cached  # (T, 1)
     if not compiling and (visible & (key > query)).any():
         raise ValueError(
-            "attention_mask must be causal, because forget gates act on the past, but a token attends to a later one. "
+            "attention_mask must be causal, but a token attends to a later one. Forget gates act on the past only. "
             "Hide the keys above the diagonal: mask.tril()."
         )
     if config.sliding_window is not None and not compiling and visible.sum(-1).max() > config.sliding_window:
         raise ValueError(
-            f"attention_mask must hide all but the last {config.sliding_window} tokens (sliding_window), got a token that "
-            f"attends to {visible.sum(-1).max()}."
+            f"attention_mask lets a token attend to {visible.sum(-1).max()} tokens. With sliding_window="
+            f"{config.sliding_window}, a token may attend to the last {config.sliding_window} only."
         )
     before = torch.where(visible[:, 0] & (key < query), key, -1).amax(-1)  # (1 or B, T)
     predecessor = torch.where(before < 0, -1, before - cached + 1)
     if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
-            "attention_mask continues a cached token other than the last one, but the token-shift state is cached for the "
-            "last one alone. Pass the branch and all tokens after the last cached one in one call."
+            "in attention_mask, a new token follows a cached token that is not the last one. The token-shift state is "
+            "cached for the last token only. End the cache at that token, and pass all later tokens in one call."
         )
     return visible, predecessor
 
@@ -288,9 +290,9 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
         static = any(hasattr(layer, "max_cache_len") for layer in cache.layers)
         if static or config.sliding_window is not None:
             raise NotImplementedError(
-                "FoX cannot be exported with a static cache, whose keys have no room for the decay, or with a cache and "
-                "a sliding window, whose tokens transformers counts outside the graph. Export it with a DynamicCache "
-                "and sliding_window=None, or without a cache: use_cache=False."
+                "FoX cannot be exported with a static cache: its keys have no room for the decay. FoX cannot be exported "
+                "with both a cache and a sliding window: transformers counts the tokens outside the graph. Export FoX "
+                "with a DynamicCache and sliding_window=None, or without a cache: use_cache=False."
             )
     if torch.compiler.is_compiling():
         return
@@ -298,30 +300,28 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
         if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             raise ValueError(f"{name!r} is not an argument of this model; did you mean {closest[0]!r}?")
     if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
-        raise ValueError(
-            "is_causal must be True, because forget gates require causal attention, got False. Leave it unset."
-        )
+        raise ValueError("is_causal must be True, got False. Forget gates require causal attention. Leave it unset.")
     for function in (F.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)):
         package = getattr(function, "__module__", None) or ""
         if package.startswith(("torch.distributed", "deepspeed")):
             raise ValueError(f"{package} has replaced the attention, so each process has {PART_OF_A_ROW}")
     if inputs_embeds.ndim != 3:
         raise ValueError(
-            f"inputs_embeds must be (B, T, {config.hidden_size}), got {tuple(inputs_embeds.shape)}. Pass a single sequence "
-            "of ids as input_ids[None]."
+            f"inputs_embeds must be (B, T, {config.hidden_size}), got {tuple(inputs_embeds.shape)}. If you have a single "
+            "sequence of ids, pass input_ids[None]."
         )
     batch, length = inputs_embeds.shape[:2]
     if position_ids is not None and tuple(position_ids.shape) not in ((batch, length), (1, length)):
         raise ValueError(
-            f"position_ids must be {(batch, length)} or {(1, length)} for {batch} rows of {length} tokens, got "
-            f"{tuple(position_ids.shape)}. Leave it out to continue from the cached tokens."
+            f"position_ids must be {(batch, length)} or {(1, length)}, got {tuple(position_ids.shape)}. To continue from "
+            "the cached tokens, leave it out."
         )
     processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     whole = attention_mask is not None or cache is not None or position_ids is None
     if processes > 1 and not whole and (position_ids[:, 0] > 0).any():  # valid in one process: RoPE is relative
         raise ValueError(
-            f"position_ids start at {position_ids[:, 0].max()} without a cache, in one of {processes} processes. This may "
-            f"be {PART_OF_A_ROW} Start the positions of a whole sequence at 0."
+            f"without a cache, position_ids start at {position_ids[:, 0].max()} in one of {processes} processes. The input "
+            f"may be {PART_OF_A_ROW} If it is a whole sequence, start its positions at 0."
         )
     cached = 0 if cache is None else check_cache(config, cache, batch, inputs_embeds.device)
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim == 4:
@@ -329,8 +329,8 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
     shape = (batch, length if cached is None else cached + length)
     if attention_mask.ndim != 2 or (cached is not None and attention_mask.shape != shape):
         raise ValueError(
-            f"attention_mask must be {shape}, with a column for each of {cached} cached and {length} new tokens, 1 for "
-            f"tokens and 0 for padding, got {tuple(attention_mask.shape)}."
+            f"attention_mask must be {shape}, got {tuple(attention_mask.shape)}. It has a column for each of the {cached} "
+            f"cached and {length} new tokens: 1 for real tokens, 0 for padding."
         )
     if attention_mask.device.type == "cpu":
         others = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
@@ -342,11 +342,11 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
 
 
 def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
-    """Return the number of tokens in a cache, or None if the number is stored on a GPU.
+    """Return the number of tokens in a cache. If this number is stored on a GPU, return None.
 
     Raises:
         TypeError: the cache is not a decoder cache.
-        ValueError: the cache does not match the model, or its first layer was filled by another model or batch.
+        ValueError: the cache does not match the model; or another model or batch filled the first layer.
         NotImplementedError: the cache is quantized.
     """
     kind, repair = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."
@@ -366,8 +366,8 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         marker = head_dim + GATE_PARTS * config.gates_per_key  # column of a folded key that contains `GATE_QUERY`
         if keys.shape[::3] != (batch, width) or (readable and keys[0, 0, 0, marker] != GATE_QUERY):
             raise ValueError(
-                f"this {kind} must contain the keys of a FoX, with (rows, width) = {(batch, width)}, got "
-                f"{(keys.shape[0], keys.shape[3])}, or keys without the decay. It was filled by another model, for another batch, or by PEFT's prefix "
+                f"this {kind} must contain FoX keys with the decay, of (rows, width) = {(batch, width)}, got keys of "
+                f"{(keys.shape[0], keys.shape[3])}. It was filled by another model, for another batch, or by PEFT's prefix "
                 f"tuning. {repair} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
             )
     if (config.k_shift or config.v_shift) and not hasattr(layer, "conv_states"):

@@ -1,21 +1,21 @@
 # Triton compiles the functions of this file, with tl.constexpr for constants and tl.static_range for unrolled loops.
-"""The Triton kernels of forgetting attention (arXiv 2503.02130, sec. 3 and App. E); triton_fox.py launches them.
+"""The Triton kernels of forgetting attention (arXiv 2503.02130, sec. 3 and App. E). triton_fox.py launches them.
 
     o_i = sum_{start_i <= j <= i} softmax_j(scale * q_i.k_j + c_i - c_j) v_j,        c_t = sum_{l <= t} log f_l
 
 Design:
 
-* **One integer per query instead of a mask.** Under causality, padding on either side, packed sequences, a sliding
-  window and adaptive computation pruning, query i attends to the keys start_i ... i. The kernels read start_i. The
-  dk/dv pass reads the transpose: for each key, the position after the last query that attends to it.
+* **One integer per query instead of a mask.** Query i attends to the keys start_i ... i. This covers causality,
+  padding on either side, packed sequences, a sliding window and adaptive computation pruning. The kernels read
+  start_i. The dk/dv pass reads the transpose: for each key, the position after the last query that attends to it.
 * **The decay is exact at any length.** c is summed in float64 and split into an fp32 pair c + e, in units of log 2.
-  Only differences of c are used, so c_i - c_j has the rounding error of the difference, not of c.
+  Only differences of c are used. The rounding error is therefore relative to c_i - c_j, not to c.
 * **Each program writes its own output block.** There are no atomics, and the cumulative sum has a fixed order, so
   results are bitwise deterministic.
 
-Prefixes of names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. A row is a query, and
-its index is the index of the key at the same position, so query pointers are moved back by Tk - Tq rows. Logits are in
-units of log 2, because exp2 is one hardware instruction. D is `head_dim`, and BD is D rounded up to a power of two.
+Prefixes of names: p_ pointer, o_ offsets, m_ mask, b_ block in registers, i_ index, s_ stride. A row is a query. Rows
+are numbered like keys, so the first query has index Tk - Tq. Query pointers are moved back by Tk - Tq rows. Logits are
+in units of log 2, because exp2 is one hardware instruction. D is `head_dim`, and BD is D rounded up to a power of two.
 """
 
 from __future__ import annotations  # leaves tl.constexpr unevaluated if Triton is not installed
@@ -30,7 +30,7 @@ try:
 
     jit = triton.jit
     # These arguments change with the sequence length T. Triton would recompile a kernel specialized on them, for
-    # instance at every step of generation. `rows_of` informs the compiler which number divides the strides.
+    # example at every step of generation. `rows_of` tells the compiler which number divides the strides.
     _STRIDES = (
         "qb qh qt kb kh kt vb vh vt ob oh ot dob doh dot dqb dqh dqt dkb dkh dkt dvb dvh dvt xb xh xg xt fb fh sb sh w"
     )
@@ -43,8 +43,8 @@ try:
     # query's own key then weighs at least 2^-84 before normalization. Weights below 2^-126 underflow in fp32. The sum
     # of 2^18 such weights is at most 2^-24 of the denominator, and the sum of 2^20 at most 2^-22.
     MAX_FIXED = tl.constexpr(42.0)
-    # Triton's interpreter (3.3 to 3.9) multiplies bf16 operands as integers, and truncates when it casts fp32 to bf16.
-    # `dot` and `narrow` work around these bugs.
+    # Triton's interpreter (3.3 to 3.9) multiplies bf16 operands as integers. It truncates fp32 to bf16. `dot` and
+    # `narrow` work around these bugs.
     INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes"))
 except ImportError:  # without Triton (CPU wheel, Windows), a call raises the error of `why_not` in triton_fox.py
     triton, INTERPRETED = None, SimpleNamespace(value=False)
@@ -73,7 +73,7 @@ def narrow(b_x, dtype: tl.constexpr):
 
 @jit
 def number(x):
-    """Cast a float argument to fp32. Inductor passes it as float64, and float64 logits would be many times slower."""
+    """Cast a float argument to fp32. Inductor passes float64, and float64 logits would be many times slower."""
     return tl.cast(x, tl.float32)
 
 
@@ -81,8 +81,9 @@ def number(x):
 def rows_of(p_x, i_b, i_h, past, s_b, s_h, s_t, W: tl.constexpr):
     """Return the pointer to a head, moved back by `past` rows, and the stride of its rows.
 
-    W is the number of elements in a 16-byte load if it divides all strides, else 1. `// W * W` makes this visible to
-    the compiler, which by itself only detects multiples of 16. Rows of folded keys are 72 or 136 elements apart.
+    W is the number of elements in a 16-byte load if this number divides all strides, else 1. `// W * W` tells the
+    compiler that strides are multiples of W. By itself, it only detects multiples of 16. Rows of folded keys are 72 or
+    136 elements apart.
     """
     s_b, s_h, s_t = s_b // W * W, s_h // W * W, s_t // W * W
     return p_x + i_b * s_b + i_h * s_h - past * s_t, s_t
@@ -135,7 +136,7 @@ def store_tokens(p_x, b_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
 
 @jit
 def decay(c_i, e_i, c_j, e_j):
-    """Return c_i - c_j with the rounding error of the difference: the fp32 pair c + e has about 48 bits."""
+    """Return c_i - c_j. The fp32 pair c + e has about 48 bits, so the error is relative to c_i - c_j, not to c."""
     return (c_i - c_j) + (e_i - e_j)
 
 
@@ -160,8 +161,8 @@ def unpack(b_pair):
 def key_range(p_start, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
     """Return (start, begin, full, diagonal, end) for the BM queries from i_row on.
 
-    start, [BM], is start_i of each query. The queries attend to keys in [begin, end). Key blocks of BN keys in
-    [full, diagonal) are visible to all of these queries and need no mask.
+    start, [BM], is start_i of each query. The queries attend to keys in [begin, end). Blocks of BN keys in
+    [full, diagonal) are visible to all of these queries, and do not need a mask.
     """
     o_i = i_row + tl.arange(0, BM)
     if BOUNDED:
@@ -183,10 +184,10 @@ def running_sum_kernel(
     p_f, p_query_end, p_dc, p_y, s_fb, s_fh, s_ft, s_sb, s_sh, H, T,
     BT: tl.constexpr, BOUNDED: tl.constexpr, BACKWARD: tl.constexpr,
 ):  # fmt: skip
-    """Compute c, the float64 cumulative sum of log f of one head; with BACKWARD, the gradient of log f from dc.
+    """Compute c, the float64 cumulative sum of log f of one head. With BACKWARD, get the gradient of log f from dc.
 
-    The log f of a key to which no query attends, such as padding, counts as 0, and a log f below GATE_FLOOR counts as
-    GATE_FLOOR. The order of additions depends only on T, which torch.cumsum on a GPU does not guarantee.
+    If no query attends to a key (padding), its log f counts as 0. A log f below GATE_FLOOR counts as GATE_FLOOR. The
+    order of additions depends only on T. torch.cumsum on a GPU does not guarantee this.
     """
     i_bh = tl.cast(tl.program_id(0), tl.int64)
     p_f += i_bh // H * s_fb + i_bh % H * s_fh
@@ -217,8 +218,8 @@ def running_sum_kernel(
 def split_sum_kernel(p_y, p_c, p_e, p_d, p_g, Tk, scale, BT: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr):
     """Split the float64 cumulative sum y into an fp32 pair c + e, in units of log 2.
 
-    Also compute d, the decay from each key to the last key of its block of BN keys. With PARTS, also compute g: rows
-    of 16 bf16 numbers, of which the first three add up to d / (scale log2(e)) and the others are 0.
+    Also compute d, the decay from each key to the last key of its block of BN keys. With PARTS, compute g, too: 16
+    bf16 numbers per key. The first three add up to d / (scale log2(e)), and the others are 0.
     """
     n_t = tl.cdiv(Tk, BT)
     i_bh = tl.cast(tl.program_id(0) // n_t, tl.int64)
@@ -249,16 +250,16 @@ def forward_span(
     b_o, b_l, b_m, b_q, p_k, p_v, p_c, p_e, p_d, p_g, c_row, e_row, i_from, i_to, s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, FIXED: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Add the key blocks from i_from to i_to, which are visible to all rows, to an online softmax.
+    """Update an online softmax with the key blocks from i_from to i_to. These blocks are visible to all rows.
 
-    b_o, b_l and b_m are the output, sum and maximum. They include the decay of each key up to the first row only.
+    b_o, b_l and b_m are the output, sum and maximum. In them, the decay of each key ends at the first row.
 
-    The decay from key j to row i has three terms, all at most 0: from j to the end of its key block (p_d), from there
-    to the first row (a scalar), and from the first row to i. The last term is the same for all keys, so the caller
+    The decay from key j to row i has three terms, all at most 0: from j to the end of its key block (p_d); from there
+    to the first row (a scalar); and from the first row to i. The last term is the same for all keys, so the caller
     adds it.
 
-    With FIXED, b_m is a bound on all logits instead of a running maximum, which saves work per logit. With PRODUCTS
-    and FIXED, the tensor cores add the decay and sum the weights.
+    With FIXED, b_m is a bound on all logits instead of a running maximum. This saves work per logit. With PRODUCTS and
+    FIXED, the tensor cores add the decay and sum the weights.
     """
     o_p = tl.arange(0, 16)[None, :]
     b_three = tl.where(o_p < 3, tl.full([BM, 16], 1.0, tl.float32), 0.0).to(tl.bfloat16)  # adds the three parts of d
@@ -281,9 +282,9 @@ def forward_span(
             b_p = tl.exp2(b_s - b_m_new[:, None])
             b_l, b_o, b_m = b_l * b_alpha, b_o * b_alpha[:, None], b_m_new
         b_v = load_rows(p_v, i_k, 0, 0, s_vt, D, BN, BD, False)  # [BN, BD]
-        # With a running maximum, a weight that dominates its row is exactly 1. With a bound it is not, and its
-        # rounding error cancels only if b_l sums the rounded weights. They are rounded as integers, because the
-        # compiler would convert a bf16 number that is used twice with the hardware unit that computes exponentials.
+        # With a running maximum, a weight that dominates its row is exactly 1. With a bound, it is not. Its rounding
+        # error then cancels only if b_l sums the rounded weights. They are rounded as integers: to convert bf16
+        # numbers that are used twice, the compiler would occupy the hardware unit that computes exponentials.
         if FIXED and not PRODUCTS and b_v.dtype == tl.bfloat16:
             b_bits = b_p.to(tl.uint32, bitcast=True) + 0x8000
             b_bits = tl.minimum(b_bits, 0x7FC00000) & 0xFFFF0000  # NaN, 0x7FFFFFFF, would wrap to -0
@@ -305,7 +306,7 @@ def forward_masked_span(
     s_kt, s_vt, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
-    """Add the key blocks from i_from to i_to, which are masked for some rows, to an online softmax.
+    """Update an online softmax with the key blocks from i_from to i_to. These blocks are masked for some rows.
 
     b_o, b_l and b_m are the output, sum and maximum. They include the full decay of each key up to each row.
     """
@@ -344,7 +345,7 @@ def forward_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, KNOWN: tl.constexpr,
     BS: tl.constexpr, W: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the output o of one query block, and lse, the natural log of the softmax denominator.
+    """Compute the output o of one query block. Also compute lse, the natural log of the softmax denominator.
 
     lse is -inf for a row without visible keys. With KNOWN, p_bound contains an upper bound of |scale * q.k| for each
     head. Masked blocks are processed BS keys at a time, because the decay of every pair needs more registers.
@@ -455,12 +456,12 @@ def dq_kernel(
 ):  # fmt: skip
     """Compute dq of one block of queries, and the part of dc that comes from queries.
 
-    p_rows receives a pair of numbers per row for `dkdv_kernel`: the decay since the first row of its aligned block of
-    BR rows, minus lse; and delta = rowsum(do * o).
+    p_rows receives two numbers per row for `dkdv_kernel`. The first is the decay minus lse. This decay is counted from
+    the first row of the aligned block of BR rows. The second is delta = rowsum(do * o).
 
-    With dS = p * (do.v - delta), the part of dc that comes from queries is the row sums of dS, which are 0 in exact
-    arithmetic. They are added nevertheless, because delta contains the rounding error of o. The error of row i then
-    affects only the gates of keys that row i has not forgotten, not all gates before i.
+    Let dS = p * (do.v - delta). The part of dc that comes from queries is the row sums of dS. In exact arithmetic,
+    they are 0. The kernel adds them because delta contains the rounding error of o. The error of row i then affects
+    only the gates of keys that row i has not forgotten, not all gates before i.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -562,10 +563,11 @@ def dkdv_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, BS: tl.constexpr,
     W: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk, dv and the part of dc from the keys of one block, summed over the query heads of its key head.
+    """Compute dk and dv of one block of keys, and the part of dc that comes from these keys.
 
-    G, the number of query heads per key head, is not an argument. Inductor would compile G = 1 as a constant and
-    remove the loop over heads. In the machine code for Hopper, each product would then wait for the previous one.
+    All are summed over the query heads of the key head. Their number, G, is not an argument: Inductor would compile
+    G = 1 as a constant and remove the loop over heads. In the machine code for Hopper, each product would then wait
+    for the previous one.
 
     Masked blocks are processed BS queries at a time, because the decay of every pair needs more registers.
     """
@@ -573,7 +575,7 @@ def dkdv_kernel(
     i_bh = tl.program_id(0) // n_n
     i_b, i_hk = tl.cast(i_bh // n_groups, tl.int64), tl.cast(i_bh % n_groups, tl.int64)
     G = Hq // n_groups
-    i_col = tl.program_id(0) % n_n * BN  # the oldest keys, which have the most queries, start first
+    i_col = tl.program_id(0) % n_n * BN  # the oldest keys start first, because they have the most queries
     i_last = tl.minimum(i_col + BN, Tk) - 1
     past = tl.cast(Tk - Tq, tl.int64)
     p_k, s_kt = rows_of(p_k, i_b, i_hk, 0, s_kb, s_kh, s_kt, W)
@@ -633,7 +635,7 @@ def dkdv_kernel(
 
 @jit
 def decay_parts(p_i, p_j, s_xp, gate_scale, m_i, m_ij, P: tl.constexpr):
-    """Return the decay between positions i and j in fp32, from c stored as P parts or as one float64 number.
+    """Return the decay between positions i and j in fp32. c is stored as P parts, or as one float64 number.
 
     Parts are subtracted one by one, because c_i - c_j is small even if c is large.
     """
@@ -654,15 +656,14 @@ def prune_kernel(
     Tq, Tk, Hq, G, n_rows, gate_scale, bound_scale, tolerance,
     BR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr, ENDS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the first key that each row must read, (B, Hq, Tq), by adaptive computation pruning (arXiv 2504.06949).
+    """Adaptive computation pruning (arXiv 2504.06949): find the first key that each row must read, (B, Hq, Tq).
 
-    A block of BN keys that ends at e is dropped for the BM queries that start at r if the decay c_r - c_e is below
+    Take a block of BN keys that ends at e, and a block of BM queries that starts at r. The queries skip the keys if
 
-        tolerance - 2 bound_scale p_bound - log Tk,
+        c_r - c_e < tolerance - 2 bound_scale p_bound - log Tk.
 
-    so that a row loses at most the weight e^tolerance. c decreases, so the dropped blocks are the first ones, and
-    bisection finds their number, which does not decrease along the rows. With NaN, nothing is dropped. A program
-    processes BR rows.
+    A row then loses at most the weight e^tolerance. c decreases, so the first blocks are dropped. Bisection finds
+    their number. It does not decrease along the rows. With NaN, nothing is dropped. A program processes BR rows.
     """
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
@@ -703,10 +704,10 @@ def decode_kernel(
 ):  # fmt: skip
     """Compute attention of the G * Tq query rows of a key head over one of n_split equal parts of their visible keys.
 
-    With ONE_DECAY, there is one new token and its query heads share a gate, so a key has the same decay in all rows.
+    With ONE_DECAY, there is one new token, and its query heads share a gate. All rows then have the same decays.
 
-    The range of visible keys is read on the device: pruning determines its start, and p_end its end in a cache with
-    free slots. The same launch therefore works for every step, and its programs get equal parts of the range.
+    The range of visible keys is read on the device. Pruning determines its start. In a cache with free slots, p_end
+    contains its end. The same launch therefore works for every step, and all programs get equal parts of the range.
     """
     n_r = tl.cdiv(G * Tq, BM)
     i_r = tl.program_id(0) % n_r  # programs with consecutive ids read the same keys

@@ -1,7 +1,7 @@
-"""Padding, packing and a sliding window as one integer per query: the first key that the query attends to.
+"""Padding, packing and a sliding window, described by the first key that each query attends to.
 
-`find_visible_keys` computes this integer for the operator and the model. Adaptive computation pruning (arXiv
-2504.06949) increases it to the first key that has not been forgotten (`prune_kernel` in kernels_fox.py).
+`find_visible_keys` computes this key for the operator and the model. Adaptive computation pruning (arXiv 2504.06949)
+moves it to the first key that is not forgotten (`prune_kernel` in kernels_fox.py).
 """
 
 from typing import NamedTuple
@@ -10,12 +10,13 @@ import torch
 
 
 class VisibleKeys(NamedTuple):
-    """The keys that the queries of one call attend to, the same in every layer of a model.
+    """The keys that the queries of one call attend to. They are the same in every layer of a model.
 
-    key_start: position of the first key that each query attends to, int32, (B or 1, 1, Tq), nondecreasing along a
-        row. A query whose key_start exceeds its own position attends to nothing. None: plain causal attention.
-    end: number of filled key slots. The queries are in the last Tq of them. An int, or a tensor of one element if
-        the number is stored on the device.
+    key_start: position of the first key that each query attends to, int32, (B or 1, 1, Tq). It does not decrease
+        along a row. If it exceeds the query's own position, the query attends to nothing. None: plain causal
+        attention.
+    end: number of filled key slots. The queries are in the last Tq of them. If the number is stored on the device,
+        `end` is a tensor of one element, else an int.
     """
 
     key_start: torch.Tensor | None
@@ -46,7 +47,7 @@ def find_visible_keys(
         end: number of filled key slots, an integer tensor (1,) or (). Default: Tk.
 
     Returns:
-        The visible keys, or None if padding lies between real tokens, which the kernels do not support. Compiled calls
+        The visible keys. If padding lies between real tokens, None: the kernels do not support this. Compiled calls
         cannot return None, and fail instead.
     """
     compiling = torch.compiler.is_compiling()
@@ -76,10 +77,11 @@ def find_visible_keys(
 
 
 def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
-    """Return for each key the position after the last query that attends to it, int32, (b, h, Tk).
+    """For each key, find the last query that attends to it. Return the position after this query, (b, h, Tk) int32.
 
-    key_start: as in `VisibleKeys`, (b, h, Tq). If no query attends to a key, the result is at most the key's own
-        position.
+    If no query attends to a key, the result is at most the key's own position.
+
+    key_start: as in `VisibleKeys`, (b, h, Tq).
     """
     keys = torch.arange(Tk, device=key_start.device, dtype=torch.int32).expand(*key_start.shape[:2], Tk)
     count = torch.searchsorted(key_start.contiguous(), keys.contiguous(), right=True, out_int32=True)
@@ -87,7 +89,7 @@ def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
 
 
 def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
-    """Return a bound on |scale * q.k|, (B, Hq), from the largest norms of queries and keys that are not padding."""
+    """Return a bound on |scale * q.k|, (B, Hq), from the largest norms of queries and keys, without padding."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if key_start is not None:  # padding may contain any value

@@ -1,9 +1,9 @@
 """The Forgetting Transformer, FoX (Lin et al. 2025, arXiv 2503.02130).
 
-A pre-norm decoder with softmax attention whose keys fade by a data-dependent forget gate, one scalar per head and
-token. It does not need a positional encoding. FoX (LLaMA) is the plain block; FoX (Pro) adds QK-norm, an output gate
-and norm, and a token shift on keys and values. The gate is folded into the keys (attention_fox.py), so every attention
-backend, cache and generation method of transformers works unchanged.
+FoX is a pre-norm decoder with softmax attention. A data-dependent forget gate, one scalar per head and token, fades
+the keys. FoX does not need a positional encoding. FoX (LLaMA) is the plain block. FoX (Pro) adds QK-norm, an output
+gate and norm, and a token shift on keys and values. The gate is folded into the keys (attention_fox.py). Every
+attention backend, cache and generation method of transformers therefore works unchanged.
 """
 
 import math
@@ -67,10 +67,10 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backwa
 
 
 def are_ours(*modules: nn.Module | None) -> bool:
-    """Return whether a kernel can use the weights of `modules`: all are unmodified instances of classes in this file.
+    """Return whether all `modules` are unmodified instances of classes in this file.
 
-    Hub kernels and tensor parallelism replace the `forward` method, and adapters replace the whole module. Compiled
-    calls return False.
+    Only then can a kernel use their weights. Hub kernels and tensor parallelism replace the `forward` method, and
+    adapters replace the whole module. Compiled calls return False.
     """
     return not torch.compiler.is_compiling() and all(
         type(module) in (FoxRMSNorm, FoxHeadRMSNorm, FoxShiftWeight)
@@ -97,7 +97,7 @@ class FoxForgetGate(nn.Module):
     """Log gates log f_t = log sigmoid(w.x_t + b): (B, T, hidden) -> (B, H or Hkv, T), fp32.
 
     It is not an `nn.Linear`, so that quantizers and adapters skip it: errors of a gate accumulate over the context.
-    For the same reason the bias is added in fp32; bfloat16 would round the decay time of an open gate by 6 %.
+    For the same reason, the bias is added in fp32. bfloat16 would round the decay time of an open gate by 6 %.
     """
 
     def __init__(self, config: FoxConfig):
@@ -194,7 +194,7 @@ class FoxAttention(nn.Module):
         return self.output(x, o), weights
 
     def shift_and_norm(self, x, q, k, v, call: Call, past: CachedLayer | None):
-        """Mix each key and value with the previous one, a_t prev + (1 - a_t) cur (eq. 14), and apply QK-norm."""
+        """Apply the token shift, a_t prev + (1 - a_t) cur (eq. 14), to keys and values; and apply QK-norm."""
         norms: Any = (self.q_norm, self.k_norm)
         share, before = self.shift_weights(x, k), None if past is None else past.token_before(k)
         fused = before is None and call.shard is None and (call.predecessor is None) == (call.successor is None)
@@ -215,7 +215,7 @@ class FoxAttention(nn.Module):
         return new
 
     def shift_weights(self, x, k):
-        """Return the shift weights of keys and values, (B, T, 2 Hkv) fp32; 0 if there is no shift."""
+        """Return the shift weights of keys and values, (B, T, 2 Hkv) fp32. Without a shift, they are 0."""
         projections: Any = (self.k_shift_proj, self.v_shift_proj)
         if are_ours(*projections):
             return narrow_linear(x, torch.cat([proj.weight for proj in projections])).float().sigmoid()
@@ -282,7 +282,7 @@ class FoxPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _can_compile_fullgraph = True
-    # With True, vLLM would assume that attention is a function of q, k and v, and drop the gate.
+    # With True, vLLM would assume that attention is a function of q, k and v. It would drop the gate.
     _supports_attention_backend = False
     _can_record_outputs = {"hidden_states": FoxDecoderLayer, "attentions": FoxAttention}
 
@@ -294,7 +294,7 @@ class FoxPreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         """Raise an error if Triton is requested but unavailable, or if vLLM's backend for transformers models is used.
 
-        "auto" is returned unchanged, because each call resolves it.
+        "auto" is returned unchanged: each call resolves it.
         """
         if requested_attention == "vllm":
             raise ValueError(
@@ -310,9 +310,10 @@ class FoxPreTrainedModel(PreTrainedModel):
     @staticmethod
     @accept_both_names
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
-        """Return a dict: the mask, keyed by its attention implementation, and which of the T tokens are real.
+        """Return a dict with two entries: the mask, and the token mask.
 
-        `attn_implementation="auto"` is resolved here. A 4D mask is returned unchanged.
+        The key of the mask is the name of its attention implementation. The token mask is True for the real ones of
+        the T tokens. `attn_implementation="auto"` is resolved here. A 4D mask is returned unchanged.
         """
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
@@ -369,16 +370,16 @@ class FoxModel(FoxPreTrainedModel):
         """Return the final hidden states of all tokens.
 
         Args:
-            input_ids: (B, T), int64; exclusive with `inputs_embeds`.
+            input_ids: (B, T), int64. Pass either `input_ids` or `inputs_embeds`.
             inputs_embeds: (B, T, hidden).
             attention_mask: (B, past + T), 1 for a token and 0 for padding; or a 4D mask, (B, 1, T, past + T).
                 Default None: every token is real.
             position_ids: (1 or B, T), for RoPE. A restart begins a new packed document. Default None: they continue
                 from the cached tokens.
-            cache: a `Cache`; this call appends its tokens.
-            use_cache: create and return a cache; ignored in training.
+            cache: a `Cache`. This call appends its tokens.
+            use_cache: create and return a cache. Ignored in training.
             shard: as in `Call`. The tokens are then a shard of each row, and `position_ids` belong to whole rows.
-            kwargs: `cu_seq_lens_q` or `seq_idx`, the boundaries of packed documents, and arguments of transformers.
+            kwargs: the boundaries of packed documents (`cu_seq_lens_q` or `seq_idx`), and arguments of transformers.
 
         Raises:
             ValueError: the arguments do not match.
@@ -398,7 +399,7 @@ class FoxModel(FoxPreTrainedModel):
         if config._attn_implementation == AUTO and not isinstance(attention_mask, dict):  # resolved if it is a dict
             config = with_implementation(config, choose_implementation(config, inputs_embeds, cache))
         call = read_call(config, inputs_embeds, attention_mask, position_ids, cache, shard=shard, **kwargs)
-        # A cache cannot separate packed documents. Compiled calls only assume that their rows are packed.
+        # A cache cannot separate packed documents. In compiled calls, packing is only an assumption.
         if use_cache and cache is None and (call.position_in_sequence is None or torch.compiler.is_compiling()):
             cache = DynamicCache(config=self.config)
         if cache is not None:
@@ -423,7 +424,7 @@ class FoxModel(FoxPreTrainedModel):
 
 
 class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
-    """FoX with a language-modelling head. It shifts the labels, which are token ids, and ignores -100."""
+    """FoX with a language-modelling head. Labels are token ids. The model shifts them, and ignores -100."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
@@ -446,7 +447,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         return shape[0], folded_width(self.config.head_dim, self.config.gates_per_key, self.device)
 
     def load_custom_generate(self, pretrained_model_name_or_path=None, trust_remote_code=None, **kwargs):
-        """Raise OSError: a repository's code would replace `generate`, but only the code of this model is trusted."""
+        """Refuse to load `generate` from a repository: always raise OSError. Only this model's code is trusted."""
         raise OSError(
             f"FoX does not run custom_generate/generate.py of {pretrained_model_name_or_path}. Read it, and pass its "
             "`generate` function: model.generate(..., custom_generate=generate)."
@@ -472,16 +473,16 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Return next-token logits and, if labels are given, the loss. Other arguments are as in `FoxModel`.
+        """Return next-token logits. If labels are given, return the loss, too. Other arguments: see `FoxModel`.
 
         Args:
-            labels: (B, T), int64 token ids, shifted by this method; -100 is ignored.
-            logits_to_keep: number of last positions with logits, 0 for all, or the positions, (P,) int64. With
-                transformers 5.23 also (B, P) int64, or a mask (B, T) bool, which flattens the logits.
+            labels: (B, T), int64 token ids. This method shifts them, and ignores -100.
+            logits_to_keep: number of last positions with logits (0: all), or a tensor of positions, (P,) int64. With
+                transformers 5.23, also positions (B, P) int64, or a mask (B, T) bool. A mask flattens the logits.
             kwargs: `shift_labels` and `num_items_in_batch` for the loss, and arguments of `FoxModel`.
 
         Returns:
-            `CausalLMOutputWithPast`: logits (B, T, vocabulary) in the model's dtype; the loss, a scalar, fp32.
+            `CausalLMOutputWithPast`. Logits are (B, T, vocabulary) in the model's dtype. The loss is an fp32 scalar.
 
         Raises:
             ValueError: the arguments do not match.
@@ -510,11 +511,11 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
 
 class FoxHead(FoxPreTrainedModel):
-    """Base class of the task heads. It registers FoxModel with AutoModel, which the heads use to build the decoder."""
+    """Base class of the task heads. They build the decoder with AutoModel, so this class registers FoxModel there."""
 
     def __init__(self, config):
-        # Registered here, not at import: transformers copies every file of remote code, with its imports, to its own
-        # folder. configuration_fox.py is therefore loaded twice, and `FoxConfig` may differ from `type(config)`.
+        # Registered here, not at import, because `FoxConfig` may differ from `type(config)`. transformers copies every
+        # file of remote code, with its imports, to a separate folder. configuration_fox.py is therefore loaded twice.
         AutoModel.register(type(config), FoxModel, exist_ok=True)
         super().__init__(config)
 

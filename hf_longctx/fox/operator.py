@@ -34,7 +34,7 @@ def forgetting_attention_ref(
     Arguments, result and errors are as in `forgetting_attention`. The dtype of the computation is float32, or float64
     for float64 inputs. Memory grows with Tq * Tk.
 
-    Source: arXiv 2503.02130, eq. 11 (the paper omits the scale, which applies to q.k only).
+    Source: arXiv 2503.02130, eq. 11. The paper omits the scale. It applies to q.k only.
     """
     masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
     check_inputs(q, k, v, log_f, scale=scale, **masks)
@@ -82,29 +82,29 @@ def forgetting_attention(
 
     Args:
         q: queries, (B, Hq, Tq, D), any floating dtype. The Tq queries are the *last* Tq of the Tk positions.
-        k: keys, (B, Hkv, Tk, D). Hkv divides Hq; query head h uses key head h // (Hq // Hkv).
+        k: keys, (B, Hkv, Tk, D). Hkv divides Hq. Query head h uses key head h // (Hq // Hkv).
         v: values, of the shape of k.
-        log_f: natural log of the forget gate per query head and key, (B, Hq, Tk), fp32, <= 0; -inf is a closed gate.
+        log_f: natural log of the forget gate per query head and key, (B, Hq, Tk), fp32, <= 0. -inf is a closed gate.
             The gate of position t lies between t - 1 and t: it fades every key before t, not t itself.
         scale: factor on q.k before the decay is added. Default D ** -0.5.
-        attention_mask: (B, Tk), 1 for a real token, 0 for padding, which may be anywhere in a row. No query attends
-            to padding, the gates of padding do not count, and the output of a padding query is 0. Padding may contain
-            any value, including NaN.
+        attention_mask: (B, Tk), 1 for a real token, 0 for padding. Padding may be anywhere in a row, and may contain
+            any value, including NaN. No query attends to padding, the gates of padding do not count, and the output
+            of a padding query is 0.
         cu_seqlens: (N + 1,) integers from 0 to T, boundaries of N sequences packed into one row (B = 1, Tq = Tk).
             Neither attention nor decay crosses a boundary.
-        window: number of most recent positions that a query attends to, including its own; i - j < window.
-        log_pruning_tolerance: log of the attention weight that a query may lose because pruning skips faded keys
-            (arXiv 2504.06949, which uses -10). At most 0.
+        window: number of most recent positions that a query attends to, including its own (i - j < window).
+        log_pruning_tolerance: log of the attention weight that a query may lose, at most 0. Pruning skips faded keys
+            (arXiv 2504.06949 uses -10).
         backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.
             "triton": the kernels of kernels_fox.py, for bf16, fp16 or fp32 and D up to 256. Memory is linear in T. The
             decay is exact at any length. Only this backend prunes. If padding lies between real tokens, "folded" runs
             instead.
             "folded": `scaled_dot_product_attention` with the decay folded into the keys (attention_fox.py), on any
-            device. Memory is linear in T, except for a mask of Tq * Tk booleans if Tq < Tk or with a window. The
-            exponent has a resolution of 6e-8 * -c, and a closed gate adds 120 to -c. In fp16, -c must stay below
+            device. Memory is linear in T. If Tq < Tk, or with a window, there is also a mask of Tq * Tk booleans. The
+            exponent has a resolution of 6e-8 * -c. A closed gate adds 120 to -c. In fp16, -c must stay below
             64 * scale * 65504.
             "reference": `forgetting_attention_ref`, the definition. Memory grows with Tq * Tk. It supports second and
-            forward-mode derivatives. So does "folded" under PyTorch's `sdpa_kernel(SDPBackend.MATH)`.
+            forward-mode derivatives. Under PyTorch's `sdpa_kernel(SDPBackend.MATH)`, "folded" supports them, too.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype.
@@ -140,7 +140,7 @@ def forgetting_attention(
 
 
 def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
-    """Return where the sequence of each token starts, (1, T), from the boundaries `cu_seqlens`, (N + 1,)."""
+    """For each token, compute the start of its sequence: boundaries `cu_seqlens`, (N + 1,) -> (1, T)."""
     if torch.compiler.is_compiling():  # `check_inputs` checks nothing while compiling
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
         torch._assert_async(rising, "compiled Triton attention: cu_seqlens must increase from 0 to the token count")
@@ -149,7 +149,7 @@ def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
 
 
 def choose_backend(backend: str | None, q: torch.Tensor, log_pruning_tolerance: float | None) -> str:
-    """Return `backend`, or the default for None. Raise an error if the backend does not support q or pruning."""
+    """Return `backend`. For None, return the default. Raise an error if `backend` does not support q or pruning."""
     reason = why_not(q.shape[-1], q.dtype, q.device) if backend in (None, "triton") else None
     if backend is None:  # the folded form ignores the tolerance, because skipping keys is optional
         return "folded" if INTERPRETED.value or reason is not None else "triton"
@@ -207,7 +207,7 @@ def folded_attention(q, k, v, log_f, scale, token_mask=None, window=None):
 
 
 def clear_padding(q, k, v, log_f, token_mask):
-    """Set q, k, v and log_f to 0 at padding, where they may contain any value, including NaN.
+    """Set q, k, v and log_f to 0 at padding. Padding may contain any value, including NaN.
 
     token_mask: (B, Tk) bool, False at padding.
     """
@@ -237,39 +237,41 @@ def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, l
     ):
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip(("q", "k", "v", "log_f"), (q, k, v, log_f)))
         raise ValueError(
-            "q must be (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), and log_f (B, Hq, Tk), where Hkv divides Hq and the Tq "
-            f"queries are the last of the Tk keys, got {shapes}. Pass cached and new keys together, and a gate for "
-            "each query head and key."
+            f"q must be (B, Hq, Tq, D), k and v (B, Hkv, Tk, D), and log_f (B, Hq, Tk), got {shapes}. Hkv must divide Hq. "
+            "The queries are at the last Tq of the Tk positions. Pass cached and new keys together, and a gate for each "
+            "query head and key."
         )
     if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
         raise ValueError(f"q, k and v must share one floating dtype, got {q.dtype}, {k.dtype} and {v.dtype}.")
     if log_f.dtype != torch.float32:
         raise ValueError(
-            f"log_f must be torch.float32, because its cumulative sum reaches thousands, got {log_f.dtype}. "
-            "Cast before the log: F.logsigmoid(gate.float())."
+            f"log_f must be torch.float32, got {log_f.dtype}. Its cumulative sum reaches thousands. Cast before the log: "
+            "F.logsigmoid(gate.float())."
         )
     if scale is not None and not 0 < scale < float("inf"):
         raise ValueError(f"scale must be a positive number, got {scale}. The default is D ** -0.5.")
     if window is not None and not (isinstance(window, int) and window >= 1):
-        raise ValueError(f"window must be an integer of at least 1, the number of visible keys, got {window}.")
+        raise ValueError(f"window must be an integer of at least 1, got {window}. It is the number of visible keys.")
     if log_pruning_tolerance is not None and not log_pruning_tolerance <= 0:
-        raise ValueError(f"log_pruning_tolerance must be at most 0, the log of a weight, got {log_pruning_tolerance}.")
+        raise ValueError(
+            f"log_pruning_tolerance must be at most 0, got {log_pruning_tolerance}. It is the log of a weight."
+        )
     batch, _, q_length, kv_length = *q.shape[:3], k.shape[2]
     if attention_mask is not None and attention_mask.shape != (batch, kv_length):
         raise ValueError(
-            f"attention_mask must be (B, Tk) = {(batch, kv_length)} with 1 for real tokens, including cached ones, got "
-            f"{tuple(attention_mask.shape)}."
+            f"attention_mask must be (B, Tk) = {(batch, kv_length)}, got {tuple(attention_mask.shape)}. Set it to 1 for "
+            "real tokens, including cached ones."
         )
     if attention_mask is not None and attention_mask.is_floating_point():
         raise ValueError(
-            "attention_mask must be boolean or integer, 1 for real tokens and 0 for padding, got "
-            f"{attention_mask.dtype}. Convert an additive mask by (mask == 0), and a mask of 1 and 0 by mask.bool()."
+            f"attention_mask must be boolean or integer, got {attention_mask.dtype}. Convert an additive mask by "
+            "(mask == 0), and a mask of 1 and 0 by mask.bool()."
         )
     if cu_seqlens is not None:
         if batch != 1 or q_length != kv_length or attention_mask is not None:
             raise ValueError(
-                "cu_seqlens requires sequences packed into one row (B = 1, Tq = Tk) and no attention_mask, got "
-                f"B = {batch}, Tq = {q_length}, Tk = {kv_length}."
+                f"cu_seqlens requires B = 1, Tq = Tk and no attention_mask, got B = {batch}, Tq = {q_length}, "
+                f"Tk = {kv_length}. Pack the sequences into one row, and leave attention_mask out."
             )
         boundaries = cu_seqlens.tolist()
         integers = cu_seqlens.dtype != torch.bool and not cu_seqlens.is_floating_point() and cu_seqlens.ndim == 1
@@ -283,6 +285,6 @@ def check_inputs(q, k, v, log_f, *, scale, attention_mask, cu_seqlens, window, l
             valid = True
         if not valid:
             raise ValueError(
-                "log_f must be <= 0, the log of a gate between 0 and 1, got a positive or NaN value. "
+                "log_f must be <= 0, got a positive or NaN value. It is the log of a gate between 0 and 1. "
                 "Use F.logsigmoid(gate.float())."
             )

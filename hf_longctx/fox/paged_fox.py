@@ -1,8 +1,8 @@
 """Continuous batching (`generate_batch` and `transformers serve`) with a paged cache.
 
-Requests may share a page, so a page cannot store a state that depends on earlier tokens. It stores the key and value
-of each token before the shift and, in the columns that folding adds, log f and the shift weights. Everything else is
-computed after the pages have been read.
+Requests may share a page, so a page cannot store a state that depends on earlier tokens. It stores the unshifted key
+and value of each token. The columns that folding adds contain log f and the shift weights. Everything else is computed
+after the pages have been read.
 """
 
 import copy
@@ -19,7 +19,7 @@ from .backend_fox import run_backend
 
 
 def has_pages(cache) -> bool:
-    """Return whether a cache that is not a `Cache` belongs to continuous batching."""
+    """Return whether `cache` is the paged cache of continuous batching. It is not an instance of `Cache`."""
     # imported here because it takes as long as importing FoX
     from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
@@ -27,7 +27,7 @@ def has_pages(cache) -> bool:
 
 
 def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cache, **kwargs) -> torch.Tensor:
-    """Return the final hidden states of a `FoxModel` in continuous batching, (1, T, hidden), from embedded tokens.
+    """Compute the final hidden states of a `FoxModel` in continuous batching, (1, T, hidden), from embedded tokens.
 
     Args:
         model: the `FoxModel`.
@@ -35,7 +35,7 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cach
         attention_mask: (1, 1, T, all), additive, for all requests.
         position_ids: (1, T).
         cache: the paged cache.
-        kwargs: positions of tokens in the pages, as transformers passes them to attention functions.
+        kwargs: positions of tokens in the pages, in the format of transformers.
     """
     x, mask = hidden_states, attention_mask > MASKED  # boolean, because a decay can be below float16's minimum
     position_embeddings = None if model.rotary_emb is None else model.rotary_emb(x, position_ids)
@@ -46,9 +46,9 @@ def paged_hidden_states(model, hidden_states, attention_mask, position_ids, cach
 
 
 def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) -> torch.Tensor:
-    """Compute the output of `FoxAttention` for the new tokens of all requests, x, (1, T, hidden).
+    """Compute the output of `FoxAttention`. x, (1, T, hidden), contains the new tokens of all requests.
 
-    The new tokens are written into their pages. The tokens that attention needs are read from the pages.
+    The new tokens are written to their pages. The tokens that attention needs are read from the pages.
     """
     q, k, v = (
         proj(x).unflatten(-1, (-1, attention.head_dim))
@@ -88,17 +88,17 @@ def paged_attention(attention, x, position_embeddings, mask, cache, **kwargs) ->
 
 
 class ContinuousBatching(GenerationMixin):
-    """Continuous batching for a causal language model; a mixin that precedes `GenerationMixin`."""
+    """Mixin for continuous batching of a causal language model. It precedes `GenerationMixin`."""
 
     model: Any
     device: Any
 
     @torch.no_grad()
     def init_continuous_batching(self, generation_config=None, continuous_batching_config=None, **kwargs):
-        """Create transformers' manager, whose pages also store log f and shift weights; see `paged_attention`.
+        """Create transformers' manager. Its pages also store log f and shift weights (see `paged_attention`).
 
         Raises:
-            NotImplementedError: the attention implementation is FlashAttention, transformers is too old, or the model
+            NotImplementedError: the attention implementation is FlashAttention; transformers is too old; or the model
                 combines a token shift with RoPE or a sliding window.
         """
         # imported here because it takes as long as importing FoX
@@ -109,13 +109,13 @@ class ContinuousBatching(GenerationMixin):
         shifted = config.k_shift or config.v_shift
         if shifted and (config.rope_parameters or config.sliding_window):
             raise NotImplementedError(
-                "continuous batching does not support a token shift together with RoPE or a sliding window, because "
-                "pages store keys before the shift. Use `generate`."
+                "continuous batching does not support a token shift together with RoPE or a sliding window: pages store "
+                "unshifted keys. Use `generate`."
             )
         if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa", "auto"):
             raise NotImplementedError(
-                f"continuous batching of FoX does not support {config._attn_implementation!r}, whose kernels write "
-                "the pages themselves. Use model.set_attn_implementation('sdpa')."
+                f"continuous batching of FoX does not support {config._attn_implementation!r}. FoX must write the pages, "
+                "not the kernels. Use model.set_attn_implementation('sdpa')."
             )
         update = PagedAttentionCache.update
         if "kwargs" not in inspect.signature(update).parameters:

@@ -23,13 +23,13 @@ DEFAULT_HEADS = 4  # default number of heads in the figure
 
 @dataclass
 class HeadMap:
-    """The matrices F and A of one query head, NaN where the query does not attend to the key.
+    """The matrices F and A of one query head. Entries are NaN if the query does not attend to the key.
 
     Args:
         layer: index of the layer.
         head: index of the query head.
         decay_time: number of tokens in which the head forgets by a factor e, averaged over the sequence.
-        forget: F, (n, n) float32, where n = ceil(tokens / block). Rows are queries, columns are keys. An entry is the
+        forget: F, (n, n) float32 with n = ceil(tokens / block). Rows are queries, columns are keys. An entry is the
             mean over block x block entries.
         attention: A, (n, n) float32. An entry is the largest of block x block entries, because A is sparse.
         tokens: length of the sequence.
@@ -46,7 +46,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Return the mean or maximum of the visible entries in each block of x, (R, T); NaN if there are none."""
+    """Return the mean or maximum of the visible entries in each block of x, (R, T). Without any, return NaN."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))
@@ -89,7 +89,7 @@ def head_maps(
     heads: Iterable[int] | None = None,
     resolution: int = 384,
 ) -> list[HeadMap]:
-    """Compute F and A of some heads for one sequence, in memory that is linear in its length.
+    """Compute F and A of some heads for one sequence. Memory is linear in the length.
 
     Args:
         model: a FoX, with or without a head.
@@ -99,7 +99,7 @@ def head_maps(
         resolution: maximum number of rows and columns of a map. A longer sequence is reduced block by block.
 
     Raises:
-        ValueError: the model does not have a forget gate, a layer or head does not exist, or `input_ids` is not one
+        ValueError: the model does not have a forget gate; a layer or head does not exist; or `input_ids` is not one
             sequence.
     """
     config = getattr(model, "config", None)
@@ -145,19 +145,19 @@ def plot_forget_gates(
     layers: Iterable[int] | None = None,
     heads: Iterable[int] | None = None,
 ) -> list[HeadMap]:
-    """Draw the forget gate matrix F of some heads, and their attention map A below it.
+    """Draw the forget gate matrix F of some heads. The attention map A is below it.
 
     Args:
         model, input_ids: as in `head_maps`.
         path: output file. Its extension selects the format: PNG, SVG or PDF.
-        layers, heads: as in `head_maps`. If both are None, the figure shows four heads, evenly spaced from the head
-            that forgets fastest to the one that forgets slowest.
+        layers, heads: as in `head_maps`. If both are None, the figure shows four heads, evenly spaced from the fastest
+            to the slowest decay.
 
     Returns:
         The maps of the given layers and heads. If `layers` and `heads` are None, the maps of all heads.
 
     Raises:
-        ValueError: as in `head_maps`, or matplotlib does not support the extension.
+        ValueError: as in `head_maps`; or matplotlib does not support the extension.
         ImportError: matplotlib is not installed.
     """
     try:
@@ -207,7 +207,7 @@ def plot_forget_gates(
 
 
 def spread(maps, count):
-    """Select `count` of the maps, evenly spaced from the head that forgets fastest to the one that forgets slowest."""
+    """Select `count` of the maps, evenly spaced from the fastest to the slowest decay."""
     ordered = sorted(maps, key=lambda head_map: head_map.decay_time)
     last = min(count, len(ordered)) - 1
     return [ordered[round(i * (len(ordered) - 1) / max(last, 1))] for i in range(last + 1)]

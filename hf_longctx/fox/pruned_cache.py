@@ -1,40 +1,40 @@
-"""A KV cache that drops tokens that the forget gates have faded, with a proven error bound.
+"""A KV cache that drops faded tokens, with a proven error bound.
 
 **Theorem.** Let `w_ij` be the attention weight of query i on key j, `c_t` the cumulative sum of log f, and `U` a bound
-on `|scale * q_i.k_j|` for all i and j. A query attends to its own key, which has not faded, so its softmax denominator
-is at least `exp(-U)` and
+on `|scale * q_i.k_j|` for all i and j. A query attends to its own key, and this key has not faded. The softmax
+denominator is therefore at least `exp(-U)` and
 
     w_ij <= exp(U + c_i - c_j) / exp(-U) = exp(2U + c_i - c_j).
 
-Gates are at most 1, so `c` never increases, and the bound for query t is also valid for all later queries. Let S be a
-set of keys with
+Gates are at most 1, so `c` never increases. The bound for query t is therefore valid for all later queries, too. Let S
+be a set of keys with
 
     sum_{j in S} exp(c_t - c_j) <= tolerance * exp(-2U).                                                    (1)
 
 If the keys in S are dropped, every query i >= t loses attention weight of at most `tolerance`. If it loses the weight
-d, then `o_i = (1 - d) * pruned_i + d * (a weighted mean of the dropped values)`, so its output changes by at most
-`2 * tolerance * max |v_j|`, where the maximum is over all keys.
+d, then `o_i = (1 - d) * pruned_i + d * (a weighted mean of the dropped values)`. Its output therefore changes by at
+most `2 * tolerance * max |v_j|`. The maximum is over all keys.
 
 (1) is satisfied if `c_t - c_j <= -(2U + log L) + log tolerance` for each of L dropped keys. This is the rule of
-adaptive computation pruning (arXiv 2504.06949), which requires L in advance. The sum in (1) does not, so the number of
-generated tokens is not limited: the cache stores the sum over all keys dropped so far, and the sum fades
-like the keys.
+adaptive computation pruning (arXiv 2504.06949). It requires L in advance. The sum in (1) does not require L, so the
+number of generated tokens is not limited. The cache stores the sum over all keys dropped so far. This sum fades like
+the keys.
 
-The sum grows with every dropped key, and the oldest keys have faded most, so each head drops its oldest keys. Heads
-that retain similar numbers of keys share tensors. Attention runs once for each such group, with the attention function
-of the model and the last columns of its mask. Attention to the remaining keys is exact.
+The sum grows with every dropped key, and the oldest keys have faded most. Each head therefore drops its oldest keys.
+Heads that retain similar numbers of keys share tensors. Attention runs once for each such group. It uses the model's
+attention function and the last columns of the attention mask. Attention to the remaining keys is exact.
 
-It is even more accurate than with a full cache. The float32 `c` loses resolution as it decreases (0.008 at -1e5).
-Softmax is invariant to a constant added to the logits of all keys of a head, so pruning resets the `c` of the last
-token to 0.
+With a full cache, attention is less accurate: the float32 `c` loses resolution as it decreases (0.008 at -1e5).
+Softmax is invariant to a constant added to the logits of all keys of a head. Pruning can therefore reset the `c` of
+the last token to 0.
 
-**The bound `U`.** With `logit_bound="weights"`, it depends on the weights only and is valid for every input. Under
-QK-norm, the queries and keys of a head have norm at most `sqrt(D)` before they are multiplied by the norm weights, and
-`U = scale * D * max_d |w_q w_k|_d` is small. Without QK-norm, the bound follows from the input norm and the largest
-singular values of the projections. It is so large (several hundred) that hardly any token is dropped. With
+**The bound `U`.** With `logit_bound="weights"`, `U` depends on the weights only and is valid for every input. Under
+QK-norm, the queries and keys of a head have norm at most `sqrt(D)` before they are multiplied by the norm weights.
+`U = scale * D * max_d |w_q w_k|_d` is then small. Without QK-norm, the bound follows from the input norm and the
+largest singular values of the projections. It is several hundred, so hardly any token is dropped. With
 `logit_bound="observed"`, `U` is 1.25 times the largest `scale * |q| * |k|` of the queries and keys so far. A later
-query may exceed it, so the cache continues to measure: `lost_weight` is the bound that (1) proves for all queries so
-far. A warning is logged if it exceeds the tolerance.
+query may exceed `U`, so the cache keeps measuring. `lost_weight` is the bound from (1) for all queries so far. If it
+exceeds the tolerance, a warning is logged.
 """
 
 import math
@@ -56,18 +56,18 @@ from .state_fox import DynamicShiftLayer
 
 logger = logging.get_logger(__name__)
 
-# Safety factor of logit_bound="observed". The tolerance holds for logits up to 25 % above the largest observed one, U.
-# In exchange, the left side of (1) must be smaller by a factor of exp(U / 2).
+# Safety factor of logit_bound="observed". The tolerance holds for logits up to 25 % above the largest observed one, M.
+# In exchange, the left side of (1) must be smaller by a factor of exp(M / 2).
 HEADROOM = 1.25
 
 
 @torch.no_grad()
 def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
-    """Return the bound U of each query head that holds for every input, (Hq,) fp32.
+    """For each query head, return a bound U that is valid for every input, (Hq,) fp32.
 
     Raises:
         ValueError: the weights of QK-norm are not available; or, without QK-norm, a projection is not a plain linear
-            layer, because of LoRA or quantization.
+            layer (LoRA, quantization).
     """
     attention = decoder_layer.self_attn
     config, head_dim = attention.config, attention.head_dim
@@ -75,7 +75,7 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
         largest, unit = logit_bound_of_norms(attention, config.num_attention_heads)
         if largest is None:
             raise ValueError(
-                'logit_bound="weights" requires the weights of q_norm and k_norm, but they are offloaded, sharded or '
+                'logit_bound="weights" requires the weights of q_norm and k_norm. They are offloaded, sharded or '
                 'replaced by an adapter. Use logit_bound="observed".'
             )
         return (unit * largest).expand(config.num_attention_heads)
@@ -83,7 +83,7 @@ def logit_bound_of_weights(decoder_layer) -> torch.Tensor:
     for projection in (attention.q_proj, attention.k_proj):
         if type(projection) is not nn.Linear:
             raise ValueError(
-                'logit_bound="weights" requires queries and keys of a plain linear layer, got those of a '
+                'with logit_bound="weights", the query and key projections must be nn.Linear, got '
                 f'{type(projection).__name__}. Merge the adapter, or use logit_bound="observed".'
             )
         weight = projection.weight.float() * decoder_layer.input_layernorm.weight.float()
@@ -115,8 +115,8 @@ class HeadGroup:
 def group_heads(available, needed, short):
     """Split heads into groups that retain the same number of tokens: [(tokens, heads), ...], largest first.
 
-    A head needs to retain `needed` tokens. In its group it may retain more, but no more than `available`, and no more
-    than the larger of 2 * needed and `short`.
+    A head retains at least `needed` and at most `available` tokens. It retains at most 2 * needed or `short` tokens,
+    whichever is larger.
 
     >>> group_heads(available=[1000, 1000, 40, 1000], needed=[900, 30, 40, 500], short=16)
     [(900, [0, 3]), (40, [1, 2])]
@@ -133,9 +133,9 @@ def group_heads(available, needed, short):
 class PrunedLayer(DynamicLayer):
     """One layer of a `PrunedCache`.
 
-    `groups` store all retained tokens. `keys` and `values` store the last token only, whose key contains the latest c.
-    The layer is pruned before a call if `prune_every` tokens have been added since the last pruning. The c of the last
-    cached token is then an upper bound of the c of every later query.
+    `groups` store all retained tokens. `keys` and `values` store the last token only. Its key contains the latest c.
+    The layer is pruned before a call if `prune_every` tokens have been added since the last pruning. No later query
+    has a larger c than the last cached token.
     """
 
     keys: torch.Tensor
@@ -156,18 +156,18 @@ class PrunedLayer(DynamicLayer):
         self.groups: list[HeadGroup] = []
         self.order = None  # index of each query head in the concatenated groups; None for a single group
         self.length: int | torch.Tensor = 0  # tokens seen
-        self.dropped_at = 0  # `length` when tokens were last dropped; `crop` cannot return to fewer tokens
-        self.pruned_at = 0  # `length` at the last pruning, even if it dropped no token
+        self.dropped_at = 0  # `length` when tokens were last dropped: `crop` must leave at least as many
+        self.pruned_at = 0  # `length` at the last pruning, even if it did not drop tokens
         self.log_lost = None  # log of the left side of (1) at the last pruning, (B, Hkv, G, 1), fp64
         self.worst = -math.inf  # log of the bound on lost weight before the last pruning
         self.largest_query = self.largest_key = None
 
     def update(self, key_states, value_states, *args, **kwargs):
-        """Append new tokens, (B, Hkv, T, D'), and return only these: `attend` reads all tokens from `groups`."""
+        """Append new tokens, (B, Hkv, T, D'). Return only these, because `attend` reads all tokens from `groups`."""
         width = folded_width(self.head_dim, self.gates_per_key, key_states.device)
         if key_states.shape[1] != self.kv_heads or key_states.shape[3] != width:
             raise ValueError(
-                f"this PrunedCache was made for another model: it requires {self.kv_heads} heads of width {width}, got "
+                f"this PrunedCache was made for another model. Keys must have {self.kv_heads} heads of width {width}, got "
                 f"{key_states.shape[1]} of width {key_states.shape[3]}. Create one for this model: PrunedCache(model)."
             )
         if not self.is_initialized:
@@ -192,7 +192,7 @@ class PrunedLayer(DynamicLayer):
         self.order = torch.cat([group.query_heads for group in groups]).argsort() if len(groups) > 1 else None
 
     def _append(self, group, keys, values):
-        """Append new tokens to a group, (B, h, T, D'), and increase its capacity if necessary."""
+        """Append new tokens, (B, h, T, D'), to a group. If necessary, increase its capacity."""
         end = self.length - group.dropped[0]
         begin = end - keys.shape[2]
         if end > group.keys.shape[2]:
@@ -204,11 +204,11 @@ class PrunedLayer(DynamicLayer):
     def attend(self, attention_function, module, query, key, value, attention_mask, **kwargs):
         """Return output and weights of the attention function for the tokens in the cache.
 
-        Weights are None if the function does not return them or the cache is static. A dropped token has weight 0.
+        Weights are None if the function does not return them, or if the cache is static. A dropped token has weight 0.
         """
         if attention_mask is not None and not isinstance(attention_mask, torch.Tensor | VisibleKeys):
             raise NotImplementedError(
-                "a PrunedCache does not support the masks of flex_attention. Use another backend: "
+                "a PrunedCache does not support masks of flex_attention. Use another backend: "
                 "model.set_attn_implementation('sdpa')."
             )
         if self.weight_bound is None:
@@ -241,12 +241,12 @@ class PrunedLayer(DynamicLayer):
         self.largest_key.copy_(torch.maximum(self.largest_key, norms[1]))
 
     def _decay(self, keys, heads):
-        """Return c since the last pruning, (B, h, G, n) fp64, from folded keys, (B, h, n, D')."""
+        """Read c since the last pruning from folded keys: (B, h, n, D') -> (B, h, G, n) fp64."""
         c = unfold_decay(keys, self.head_dim, self.gates_per_key, self.scaling)
         return c.unflatten(1, (heads, self.gates_per_key)).double()
 
     def _fold(self, keys, c):
-        """Replace the c in folded keys, (B, h, n, D'), by another c, (B, h, G, n)."""
+        """Return folded keys, (B, h, n, D'), with another c, (B, h, G, n)."""
         folded = fold_keys(keys[..., : self.head_dim], c.float().flatten(1, 2), self.scaling)
         return torch.cat([folded[..., : self.marker], keys[..., self.marker :]], dim=-1)
 
@@ -261,14 +261,16 @@ class PrunedLayer(DynamicLayer):
     def make_room(self, tokens: int, length: int) -> None:
         """Prune before a call with `tokens` tokens, if `prune_every` tokens have been added since the last pruning.
 
-        length: `length` as an int, which takes a GPU synchronization that all layers share.
+        length: the value of `self.length`. All layers share one read of it, because reading waits for the GPU.
         """
         if length - self.pruned_at >= self.prune_every:
             self.prune(tokens)
 
     @torch.no_grad()
     def prune(self, tokens: int = 0) -> None:
-        """Drop the tokens that (1) allows, the same number in all rows of the batch, and reset the latest c to 0.
+        """Drop all tokens that may be dropped by (1). Then reset the latest c to 0.
+
+        In each head, all rows of the batch drop the same number of tokens.
 
         tokens: number of tokens that the next call will add.
         """
@@ -284,7 +286,7 @@ class PrunedLayer(DynamicLayer):
         for group in self.groups:
             c = self._decay(group.keys, len(group.heads)) - now[:, group.key_heads]  # (B, h, G, capacity)
             lost = torch.logaddexp(self.log_lost[:, group.key_heads], (-c).logcumsumexp(-1))
-            # False for the last token, and therefore for free slots
+            # False for the last token, and therefore also for free slots
             droppable = lost + 2 * bound[group.key_heads][..., None] <= self.log_tolerance
             counts = droppable.sum(-1).amin((0, 2)).tolist()
             for i, (head, dropped, count) in enumerate(zip(group.heads, group.dropped, counts)):
@@ -309,12 +311,12 @@ class PrunedLayer(DynamicLayer):
         if self.weight_bound is None and self.worst > self.log_tolerance:
             logger.warning_once(
                 f"after a PrunedCache dropped tokens, the bound on the attention logits exceeded {HEADROOM} "
-                "times its earlier value, so the lost attention weight may exceed the tolerance. Use a smaller tolerance. "
-                "cache.lost_weight is a bound on the lost weight."
+                "times its earlier value. The lost attention weight may therefore exceed the tolerance. Use a smaller "
+                "tolerance. cache.lost_weight is a bound on the lost weight."
             )
 
     def _plan(self, available, needed, tokens):
-        """Return for each new group its capacity and {head: number of tokens that it retains}."""
+        """Return a pair for each new group: its capacity, and {head: number of retained tokens}."""
         groups = group_heads(available, needed, short=self.prune_every)
         return [(self._capacity(length), dict.fromkeys(heads, length)) for length, heads in groups]
 
@@ -336,8 +338,8 @@ class PrunedLayer(DynamicLayer):
         removed = abs(int(tokens_to_remove))  # transformers 5.17 passes a tensor
         if removed and self.length - removed < self.dropped_at:
             raise ValueError(
-                f"crop must leave at least {self.dropped_at} tokens, the length at which tokens were last dropped, got "
-                f"{self.length} - {removed}. Crop fewer tokens, or use a DynamicCache."
+                f"crop must leave at least {self.dropped_at} tokens, got {self.length - removed}. Tokens were "
+                f"last dropped at length {self.dropped_at}. Crop fewer tokens, or use a DynamicCache."
             )
         super().crop(tokens_to_remove)
         if not removed or not self.is_initialized:
@@ -374,11 +376,11 @@ class PrunedHybridLayer(PrunedLayer, DynamicShiftLayer):
 
 
 class StaticPrunedLayer(PrunedLayer):
-    """A `PrunedLayer` whose tensors have constant shapes and addresses, like a `StaticLayer` of transformers.
+    """A `PrunedLayer` with constant shapes and addresses of tensors, like a `StaticLayer` of transformers.
 
-    The index of the next slot is a tensor on the device. Keys of free slots and of padding contain 0 in the column
-    `marker`, which masks them. A group of heads has `max_cache_len` slots, or a half, a quarter, ... of them. Pruning
-    changes the groups only if a head no longer fits or new groups save a quarter of the memory.
+    The index of the next slot is a tensor on the device. In free slots and padding, the column `marker` of the keys is
+    0. This masks them. The number of slots of a group is `max_cache_len`, or a half, a quarter, ... of it. Pruning
+    changes the groups in two cases: a head no longer fits, or new groups save a quarter of the memory.
     """
 
     is_compileable = True
@@ -412,7 +414,7 @@ class StaticPrunedLayer(PrunedLayer):
                 getattr(old, name).copy_(getattr(new, name))
 
     def _slots(self, group, tokens):
-        """Return the indices of the heads, (h, 1), and of the slots of the last `tokens` tokens, (h, T)."""
+        """Return two index tensors: the heads, (h, 1), and the slots of the last `tokens` tokens, (h, T)."""
         slots = self.length - tokens - group.first + torch.arange(tokens, device=self.device)
         return torch.arange(len(group.heads), device=self.device)[:, None], slots
 
@@ -427,7 +429,7 @@ class StaticPrunedLayer(PrunedLayer):
                 "a PrunedCache with max_cache_len supports the attention implementations 'sdpa' and 'eager' only. "
                 "Call model.set_attn_implementation('sdpa')."
             )
-        if attention_mask is not None:  # for the new tokens only; a key that is masked for all queries is padding
+        if attention_mask is not None:  # of the new tokens only: a key that is masked for all queries is padding
             visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask > MASKED
             real = visible.any(2)  # (B, 1, T)
             for group in self.groups:
@@ -452,8 +454,8 @@ class StaticPrunedLayer(PrunedLayer):
         needed = length - min((n for group in self.groups for n in group.dropped), default=0)
         if needed > self.slots:
             raise ValueError(
-                f"max_cache_len must be at least {needed}, for the {needed - tokens} tokens that a head retains and "
-                f"{tokens} new ones, got {self.slots}. Increase it or the tolerance, or read a long prompt in chunks: "
+                f"max_cache_len must be at least {needed}, got {self.slots}. A head retains {needed - tokens} tokens, and "
+                f"{tokens} are new. Increase max_cache_len or the tolerance, or read a long prompt in chunks: "
                 "generate(..., prefill_chunk_size=...)."
             )
 
@@ -474,44 +476,45 @@ class StaticPrunedLayer(PrunedLayer):
 
 
 class StaticPrunedHybridLayer(StaticPrunedLayer, LinearAttentionAndFullAttentionLayer):
-    """A `StaticPrunedLayer` that also stores the state of the token shift, which transformers updates in place."""
+    """A `StaticPrunedLayer` that also stores the state of the token shift. transformers updates it in place."""
 
 
 def mark_static(*tensors):
-    """Declare that these tensors will keep their addresses, so that CUDA graphs may write to them."""
+    """Declare that these tensors will keep their addresses. CUDA graphs may then write to them."""
     if not torch.compiler.is_compiling():
         for tensor in tensors:
             torch._dynamo.mark_static_address(tensor)
 
 
 class PrunedCache(Cache):
-    """A cache that drops the tokens whose weight the forget gates of a FoX have faded below a tolerance::
+    """A cache for a FoX. It drops tokens that the forget gates have faded below a tolerance::
 
         cache = PrunedCache(model, tolerance=1e-4)
         model.generate(**inputs, cache=cache)
         cache.dropped
 
-    The error bound is proven at the top of this file. Beam search is supported. `crop` can remove the tokens that were
-    added since tokens were last dropped. Chunked prefill, `generate(..., prefill_chunk_size=1024)`, prunes a long
-    prompt while it is read; otherwise the prompt is pruned before the first generated token is added.
+    The error bound is proven at the top of this file. Beam search is supported. `crop` can only remove tokens that
+    were added after the cache last dropped tokens. Chunked prefill, `generate(..., prefill_chunk_size=1024)`, prunes a
+    long prompt while it is read. Otherwise, the prompt is pruned before the first generated token is added.
 
-    With `max_cache_len`, the cache is static: its tensors have constant shapes, so `generate` compiles the decoding
-    step on a GPU, as with a `StaticCache`. It requires SDPA or eager attention, cannot be cropped, and does not return
-    attention weights. Code that you compile yourself does not prune: call `prune()` after every `prune_every` steps.
+    With `max_cache_len`, the cache is static: its tensors have constant shapes. On a GPU, `generate` then compiles the
+    decoding step, as with a `StaticCache`. A static cache requires SDPA or eager attention, cannot be cropped, and
+    does not return attention weights. Your own compiled code does not prune. Call `prune()` after every `prune_every`
+    steps.
 
     Args:
         model: the FoX that uses the cache, with or without a head.
         tolerance: attention weight that a query may lose in each layer and head, at least 0 and below 1. 0 drops
             nothing. Default: exp(config.log_pruning_tolerance), 4.5e-5 with the default configuration.
-        logit_bound: "weights" for a bound from the weights, which holds for every input, or "observed" for a bound
-            from the queries and keys so far, which drops more tokens in models without QK-norm.
-        prune_every: number of tokens between two prunings. Pruning copies the remaining tokens, and every head stores
-            up to `prune_every` tokens more than it needs.
+        logit_bound: "weights" computes a bound from the weights. It is valid for every input. "observed" computes a
+            bound from the queries and keys so far. Without QK-norm, "observed" drops more tokens.
+        prune_every: number of tokens between two prunings. Pruning copies the remaining tokens. Every head stores up
+            to `prune_every` tokens more than it needs.
         max_cache_len: number of tokens that a head of a static cache can store. Choose a multiple of 1024, because
             heads that forget quickly use a half, a quarter, ... of it. Default None: a dynamic cache.
 
     Raises:
-        ValueError: the model is not a FoX or has no forget gate, or an argument is out of range.
+        ValueError: the model is not a FoX or does not have a forget gate; or an argument is out of range.
         NotImplementedError: the model has a sliding window.
     """
 
@@ -529,8 +532,8 @@ class PrunedCache(Cache):
         decoder_layers = [module for module in modules if isinstance(module, FoxDecoderLayer)]
         if not decoder_layers:
             raise ValueError(
-                f"`model` must be a FoX of hf_longctx, got {type(model).__name__}. Use a DynamicCache, or load a FoX "
-                "after `import hf_longctx`."
+                f"`model` must be a FoX of hf_longctx, got {type(model).__name__}. Load a FoX after `import hf_longctx`, "
+                "or use a DynamicCache."
             )
         attentions = [layer.self_attn for layer in decoder_layers]
         config = attentions[0].config
@@ -541,7 +544,7 @@ class PrunedCache(Cache):
         if config.sliding_window is not None:
             raise NotImplementedError(
                 f"a PrunedCache does not support a sliding window, got sliding_window={config.sliding_window}. Use "
-                "DynamicCache(config=model.config), which stores only the tokens in the window."
+                "DynamicCache(config=model.config). It stores only the tokens in the window."
             )
         if tolerance is None:
             if config.log_pruning_tolerance is None:
@@ -551,11 +554,13 @@ class PrunedCache(Cache):
                 )
             tolerance = math.exp(config.log_pruning_tolerance)
         if not (isinstance(tolerance, int | float) and 0 <= tolerance < 1):
-            raise ValueError(f"tolerance must be an attention weight, at least 0 and below 1, got {tolerance!r}.")
+            raise ValueError(
+                f"tolerance must be at least 0 and below 1, got {tolerance!r}. It is an attention weight."
+            )
         if logit_bound not in ("weights", "observed"):
             raise ValueError(f'logit_bound must be "weights" or "observed", got {logit_bound!r}.')
         if not (isinstance(prune_every, int) and prune_every >= 1):
-            raise ValueError(f"prune_every must be a number of tokens, at least 1, got {prune_every!r}.")
+            raise ValueError(f"prune_every must be an integer of at least 1, got {prune_every!r}. It counts tokens.")
         if not (max_cache_len is None or (isinstance(max_cache_len, int) and max_cache_len > prune_every)):
             raise ValueError(f"max_cache_len must be a number of tokens above {prune_every=}, got {max_cache_len!r}.")
         shift = config.k_shift or config.v_shift
@@ -579,7 +584,7 @@ class PrunedCache(Cache):
 
     @property
     def dropped(self) -> torch.Tensor:
-        """Number of tokens that each key head of each layer has dropped, (layers, Hkv), out of `get_seq_length()`."""
+        """Number of the `get_seq_length()` tokens that each key head of each layer has dropped, (layers, Hkv)."""
         return torch.stack([layer.dropped() for layer in self.layers])
 
     @property

@@ -1,8 +1,8 @@
 """Description of one call, and the states that an attention layer stores in a cache of transformers.
 
 FoX has two recurrent states. The cumulative sum of log f is folded into the last cached key (attention_fox.py). The
-last keys and values before the token shift are stored as a convolution state, in cache layers that reorder and crop it
-together with the keys.
+last unshifted keys and values are stored as a convolution state. Our cache layers reorder and crop this state together
+with the keys.
 """
 
 import weakref
@@ -33,18 +33,19 @@ FREE_TOKENS = 64  # number of tokens for which an `InPlaceBuffer` allocates memo
 class Call(NamedTuple):
     """Description of one call, shared by all layers.
 
-    mask: the attention mask in the format of the attention implementation; None for plain causal attention.
+    mask: the attention mask in the format of the attention implementation. None: plain causal attention.
     token_mask: (B, T) bool, False at padding. None: every token is real.
     position_ids: (1 or B, T), positions for RoPE.
     position_in_sequence: (B, T) if sequences are packed. None: each row is one sequence.
-    predecessor: (1 or B, T), index of the token before each token, for the token shift: 0 is the last cached token, 1
-        is the first new token, and -1 means none. None: the tokens are consecutive.
-    successor: (1 or B, T), the inverse of `predecessor`: 0 is the first new token, and -1 means none. None: the tokens
-        are consecutive or form a tree.
-    visible: (1 or B, 1, T, keys) bool, the keys that each token attends to under a 4D attention mask, else None.
+    predecessor: (1 or B, T), for the token shift: for each token, the index of the previous token. 0 is the last
+        cached token, 1 is the first new token, and -1 means that a token has no previous one. If `predecessor` is
+        None, the tokens are consecutive.
+    successor: (1 or B, T), the inverse of `predecessor`. 0 is the first new token, and -1 means that a token has no
+        next one. If `successor` is None, the tokens are consecutive or form a tree.
+    visible: (1 or B, 1, T, keys) bool, the keys that each token attends to. None: there is no 4D attention mask.
     flash: boundaries of the sequences, as arguments of FlashAttention.
-    shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py under sequence parallelism; `predecessor`
-        then describes the local part of the rows, and all other fields describe whole rows.
+    shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py under sequence parallelism. Then
+        `predecessor` describes the local part of the rows. All other fields describe whole rows.
     implementation: the attention implementation. None: use the config's.
     """
 
@@ -64,9 +65,9 @@ PLAIN_CALL = Call()  # real tokens of one sequence per row, and nothing cached
 
 
 def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: torch.Tensor | None) -> torch.Tensor:
-    """Return the predecessor of each token, 0 where it has none: (B, T, H, D).
+    """Return the predecessor of each token, (B, T, H, D). Without a predecessor, it is 0.
 
-    before: (B, 1, H, D), the token before the first one; None for zeros.
+    before: (B, 1, H, D), the token before the first one. None: zeros.
     predecessor: as in `Call`.
     """
     if before is None:
@@ -79,7 +80,7 @@ def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: t
 
 
 def shift_tokens(x, share, before=None, predecessor=None):
-    """Mix each token with its predecessor, whose weight is `share`, (B, T, H)."""
+    """Mix each token with its predecessor. `share`, (B, T, H), is the weight of the predecessor."""
     return torch.lerp(x, previous_tokens(x, before, predecessor), share[..., None].to(x.dtype))
 
 
@@ -104,7 +105,7 @@ class ShiftLayer(LinearAttentionLayer):
             self.conv_states[0] = self.conv_states[0][indices]
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
-        """Append to the state, (B, channels, T), and retain the last tokens, or all if the past is recorded."""
+        """Append to the state, (B, channels, T). Retain the last tokens. If the past is recorded, retain all."""
         if not self.is_conv_states_initialized[0]:
             self.lazy_initialization(conv_states=conv_states, state_idx=0, conv_kernel_size=1)
         if self.has_previous_state[0]:  # keeps each token contiguous in memory
@@ -121,14 +122,14 @@ class ShiftLayer(LinearAttentionLayer):
         """Remove the last tokens, given as a negative number.
 
         Raises:
-            ValueError: the token before them is no longer cached.
+            ValueError: the token before the removed ones is no longer cached.
         """
         removed, length = -int(tokens_to_remove), self.get_seq_length()
         kept = self.conv_states[0].shape[-1] if self.has_previous_state[0] else 0
         if kept <= removed < length:
             raise ValueError(
-                f"crop removes {removed} of {length} tokens, but the token shift of this FoX is cached for the last {kept} "
-                "only. Call cache.activate_past_recording() before adding more tokens that may be removed."
+                f"crop cannot remove {removed} of {length} tokens: the token-shift state is cached for the last {kept} tokens "
+                "only. Before you add tokens that may be removed, call cache.activate_past_recording()."
             )
         self.attention.crop(self, tokens_to_remove)
         if kept:
@@ -155,10 +156,10 @@ def replace_shift_layers(cache: Cache) -> None:
 
 
 class InPlaceBuffer:
-    """Free memory behind a tensor of (..., tokens, numbers), so that appending a token does not copy all others.
+    """Unused memory after a tensor of (..., tokens, numbers). Appending a token then does not copy all others.
 
-    Only the tensor that was returned last is extended in place. A tensor that was cropped, reordered or loaded, and
-    the tensor of a copied cache, is copied first, so no two tensors write to the same memory.
+    Only the most recently returned tensor is extended in place. Cropped, reordered and loaded tensors, and tensors of
+    a copied cache, are copied first. Therefore no two tensors write to the same memory.
     """
 
     latest: Callable[[], Any] = staticmethod(lambda: None)
@@ -168,7 +169,7 @@ class InPlaceBuffer:
         return InPlaceBuffer, ()
 
     def append(self, x: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Return x with one more token, `new` (..., 1, numbers); without derivatives."""
+        """Append the token `new`, (..., 1, numbers), to x. The result does not propagate gradients."""
         *rows, length, numbers = x.shape
         if self.latest() is not x or self.free == 0 or (x.is_inference() and not torch.is_inference_mode_enabled()):
             memory = x.new_empty(*rows, length + FREE_TOKENS, numbers)
@@ -183,7 +184,7 @@ class InPlaceBuffer:
 class CachedLayer:
     """One layer of a cache.
 
-    All layers share a compiled step, because the step reads neither `index` nor the number of layers.
+    All layers share a compiled step. It reads neither `index` nor the number of layers.
 
     Args:
         cache: the cache, as checked by inputs_fox.py.
@@ -197,14 +198,14 @@ class CachedLayer:
         if index < len(cache.layers):
             self.layer = cache.layers[index]
             if cache.offloading:
-                # `cache.update` waits until the layer is back from the CPU, but the layer's states are read earlier.
+                # `cache.update` would wait until the layer is back from the CPU, but its states are read earlier.
                 torch.cuda.current_stream(device).wait_stream(cache.prefetch_stream)
                 self.layer.prefetch()
 
     def token_before(self, k: torch.Tensor) -> torch.Tensor | None:
-        """Return the unshifted key and value of the last cached token, (B, 1, 2 Hkv, D), or None.
+        """Return the unshifted key and value of the last cached token, (B, 1, 2 Hkv, D). Without one, return None.
 
-        k: the new keys, (B, T, Hkv, D), which determine dtype and device.
+        k: the new keys, (B, T, Hkv, D). They determine dtype and device.
         """
         state = self.layer.conv_states[0] if self.layer.has_previous_state[0] else None  # (B, 2 Hkv D, tokens)
         if state is None or state.shape[-1] == 0:  # the cache was cropped to nothing
@@ -212,7 +213,7 @@ class CachedLayer:
         return state[..., -1:].to(k).mT.unflatten(2, (-1, k.shape[3]))
 
     def keep_tokens(self, kv: torch.Tensor, before: torch.Tensor | None, call: Call) -> None:
-        """Store the last of these unshifted keys and values, (B, T, 2 Hkv, D), for the next call.
+        """For the next call, store the last ones of the given unshifted keys and values, (B, T, 2 Hkv, D).
 
         before: the result of `token_before`.
         """
@@ -223,13 +224,16 @@ class CachedLayer:
         self.layer.update_conv_state(kv.flatten(2).mT, conv_kernel_size=1)
 
     def decay(self, c: torch.Tensor, module) -> torch.Tensor:
-        """Return c of the last cached token, or 0, (B, H, 1), with the heads and the device of `c`, (B, H, T)."""
+        """Return the c of the last cached token, (B, H, 1). Without one, return 0.
+
+        c: the new cumulative sum, (B, H, T). It determines heads and device.
+        """
         layer = self.layer
         if layer is None or not layer.is_initialized or layer.keys.numel() == 0:
             return torch.zeros_like(c[..., :1])
         if not hasattr(layer, "max_cache_len"):  # a dynamic cache ends with its last token
             last = layer.keys[:, :, -1:]
-        elif isinstance(length := layer.get_seq_length(), torch.Tensor):  # free slots contain 0, so their decay is 0
+        elif isinstance(length := layer.get_seq_length(), torch.Tensor):  # free slots contain 0: their decay is 0
             last = layer.keys.index_select(2, (length - 1).clamp(min=0).view(1))
         elif length == 0:
             return torch.zeros_like(c[..., :1])

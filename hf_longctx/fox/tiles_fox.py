@@ -8,7 +8,7 @@ import torch
 class Tile(NamedTuple):
     """Launch parameters of one kernel: query rows and keys per block, warps, and pipeline stages.
 
-    products: whether the tensor cores add the decay and sum the weights, in a forward pass with bounded logits.
+    products: whether the tensor cores add the decay and sum the weights in a forward pass with bounded logits.
     """
 
     BM: int
@@ -53,13 +53,13 @@ TILES: dict[tuple[int, int], dict[int, Tiles]] = {
         128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 3), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2), Tile(16, 32, 4, 3)),
     },
-    (100, 2): {  # 64 keys of 256 dimensions exceed the tensor memory in the dk/dv pass, which then compiles to a trap
+    (100, 2): {  # in the dk/dv pass, 64 keys of 256 dimensions exceed the tensor memory and compile to a trap
         32: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         64: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(16, 64, 4, 3)),
         128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(32, 128, 8, 2), Tile(16, 64, 4, 3)),
         256: Tiles(Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
     },
-    # fp32 is meant for tests. `dot` computes three tf32 products of operands that are split in registers, which spill.
+    # fp32 is meant for tests. `dot` splits its operands in registers for three tf32 products, and the registers spill.
     # For head_dim=64, a dk/dv pass with 8 warps of 8 keys each returned wrong gradients on an H200 (Triton 3.6).
     (80, 4): {
         32: Tiles(Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 4, 2), Tile(16, 32, 4, 2)),
@@ -78,7 +78,7 @@ for rows in TILES.values():
 
 
 def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
-    """Return the key of `TILES` for a capability such as 90, or for the nearest lower one.
+    """Return the key of `TILES` for a capability such as 90. If it has no tiles, use the nearest lower capability.
 
     12.x uses the tiles of 8.6, because it has the same amount of shared memory.
     """
@@ -89,7 +89,7 @@ def nearest_key(capability: int, itemsize: int) -> tuple[int, int]:
 
 
 def capability_of(device: torch.device) -> int:
-    """Return the compute capability times 10, or 0 for a CPU, which runs the interpreter."""
+    """Return the compute capability times 10. For a CPU, return 0: it runs the interpreter."""
     major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     return 10 * major + minor
 

@@ -1,8 +1,8 @@
 """Launchers and gradients for the Triton kernels of kernels_fox.py.
 
-Under tracing, the launchers run as custom operators. Three functions compute attention, and leave the checks of their
-arguments to the caller: `triton_attention` from log f, `attention_from_sums` from the float64 cumulative sum of log f,
-and `triton_decode` from the cumulative sum that is stored in cached keys.
+Under tracing, the launchers run as custom operators. Three functions compute attention: `triton_attention` from log f;
+`attention_from_sums` from the float64 cumulative sum of log f; and `triton_decode` from the cumulative sum in cached
+keys. They do not check their arguments.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def _on(device: torch.device):
 
 
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU, or 4 for a CPU, which runs the interpreter."""
+    """Return the number of multiprocessors of a GPU. For a CPU, return 4: it runs the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -62,13 +62,13 @@ def blocks_of(size: int, n: int) -> int:
 
 
 def launch_options(tile: Tile) -> dict:
-    # By default, Triton 3.10 does not fuse products with sums, which costs an instruction per logit. Inductor supports
-    # the other two options only, so with Triton 3.10 the kernels themselves will have to set `enable_fp_fusion`.
+    # By default, Triton 3.10 does not fuse products with sums. This costs an instruction per logit. Inductor supports
+    # the other two options only. With Triton 3.10, the kernels will therefore have to set `enable_fp_fusion`.
     return dict(num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True)
 
 
 def launch(kernel, programs: int, tile: Tile, *args, **constants) -> None:
-    """Run a kernel or, under tracing, add it to AOTAutograd's graph. The kernel's first argument must be a tensor."""
+    """Run a kernel. Under tracing, add it to AOTAutograd's graph. The kernel's first argument must be a tensor."""
     if isinstance(args[0], FunctionalTensor):
         kernel = library.wrap_triton(kernel)
     elif isinstance(args[0], FakeTensor) or args[0].is_meta:
@@ -82,13 +82,16 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def _unit(*tensors: Tensor) -> int:
-    """Return the number of elements in 16 bytes if it divides all strides of `_strides`, else 1."""
+    """Return the number of elements in 16 bytes. If it does not divide all `_strides`, return 1."""
     unit = 16 // tensors[0].itemsize
     return 1 if any(s % unit for s in _strides(*tensors)) else unit
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy if its last dimension is strided or offsets within 128 rows exceed 32 bits."""
+    """Return x if the kernels can read it, else a contiguous copy.
+
+    They require a contiguous last dimension, and offsets of 32 bits within 128 rows.
+    """
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 
 
@@ -102,7 +105,7 @@ def _bound(bound: Tensor | None, B: int, H: int) -> tuple[Tensor | None, int, in
 
 
 def _empty_output(q: Tensor) -> Tensor:
-    """Allocate (B, H, T, D) in the memory order (B, T, H, D), so that projections read it without a copy."""
+    """Allocate (B, H, T, D) in the memory order (B, T, H, D). Projections then read it without a copy."""
     B, H, T, D = q.shape
     return q.new_empty(B, T, H, D).transpose(1, 2)
 
@@ -127,7 +130,7 @@ def _running_sum(log_f, query_end, dc, result):
 
 
 def split_sum(c: Tensor, block: int, scale: float | None = None):
-    """Convert a float64 cumulative sum, (B, H, T), to c, e, d, g of `split_sum_kernel`. Without scale, g is None."""
+    """Convert a float64 cumulative sum, (B, H, T), to c, e, d, g of `split_sum_kernel`. If scale is None, so is g."""
     B, H, T = c.shape
     sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
     parts = None if scale is None else c.new_empty(B, H, T, 16, dtype=torch.bfloat16)
@@ -255,8 +258,8 @@ def launch_decode(
             (B, Hkv, Hq // Hkv, Tk, parts) and any strides. A float64 tensor must have one part.
         key_start: as in `VisibleKeys`.
         end: as in `VisibleKeys`, a tensor of one element. None: Tk.
-        bound, bound_scale: |scale * q.k| <= bound_scale * bound. `bound` is fp32 and expands to (B, Hq). None: nothing
-            is pruned.
+        bound, bound_scale: |scale * q.k| <= bound_scale * bound. `bound` is fp32 and expands to (B, Hq). If it is
+            None, nothing is pruned.
 
     Returns:
         (B, Hq, Tq, D) in q.dtype.
@@ -267,7 +270,7 @@ def launch_decode(
     G = Hq // Hkv
     tile = tiles_for(q.device, D, q.dtype).decode
     rows = blocks_of(tile.BM, G * Tq) * B * Hkv
-    # at most as many programs as run concurrently, because one more would double the time
+    # at most as many programs as run concurrently: one more would double the time
     n_split = min(max(1, 2 * processors(q.device) // max(1, rows)), blocks_of(tile.BN, Tk))
     o_split = q.new_empty(n_split, B, Hq, Tq, D, dtype=torch.float32)
     lse = q.new_empty(n_split, B, Hq, Tq, dtype=torch.float32)
@@ -296,7 +299,7 @@ def launch_decode(
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Return whether to call the custom operator: PyTorch traces the call, or a tensor is not `_is_plain`."""
+    """Return whether PyTorch traces the call or a tensor is not plain. The custom operator is then called."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
@@ -312,18 +315,17 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) in (Tensor, torch.nn.Parameter) and not virtual and not is_legacy_batchedtensor(x)
 
 
-# Remote code may be imported alongside the installed package, so each of the two has its own operator namespace.
-# Its name contains the folder's, which may contain any character.
+# Remote code may be imported alongside the installed package. Each has its own operator namespace, named after its
+# folder. The name of a folder may contain any character.
 _SPACE = re.sub(r"\W", "_", (__package__ or "").removesuffix(".fox"), flags=re.ASCII)
-# Inductor launches the kernels of a `triton_op` directly, which does not work in the interpreter.
+# Inductor launches the kernels of a `triton_op` directly. This does not work in the interpreter.
 _define = library.custom_op if INTERPRETED.value else library.triton_op
 
 
 def _operator(launcher, backward=None, save=None):
     """Register a launcher as a custom operator. Return a function that calls the operator only if `is_traced`.
 
-    Otherwise, the function calls the launcher, because an operator has more host overhead: with gradients, three
-    times as much.
+    Otherwise, the function calls the launcher. An operator has more host overhead, with gradients three times as much.
 
     Args:
         backward, save: `backward` and `setup_context` as in torch.autograd.Function.
@@ -335,7 +337,7 @@ def _operator(launcher, backward=None, save=None):
     if backward is not None and save is not None:
         operator.register_autograd(backward, setup_context=save)
 
-        def forward(ctx, *args):  # faster than a separate `setup_context`, which binds its arguments in each call
+        def forward(ctx, *args):  # faster than a `setup_context`: that binds its arguments in each call
             output = launcher(*args)
             save(ctx, args, output)
             return output
@@ -379,11 +381,11 @@ fox_forward = _operator(launch_forward, backward=_chain_rule, save=_save)
 triton_decode = _operator(launch_decode)
 
 
-# --- attention; the caller has checked the arguments -----------------------------------------------------------------
+# --- attention: the caller has checked the arguments -----------------------------------------------------------------
 
 
 def why_not(head_dim: int, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Exception | None:
-    """Return None if the kernels support this head_dim, dtype and device, else the exception to raise."""
+    """Return the exception to raise. If the kernels support this head_dim, dtype and device, return None."""
     if triton is None:
         return ImportError("the kernels of forgetting attention require Triton: pip install triton.")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
@@ -416,7 +418,10 @@ def needs_grad(*tensors: Tensor) -> bool:
 
 
 def is_decoding(*tensors: Tensor) -> bool:
-    """Return whether the split-KV kernel supports a call: at most 16 queries (first tensor), and no gradients."""
+    """Return whether the split-KV kernel supports a call. It needs at most 16 queries, and does not compute gradients.
+
+    The first tensor contains the queries.
+    """
     return tensors[0].shape[2] <= DECODE_ROWS and not needs_grad(*tensors)
 
 
@@ -428,16 +433,15 @@ def triton_attention(
     Args:
         q, k, v, log_f, scale, log_pruning_tolerance: as in `forgetting_attention`.
         visible: result of `find_visible_keys`. None: every query attends to all keys up to its own.
-        logit_bound: upper bound of |scale * q.k|, a number or a tensor that broadcasts to (B, Hq), as implied by
-            QK-norm. If the bound does not hold, the result is wrong. In bf16 and fp32, heads with a bound of at most
-            29 are faster, because their softmax does not need a running maximum. Without a bound, pruning computes
-            one from the largest norms of q and k. Decoding (up to 16 queries without gradients) then does not prune,
-            because the norms would take as long as pruning saves.
+        logit_bound: upper bound of |scale * q.k|, a number or a tensor that broadcasts to (B, Hq). QK-norm implies a
+            bound. If the bound does not hold, the result is wrong. In bf16 and fp32, heads with a bound of at most 29
+            are faster, because their softmax does not need a running maximum. Without a bound, pruning computes one
+            from the largest norms of q and k. Decoding (up to 16 queries, no gradients) does not prune without a
+            bound: computing the norms would cost as much time as pruning saves.
 
     Returns:
-        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D). In 16 bits, the
-        rounding of the output causes an error in the gradients of q and k, as in every flash attention. This error is
-        larger the faster the gates forget.
+        (B, Hq, Tq, D) in q.dtype, stored as (B, Tq, Hq, D). In 16 bits, the rounding of the output causes an error in
+        the gradients of q and k, as in every flash attention. The error grows if the gates forget faster.
     """
     visible = VisibleKeys(None, k.shape[2]) if visible is None else visible
     key_start = visible.key_start

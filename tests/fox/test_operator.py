@@ -231,8 +231,8 @@ def attend(name, says, **changes):
 ROW = torch.ones(1, 4, dtype=torch.long)
 MISTAKES = [
     attend("v shorter than k", r"q must be .*v \(1, 2, 3, 8\)", v=torch.zeros(1, 2, 3, 8)),
-    attend("three heads on two", "Hkv divides Hq", q=torch.zeros(1, 3, 4, 8), log_f=torch.zeros(1, 3, 4)),
-    attend("more queries than keys", "the last of the Tk keys", q=torch.zeros(1, 2, 5, 8)),
+    attend("three heads on two", "Hkv must divide Hq", q=torch.zeros(1, 3, 4, 8), log_f=torch.zeros(1, 3, 4)),
+    attend("more queries than keys", "the last Tq of the Tk positions", q=torch.zeros(1, 2, 5, 8)),
     attend("a gate per key head", "a gate for each query head", q=torch.zeros(1, 4, 4, 8)),
     attend("mixed dtypes", "one floating dtype", k=torch.zeros(1, 2, 4, 8).half()),
     attend("gates in half precision", "torch.float32", log_f=torch.zeros(1, 2, 4).half()),

@@ -199,7 +199,7 @@ def test_cropping_up_to_the_last_pruning():
     assert cache.get_seq_length() == 125
     got = in_chunks(model, ids[:, 125:], cache, 5)
     torch.testing.assert_close(got, logits(model, ids)[:, 125:], atol=5e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match=r"crop must leave at least|crop removes 100"):
+    with pytest.raises(ValueError, match=r"crop must leave at least|crop cannot remove 100"):
         cache.crop(-100)
 
 
@@ -260,7 +260,7 @@ def test_generate_compiles_a_static_step_once_and_prunes_between_steps():
 def test_a_static_cache_says_what_does_not_fit():
     model = make("pro")
     cache = pruned(model, slots=64)
-    with pytest.raises(ValueError, match=r"max_cache_len must be at least 100, .* got 64"):
+    with pytest.raises(ValueError, match="max_cache_len must be at least 100, got 64"):
         logits(model, tokens(1, 100), cache=cache)
     with pytest.raises(ValueError, match="max_cache_len must be at least"):
         in_chunks(model, tokens(1, 1000), cache, 20)
