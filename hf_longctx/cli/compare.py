@@ -1,8 +1,8 @@
 """Plot saved results of several models in one figure, and print a table that compares them.
 
 All files must come from one command: `curve`, `loss`, `needle` or `lines`. A paired test at every length compares each
-model with the first, on the documents that both models have read. Effective lengths are reported with intervals,
-under our rule and the rules of RULER and NoLiMa.
+model with the first model. The test uses only documents that both models have read. The table shows effective lengths
+with intervals, by three rules: ours, RULER's and NoLiMa's.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg

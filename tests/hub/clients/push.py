@@ -183,7 +183,7 @@ def check_a_tag_is_what_the_card_pins():
     for option, name, says in (
         ("--tag", "v1", "already has a tag or branch v1"),
         ("--tag", "dev", "already has a tag or branch dev"),
-        ("--revision", "v1", "has a tag v1, which a branch would hide"),
+        ("--revision", "v1", "has a tag v1. A branch of this name would hide the tag"),
     ):
         assert says in push(DEMO, "alice/tagged", option, name, code=2)
     refs = api.list_repo_refs("alice/tagged")
