@@ -149,8 +149,8 @@ def check_an_adapter_pins_its_base_and_never_hides_a_model():
     assert all(line in card.text for line in lines) and "More Information Needed" not in card.text
     assert card.data.to_dict().items() >= {"library_name": "peft", "base_model_relation": "adapter"}.items()
     for words in ([], ["--dry-run"]):
-        assert "alice/fox contains a model, and" in push("adapter", "alice/fox", *words, code=2)
-        assert "alice/adapter contains an adapter, and" in push(DEMO, "alice/adapter", *words, code=2)
+        assert "alice/fox contains a model. A repository cannot" in push("adapter", "alice/fox", *words, code=2)
+        assert "alice/adapter contains an adapter. A repository cannot" in push(DEMO, "alice/adapter", *words, code=2)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(api.list_repo_files("alice/adapter"))
     Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/no-such"}')
     assert "the base model alice/no-such (revision None) is not on the Hub" in push("adapter", "alice/adapter", code=2)
