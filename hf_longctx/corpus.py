@@ -20,7 +20,7 @@ from huggingface_hub import HfApi, is_offline_mode
 
 PG19 = "emozilla/pg19"  # `datasets` no longer runs loading scripts, such as deepmind/pg19
 STDLIB = "stdlib"
-# Preferred splits of a dataset, in this order; otherwise we read its first split
+# Preferred splits of a dataset, in this order. Without them, we read the first split.
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Columns of conversations and of their options, named as in TRL

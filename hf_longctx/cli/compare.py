@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> None:
 
     files = [Path(file) for file in args.files]
     if args.names is not None and not len(args.names) == len(set(args.names)) == len(files):
-        raise ValueError(f"--names has {len(args.names)} names for {len(files)} files; give each a different name.")
+        raise ValueError(
+            f"--names has {len(args.names)} names for {len(files)} files. Give each file a different name."
+        )
     output = shared.figure_path(args.output)
     results = [read_result(file) for file in files]
     models = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))

@@ -76,7 +76,8 @@ def write_card(folder: str, given: Any, bundle: Any) -> None:
     path = Path(folder, "README.md")
     if bundle is given:
         print(
-            f"{path} is hand-written and is not changed. To generate a card, move its text to card_notes.md and remove it"
+            f"{path} is hand-written and is not changed. To generate a card, move the text to card_notes.md, and "
+            f"delete {path.name}"
         )
     else:
         path.write_text(bundle.text("README.md"), encoding="utf-8")
@@ -97,7 +98,7 @@ def send(bundle: Any, args: Namespace, repo_type: str = "model") -> Any:
         print(f"left out: {', '.join(bundle.left_out)}")
     try:
         for path in removed_files(bundle, args.repo, repo_type=repo_type, revision=args.revision):
-            print(f"removes {path}, which {args.repo} has")
+            print(f"removes {path} from {args.repo}")
     except ConnectionError as error:
         if not args.dry_run:
             raise

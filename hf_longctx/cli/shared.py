@@ -303,7 +303,7 @@ def measure_and_write(args: Namespace, measure: Callable[[], Any], **options: An
     document, figure = (output.with_name(output.name + suffix) for suffix in (".json", ending))
     result, failure = run_measurement(measure)
     if result is not None and process_rank() == 0:
-        print(result.summary(), flush=True)  # printed before saving, which fails if the disk is full
+        print(result.summary(), flush=True)  # printed first, because saving fails if the disk is full
         result.save(document)
         print(f"wrote {document}")
         result.plot(figure, **options)

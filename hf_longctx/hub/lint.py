@@ -110,7 +110,7 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
         if name == "other" and not data.get("license_name"):
             yield "`license_name` is missing, although `license` is other"
     if bundle.config and data.get("pipeline_tag") not in (None, *TASKS):
-        yield f"`pipeline_tag` must be a text task, such as text-generation, got {data['pipeline_tag']!r}"
+        yield f"`pipeline_tag` must be a text task (such as text-generation), got {data['pipeline_tag']!r}"
     for field in ("base_model", "datasets"):
         for name in [data.get(field)] if isinstance(data.get(field), str) else data.get(field) or ():
             try:
@@ -144,4 +144,4 @@ def schema_errors(data: Any) -> Iterator[str]:
     languages = [data.language] if isinstance(data.language, str) else data.language or ()
     for language in languages:
         if isinstance(language, str) and not LANGUAGE.fullmatch(language):
-            yield f"`language` must be an ISO 639 code such as en, or multilingual or code, got {language!r}"
+            yield f"`language` must be an ISO 639 code (such as en), multilingual or code, got {language!r}"

@@ -1,4 +1,4 @@
-"""Check weights before a push, because transformers accepts NaN and initializes missing weights randomly."""
+"""Check weights before a push. transformers accepts NaN, and initializes missing weights randomly."""
 
 from pathlib import Path
 

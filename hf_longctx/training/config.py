@@ -177,7 +177,7 @@ class RunConfig(TrainingArguments):
         for entry in self.set:
             name, equals, value = entry.partition("=")
             if not equals:
-                raise ValueError(f"`set` must be NAME=VALUE, such as hidden_size=512, got {entry!r}.")
+                raise ValueError(f"`set` must be NAME=VALUE (such as hidden_size=512), got {entry!r}.")
             if name not in names:
                 raise ValueError(f"--set {entry}: {kind.__name__} has no field {name}. {nearest(name, names)}")
             values[name] = yaml.load(value, Loader)

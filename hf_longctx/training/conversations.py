@@ -32,7 +32,7 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
         `{% generation %}` marks give the assistant's turns. If there are no marks, `find_answer` finds the turns.
 
     Raises:
-        ValueError: the tokenizer does not have a chat template, the turns are malformed, or the assistant's turns
+        ValueError: the tokenizer does not have a chat template; the turns are malformed; or the assistant's turns
             cannot be found in the rendered conversation.
     """
     if "messages" not in row and isinstance(row["prompt"], str) and isinstance(row["completion"], str):

@@ -61,7 +61,7 @@ def new_config(args: PretrainConfig, tokenizer) -> Any:
 
     The vocabulary size and the special token ids come from the tokenizer. The context is at least `max_length`.
     """
-    choices = f"one of {', '.join(PRESETS)}, a config.json, or a folder or Hub name of a model"
+    choices = f"a preset ({', '.join(PRESETS)}), a config.json, or a folder or Hub name of a model"
     try:
         values, _ = PreTrainedConfig.get_config_dict(PRESETS.get(args.model, args.model))
         kind: Any = type(AutoConfig.for_model(values.pop("model_type")))

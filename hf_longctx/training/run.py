@@ -35,8 +35,8 @@ def train(args: RunConfig) -> int:
         0 if training finished. If a signal stopped the run, the signal's number.
 
     Raises:
-        ValueError: the folder contains unrelated files or a run with other settings, another process is training
-            in it, or the data are too short.
+        ValueError: the folder contains unrelated files, or a run with other settings; another process is training in
+            the folder; or the data are too short.
         FloatingPointError: a loss or a gradient is not finite.
         OSError: the disk is full, or a file cannot be read.
     """

@@ -31,8 +31,8 @@ class LongContextTrainer(Trainer):
             gates = dict.fromkeys(p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad)
             if not gates:
                 raise ValueError(
-                    "--gate_lr_ratio needs trainable forget gates. Omit it. For LoRA on a FoX, train the gates "
-                    "with --lora_modules_to_save f_proj."
+                    "--gate_lr_ratio needs trainable forget gates. For LoRA on a FoX, train the gates with "
+                    "--lora_modules_to_save f_proj. Otherwise, omit --gate_lr_ratio."
                 )
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p not in gates]
@@ -49,7 +49,7 @@ class LongContextTrainer(Trainer):
 
 
 class StopAtNaN(TrainerCallback):
-    """Abort training when the loss or the gradient is not finite, before the step can be saved."""
+    """Abort training if the loss or the gradient is not finite. The step is then not saved."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         for name in ("loss", "grad_norm"):

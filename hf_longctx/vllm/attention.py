@@ -27,7 +27,7 @@ from .state import FoxState
 class FoxAttention(nn.Module):
     """vLLM's counterpart of `FoxAttention` in modeling_fox.py, with the same weights.
 
-    vLLM's `LlamaDecoderLayer` creates it.
+    vLLM's `LlamaDecoderLayer` creates this layer.
 
     Raises:
         ValueError: the checkpoint requires a quantized KV cache.

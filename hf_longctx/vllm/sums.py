@@ -29,8 +29,8 @@ class Step:
     Attributes:
         request: index of each token's request, (N,).
         first: index in the batch of each request's first token, (R,).
-        writes: each token's block, and its row in the block, for writing its state, (N,) each. If a later token writes
-            to the same row, both are 0. Block 0 is vLLM's unused null block.
+        writes: block and row for each token's state, (N,) each. If a later token writes to the same row, both are 0.
+            Block 0 is vLLM's unused null block.
         reads: block and row of the state from which each request continues, (R,) each.
         begins: whether each request starts without a cached token, (R, 1) bool.
         in_batch: whether each request continues from a token of this batch, (R, 1) bool.
@@ -55,8 +55,9 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
         query_start: cumulative query lengths, starting at 0, (R + 1,), strictly ascending.
         seq_lens: number of tokens of each request, including those in this batch, (R,).
         block_table: indices of the cache blocks of each request, (R, blocks).
-        slots: slot of each token in the cache, block * block_size + position in the block, (N,). It is -1 for tokens
-            that are not cached: padding at the end of the batch, and rejected drafts at the end of a request.
+        slots: slot of each token in the cache, block * block_size + position in the block, (N,). Tokens that
+            are not cached have the slot -1: padding at the end of the batch, and rejected drafts at the end of a
+            request.
         block_size: number of tokens per block, a multiple of tokens_per_state.
         tokens_per_state: number of tokens that share a row of the state.
     """
@@ -120,7 +121,7 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
     """
     n, gates = len(step.request), log_f.shape[1]
     log_f, tokens, before = log_f[:n].double(), tokens[:n], before[:n]
-    one_each = n == len(step.first)  # one token per request, i.e. decoding, which is launch-bound
+    one_each = n == len(step.first)  # one token per request, as in decoding; decoding is launch-bound
     total = log_f if one_each else log_f.cumsum(0)
     others = total[:0] if one_each else (total - log_f)[step.first]  # (R, G), sum over earlier requests
     rows = states[step.reads].masked_fill_(step.begins, 0.0)  # (R, width)

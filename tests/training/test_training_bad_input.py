@@ -103,7 +103,7 @@ SETTINGS = [
     refused(
         "unknown preset",
         run(model="fox-12m"),
-        "--model must be one of fox-125m.*got .fox-12m.. Did you mean fox-125m?",
+        "--model must be a preset .fox-125m.*got .fox-12m.. Did you mean fox-125m?",
     ),
     refused("unknown recipe", words("--recipe", "lara"), "`recipe` must be one of fox-paper, got 'lara'"),
     refused(
