@@ -1,7 +1,7 @@
 """Lazy registration of our models with transformers' Auto classes.
 
-`AutoModel.register` requires classes, and importing our classes takes seconds. Instead, we add their names to the
-mappings of the Auto classes, together with a module that is imported at first use.
+`AutoModel.register` requires classes, and importing our classes takes seconds. Instead, we add the names of our
+classes to the mappings of the Auto classes. Each name refers to a module that is imported at first use.
 """
 
 import importlib
@@ -18,8 +18,8 @@ HEADS = {
     "MODEL_FOR_SEQUENCE_CLASSIFICATION": "FoxForSequenceClassification",
     "MODEL_FOR_TOKEN_CLASSIFICATION": "FoxForTokenClassification",
 }
-# Config class and model classes by model type, which is also the name of the subpackage. The keys of the model classes
-# are the names of transformers' mappings.
+# Config class and model classes by model type. A model type is also the name of a subpackage. The keys of the model
+# classes are the names of transformers' mappings.
 MODELS = {"fox": ("FoxConfig", HEADS), "hmt": ("HMTConfig", {"MODEL_FOR_CAUSAL_LM": "HMTWrapper"})}
 
 

@@ -1,6 +1,6 @@
 """Corpora for evaluation and training: a file, a folder, a dataset, PG-19, or the English text shipped with CPython.
 
-A corpus is a sequence of documents, which are read lazily.
+A corpus is a sequence of documents. They are read lazily.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from huggingface_hub import HfApi, is_offline_mode
 
 
-PG19 = "emozilla/pg19"  # deepmind/pg19 is a loading script, which `datasets` no longer runs
+PG19 = "emozilla/pg19"  # `datasets` no longer runs loading scripts, such as deepmind/pg19
 STDLIB = "stdlib"
-# Preferred splits of a dataset, in this order; otherwise we read its first split
+# Preferred splits of a dataset, in this order. Without them, we read the first split.
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Columns of conversations and of their options, named as in TRL
 CONVERSATIONS, CHAT_OPTIONS = (("messages",), ("prompt", "completion")), ("tools", "chat_template_kwargs")
-SUFFIXES = (*PLAIN, *TABLES)  # by priority: we read only the files of a folder with the first suffix found
+SUFFIXES = (*PLAIN, *TABLES)  # by priority: in a folder, we read only the files with the first suffix found
 HUB_TIMEOUT_S = 3.0
 
 
@@ -37,7 +37,7 @@ class Corpus(NamedTuple):
 
 
 def split_mixture(data: str) -> list[tuple[str, float | None]]:
-    """Parse a mixture into sources and shares, which sum to 1. A share of None reads the source once.
+    """Parse a mixture into (source, share) pairs. Shares sum to 1. If a share is None, its source is read once.
 
     >>> split_mixture("books=3,web.jsonl=1")
     [('books', 0.75), ('web.jsonl', 0.25)]
@@ -65,7 +65,7 @@ def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | No
     Args:
         tokenizer: a transformers tokenizer.
         source: as for `load_text`. Default: PG-19 if the Hub responds within seconds, else `stdlib_text`.
-        at_least: stop after the document that reaches this number of tokens. Default: read all documents.
+        at_least: minimum number of tokens to read. The last document is read whole. Default: read all documents.
 
     Raises:
         ValueError: as for `load_text`, or the tokenizer encodes the whole corpus with a single id.
@@ -83,8 +83,8 @@ def load_tokens(tokenizer: Any, source: str | None = None, *, at_least: int | No
     distinct = len(np.unique(tokens))
     if distinct < 2:
         raise ValueError(
-            f"The tokenizer must encode {name} with at least two distinct ids, got {distinct} in {len(tokens)} tokens. "
-            "It does not seem to support this language; choose another corpus or tokenizer."
+            f"The tokenizer must encode {name} with at least two distinct ids, got {distinct} in {len(tokens)} "
+            "tokens. The tokenizer does not seem to support this language; choose another corpus or tokenizer."
         )
     return Corpus(tokens, name)
 
@@ -95,12 +95,12 @@ def load_text(source: str | None = None) -> str:
     Args:
         source: one of
 
-            - a file: .jsonl, .json, .parquet or .csv with a "text" column, or plain text with any other suffix. Each
-              file may be compressed (.gz).
-            - a folder: its files of one type, including nested files, in alphabetical order. The type is .txt if there
-              are such files, else .md, .jsonl, .json, .parquet or .csv.
-            - a dataset for `datasets.load_dataset`: the "text" column of the split "test", else of "validation", else
-              of the first split.
+            - a file: a table (.jsonl, .json, .parquet, .csv) with a "text" column, or plain text (any other suffix).
+              The file may be compressed (.gz).
+            - a folder: its files of one type, including nested files, in alphabetical order. The type is the first of
+              these that occurs: .txt, .md, .jsonl, .json, .parquet, .csv.
+            - a dataset for `datasets.load_dataset`. We read the "text" column of one split: "test" if it exists, else
+              "validation", else the first split.
             - "pg19": the test books of PG-19.
             - "stdlib" or None: the held-out part of `stdlib_text`.
 
@@ -118,13 +118,14 @@ def load_text(source: str | None = None) -> str:
 def open_source(
     source: str | None, part: str = "held_out", column: str | None = None, conversations: bool = False
 ) -> tuple[str, Iterator[Any]]:
-    """Return the name of a source and its nonempty documents; see `load_tokens` and `load_text`.
+    """Return the name of a source and its nonblank documents; see `load_tokens` and `load_text`.
 
     Args:
-        part: "held_out" or "train", the part to read if the source is a dataset, "pg19" or "stdlib".
+        part: "held_out" or "train", the part to read of a dataset, "pg19" or "stdlib".
         column: table column to read. Default: "text".
-        conversations: whether to return conversations if a table has them and `column` is None: dicts of "messages",
-            or "prompt" and "completion", and of "tools" and "chat_template_kwargs", which may be None.
+        conversations: whether to read a table of conversations as dicts, unless `column` is set. Each dict has
+            "messages", or "prompt" and "completion". It also has "tools" and "chat_template_kwargs", but these may be
+            None.
     """
     if source is None:
         with suppress(Exception):  # `datasets` is missing or the Hub does not respond
@@ -139,7 +140,7 @@ def open_source(
 
 
 def _documents(source, part, column, conversations):
-    """Yield the documents of a source that are not blank; raise ValueError if there are none."""
+    """Yield the nonblank documents of a source. If there are none, raise ValueError."""
     path, is_empty = Path(source), True
     for file in _files(path) if path.is_dir() else [path]:
         for document in _read(file, source, part, column, conversations):
@@ -151,7 +152,7 @@ def _documents(source, part, column, conversations):
 
 
 def _files(folder):
-    """Return a folder's files with the first suffix of `SUFFIXES` that occurs, except hidden files."""
+    """Return a folder's files with one suffix: the first in `SUFFIXES` that occurs. Hidden files are ignored."""
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     for suffix in SUFFIXES:
@@ -172,8 +173,8 @@ def _read(path, source, part, column, conversations):
             text = content.decode("utf-8-sig")
         except (gzip.BadGzipFile, EOFError, zlib.error, UnicodeDecodeError) as error:
             raise ValueError(
-                f"{path} must be UTF-8 text, or a complete gzip file of UTF-8 text, got {error}. Convert other "
-                "encodings, for example with iconv."
+                f"{path} cannot be read as UTF-8 text: {error}. Convert other encodings, for example with iconv. If "
+                "it is a .gz file, check that it is complete."
             ) from error
         if "\0" in text:
             raise ValueError(f"{path} is a binary file (it contains NUL bytes); give a text file.")
@@ -205,8 +206,8 @@ def _read(path, source, part, column, conversations):
     if column not in columns:
         raise ValueError(
             f'{path} must have a column "{column}", got {columns}. Rename your text column. The commands train '
-            "and finetune also accept --text_column, and conversations in a column "
-            '"messages", lists of {"role", "content"}, or in columns "prompt" and "completion".'
+            "and finetune also accept --text_column. They also accept conversations: a column "
+            '"messages" with lists of {"role", "content"}, or the columns "prompt" and "completion".'
         )
     for row in rows:
         if not isinstance(row[column], str | None):
@@ -217,10 +218,10 @@ def _read(path, source, part, column, conversations):
 
 
 def stdlib_text(part: str) -> str:
-    """Return English from the Python language reference, which CPython ships in `pydoc_data.topics` (PSF licence).
+    """Return English text from the Python language reference, from CPython's `pydoc_data.topics` (PSF licence).
 
     "held_out" contains a fifth of the topics, selected by a hash of their names. "train" contains the other topics,
-    without duplicate paragraphs and without paragraphs that also occur in a held-out topic. The text differs slightly
+    without duplicate paragraphs. It also excludes paragraphs that occur in a held-out topic. The text differs slightly
     between Python versions.
 
     Raises:

@@ -1,12 +1,12 @@
-"""The command line, `hf-longctx COMMAND`: one module per command, whose docstring is its help text.
+"""The command line, `hf-longctx COMMAND`.
 
-`task_command` generates the commands of tasks, such as `curve`, from their classes. Every other command has a module
-with `add_arguments(parser)` and `run(args)`. The commands in `TRAINING` use `TrainingArguments` and its parser. Slow
-imports happen inside `run`.
+`task_command` generates a task's command, such as `curve`, from the task's class. Every other command has a module
+with `add_arguments(parser)` and `run(args)`. The module's docstring is the command's help text. The commands in
+`TRAINING` use `TrainingArguments` and its parser. Slow imports happen inside `run`.
 
 Exit codes: 0 for success; 2 for a usage error (an unknown option, a missing file, incompatible settings); 1 if a valid
-call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped the command: 130 for
-Ctrl-C, 143 for SIGTERM, 141 for a closed output pipe. An error is one line on stderr.
+call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped the command. The last
+code is 130 for Ctrl-C, 143 for SIGTERM and 141 for a closed output pipe. An error is one line on stderr.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Plot saved results of several models in one figure, and print a table that compares them.
 
 All files must come from one command: `curve`, `loss`, `needle` or `lines`. A paired test at every length compares each
-model with the first, on the documents that both models have read. Effective lengths are reported with intervals,
-under our rule and the rules of RULER and NoLiMa.
+model with the first model. The test uses only documents that both models have read. The table shows effective lengths
+with intervals, by three rules: ours, RULER's and NoLiMa's.
 
 Examples:
   hf-longctx compare gpt2.json llama.json --names GPT-2 Llama --output both.svg
@@ -35,7 +35,9 @@ def run(args: argparse.Namespace) -> None:
 
     files = [Path(file) for file in args.files]
     if args.names is not None and not len(args.names) == len(set(args.names)) == len(files):
-        raise ValueError(f"--names has {len(args.names)} names for {len(files)} files; give each a different name.")
+        raise ValueError(
+            f"--names has {len(args.names)} names for {len(files)} files. Give each file a different name."
+        )
     output = shared.figure_path(args.output)
     results = [read_result(file) for file in files]
     models = dict(zip(args.names, results)) if args.names else named(list(zip(files, results)))

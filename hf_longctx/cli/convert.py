@@ -38,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--decay-time",
         type=float,
         metavar="TOKENS",
-        help="tokens until the new gates decay to 1/e, for --from llama (default: 1e5 times the context)",
+        help="for --from llama: tokens until the new gates decay to 1/e (default: 1e5 times the context)",
     )
 
 

@@ -38,7 +38,7 @@ def run(args: Namespace) -> None:
     has_gpu, dtype = torch.cuda.is_available(), torch.float32
     rows = {"hf-longctx": f"{__version__} (tested with transformers {OLDEST} to {NEWEST})", "Python": sys.version}
     rows |= {"platform": platform.platform()} | {package: version_of(package) for package in PACKAGES}
-    rows["torch"] = torch.__version__  # includes the build, which the package's metadata may omit
+    rows["torch"] = torch.__version__  # includes the build; the package's metadata may omit it
     if has_gpu:
         properties, dtype = torch.cuda.get_device_properties(0), torch.bfloat16
         rows["CUDA, cuDNN"] = f"{torch.version.cuda}, {torch.backends.cudnn.version()}"

@@ -1,10 +1,10 @@
-"""Run lm-eval with our tasks and the model type hf-longctx, which loads FoX and HMT.
+"""Run lm-eval with our tasks and our model type hf-longctx, for FoX and HMT.
 
 All arguments after `lm-eval` are passed to lm-eval; see `hf-longctx lm-eval run --help`. --metadata accepts a JSON
 object with the options of the task's command, such as "lengths" or "text".
 
---tasks-folder prints the folder of our tasks. To evaluate models of lm-eval such as hf, vllm and local-completions,
-pass this folder to lm-eval's own command as --include_path.
+--tasks-folder prints the folder of our tasks. For lm-eval's own model types, such as hf, vllm and local-completions,
+pass this folder to the command `lm_eval` with --include_path.
 
 Examples:
   hf-longctx lm-eval run --model hf-longctx --model_args pretrained=model_cards/fox-demo --tasks forgetting_curve,lines

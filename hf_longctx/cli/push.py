@@ -1,12 +1,13 @@
 """Push a model, an adapter or a metric to the Hub, in one commit.
 
-Pushes DIR's config, safetensors weights, tokenizer, card, figures and results, with the package's modeling code, so
-that the model loads without hf-longctx. Pickles, training state, hidden files, links to files outside DIR, access
-tokens and local paths raise an error. A hand-written README.md is pushed unchanged. Otherwise, the card is generated
-from the files, and each section of card_notes.md is added to the section of the same name. --write-card writes the
-card into DIR. The Hub token comes from `hf auth login` or HF_TOKEN.
+Pushes DIR's config, safetensors weights, tokenizer, card, figures and results. The package's modeling code is pushed
+too, so that the model loads without hf-longctx. Pickles, training state, hidden files, links to files outside DIR,
+access tokens and local paths raise an error. The Hub token comes from `hf auth login` or HF_TOKEN.
 
-A metric (forgetting_curve, rope_base_check) is pushed as a Space, which scores predictions without hf-longctx.
+A hand-written README.md is pushed unchanged. If there is none, the card is generated from the files. Each section of
+card_notes.md is then added to the card's section of the same name. --write-card writes the card into DIR.
+
+A metric (forgetting_curve, rope_base_check) is pushed as a Space. The Space scores predictions without hf-longctx.
 `evaluate.load` runs a Space's code without asking, so ask users to pin the commit: revision="...".
 
 Examples:
@@ -75,7 +76,8 @@ def write_card(folder: str, given: Any, bundle: Any) -> None:
     path = Path(folder, "README.md")
     if bundle is given:
         print(
-            f"{path} is hand-written and is not changed. To generate a card, move its text to card_notes.md and remove it"
+            f"{path} is hand-written and is not changed. To generate a card, move the text to card_notes.md, and "
+            f"delete {path.name}"
         )
     else:
         path.write_text(bundle.text("README.md"), encoding="utf-8")
@@ -86,7 +88,7 @@ def write_card(folder: str, given: Any, bundle: Any) -> None:
 
 
 def send(bundle: Any, args: Namespace, repo_type: str = "model") -> Any:
-    """List the files to push and to remove, push, and print the URL. Return the commit, or None for a dry run."""
+    """List the files to push and to remove, push, and print the URL. Return the commit. In a dry run, return None."""
     from ..hub import check, missing_fields, push, removed_files
 
     for path, content in sorted(bundle.files.items()):
@@ -96,7 +98,7 @@ def send(bundle: Any, args: Namespace, repo_type: str = "model") -> Any:
         print(f"left out: {', '.join(bundle.left_out)}")
     try:
         for path in removed_files(bundle, args.repo, repo_type=repo_type, revision=args.revision):
-            print(f"removes {path}, which {args.repo} has")
+            print(f"removes {path} from {args.repo}")
     except ConnectionError as error:
         if not args.dry_run:
             raise

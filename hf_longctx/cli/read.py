@@ -1,8 +1,8 @@
 """Read a document once into an HMT's memory, and answer a question about it.
 
-Without QUESTION, the memory is saved to --output every minute, and the same command resumes from this file. TEXT may
-also be a saved memory: a file, or NAMESPACE/NAME@REVISION on the Hub. The document is then not read again. A memory
-works only with the weights that wrote it. `hf upload NAMESPACE/NAME FILE` shares a memory.
+Without QUESTION, the memory is saved to --output every minute, and the same command resumes from this file. TEXT can
+also be a saved memory: a file, or NAMESPACE/NAME@REVISION on the Hub. A saved memory replaces the document. It works
+only with the weights that wrote it. `hf upload NAMESPACE/NAME FILE` shares a memory.
 
 With --chat, QUESTION is the user's turn in the model's chat template. Without --chat, the model continues QUESTION.
 
@@ -26,8 +26,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "text",
         metavar="TEXT",
-        help="text file, folder of text files, table or dataset, as for `hf-longctx loss --text`; - for standard input; or "
-        "a saved memory",
+        help="one of: a text file, folder of text files, table or dataset (see `hf-longctx loss --help`); a saved "
+        'memory; "-" for standard input',
     )
     parser.add_argument(
         "question",
@@ -38,7 +38,8 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         metavar="FILE",
-        help="file for the memory (default: state.safetensors without QUESTION, else not saved)",
+        help="file for the memory. Without QUESTION, the default is state.safetensors. With QUESTION, the memory is "
+        "not saved by default",
     )
     group = parser.add_argument_group("answer")
     group.add_argument(
@@ -52,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--temperature",
         type=float,
         metavar="T",
-        help="sampling temperature, 0 for greedy decoding (default: from generation_config.json)",
+        help="sampling temperature; 0 decodes greedily (default: from generation_config.json)",
     )
     group.add_argument(
         "--chat", action="store_true", help="format QUESTION with the chat template, as the user's turn"

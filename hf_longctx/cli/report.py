@@ -1,9 +1,9 @@
 """Evaluate a model with all metrics, and summarize the results on one page.
 
 Metrics: forgetting curve, per-token loss, needle in a haystack, line retrieval and RoPE bound. If a metric does not
-support the model, the page explains why. Writes report.html, which is self-contained, and the results as JSON and
-figures to --output. The same command resumes after an interruption, unless the weights or the corpus have changed.
-Under torchrun or accelerate launch, the processes share the work. In Python: hf_longctx.metrics.measure_all.
+support the model, the page explains why. The folder --output receives a self-contained report.html, JSON results and
+figures. The same command resumes after an interruption, unless the weights or the corpus have changed. Under torchrun
+or accelerate launch, the processes share the work. In Python: hf_longctx.metrics.measure_all.
 
 Examples:
   hf-longctx report gpt2 --text book.txt --output gpt2_report

@@ -1,7 +1,8 @@
 """Check whether a model's RoPE base supports the context that it claims (arXiv 2405.14591).
 
 Only the config is read. The bound is for screening: many good models violate it at their claimed context. The figure
-shows B_m (eq. 16 of the paper) over the distance m, its first negative value, and the range of the claimed context.
+plots B_m (eq. 16 of the paper) against the distance m. It marks the first negative B_m and the range of the claimed
+context.
 
 Examples:
   hf-longctx rope meta-llama/Llama-3.1-8B

@@ -52,7 +52,7 @@ def run(args: Namespace) -> None:
             try:
                 super().__init__(*args, **options)
             finally:  # otherwise the thread of continuous batching keeps the process alive after Ctrl-C
-                with suppress(AttributeError):  # kill_server expects a thread, which a blocking server does not have
+                with suppress(AttributeError):  # kill_server expects a thread, but a blocking server has none
                     self.kill_server()
 
     app = typer.Typer(add_completion=False)

@@ -25,7 +25,7 @@ EXPECTED = (*MISTAKES, *FAILURES)
 
 
 def exit_code(error: BaseException) -> int:
-    """Return exit code 2 for a usage error, as argparse does, or 1 if the same call may succeed on retry.
+    """Return the exit code of an error: 2 for a usage error, 1 for a failure of a valid call.
 
     >>> exit_code(FileNotFoundError(2, "No such file")), exit_code(OSError(28, "No space left on device"))
     (2, 1)
@@ -64,7 +64,7 @@ def add_served(parser: Any) -> None:
     parser.add_argument(
         "--endpoint",
         metavar="URL",
-        help="URL of a server that serves MODEL, such as http://localhost:8000/v1; then only the tokenizer is loaded. "
+        help="URL of a server for MODEL, such as http://localhost:8000/v1; only the tokenizer is loaded here. "
         "Forgetting curves work with any server that decodes greedily; other metrics require vLLM",
     )
     parser.add_argument(
@@ -92,8 +92,9 @@ def add_text(parser: Any) -> None:
     parser.add_argument(
         "--text",
         metavar="SOURCE",
-        help='text file; .jsonl, .json, .parquet or .csv file with a "text" column; folder of such files; dataset name; '
-        "pg19; or stdlib, English from CPython. Files can be gzipped (default: pg19 if the Hub responds, else stdlib)",
+        help='one of: a text file; a .jsonl, .json, .parquet or .csv file with a "text" column; a folder of such '
+        "files; a dataset name; pg19; stdlib (English text from CPython). Files can be gzipped (default: pg19 if the "
+        "Hub responds, else stdlib)",
     )
 
 
@@ -119,7 +120,7 @@ def source(args: Namespace) -> dict[str, Any]:
     """Return the options of `add_remote_code` as arguments for `from_pretrained`.
 
     Raises:
-        ValueError: a revision is given for a folder, whose revision transformers would ignore.
+        ValueError: a revision is given for a folder. transformers would ignore it.
     """
     if args.revision is not None and Path(args.model).is_dir():
         raise ValueError(f"--revision {args.revision} is for a model on the Hub, but {args.model} is a folder.")
@@ -158,7 +159,7 @@ def load_weights(args: Namespace) -> Any:
         raise
     except Exception as error:  # for example, SafetensorError
         raise ValueError(
-            f"{args.model} cannot be loaded ({type(error).__name__}: {error}); its files are damaged, or its "
+            f"{args.model} cannot be loaded ({type(error).__name__}: {error}). Either its files are damaged, or its "
             "config.json has a value that transformers does not support."
         ) from error
     return model.to(device).eval()
@@ -180,12 +181,13 @@ def load_tokenizer(args: Namespace) -> Any:
 
 
 def open_model(args: Namespace) -> tuple[Any, Any, Callable[[], Any]]:
-    """Load a model's tokenizer and config, so that options can be checked before the weights are loaded.
+    """Load a model's tokenizer and config. Options can then be checked before the weights are loaded.
 
     Under torchrun or accelerate launch, the process group is initialized first.
 
     Returns:
-        the tokenizer; a reader for the checks, possibly without weights; a function that returns the loaded reader.
+        three objects: the tokenizer; a reader for checking options; a function that returns the reader for the run.
+        The first reader may lack weights.
     """
     from transformers import AutoConfig
 
@@ -245,7 +247,7 @@ def join_processes() -> None:
 def load_corpus(source: str | None, tokenizer: Any, longest: int = 0) -> Any:
     """Load a corpus by its name (see `add_text`), and print its name and size.
 
-    Reading stops after a million tokens, or after ten times the `longest` input if that is more.
+    Reading stops after max(1_000_000, 10 * longest) tokens. `longest` is the length of the longest input.
     """
     from ..corpus import load_tokens
 
@@ -301,7 +303,7 @@ def measure_and_write(args: Namespace, measure: Callable[[], Any], **options: An
     document, figure = (output.with_name(output.name + suffix) for suffix in (".json", ending))
     result, failure = run_measurement(measure)
     if result is not None and process_rank() == 0:
-        print(result.summary(), flush=True)  # printed before saving, which fails if the disk is full
+        print(result.summary(), flush=True)  # printed first, because saving fails if the disk is full
         result.save(document)
         print(f"wrote {document}")
         result.plot(figure, **options)

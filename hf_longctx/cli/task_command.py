@@ -63,7 +63,8 @@ class TaskCommand:
             "--output",
             default=self.task.result.kind,
             metavar="PATH",
-            help="path for the JSON and the figure: SVG or PDF if it ends with .svg or .pdf, else PNG (default: %(default)s)",
+            help="path for the JSON and the figure. The suffix .svg or .pdf sets the figure's format; otherwise, it "
+            "is PNG (default: %(default)s)",
         )
 
     def run(self, args: argparse.Namespace) -> None:
@@ -112,7 +113,7 @@ def add_option(group: argparse._ActionsContainer, option: Option) -> None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """Parse JSON, for an option whose value is a dictionary."""
+    """Parse the JSON value of a dictionary option."""
     return json.loads(text)
 
 

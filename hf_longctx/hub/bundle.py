@@ -32,18 +32,18 @@ TRAINING = ("training.txt", "training.yaml", "training_log.jsonl")  # commands, 
 KNOWN = ("README.md", NOTES, "LICENSE", "LICENSE.md", "LICENSE.txt", "*.png", "*.svg", *TRAINING, *TOKENIZER_FILES)
 # File name patterns that a push rejects, with the reason.
 FORBIDDEN = {
-    ("training_args.bin",): "a pickle of the training arguments, which can contain a token: remove it",
+    ("training_args.bin",): "a pickle of the training arguments (it can contain a token): remove it",
     ("optimizer.*", "scheduler.*", "scaler.*", "rng_state*"): "the state of a training run: push the model's folder",
-    ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt"): "a pickle, which can run code when it is loaded: "
-    "load the model, and save it with save_pretrained, which writes safetensors",
-    (".*",): "a hidden file, which can contain a secret: remove it",
+    ("*.bin", "*.pt", "*.pth", "*.pkl", "*.pickle", "*.ckpt"): "a pickle (loading it can run code): "
+    "load the model, and save it as safetensors with save_pretrained",
+    (".*",): "a hidden file (it can contain a secret): remove it",
 }
 LEFT_BY_TOOLS = (
     ".git",
     ".gitattributes",
     ".cache",
     ".eval_results",
-)  # files of git, `hf download` and the Hub, which a push ignores
+)  # files of git, `hf download` and the Hub; a push ignores them
 MEASUREMENT = re.compile(r"[\w.-]+\.json")  # file names that a card can link to
 PACKAGE_CODE = {
     path.name: path
@@ -94,7 +94,7 @@ class Bundle:
 
     @property
     def base(self) -> tuple[str, str | None] | None:
-        """Hub name and revision of an adapter's base model, or of an HMT's backbone; None if neither is needed."""
+        """Hub name and revision of an adapter's base model or of an HMT's backbone. If neither is needed, None."""
         if self.is_adapter:
             return self.config.get("base_model_name_or_path", ""), self.config.get("revision")
         if self.config.get("backbone_in_checkpoint", True):
@@ -114,7 +114,7 @@ class Bundle:
 
     @property
     def has_code(self) -> bool:
-        """Whether loading needs trust_remote_code, because this repository or the base model's contains code."""
+        """Whether loading needs trust_remote_code: this repository or that of the base model contains code."""
         return self.base_has_code or any(path.endswith(".py") for path in self.files)
 
     def text(self, path: str, errors: str = "strict") -> str:
@@ -137,13 +137,14 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     """Collect the files to push from the folder of a model or an adapter.
 
     The config, weights, tokenizer, card, figures and results of metrics are pushed; unknown files are left out. The
-    modules in `auto_map` and their relative imports are pushed too, from this package if it contains a file of that
-    name, otherwise from the folder. If the config of a FoX or HMT has no `auto_map`, we add it.
+    modules in `auto_map` and their relative imports are pushed too; see `code_files`. If the config of a FoX or HMT
+    does not have an `auto_map`, we add it.
 
     Raises:
         ValueError: a file must not be published (a pickle, the state of a training run, a hidden file, a symbolic
-            link that leaves it); weights are missing, damaged or incomplete, or contain NaN; code is missing or
-            in another repository; the base model is not the name of a Hub repository; or a file is not valid JSON.
+            link to a file outside the folder); weights are missing, damaged or incomplete, or contain NaN; code is
+            missing or in another repository; the base model is not the name of a Hub repository; or a file is not
+            valid JSON.
         FileNotFoundError, NotADirectoryError: the folder does not exist.
     """
     folder = Path(folder)
@@ -159,8 +160,8 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     files |= {name: folder / name for name in (*documents, *samples)}
     if {"config.json", "adapter_config.json"} <= set(names):
         raise ValueError(
-            f"{folder} contains an adapter and its base model, but a repository can contain only one of them. Train "
-            "with `--merge true`, or merge the adapter with PEFT's `merge_and_unload`, and push the merged model."
+            f"{folder} contains an adapter and its base model, but a repository can contain only one of them. Push a "
+            "merged model: train with `--merge true`, or merge the adapter with PEFT's `merge_and_unload`."
         )
     if "config.json" in names:
         config, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
@@ -207,7 +208,7 @@ def check_base(folder: Path, bundle: Bundle) -> None:
 
 
 def check_names(folder, names):
-    """Raise ValueError for files that must not be pushed, and for symbolic links that leave the folder."""
+    """Raise ValueError for files that must not be pushed, and for symbolic links to files outside the folder."""
     errors = []
     for path in (folder / name for name in names):
         if path.is_symlink() and leads_outside(path, folder):
@@ -221,7 +222,10 @@ def check_names(folder, names):
 
 
 def read_measurement(path, results, documents, samples):
-    """Parse a JSON file of a metric, a benchmark or scripts.sample into one of the dictionaries; skip other files."""
+    """Parse the JSON file of a metric, a benchmark or scripts.sample, and add it to the matching dictionaries.
+
+    Other files are skipped.
+    """
     try:
         document = read_json(path)
         if not isinstance(document.get("settings", {}), dict):
@@ -242,7 +246,7 @@ def read_measurement(path, results, documents, samples):
 def code_files(folder, auto_map):
     """Return the modules in the auto_maps of the model and its tokenizer, and the modules that these import.
 
-    Each file comes from this package if it contains a file of that name, otherwise from the folder.
+    If this package has a file of the same name, we take the package's file. Otherwise, we take the folder's file.
     """
     files, tokenizer = {}, folder / "tokenizer_config.json"
     tokenizer_map = read_json(tokenizer).get("auto_map", {}) if tokenizer.is_file() else {}
@@ -258,7 +262,7 @@ def code_files(folder, auto_map):
         # get_relative_imports also matches text in docstrings, such as `from ./home/x import y`.
         if not (module.isidentifier() and path.is_file()):
             raise ValueError(
-                f"{folder} does not contain {name}, which its auto_map needs. Save the model again with "
+                f"{folder} does not contain {name}, but its auto_map needs this file. Save the model again with "
                 "save_pretrained."
             )
         files[name] = path
@@ -267,7 +271,7 @@ def code_files(folder, auto_map):
 
 
 def module_names(file, auto_map):
-    """Return the names of the modules in an auto_map; raise ValueError for a module of another repository."""
+    """Return the names of the modules in an auto_map. Raise ValueError for a module of another repository."""
     classes = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
     modules = set()
     for name in [name for value in classes for name in (value if isinstance(value, list) else [value])]:
@@ -276,8 +280,8 @@ def module_names(file, auto_map):
         module, _, class_name = str(name).partition(".")
         if not (module.isidentifier() and class_name.isidentifier()):
             raise ValueError(
-                f"auto_map in {file} must name classes that are defined in the same folder, such as "
-                f"'modeling_fox.FoxForCausalLM', got {name!r}. Code in another repository can change at any time."
+                f"auto_map in {file} must name classes from the same folder, got {name!r}. A valid name is "
+                "'modeling_fox.FoxForCausalLM'. Code in another repository can change at any time."
             )
         modules.add(module)
     return modules

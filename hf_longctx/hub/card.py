@@ -1,8 +1,8 @@
 """Generate the model card, README.md, from the files in a model's folder and the jinja template model_card.md.
 
-A generated card contains a comment with the command that wrote it, and every push regenerates it. A README.md without
-this comment is hand-written, and a push does not change it. To add text to a generated card, write it into
-card_notes.md: each section of that file is inserted into the section of the same name.
+A generated card contains a comment with the command that wrote the card. Every push regenerates such a card. A
+README.md without this comment is hand-written, and a push does not change it. To add text to a generated card, write
+the text into card_notes.md. Each section of that file is inserted into the card's section of the same name.
 """
 
 import json
@@ -39,10 +39,10 @@ PIPELINES = {
 
 
 def with_card(bundle: Bundle, repo: str | None = None, tag: str | None = None) -> Bundle:
-    """Add a generated card to the bundle of a model; a hand-written card is left unchanged.
+    """Add a generated card to the bundle of a model. A hand-written card is left unchanged.
 
-    The generated card replaces an earlier generated card, or the template card that PEFT and transformers save
-    alongside the weights. It retains the license, language, tags and datasets of that card.
+    The generated card replaces an earlier generated card. It also replaces the template card that PEFT and
+    transformers save alongside the weights. It retains the old card's license, language, tags and datasets.
 
     Args:
         repo: repository (NAMESPACE/NAME) in the loading code. Default: the repository in the current card.

@@ -1,7 +1,7 @@
 """Check a bundle for secrets, local paths and errors in the card before it is pushed.
 
-The Hub makes some of these checks too, but only after the repository has been created. We find secrets and paths with
-regular expressions, so a secret in an unknown format remains undetected.
+The Hub makes some of these checks too, but only after the repository has been created. We find secrets and paths by
+regular expressions. A secret in an unknown format remains undetected.
 """
 
 import json
@@ -53,7 +53,7 @@ MACHINE = re.compile(
     re.VERBOSE,
 )
 CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
-# An unclosed comment extends to the end of the card; otherwise, the search would take quadratic time.
+# An unclosed comment extends to the end of the card. Without this rule, the search would take quadratic time.
 COMMENT = re.compile(r"<!--.*?(?:-->|\Z)", re.DOTALL)
 LINK = re.compile(r"""\]\(\s*<?([^)\s>]+)|\b(?:src|href)=["']([^"']+)["']""")
 TODO = re.compile(r"<!-- (Write\b(?:(?!<!--|-->).)*) -->", re.DOTALL)
@@ -103,28 +103,31 @@ def card_errors(bundle: Bundle, text: str) -> Iterator[str]:
     names = data.get("license") or []
     for name in names if isinstance(names, list) else [names]:
         if name not in LICENSES:
-            yield f"`license` must be one that the Hub lists, or other with a `license_name`, got {name!r}"
+            yield (
+                f"`license` must be a license that the Hub lists, got {name!r}. For another license, give other and a "
+                "`license_name`"
+            )
         if name == "other" and not data.get("license_name"):
             yield "`license_name` is missing, although `license` is other"
     if bundle.config and data.get("pipeline_tag") not in (None, *TASKS):
-        yield f"`pipeline_tag` must be a text task, such as text-generation, got {data['pipeline_tag']!r}"
+        yield f"`pipeline_tag` must be a text task (such as text-generation), got {data['pipeline_tag']!r}"
     for field in ("base_model", "datasets"):
         for name in [data.get(field)] if isinstance(data.get(field), str) else data.get(field) or ():
             try:
                 validate_repo_id(name)
             except ValueError:
-                yield f"`{field}` names {name!r}, which is not a name on the Hub"
+                yield f"`{field}` must be a name on the Hub, got {name!r}"
     if bundle.base is not None and data.get("base_model") not in (None, bundle.base[0], [bundle.base[0]]):
-        yield f"`base_model` is {data['base_model']}, and the config names {bundle.base[0]}"
+        yield f"`base_model` is {data['base_model']}, but the config names {bundle.base[0]}"
     figures = {(entry.dataset_name, entry.metric_name): entry.metric_value for entry in model_index(bundle)}
     for entry in data.get("eval_results") or ():
         figure = figures.get((entry.dataset_name, entry.metric_name), entry.metric_value)
         if figure != entry.metric_value:
-            yield f"model-index has {entry.metric_value} as {entry.metric_name}, and the result file {figure}"
+            yield f"{entry.metric_name} is {entry.metric_value} in model-index, but {figure} in the result file"
     for match in LINK.finditer(COMMENT.sub("", CODE.sub("", text))):
         target = (match[1] or match[2]).partition("#")[0].partition("?")[0]
         if target and not re.match(r"[a-z]+:", target) and posixpath.normpath(target) not in bundle.files:
-            yield f"it links to {target}, which is not pushed"
+            yield f"it links to {target}, but this file is not pushed"
 
 
 def schema_errors(data: Any) -> Iterator[str]:
@@ -141,4 +144,4 @@ def schema_errors(data: Any) -> Iterator[str]:
     languages = [data.language] if isinstance(data.language, str) else data.language or ()
     for language in languages:
         if isinstance(language, str) and not LANGUAGE.fullmatch(language):
-            yield f"`language` must be an ISO 639 code such as en, or multilingual or code, got {language!r}"
+            yield f"`language` must be an ISO 639 code (such as en), multilingual or code, got {language!r}"

@@ -1,9 +1,9 @@
 """Package a metric as a Hub Space, so that `evaluate.load("NAMESPACE/NAME")` works without hf_longctx.
 
-evaluate downloads the script of a Space, and the files that the script imports with `from .x import ...`, to a single
-folder. We therefore copy the modules that scoring needs next to the script under flat names, such as
+evaluate downloads a Space's script to a single folder, with the files that the script imports by `from .x import ...`.
+We therefore put copies of the modules for scoring next to the script. Their names are flat, such as
 `longctx_curve_lengths.py` for `curve/lengths.py`. The script imports a function or class from each copy, so that
-evaluate downloads all of them. Code that runs a model is imported inside functions, from an installed hf_longctx.
+evaluate downloads all copies. Code that runs a model is imported inside functions, from an installed hf_longctx.
 """
 
 import re
@@ -61,7 +61,7 @@ def flat(module):
 
 
 def flattened(module, sources):
-    """Return a module's source code with its imports redirected to the flat copies, or to an installed hf_longctx."""
+    """Return a module's source code. Its imports are redirected to the flat copies or to an installed hf_longctx."""
 
     def replace(match):
         target = absolute(module, match[2], match[3])

@@ -41,7 +41,7 @@ def named_errors(left: str = "") -> Iterator[None]:
     """Convert authorization and connection errors of the Hub into built-in exceptions.
 
     Args:
-        left: sentence about the state of the repository, appended to the error message.
+        left: sentence about the state in which the repository was left. It is appended to the error message.
 
     Raises:
         PermissionError: the token is invalid or lacks permission.
@@ -74,8 +74,8 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
     for name in (revision, tag):
         if name is not None and not REFERENCE.fullmatch(name):
             raise ValueError(
-                f"{name!r} is not a valid name of a branch or tag. Use letters and digits, separated by . - _ or "
-                "/, but not a commit hash."
+                f"{name!r} is not a valid name of a branch or tag. Use letters and digits. The separators are "
+                '".", "-", "_" and "/". A commit hash is not allowed.'
             )
     if tag is not None and tag in (revision, "main"):
         raise ValueError(f"the tag {tag} would have the same name as a branch. Give another name, such as v1.")
@@ -108,7 +108,8 @@ def removed_files(bundle: Bundle, repo: str, *, repo_type: str = "model", revisi
     for kind, file in kinds.items():
         if file in present and file not in bundle.files:
             raise ValueError(
-                f"{repo} contains {kind}, and an adapter hides a model in the same repository. Push to another name."
+                f"{repo} contains {kind}. A repository cannot contain both a model and an adapter. Push to another "
+                "name."
             )
     return sorted(path for path in present - bundle.files.keys() if REPLACED.fullmatch(path))
 
@@ -137,9 +138,9 @@ def push(
         tag: name of a new tag for the commit.
 
     Raises:
-        ValueError: the bundle must not be published (`lint.check`), the token is missing, a name is not valid
-            (`check_destination`), the repository is public although `private` is set, the tag already exists, the
-            branch has the name of a tag, or the repository contains another kind of model (`removed_files`).
+        ValueError: `lint.check`, `check_destination` or `removed_files` rejects the push; the token is missing; the
+            repository is public although `private` is set; the tag already exists; or the branch has the name of a
+            tag.
         HfHubHTTPError: the Hub rejects the request, for example because of a concurrent commit. `named_errors` lists
             further exceptions.
     """
@@ -162,7 +163,9 @@ def push(
             if tag in tags | branches:
                 raise ValueError(f"{repo} already has a tag or branch {tag}. Give another name.")
             if revision in tags:
-                raise ValueError(f"{repo} has a tag {revision}, which a branch would hide. Give another name.")
+                raise ValueError(
+                    f"{repo} has a tag {revision}. A branch of this name would hide the tag. Give another name."
+                )
         if revision is not None:
             api.create_branch(repo, repo_type=repo_type, branch=revision, exist_ok=True)
         head = api.repo_info(repo, repo_type=repo_type, revision=revision)

@@ -1,4 +1,4 @@
-"""Check weights before a push, because transformers accepts NaN and initializes missing weights randomly."""
+"""Check weights before a push. transformers accepts NaN, and initializes missing weights randomly."""
 
 from pathlib import Path
 
@@ -9,9 +9,9 @@ from ..fox.checkpoint_files import Checkpoint, open_safetensors
 
 
 def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class: str) -> None:
-    """Load the model with transformers, if its class is installed, and check that no tensor is missing.
+    """Check for NaN. If transformers has the model's class, load the model and check that no tensor is missing.
 
-    If accelerate is installed, the model is created on the meta device, without memory for its weights.
+    If accelerate is installed, the model is created on the meta device. Its weights then need no memory.
 
     Args:
         config: content of config.json.
@@ -39,7 +39,7 @@ def check_weights(folder: Path, checkpoint: Checkpoint, config: dict, auto_class
         raise ValueError(f"transformers cannot load the model in {folder} ({reason}).") from error
     if info["missing_keys"]:
         name = min(info["missing_keys"])
-        raise ValueError(f"{folder} does not contain the tensor {name}, which the model needs. Save the model again.")
+        raise ValueError(f"{folder} does not contain the tensor {name} of the model. Save the model again.")
     for name, found, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
             f"{name} must have shape {tuple(expected)} according to config.json, got {tuple(found)} in {folder}. Save "

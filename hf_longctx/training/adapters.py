@@ -17,7 +17,7 @@ warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
 
 def add_lora(model, args: FinetuneConfig) -> PeftModel:
-    """Add a new LoRA adapter to a model. The adapter and the modules trained in full are float32.
+    """Add a new LoRA adapter to a model. The adapter and the modules that are trained without it are float32.
 
     Raises:
         ValueError: the settings name a module that the model does not have, or merging would corrupt tied embeddings.
@@ -35,11 +35,12 @@ def add_lora(model, args: FinetuneConfig) -> PeftModel:
     for option, given in (("--lora_target_modules", targets), ("--lora_modules_to_save", in_full)):
         for name in given:
             if name not in names | {"all-linear"}:
-                raise ValueError(f"{option} names {name}, which is not a module of this model. {nearest(name, names)}")
+                raise ValueError(f"{option} must name modules of this model, got {name}. {nearest(name, names)}")
     if config.tie_word_embeddings and embeddings & set(targets):
         raise ValueError(
-            f"This model ties its input and output embeddings, so merging an adapter of "
-            f"{' or '.join(sorted(embeddings))} would change both. Train them in full: --lora_modules_to_save."
+            "This model ties its input and output embeddings. Merging an adapter of "
+            f"{' or '.join(sorted(embeddings))} would therefore change both. Train the embeddings without an adapter: "
+            "--lora_modules_to_save."
         )
     lora = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
@@ -60,8 +61,7 @@ def model_fingerprint(model, names: list[str] | None = None) -> dict[str, Any]:
     Weights are rounded to bfloat16, so that the dtype of the base does not matter.
 
     Args:
-        names: names of the parameters to hash. Default: about eight unquantized parameters, so that quantizing the
-            base does not change its fingerprint.
+        names: names of the parameters to hash. Default: about eight unquantized parameters.
     """
     config, digest, parameters = model.config, hashlib.sha256(), dict(model.named_parameters())
     if names is None:

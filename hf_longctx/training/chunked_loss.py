@@ -1,7 +1,8 @@
 """Chunked cross entropy for any causal language model. With a large vocabulary, unchunked logits dominate memory.
 
-The model's forward pass is unchanged, except that its head returns the hidden states. The loss computes the logits one
-chunk of tokens at a time and recomputes them in the backward pass, so only one chunk is in memory at a time.
+The model's head is replaced and returns the hidden states. The rest of the forward pass is unchanged. The loss
+computes the logits of one chunk of tokens at a time. The backward pass recomputes them, so memory contains only one
+chunk.
 """
 
 from typing import Any
@@ -19,15 +20,15 @@ LOGITS_AT_ONCE = 2**23  # 32 MiB in float32, enough rows for a fast matmul
 def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
     """Replace a model's loss with a chunked loss. The model then returns hidden states instead of logits.
 
-    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. First, we
-    compare the chunked loss with the model's own loss on random decoder states.
+    Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. We compare
+    both losses on random decoder states. If they differ, the model is left unchanged.
 
     Args:
         model: a causal language model.
         logits_at_once: maximum number of logits in a chunk. A chunk always has at least one token.
 
     Returns:
-        True if both losses are equal. Otherwise False, and the model is unchanged.
+        whether both losses are equal.
     """
     head, decoder = model.get_output_embeddings(), model.base_model
     if head is None or decoder is model or model.loss_function is not ForCausalLMLoss:
@@ -50,7 +51,7 @@ def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
         return F.cross_entropy(logits.float(), targets, ignore_index=-100, reduction="sum")
 
     def loss(logits, labels, vocab_size=None, num_items_in_batch=None, shift_labels=None, **kwargs) -> torch.Tensor:
-        """Return the loss of transformers' `ForCausalLMLoss`, a float32 scalar, computed from the head's input."""
+        """Compute transformers' `ForCausalLMLoss` from the head's input. Return a float32 scalar."""
         hidden_states = inputs.pop().flatten(0, -2)  # (tokens, hidden)
         if shift_labels is None:
             shift_labels = F.pad(labels[..., 1:], (0, 1), value=-100)

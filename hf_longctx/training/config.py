@@ -87,8 +87,8 @@ class RunConfig(TrainingArguments):
     )
 
     data: str = required(
-        "Training data: a .txt, .md, .jsonl, .parquet or .csv file, a folder, a dataset, token ids (.npy) or stdlib; "
-        "several sources with shares: books=0.7,web.jsonl=0.3"
+        "Training data, one of: a .txt, .md, .jsonl, .parquet or .csv file; a folder; a dataset; token ids (.npy); "
+        "stdlib; a mixture, such as books=0.7,web.jsonl=0.3"
     )
     eval_data: str | None = option(None, "Evaluation data, in any format of `data`")
     text_column: str | None = option(
@@ -100,14 +100,14 @@ class RunConfig(TrainingArguments):
     attn_implementation: str | None = option(
         None, "Attention implementation (default: the model's; for a FoX on a GPU, auto)"
     )
-    sequence_parallel: int = option(1, "Number of processes that each sequence is split across; FoX only")
+    sequence_parallel: int = option(1, "Number of processes that share a sequence; FoX only")
     recipe: str | None = option(None, "Recipe that sets other defaults")
     set: list[str] = field(
         default_factory=list,
         metadata={"help": "Fields of the model's config, such as forget_gate=fixed hidden_size=64"},
     )
 
-    command = ""  # subcommand of hf-longctx, which selects the recipes
+    command = ""  # subcommand of hf-longctx; it selects the recipes
 
     def __post_init__(self):
         names = {e.name: e.default if e.default_factory is MISSING else e.default_factory() for e in fields(self)}
@@ -123,16 +123,20 @@ class RunConfig(TrainingArguments):
             )
         if self.resume_from_checkpoint not in (None, "true", "True", True):
             raise ValueError(
-                "`resume_from_checkpoint` must be true, because a run resumes from its last checkpoint, got "
-                f"{self.resume_from_checkpoint}. Delete the later checkpoints to resume from an earlier one."
+                f"`resume_from_checkpoint` must be true, got {self.resume_from_checkpoint}. A run resumes from its "
+                "last checkpoint. To resume from an earlier checkpoint, delete the later ones."
             )
         if self.max_length < 1:
             raise ValueError(f"`max_length` must be positive, got {self.max_length}.")
         if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
-            raise ValueError("`max_steps` must be positive, or -1 together with a positive `num_train_epochs`.")
+            raise ValueError(
+                f"`max_steps` must be positive, got {self.max_steps}. To train by epochs, give `max_steps`=-1 and a "
+                "positive `num_train_epochs`."
+            )
         if not self.packing and self.sequence_parallel > 1:
             raise ValueError(
-                f"`packing` must be true with `sequence_parallel`={self.sequence_parallel}, got false. Omit one."
+                f"`sequence_parallel`={self.sequence_parallel} requires `packing`, got false. Omit `packing` or "
+                "`sequence_parallel`."
             )
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:
@@ -140,7 +144,7 @@ class RunConfig(TrainingArguments):
         if self.torch_compile is None:
             on_cuda = torch.cuda.is_available() and not self.use_cpu
             self.torch_compile = self.command == "train" and on_cuda and self.sequence_parallel == 1
-        # We compile single layers. Trainer would compile the whole model, which makes the first step slower.
+        # We compile single layers. Trainer would compile the whole model, and the first step would be slower.
         self.compile_layers = self.torch_compile and not (self.torch_compile_backend or self.torch_compile_mode)
         self.torch_compile = self.torch_compile and not self.compile_layers
         if self.per_device_eval_batch_size is None:
@@ -173,7 +177,7 @@ class RunConfig(TrainingArguments):
         for entry in self.set:
             name, equals, value = entry.partition("=")
             if not equals:
-                raise ValueError(f"`set` must be NAME=VALUE, such as hidden_size=512, got {entry!r}.")
+                raise ValueError(f"`set` must be NAME=VALUE (such as hidden_size=512), got {entry!r}.")
             if name not in names:
                 raise ValueError(f"--set {entry}: {kind.__name__} has no field {name}. {nearest(name, names)}")
             values[name] = yaml.load(value, Loader)
@@ -214,7 +218,7 @@ class FinetuneConfig(RunConfig):
         default=None, metadata={"help": "Names of the modules with LoRA (default: all linear layers)"}
     )
     lora_modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Names of the modules to train in full alongside LoRA (default: the recipe's)"}
+        default=None, metadata={"help": "Names of further modules to train, without LoRA (default: the recipe's)"}
     )
     merge: bool = option(False, "Merge the adapter into the saved model; after QLoRA, into the unquantized base")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Data type of frozen weights")
@@ -243,18 +247,18 @@ def read_yaml(file: str | Path, kind: type[RunConfig]) -> dict[str, Any]:
         raise ValueError(f"{file} must contain settings, in lines such as `max_steps: 1000`.")
     for name in values:
         if name not in kind.__dataclass_fields__:
-            raise ValueError(f"{file} sets {name}, which is not a setting. {nearest(name, kind.__dataclass_fields__)}")
+            raise ValueError(f"{name} in {file} is not a setting. {nearest(name, kind.__dataclass_fields__)}")
     return values
 
 
 def nearest(name: str, names: Any) -> str:
-    """Return "Did you mean ...?" with the most similar name, or "" if none is similar."""
+    """Return "Did you mean ...?" with the most similar name. If none is similar, return ""."""
     close = difflib.get_close_matches(str(name), names, 1)
     return f"Did you mean {close[0]}?" if close else ""
 
 
 def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
-    """Return a parser for all settings. Its help shows our own settings and those in `SHOWN`."""
+    """Return a parser for all settings. The help shows our own settings and those in `SHOWN`."""
     parser = HfArgumentParser(kind, allow_abbrev=False, formatter_class=HelpFormatter, **options)  # ty: ignore[invalid-argument-type]
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings; command-line options take precedence")
     inherited = TrainingArguments.__dataclass_fields__.keys() - SHOWN
@@ -264,14 +268,14 @@ def make_parser(kind: type[RunConfig], **options: Any) -> HfArgumentParser:
         elif action.dest == "recipe":
             action.help = f"{action.help}: {', '.join(RECIPES[kind.command])}"
         if action.dest in kind.__dataclass_fields__:
-            # the help omits the spelling with hyphens, which is also accepted
+            # the parser also accepts the spelling with hyphens, but the help omits it
             action.option_strings = action.option_strings[:1]
             action.metavar = {int: "N", float: "X"}.get(action.type, "BOOL" if action.nargs == "?" else None)
     return parser
 
 
 def parse(kind: type[Config], argv: list[str], **options: Any) -> Config:
-    """Parse settings: options take precedence over `--config FILE`, then `--recipe`, then the defaults.
+    """Parse settings. The order of precedence is: options, `--config FILE`, `--recipe`, defaults.
 
     Args:
         kind: `PretrainConfig` or `FinetuneConfig`.

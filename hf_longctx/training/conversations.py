@@ -22,16 +22,17 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
     """Encode a conversation, or a prompt and its completion, as TRL does.
 
     Args:
-        row: {"messages"}, a list of {"role", "content"}; or {"prompt", "completion"}, two strings or two lists of
-            that form. With lists, "tools" and "chat_template_kwargs" of the row are also passed to the template.
+        row: one of: {"messages"}, a list of turns; {"prompt", "completion"}, two lists of turns; {"prompt",
+            "completion"}, two strings. A turn is {"role", "content"}. If the row has turns, its "tools" and
+            "chat_template_kwargs" are passed to the chat template.
         tokenizer: a fast transformers tokenizer; messages require a chat template.
 
     Returns:
-        `TOKEN` records, (T,). Tokens that overlap the assistant's turns, or the completion, are scored. We take these
-        turns from the template's `{% generation %}` marks. Without marks, `find_answer` locates them.
+        `TOKEN` records, (T,). A token is scored if it overlaps an assistant's turn or the completion. The template's
+        `{% generation %}` marks give the assistant's turns. If there are no marks, `find_answer` finds the turns.
 
     Raises:
-        ValueError: the tokenizer does not have a chat template, the turns are malformed, or the assistant's turns
+        ValueError: the tokenizer does not have a chat template; the turns are malformed; or the assistant's turns
             cannot be found in the rendered conversation.
     """
     if "messages" not in row and isinstance(row["prompt"], str) and isinstance(row["completion"], str):
@@ -61,12 +62,12 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
 
 
 def parse_json(value: Any) -> Any:
-    """Parse a JSON string, as stored in some tables; return other values unchanged."""
+    """Parse a JSON string; some tables store such strings. Return other values unchanged."""
     return json.loads(value) if isinstance(value, str) else value
 
 
 def without_nulls(value: Any) -> Any:
-    """Remove null fields, which tables insert when rows have different fields."""
+    """Remove null fields. Tables insert them if rows have different fields."""
     if isinstance(value, dict):
         return {name: without_nulls(field) for name, field in value.items() if field is not None}
     return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -89,7 +90,10 @@ def common_length(a: Sequence, b: Sequence) -> int:
 
 
 def render_turns(turns: list[dict], first: int, tokenizer, options: dict) -> tuple[str, list[tuple[int, int]]]:
-    """Render a conversation. Return its text, and character spans of the assistant's turns from index `first` on."""
+    """Render a conversation. Return the text, and the character spans of the assistant's turns.
+
+    The spans of turns before index `first` are left out.
+    """
     template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
     words = [token[1:] for token in Environment().lex(template) if token[1] != "whitespace"]
     if any(word[0] == "block_begin" and follower[1] == "generation" for word, follower in pairwise(words)):
@@ -126,7 +130,7 @@ def special_tokens(tokenizer) -> list[str]:
 
 
 def with_probe(turn: dict) -> dict:
-    """Replace a turn's content with `PROBE`, in a list if the content was a list."""
+    """Replace a turn's content with `PROBE`. If the content is a list, the new content is a list too."""
     return {**turn, "content": [{"type": "text", "text": PROBE}] if isinstance(turn.get("content"), list) else PROBE}
 
 
@@ -136,9 +140,9 @@ def find_answer(
     """Return the character span of the assistant's turn `number` in the rendered text.
 
     We render the conversation again with `PROBE` as the content of this turn. The header is the text that
-    `add_generation_prompt` adds. The answer begins after the last header before the probe, or at the probe if there is
-    no header. The answer includes the end-of-turn text if a conversation also ends with this text. All other text must
-    be the same in both renderings.
+    `add_generation_prompt` adds. The answer begins after the last header before the probe. If there is no header, it
+    begins at the probe. If the template ends a conversation with the same end-of-turn text, the answer includes this
+    text. All other text must be the same in both renderings.
 
     Args:
         text: rendered text of all turns.
@@ -175,9 +179,9 @@ def find_answer(
         if is_same and after <= start <= end and text.startswith(written[:end]) and other.startswith(written[:end]):
             return start, end
     raise ValueError(
-        f"The assistant's turn {number + 1} cannot be found in the rendered chat template, because this turn changes "
-        "how other turns are rendered, or the template rewrites its content. Mark assistant turns in the template "
-        "with {% generation %}...{% endgeneration %}."
+        f"The assistant's turn {number + 1} cannot be found in the rendered chat template. Either this turn changes "
+        "how other turns are rendered, or the template rewrites the turn's content. Mark assistant turns in the "
+        "template with {% generation %}...{% endgeneration %}."
     )
 
 
@@ -203,8 +207,9 @@ def encode_conversations(rows: Iterator[dict], tokenizer) -> Iterator[np.ndarray
         if not is_reported and next(written, None) not in special:
             is_reported = True
             print(
-                "The last scored token of an answer is not a special token, so the model does not learn to end its turn. "
-                "Add one, such as {{ eos_token }}, after the assistant's content in the chat template.",
+                "The last scored token of an answer is not a special token, so the model does not learn to end its "
+                "turn. In the chat template, add a special token after the assistant's content, such as "
+                "{{ eos_token }}.",
                 file=sys.stderr,
             )
         yield tokens

@@ -32,14 +32,14 @@ class TokenDataset(Dataset):
     With packing, an incomplete last sequence is dropped. Sequences without a scored token are always dropped.
 
     Args:
-        path: memory-mapped `.npy` file of token ids, or of `TOKEN` records as `pack` writes them.
+        path: memory-mapped `.npy` file of token ids, or of the `TOKEN` records that `pack` writes.
         length: T, tokens per sequence.
         eos_token_id: id of the token that ends a document. None: the file is one document.
         vocab_size: exclusive upper bound on the token ids.
         packing: if False, a sequence contains tokens of one document only, and is right-padded to `length`.
 
-    Each item is a dict, {"input_ids", "position_ids", "labels"}, each (T,), int64; see `make_sequence`. Without
-    packing, it has an "attention_mask" instead of "position_ids".
+    Items are dicts of "input_ids", "position_ids" and "labels". All values are (T,), int64; see `make_sequence`.
+    Without packing, "attention_mask" replaces "position_ids".
 
     Raises:
         ValueError: the file does not contain integers, is shorter than a sequence, or has out-of-vocabulary tokens.
@@ -52,8 +52,8 @@ class TokenDataset(Dataset):
             raise ValueError(f"{path} is not a complete .npy file ({error}); write it with np.save.") from error
         if tokens.dtype != TOKEN and (tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2)):
             raise ValueError(
-                f"{path} must be a 1D or 2D array of integers, such as uint16, got {tokens.dtype} in "
-                f"{tokens.ndim} dimensions."
+                f"{path} must be a 1D or 2D array of integers, got {tokens.dtype} in {tokens.ndim} dimensions. Save "
+                "token ids, for example as uint16."
             )
         self.path, self.records = Path(path), tokens.reshape(-1)
         self.length, self.eos_token_id, self.packing = length, eos_token_id, packing
@@ -116,8 +116,8 @@ def make_sequence(tokens: np.ndarray, is_one_document: bool = False) -> dict[str
         is_one_document: treat the tokens as one document, so that positions do not restart.
 
     Returns:
-        input_ids; position_ids, which restart at 0 in every document; labels, which are input_ids with -100
-        at unscored tokens and at the first token of each document. Each (T,), int64.
+        three tensors, (T,), int64: input_ids; position_ids; labels. Positions restart at 0 in every document. Labels
+        equal input_ids, but are -100 at unscored tokens and at the first token of each document.
     """
     ids, index = torch.from_numpy(tokens["id"].astype(np.int64)), torch.arange(len(tokens))
     first = torch.from_numpy(tokens["first"] & (not is_one_document))
@@ -130,12 +130,13 @@ def make_sequence(tokens: np.ndarray, is_one_document: bool = False) -> dict[str
 def encode(source: str, tokenizer, part: str = "train", column: str | None = None) -> Iterator[np.ndarray]:
     """Yield the documents of a source as `TOKEN` records, (T,).
 
-    A document of text ends with the EOS. It starts with the BOS if the tokenizer has a BOS that differs from its EOS.
+    A document of text ends with the EOS. If the tokenizer has a BOS that differs from its EOS, a document starts with
+    the BOS.
 
     Args:
         source: as for `hf_longctx.corpus.load_text`, or a table of conversations.
         tokenizer: a transformers tokenizer with an EOS.
-        part: "train" or "held_out": the part to read, if the source has both parts.
+        part: "train" or "held_out", the part to read of a source that has both.
         column: table column to read. Default: the conversations if the table has any, else "text".
 
     Raises:
@@ -157,7 +158,7 @@ def encode(source: str, tokenizer, part: str = "train", column: str | None = Non
 
 
 def pack(source: str, tokenizer, path: Path, part: str = "train", column: str | None = None) -> None:
-    """Encode all documents of a source into a token file, which is written atomically.
+    """Encode all documents of a source, and write a token file atomically.
 
     Args:
         source, tokenizer, part, column: as for `encode`.
@@ -186,11 +187,12 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
     """Load the datasets of a run.
 
     Args:
-        is_one_document: treat each sequence as one document, for models with a memory, which read across document
-            boundaries.
+        is_one_document: treat each sequence as one document. Models with a memory need this, because they read across
+            document boundaries.
 
     Returns:
-        the training dataset, the evaluation dataset or None, and a hash of the training data.
+        three objects: the training dataset; the evaluation dataset (None without `eval_data`); a hash of the training
+        data.
 
     Raises:
         ValueError: there are too few sequences for an optimizer step.
@@ -222,7 +224,7 @@ def load_datasets(args: RunConfig, tokenizer, is_one_document: bool) -> tuple[An
 
 
 def digest_of_source(path: Path) -> str:
-    """Return a hash of a file or of a folder's files; for a dataset on the Hub, return its name."""
+    """Return a hash of a file or of a folder's files. For a dataset on the Hub, return its name."""
     if path.is_file():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -252,7 +254,7 @@ def collate(
     """Collate sequences into model inputs, (B, T).
 
     Args:
-        options: further model arguments, which are added to the batch.
+        options: further model arguments to add to the batch.
         flat: concatenate the sequences to (1, B * T); FlashAttention then separates documents by position ids.
     """
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

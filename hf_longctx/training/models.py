@@ -57,11 +57,11 @@ def make_config(args: RunConfig, tokenizer) -> Any:
 
 
 def new_config(args: PretrainConfig, tokenizer) -> Any:
-    """Return the config of a new model, read from a preset, a file or another model. `set` overrides its fields.
+    """Read the config of a new model from a preset, a file or another model. `set` overrides fields of the config.
 
     The vocabulary size and the special token ids come from the tokenizer. The context is at least `max_length`.
     """
-    choices = f"one of {', '.join(PRESETS)}, a config.json, or a folder or Hub name of a model"
+    choices = f"a preset ({', '.join(PRESETS)}), a config.json, or a folder or Hub name of a model"
     try:
         values, _ = PreTrainedConfig.get_config_dict(PRESETS.get(args.model, args.model))
         kind: Any = type(AutoConfig.for_model(values.pop("model_type")))
@@ -87,8 +87,8 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
     for name, value in fields.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"`{name}` must be {getattr(config, name)!r}, as in the first stage of {args.model}, got {value!r}. Remove "
-                f"{name} from --set."
+                f"`{name}` must be {getattr(config, name)!r}, got {value!r}. The first stage of "
+                f"{args.model} used this value. Remove {name} from --set."
             )
     config.recall = True
     return config
@@ -132,7 +132,7 @@ def base_dtype(args: FinetuneConfig, config: Any) -> torch.dtype:
 
 
 def quantization(args: FinetuneConfig) -> dict[str, Any]:
-    """Return the quantization arguments for `from_pretrained`, or {} without quantization."""
+    """Return the quantization arguments for `from_pretrained`. Without quantization, return {}."""
     if not (args.load_in_4bit or args.load_in_8bit):
         return {}
     compute: Any = torch.bfloat16 if args.bf16 else torch.float32
@@ -152,7 +152,7 @@ def load_with_memory(args: FinetuneConfig, config: Any) -> HMTWrapper:
 
 
 def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype) -> Any:
-    """Load a pretrained model, and check that its checkpoint contains all weights but the gates of a new FoX.
+    """Load a pretrained model. Only the gates of a new FoX may be missing from the checkpoint.
 
     Raises:
         ValueError: weights are missing, or their shapes differ from the config's.
@@ -179,7 +179,7 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def open_gates(model: Any, decay_time: float) -> None:
-    """Initialize the forget gates as `from_llama` does, in float32 even if the model has another dtype."""
+    """Initialize the forget gates as `from_llama` does. The gates are float32, whatever the model's dtype."""
     for module in model.modules():
         if isinstance(module, FoxForgetGate):
             module.float()
@@ -188,7 +188,7 @@ def open_gates(model: Any, decay_time: float) -> None:
 
 
 def extend_rope(config, args: FinetuneConfig) -> str:
-    """Extend a config's context to `max_length`, and choose a RoPE base above the bound for it.
+    """Extend a config's context to `max_length`, and choose a RoPE base above the bound for this context.
 
     A longer context in the config is retained. The bound on the base is eq. 18 of arXiv 2405.14591.
 
@@ -196,11 +196,11 @@ def extend_rope(config, args: FinetuneConfig) -> str:
         a one-line description of the change.
 
     Raises:
-        ValueError: the model does not have a single unscaled RoPE base, or its base already suffices.
+        ValueError: the model has several RoPE bases, a scaled one or none; or its base already suffices.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope or "rope_theta" not in rope or rope.get("rope_type", "default") != "default":
-        raise ValueError(f"--recipe rope-extend needs a model with a single RoPE base without scaling, got {rope}.")
+        raise ValueError(f"--recipe rope-extend requires a model with one unscaled RoPE base, got {rope}.")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     head_dim = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     claimed, old = config.max_position_embeddings, rope["rope_theta"]
@@ -209,8 +209,8 @@ def extend_rope(config, args: FinetuneConfig) -> str:
     # `reach` is a distance between tokens, so the matching context is one token longer.
     if args.max_length <= claimed and (reach is None or reach >= claimed - 1):
         raise ValueError(
-            f"--max_length {args.max_length} does not extend the context of {claimed} tokens, whose RoPE base "
-            f"{old:g} already suffices. Give a larger --max_length, or --recipe lora."
+            f"--max_length {args.max_length} does not extend the context of {claimed} tokens. The RoPE base {old:g} "
+            "already suffices for this context. Give a larger --max_length, or --recipe lora."
         )
     bound = rope_base_bound(context - 1, head_dim)
     base = bound.settled_base or bound.base
@@ -223,7 +223,7 @@ def extend_rope(config, args: FinetuneConfig) -> str:
 
 
 def read_config(name: str) -> Any:
-    """Read a model's config from a folder or the Hub; raise ValueError for an adapter or an encoder-decoder."""
+    """Read a model's config from a folder or the Hub. Raise ValueError for an adapter or an encoder-decoder."""
     if (Path(name) / "adapter_config.json").exists():
         raise ValueError(
             f"{name} contains an adapter. Merge it into its base model first, with PEFT's merge_and_unload()."
@@ -235,11 +235,11 @@ def read_config(name: str) -> Any:
 
 @torch.no_grad()
 def check_sequences(model, packing: bool) -> None:
-    """Raise ValueError if tokens attend to later tokens or, with packing, to other documents.
+    """Raise ValueError if tokens attend to later tokens. With packing, also check that documents stay separate.
 
     Bidirectional models such as BERT would copy the labels from their input. With packing, a document must have the
-    same logits as without packing, within the tolerance of `check_causal`. The cache is disabled, as in training,
-    because transformers ignores document boundaries with a cache.
+    same logits as without packing, within the tolerance of `check_causal`. As in training, the cache is disabled: with
+    a cache, transformers ignores document boundaries.
     """
     ids = torch.arange(1, 16, device=model.device)[None]
     check_causal(model, ids.cpu().numpy(), model(ids).logits, lambda x: model(torch.from_numpy(x).to(ids)).logits)
@@ -262,20 +262,21 @@ def check_length(model, length: int) -> None:
     """Raise ValueError if the sequences exceed the model's maximum positions."""
     table = position_limit(model)
     if table is not None and length > table:
-        raise ValueError(f"--max_length must be at most {table}, the number of positions of this model, got {length}.")
+        raise ValueError(f"--max_length must be at most {table}, got {length}. This model has {table} positions.")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and length > limit and getattr(model.config, "rope_parameters", None):
         raise ValueError(
-            f"--max_length must be at most {limit}, the context of this model, got {length}. Extend the context first, "
-            "with --recipe rope-extend."
+            f"--max_length must be at most {limit}, got {length}. To extend the model's context first, use --recipe "
+            "rope-extend."
         )
 
 
 @torch.no_grad()
 def check_flash_attention(model: Any) -> None:
-    """Raise ValueError if a model does not pass position ids to FlashAttention, which separates documents by position.
+    """Raise ValueError if a model does not pass position ids to FlashAttention.
 
-    The model reads two tokens with a stub instead of the kernel, so the check runs on any device.
+    FlashAttention separates documents by their position ids. For the check, a stub replaces the kernel and the model
+    reads two tokens, so any device can run it.
     """
     name, seen = model.config._attn_implementation, []
     attention = ALL_ATTENTION_FUNCTIONS[name]
@@ -294,8 +295,8 @@ def check_flash_attention(model: Any) -> None:
         ALL_ATTENTION_FUNCTIONS[name] = attention
     if not (seen and all(seen)):
         raise ValueError(
-            f"{type(model).__name__} does not pass position_ids to {name}, so packed documents would attend to each other. "
-            "Give --packing false."
+            f"{type(model).__name__} does not pass position_ids to {name}. Packed documents would therefore attend "
+            "to each other. Give --packing false."
         )
 
 

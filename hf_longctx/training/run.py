@@ -32,11 +32,11 @@ def train(args: RunConfig) -> int:
         args: a `PretrainConfig` or a `FinetuneConfig`.
 
     Returns:
-        0 if training finished, else the number of the signal that stopped the run.
+        0 if training finished. If a signal stopped the run, the signal's number.
 
     Raises:
-        ValueError: the folder contains unrelated files or a run with other settings, another process is training
-            in it, or the data are too short.
+        ValueError: the folder contains unrelated files, or a run with other settings; another process is training in
+            the folder; or the data are too short.
         FloatingPointError: a loss or a gradient is not finite.
         OSError: the disk is full, or a file cannot be read.
     """
@@ -133,8 +133,8 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
     for name in ("cp_size", "sp_size"):
         if (size := getattr(getattr(trainer.accelerator, "parallelism_config", None), name, 1)) > 1:
             raise ValueError(
-                f"accelerate's parallelism_config must have {name}=1, got {size}. It splits sequences without exchanging "
-                f"gates, token shift and memory. For a FoX, use --sequence_parallel {size}."
+                f"{name} in accelerate's parallelism_config must be 1, got {size}. accelerate splits sequences, but "
+                f"does not exchange gates, token shift and memory. For a FoX, use --sequence_parallel {size}."
             )
     if args.compile_layers:
         compile_layers(model)
@@ -145,7 +145,7 @@ def make_trainer(args: RunConfig, model: Any, training: Any, evaluation: Any) ->
 
 
 def compile_layers(model: Any) -> None:
-    """Compile each decoder layer in place. The layers share one graph, which compiles faster than the whole model.
+    """Compile each decoder layer in place. The layers share one graph, so this is faster than compiling the model.
 
     Decoder layers are the modules whose classes are listed in transformers' `_no_split_modules`.
     """
@@ -158,8 +158,8 @@ def compile_layers(model: Any) -> None:
 def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokenizer, base: dict | None) -> None:
     """Save the model and its tokenizer atomically in RUN/model.
 
-    A merged adapter is also saved in RUN/adapter. An unmerged adapter is saved in RUN/model, together with the base
-    if the recipe changes the base.
+    A merged adapter is also saved in RUN/adapter. An unmerged adapter is saved in RUN/model. If the recipe changes the
+    base, the base is saved there too.
     """
     folder = Path(args.output_dir)
     unfinished = folder / ".model"

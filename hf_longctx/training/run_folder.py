@@ -1,4 +1,4 @@
-"""A run's output folder, from which the same command resumes.
+"""A run's output folder. The same command resumes from this folder.
 
 config.yaml         settings that differ from the defaults
 run.json            everything that affects the losses, see `fingerprint`
@@ -45,13 +45,14 @@ def claim(folder: Path) -> TextIO | None:
     """Create and lock a run's folder, and remove incomplete files of a killed run.
 
     Returns:
-        an open file, locked until it is closed or the process ends; None in all processes but the main one.
+        in the main process, an open file. It stays locked until it is closed or the process ends. In other processes,
+        None.
 
     Raises:
         ValueError: the folder contains unrelated files, or another process is training in it.
     """
     if os.path.lexists(folder) and not folder.is_dir():
-        raise ValueError(f"--output_dir must be a folder, got {folder}, which is a file or a broken link.")
+        raise ValueError(f"--output_dir must be a folder, got {folder}. This path is a file or a broken link.")
     if folder.is_dir() and {path.name for path in folder.iterdir()} - {IN_USE, "data"} and not (folder / RUN).exists():
         raise ValueError(f"{folder} contains files that do not belong to a run; give a new --output_dir.")
     if not PartialState().is_main_process:

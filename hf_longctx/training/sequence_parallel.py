@@ -1,9 +1,9 @@
-"""Sequence parallelism: N processes share each sequence, which can be N times as long (Ulysses, arXiv 2309.14509).
+"""Sequence parallelism: N processes share sequences that are N times as long (Ulysses, arXiv 2309.14509).
 
 Each process stores one of N equal parts of every sequence. Embeddings, projections, MLPs and the loss need only this
-part. For attention, an all-to-all exchange gives each process whole sequences of H / N of the H heads. Gates are
-exchanged with their heads, so cumulative sums, packed documents and windows are computed as in a single process. The
-token shift also needs the last token of the previous part.
+part. Attention needs whole sequences. An all-to-all exchange therefore gives each process the whole sequences for
+H / N heads. Gates are exchanged with their heads, so cumulative sums, packed documents and windows are computed as in
+a single process. The token shift also needs the last token of the previous part.
 
 Gradients do not need extra communication. Trainer divides a process's summed loss by the total number of labels, and
 DDP and FSDP add the gradients of all processes.
@@ -21,7 +21,7 @@ from .trainer import LongContextTrainer
 
 
 class SequenceShard:
-    """This process's part of each sequence, and its exchanges with the processes that store the other parts.
+    """Selects this process's part of each sequence, and exchanges tensors with the processes of the other parts.
 
     `collate` adds the shard to each batch, and FoX uses it for attention (fox/state_fox.py). In the shapes below, T is
     the length of a sequence, and t = T / N is the length of a part.
@@ -59,18 +59,22 @@ class SequenceShard:
         return x.chunk(self.size, dim=1)[self.rank].contiguous()
 
     def token_before(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the last token of the previous part, (B, 1, ...), or zeros for the first part. `x` is (B, t, ...)."""
+        """Return the last token, (B, 1, ...), of the previous part. For the first part, return zeros.
+
+        Args:
+            x: this part, (B, t, ...).
+        """
         ranks = torch.arange(self.size, device=x.device).view(-1, *[1] * x.ndim)
         to_next = torch.where(ranks == self.rank + 1, x[None, :, -1:], 0.0)  # (N, B, 1, ...)
         return AllToAll.apply(to_next, self.group)[self.rank - 1]  # the last part sends zeros to the first
 
     def to_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange parts of all heads, (B, H, t, ...), for whole sequences of H / N heads, (B, H / N, T, ...)."""
+        """Send parts of all heads, (B, H, t, ...). Return whole sequences of H / N heads, (B, H / N, T, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, H / N, t, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
     def to_parts(self, x: torch.Tensor) -> torch.Tensor:
-        """Exchange whole sequences of H / N heads, (B, T, H / N, ...), for parts of all heads, (B, t, H, ...)."""
+        """Send whole sequences of H / N heads, (B, T, H / N, ...). Return parts of all heads, (B, t, H, ...)."""
         x = x.unflatten(1, (self.size, -1)).movedim(1, 0)  # (N, B, t, H / N, ...)
         return AllToAll.apply(x, self.group).movedim(0, 2).flatten(2, 3)
 
@@ -94,7 +98,7 @@ class SequenceParallelTrainer(LongContextTrainer):
         return self.share_rows(super().get_eval_dataloader(eval_dataset))
 
     def share_rows(self, loader: Any) -> Any:
-        """Give all processes of a group the same sequences; accelerate would split the batches among all processes."""
+        """Give all processes of a group the same sequences. accelerate would split the batches among all processes."""
         sampler = loader.batch_sampler
         sampler.num_processes //= self.shard.size
         sampler.process_index //= self.shard.size
@@ -106,13 +110,14 @@ class SequenceParallelTrainer(LongContextTrainer):
         return super().prediction_step(*args, **kwargs)
 
     def gather_losses(self, losses: torch.Tensor) -> torch.Tensor:
-        """Gather per-sequence losses of all groups from the per-part losses of each process.
+        """Average each sequence's losses over its parts, and gather the averages of all groups.
 
         Args:
-            losses: (B,), each sequence's loss summed over this part, divided by the mean number of labels per process.
+            losses: (B,). For each sequence, the sum of the losses in this part, divided by the mean number of labels
+                per process.
 
         Returns:
-            (groups * B,), or fewer for the last batch.
+            (groups * B,). The last batch can be smaller.
         """
         gathered: Any = self.accelerator.gather(losses)
         state = self.accelerator.gradient_state
@@ -121,9 +126,9 @@ class SequenceParallelTrainer(LongContextTrainer):
 
 
 class AllToAll(torch.autograd.Function):
-    """An all-to-all exchange of x, (N, ...): process i receives x[i]. The result, (N, ...), is ordered by sender.
+    """An all-to-all exchange. Every process sends x[i] to process i.
 
-    The backward pass reverses the exchange.
+    x is (N, ...). The result is (N, ...), ordered by sender. The backward pass reverses the exchange.
     """
 
     @staticmethod
@@ -143,8 +148,8 @@ def check_model(model, size: int) -> None:
     config = model.config
     if config.model_type != "fox":
         raise ValueError(
-            f"--sequence_parallel {size} supports FoX only, got model type {config.model_type}. Omit it, or "
-            "convert a Llama to a FoX first, with --recipe fox-from-llama."
+            f"--sequence_parallel {size} supports FoX only, got model type {config.model_type}. Omit this option, or "
+            "first convert a Llama to a FoX with --recipe fox-from-llama."
         )
     if config.num_key_value_heads % size:
         raise ValueError(

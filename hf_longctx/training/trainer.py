@@ -18,7 +18,10 @@ GATE = re.compile(r"\bf_proj\b")
 
 
 class LongContextTrainer(Trainer):
-    """A Trainer with the settings `gate_lr_ratio` and `lr_decay_every`. It can resume a run after its last step."""
+    """A Trainer with the settings `gate_lr_ratio` and `lr_decay_every`.
+
+    It can also resume from a checkpoint of the last step. Training then ends immediately.
+    """
 
     def create_optimizer(self, model=None):
         is_new, ratio = self.optimizer is None, getattr(self.args, "gate_lr_ratio", 1.0)
@@ -28,8 +31,8 @@ class LongContextTrainer(Trainer):
             gates = dict.fromkeys(p for name, p in trained.named_parameters() if GATE.search(name) and p.requires_grad)
             if not gates:
                 raise ValueError(
-                    "--gate_lr_ratio needs trainable forget gates. Omit it. For LoRA on a FoX, train the gates "
-                    "with --lora_modules_to_save f_proj."
+                    "--gate_lr_ratio needs trainable forget gates. For LoRA on a FoX, train the gates with "
+                    "--lora_modules_to_save f_proj. Otherwise, omit --gate_lr_ratio."
                 )
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if p not in gates]
@@ -46,7 +49,7 @@ class LongContextTrainer(Trainer):
 
 
 class StopAtNaN(TrainerCallback):
-    """Abort training when the loss or the gradient is not finite, before the step can be saved."""
+    """Abort training if the loss or the gradient is not finite. The step is then not saved."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         for name in ("loss", "grad_norm"):
@@ -62,8 +65,8 @@ class StopAtSignal(TrainerCallback):
     """Save a checkpoint and stop after the step in which SIGTERM or Ctrl-C arrives. A second Ctrl-C stops immediately.
 
     Further SIGTERMs are ignored: a scheduler may signal all processes, and torchrun also forwards the signal to its
-    workers. If another callback stops the training, the run is finished, and this callback saves its last checkpoint.
-    Add this callback after all others.
+    workers. If another callback stops the training, the run counts as finished. This callback then saves the run's
+    last checkpoint. Add this callback after all others.
 
     Attributes:
         signal: number of the received signal, or 0. If processes received different signals, it is the highest number.

@@ -3,7 +3,7 @@
 import logging
 
 
-TESTED, READ = "0.32", "0.33"  # vLLM versions; of the second, we tested only the Python code
+TESTED, READ = "0.32", "0.33"  # vLLM versions; with the second, we tested only the Python code
 logger = logging.getLogger("vllm.hf_longctx")  # a child of vLLM's logger, so that vLLM prints its messages
 
 
@@ -15,17 +15,17 @@ def release() -> str:
 
 
 def register() -> None:
-    """Register FoX with vLLM, which calls this function in each of its processes, possibly more than once.
+    """Register FoX with vLLM.
 
-    vLLM calls it for every served model and exits if it raises an exception. We therefore log exceptions as warnings.
-    vLLM imports the model class only if it serves a FoX.
+    vLLM calls this function for every served model, in each of its processes, and possibly several times. An exception
+    would stop vLLM, so we log exceptions as warnings. vLLM imports the model class only if it serves a FoX.
     """
     try:
         _register()
     except Exception as error:
         logger.warning(
-            "hf-longctx requires vLLM %s or %s and its own dependencies to serve FoX models, but failed to load: %s. "
-            "Other models are not affected.",
+            "hf-longctx failed to load, so FoX models cannot be served. hf-longctx requires vLLM %s or %s and its own "
+            "dependencies. Error: %s. Other models are not affected.",
             *(TESTED, READ, error),
         )
 

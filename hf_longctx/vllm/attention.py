@@ -1,8 +1,8 @@
 """Forgetting attention with vLLM's attention layer: the decay is stored in a few extra dimensions of the keys.
 
 `../fox/attention_fox.py` explains how the decay is folded into the keys. Unlike that file, we compute the cumulative
-sum with `FoxState`, and omit the column for gradients. Tensors contain the N tokens of all requests along one
-dimension, and the heads of one rank.
+sum with `FoxState`, and omit the column for gradients. The N tokens of all requests are concatenated along one
+dimension. Tensors contain only the heads of one rank.
 """
 
 from copy import copy
@@ -27,7 +27,7 @@ from .state import FoxState
 class FoxAttention(nn.Module):
     """vLLM's counterpart of `FoxAttention` in modeling_fox.py, with the same weights.
 
-    vLLM's `LlamaDecoderLayer` creates it.
+    vLLM's `LlamaDecoderLayer` creates this layer.
 
     Raises:
         ValueError: the checkpoint requires a quantized KV cache.
@@ -107,7 +107,7 @@ class FoxAttention(nn.Module):
         check_cache_dtype(self.attn.kv_cache_dtype)  # the checkpoint can set a cache dtype
 
     def columns_of_queries(self):
-        """Return the extra query dimensions, (Hq, D' - D), which select the decay of each query head's gate."""
+        """Return the extra query dimensions, (Hq, D' - D). They select the decay of each query head's gate."""
         columns = torch.zeros(self.config.num_attention_heads, self.width - self.head_dim)
         if self.gates_per_key:
             parts = torch.eye(self.gates_per_key).repeat_interleave(GATE_PARTS, dim=1)  # (G, G * parts)
@@ -131,7 +131,10 @@ class FoxAttention(nn.Module):
         return self.o_proj(o)[0]
 
     def look_back(self, x, kv):
-        """Return the cumulative sum of log f (None without a state), and the shifted keys and values (eq. 14)."""
+        """Return the cumulative sum of log f, and the shifted keys and values (eq. 14).
+
+        Without a state, the sum is None.
+        """
         c, shifts = None, self.k_shift_proj is not None or self.v_shift_proj is not None
         log_f = x.new_zeros(len(x), 0, dtype=torch.float32)
         if self.f_proj is not None:

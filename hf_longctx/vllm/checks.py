@@ -1,6 +1,6 @@
-"""What vLLM's main process asks about a FoX: whether its options are supported, and the head size.
+"""Checks for vLLM's main process: whether the options are supported for a FoX, and the head size.
 
-Options are checked there because errors in worker processes do not reach the user.
+We check options in the main process, because errors in worker processes do not reach the user.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ def check_cache_dtype(dtype: str) -> None:
     if dtype not in EXACT:
         raise ValueError(
             f"kv_cache_dtype must not be quantized for a FoX, got {dtype!r}. The keys store the cumulative sum of the "
-            "gates, which quantization would round. Omit --kv-cache-dtype, or give --kv-cache-dtype bfloat16 if the "
-            "checkpoint contains a kv_cache_scheme."
+            "gates, and quantization would round this sum. If the checkpoint contains a kv_cache_scheme, give "
+            "--kv-cache-dtype bfloat16. Otherwise, omit --kv-cache-dtype."
         )
 
 
 class FoxChecks(VerifyAndUpdateConfig):
-    """Checks of the options, which vLLM runs before it starts the workers."""
+    """Checks of the options. vLLM runs them before it starts the workers."""
 
     @staticmethod
     def verify_and_update_config(vllm_config):
@@ -57,7 +57,7 @@ class FoxChecks(VerifyAndUpdateConfig):
 
 
 def check_rope(config, length: int) -> None:
-    """Raise ValueError if RoPE frequencies depend on the sequence length, because vLLM computes them only once."""
+    """Raise ValueError if RoPE frequencies depend on the sequence length. vLLM computes the frequencies only once."""
     rope = config.rope_parameters or {}
     limits = {
         "dynamic": config.max_position_embeddings,
@@ -73,7 +73,7 @@ def check_rope(config, length: int) -> None:
 
 
 def not_by_transformers(checks: Any = None) -> Any:
-    """Return a subclass of `checks`, vLLM's checks for a transformers architecture, that rejects FoX models."""
+    """Return a subclass of `checks` that rejects FoX models. `checks` are vLLM's for a transformers architecture."""
 
     class NotByTransformers(checks or VerifyAndUpdateConfig):
         @classmethod
@@ -82,7 +82,7 @@ def not_by_transformers(checks: Any = None) -> Any:
             if model_config.hf_config.model_type == "fox":
                 raise ValueError(
                     "--model-impl transformers cannot run a FoX, because vLLM's attention would omit the forget gate. "
-                    "Omit --model-impl to use hf_longctx.vllm, which supports the architecture FoxForCausalLM."
+                    "Omit --model-impl. vLLM then uses hf_longctx.vllm for the architecture FoxForCausalLM."
                 )
             super().verify_and_update_model_config(model_config)
 
@@ -90,12 +90,12 @@ def not_by_transformers(checks: Any = None) -> Any:
 
 
 def gates_per_key(config: FoxConfig) -> int:
-    """Return the number of forget gates per key head, which is 0 without gates."""
+    """Return the number of forget gates per key head. Without gates, return 0."""
     return 0 if config.forget_gate == "none" else config.gates_per_key
 
 
 def vllm_head_size(config: FoxConfig) -> int:
-    """Return the smallest head size of vLLM's attention kernels with room for a key and the decay of its gates.
+    """Return the smallest head size that vLLM's attention kernels support and that fits a key and its decay.
 
     Raises:
         ValueError: no supported head size is large enough.
@@ -108,7 +108,9 @@ def vllm_head_size(config: FoxConfig) -> int:
         sizes = range(32, 513, 8)
     width = config.head_dim + GATE_PARTS * gates_per_key(config)
     if width > max(sizes):
-        raise ValueError(f"head_dim with the decay of the gates must be at most {max(sizes)} for vLLM, got {width}.")
+        raise ValueError(
+            f"head_dim plus the dimensions for the decay must be at most {max(sizes)} for vLLM, got {width}."
+        )
     return min(size for size in sizes if size >= width)
 
 

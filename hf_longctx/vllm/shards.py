@@ -1,7 +1,7 @@
 """Tensor parallelism for weights with one or more rows per head, such as those of gates and token shifts.
 
 vLLM's linear layers shard the large matrices. Gates and token shifts do not use these layers, because vLLM could
-quantize them, and the errors of a quantized gate accumulate over the whole context.
+quantize them. The errors of a quantized gate would accumulate over the whole context.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from torch import nn
 def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks: int) -> None:
     """Copy this rank's rows of a checkpoint weight. vLLM calls this function as a `weight_loader`.
 
-    With more ranks than key heads, several ranks copy the same rows.
+    If there are more ranks than key heads, several ranks copy the same rows.
 
     Raises:
         ValueError: the shape of the weight does not match the config.
@@ -29,7 +29,7 @@ def load_rows(parameter: nn.Parameter, loaded: torch.Tensor, *, rank: int, ranks
 
 
 def sharded(module: nn.Module, rank: int, ranks: int) -> nn.Module:
-    """Set `load_rows` as the weight loader of a module's parameters, which contain only this rank's rows."""
+    """Set `load_rows` as the weight loader of a module's parameters. They contain only this rank's rows."""
     for parameter in module.parameters():
         parameter.requires_grad_(False)
         setattr(parameter, "weight_loader", partial(load_rows, rank=rank, ranks=ranks))  # noqa: B010 (vLLM's protocol)

@@ -1,4 +1,4 @@
-"""The state of a FoX layer, which vLLM stores as a second cache in the same blocks as the keys.
+"""The state of a FoX layer. vLLM stores it as a second cache in the same blocks as the keys.
 
 vLLM's scheduler therefore shares and frees the state together with the keys, in chunked prefill, prefix caching,
 preemption and forking. The state does not depend on the attention backend. `sums.py` describes the content of the
@@ -23,7 +23,7 @@ class FoxState(nn.Module, AttentionLayerBase):
 
     Args:
         gates: number of forget gates on this rank; may be 0.
-        shifted: number of key and value elements per token that the token shift caches on this rank; may be 0.
+        shifted: number of elements that the token shift caches per token on this rank (keys and values); may be 0.
         dtype: dtype of the keys.
         sliding_window: as in `FoxConfig`.
         prefix: name of the layer in vLLM.
@@ -41,12 +41,12 @@ class FoxState(nn.Module, AttentionLayerBase):
         self.kv_cache = torch.tensor([])
         compilation = config.compilation_config
         compilation.static_forward_context[prefix] = self
-        # A CUDA graph would replay the step in which it was captured, so graphs are split at this op, as at attention.
+        # A CUDA graph would replay the step in which it was captured. Graphs are therefore split at this op.
         if compilation.splitting_ops and CARRY not in compilation.splitting_ops:
             compilation.splitting_ops.append(CARRY)
 
     def forward(self, log_f: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cumulative sum `c` of each token and the keys and values of its predecessor; see `sums.carry`."""
+        """Return each token's cumulative sum `c`, and the previous token's keys and values; see `sums.carry`."""
         c, before = torch.empty_like(log_f), torch.empty_like(tokens)
         torch.ops.hf_longctx.fox_carry(log_f, tokens, c, before, _encode_layer_name(self.prefix))
         return c, before

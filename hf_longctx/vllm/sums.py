@@ -1,11 +1,12 @@
 """Compute the cumulative sum of log f and look up the previous token, for all requests of one vLLM step.
 
-A step computes the next tokens of R requests, which are concatenated to a flat batch of N tokens. Each request
+A step computes the next tokens of R requests. They are concatenated to a flat batch of N tokens. Each request
 continues from the state of its last computed token. The states are in a cache that uses the block table of the keys.
-Each group of `tokens_per_state` tokens has one float32 row, with the state of the token that was written last.
+Each group of `tokens_per_state` tokens has one float32 row. The row stores the state of the token that was written
+last.
 
-The last computed token of a request can be in the same batch, because prefix caching assigns a block to a request as
-soon as another request is scheduled to fill it. Such requests form chains, and we add up the sums along each chain.
+A request's last computed token can be in the same batch. The reason is prefix caching: it shares a block as soon as
+one request is scheduled to fill the block. Such requests form chains, and we add up the sums along each chain.
 
 The sums are float64, also in the cache, and are rounded when they are folded into the keys. Token-by-token decoding
 therefore gives the same sum as a single prefill, for example after preemption. In float32, adding the -0.003 of an
@@ -23,19 +24,18 @@ TOKENS_PER_STATE = 16  # the smallest block size of vLLM's attention backends; r
 
 @dataclass
 class Step:
-    """Indices (int64) of the predecessor and the cache position of each token, which are the same for all layers.
+    """Indices (int64) of each token's predecessor and cache position. They are the same for all layers.
 
     Attributes:
         request: index of each token's request, (N,).
         first: index in the batch of each request's first token, (R,).
-        writes: block, and row in this block, to which each token writes its state, (N,) each. If a later token writes
-            to the same row, both are 0, which is a row in vLLM's unused null block.
+        writes: block and row for each token's state, (N,) each. If a later token writes to the same row, both are 0.
+            Block 0 is vLLM's unused null block.
         reads: block and row of the state from which each request continues, (R,) each.
         begins: whether each request starts without a cached token, (R, 1) bool.
         in_batch: whether each request continues from a token of this batch, (R, 1) bool.
         parent: index in the batch of the token from which each request continues, (R,); arbitrary if not in_batch.
-        chains: (R, R) float64 with a 1 in the row of each request for the request itself and all its direct and
-            indirect parents; may be None if no request continues from this batch.
+        chains: (R, R) float64, see `ancestors`; may be None if no request continues from this batch.
     """
 
     request: torch.Tensor
@@ -55,8 +55,9 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
         query_start: cumulative query lengths, starting at 0, (R + 1,), strictly ascending.
         seq_lens: number of tokens of each request, including those in this batch, (R,).
         block_table: indices of the cache blocks of each request, (R, blocks).
-        slots: slot of each token in the cache, block * block_size + position in the block, (N,). It is -1 for tokens
-            that are not cached: padding at the end of the batch, and rejected drafts at the end of a request.
+        slots: slot of each token in the cache, block * block_size + position in the block, (N,). Tokens that
+            are not cached have the slot -1: padding at the end of the batch, and rejected drafts at the end of a
+            request.
         block_size: number of tokens per block, a multiple of tokens_per_state.
         tokens_per_state: number of tokens that share a row of the state.
     """
@@ -92,7 +93,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 
 
 def ancestors(up, has_one):
-    """Return (R, R) float64 with a 1 in the row of each request for the request itself and all its ancestors.
+    """Return (R, R) float64. Entry [i, j] is 1 if request j is i or an ancestor of i, else 0.
 
     `up` (R,) is the parent of each request, and `has_one` (R,) is True if the request has a parent. Each iteration
     doubles the number of generations that a row includes.
@@ -115,11 +116,12 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
         c: output for the cumulative sum of each token, c_t = log f_1 + ... + log f_t, (M, G) fp32.
         before: output for the keys and values of the previous token, (M, S); zeros for the first token of a sequence.
 
-    We compute one cumulative sum over the whole batch, and subtract the sum before each request.
+    We compute one cumulative sum over the whole batch. From each request's tokens, we subtract the sum of the requests
+    before it.
     """
     n, gates = len(step.request), log_f.shape[1]
     log_f, tokens, before = log_f[:n].double(), tokens[:n], before[:n]
-    one_each = n == len(step.first)  # one token per request, i.e. decoding, which is launch-bound
+    one_each = n == len(step.first)  # one token per request, as in decoding; decoding is launch-bound
     total = log_f if one_each else log_f.cumsum(0)
     others = total[:0] if one_each else (total - log_f)[step.first]  # (R, G), sum over earlier requests
     rows = states[step.reads].masked_fill_(step.begins, 0.0)  # (R, width)
@@ -143,7 +145,7 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
 
 
 def row_width(gates: int, shifted: int, dtype: torch.dtype) -> int:
-    """Return the number of float32 elements in a row of the state, an even number.
+    """Return the number of float32 elements in a row of the state. The number is even.
 
     A row contains the float64 sums, followed by the keys and values of a token.
     """

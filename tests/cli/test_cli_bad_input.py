@@ -65,7 +65,7 @@ FILES = [
     ("compare", "FILE.json"),
     ("compare {empty}", "empty"),
     ("compare {curve} {loss}", "must be from one metric .*ForgettingCurve, PositionLoss"),
-    ("compare {curve} {curve} --names a a", "2 names for 2 files; give each a different name"),
+    ("compare {curve} {curve} --names a a", "2 names for 2 files. Give each file a different name"),
     ("compare {curve} --output {empty_file}/picture.png", "empty_file"),
 ]
 

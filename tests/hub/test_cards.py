@@ -291,7 +291,7 @@ MISTAKES = [
     refused(f"{new!r} in {file}", replacing(old, new, file), message)
     for file, rows in {
         "README.md": [
-            ("value: 64", "value: 9000", "model-index has 9000 .* file 64"),
+            ("value: 64", "value: 9000", "is 9000 in model-index, but 64 in the result file"),
             ("value: 64", "worth: 64", "metadata of README.md cannot be read"),
             (HEAD, "license: [", "metadata of README.md cannot be read"),
             (HEAD, "license: apache2", "`license` must be .* got 'apache2'"),
@@ -300,8 +300,8 @@ MISTAKES = [
             (HEAD, f"{HEAD}\ndatasets: [null]", r"`datasets` in its metadata is \[None\]; the Hub expects str"),
             (HEAD, f"{HEAD}\nlanguage: [en, german]", "`language` must be an ISO 639 code .* got 'german'"),
             (HEAD, f"{HEAD}\nlanguage: no", "`language` in its metadata is False"),  # Norwegian, in YAML
-            (HEAD, f"{HEAD}\nbase_model: ../llama", "`base_model` names '../llama', which is not a name on the Hub"),
-            (HEAD, f"{HEAD}\ndatasets: [My own novels]", "`datasets` names 'My own novels', which is not"),
+            (HEAD, f"{HEAD}\nbase_model: ../llama", "`base_model` must be a name on the Hub, got '../llama'"),
+            (HEAD, f"{HEAD}\ndatasets: [My own novels]", "`datasets` must be a name on the Hub, got 'My own novels'"),
             (RESULT, f"{RESULT}      config: 3\n", "`dataset_config` in model-index is 3"),
             (TITLE, f"{TITLE}[log](log.txt)", "links to log.txt"),
             (TITLE, f'{TITLE}<img src="x.png">', "links to x.png"),

@@ -199,7 +199,7 @@ MISTAKES = [
     refused(
         "truncated weights", adding("model.safetensors", (2**9).to_bytes(8, "little")), "is not a .*safetensors file"
     ),
-    refused("a tensor is absent", with_tensors({NORM: None}), f"the tensor {NORM}, which the model needs"),
+    refused("a tensor is absent", with_tensors({NORM: None}), f"the tensor {NORM} of the model"),
     refused(
         "a tensor of another shape",
         with_tensors({NORM: torch.ones(3, 3)}),
@@ -211,11 +211,11 @@ MISTAKES = [
         for says, rows in {
             "transformers cannot load": [("hidden_size", "many"), ("rope_parameters", [1]), ("model_type", "hmt")],
             r"must have shape \(99, 32\) according to config.json": [("vocab_size", 99)],
-            "must name classes that are defined in the same folder": [
+            "must name classes from the same folder": [
                 ("auto_map", 3),
                 *(("auto_map", {"AutoConfig": name}) for name in ("../x.C", "mod", 3, "bob/code--mod.C")),
             ],
-            "which its auto_map needs": [("auto_map", {"AutoConfig": "os.system"})],
+            "its auto_map needs": [("auto_map", {"AutoConfig": "os.system"})],
         }.items()
         for name, value in rows
     ),

@@ -301,7 +301,7 @@ def test_a_memory_is_trained_in_two_stages(llama, tmp_path):
     first = AutoModelForCausalLM.from_pretrained(first_stage)
     assert not first.config.recall
     options["max_length"] = 160
-    with pytest.raises(ValueError, match="`recall_mode` must be 'single_pass', as in the first stage"):
+    with pytest.raises(ValueError, match="`recall_mode` must be 'single_pass', got"):
         train(settings(first_stage, tmp_path / "x", **options | texts | {"set": ["recall_mode=paper"]}))
     assert not (tmp_path / "x" / "data").exists(), "the error comes before anything is packed"
     assert train(settings(first_stage, tmp_path / "second", **options | texts | {"set": []})) == 0

@@ -95,9 +95,7 @@ def check_a_push_of_a_downloaded_folder_updates_the_code():
     before = {name: Path(hf_hub_download("alice/old", name)).read_bytes() for name in api.list_repo_files("alice/old")}
     for name in ("old_fox.py", "modeling_fox.py", "other.py"):
         api.upload_file(path_or_fileobj=b"", path_in_repo=name, repo_id="alice/old")
-    assert "removes old_fox.py, which alice/old has" in push(
-        snapshot_download("alice/old", local_dir="old"), "alice/old"
-    )
+    assert "removes old_fox.py from alice/old" in push(snapshot_download("alice/old", local_dir="old"), "alice/old")
     after = {name: Path(hf_hub_download("alice/old", name)).read_bytes() for name in api.list_repo_files("alice/old")}
     assert after.pop("other.py") == b"" and after == before
 
@@ -120,7 +118,7 @@ def check_private():
 def check_old_weights_do_not_stay_beside_new_ones():
     model = AutoModelForCausalLM.from_pretrained(DEMO)
     model.save_pretrained("shards", max_shard_size="200KB")
-    line, head = "removes model.safetensors, which alice/fox-private has", api.repo_info("alice/fox-private").sha
+    line, head = "removes model.safetensors from alice/fox-private", api.repo_info("alice/fox-private").sha
     for revision in ([], ["--revision", "new"]):
         assert line in push("shards", "alice/fox-private", "--dry-run", *revision)
     assert api.repo_info("alice/fox-private").sha == head
@@ -149,8 +147,8 @@ def check_an_adapter_pins_its_base_and_never_hides_a_model():
     assert all(line in card.text for line in lines) and "More Information Needed" not in card.text
     assert card.data.to_dict().items() >= {"library_name": "peft", "base_model_relation": "adapter"}.items()
     for words in ([], ["--dry-run"]):
-        assert "alice/fox contains a model, and" in push("adapter", "alice/fox", *words, code=2)
-        assert "alice/adapter contains an adapter, and" in push(DEMO, "alice/adapter", *words, code=2)
+        assert "alice/fox contains a model. A repository cannot" in push("adapter", "alice/fox", *words, code=2)
+        assert "alice/adapter contains an adapter. A repository cannot" in push(DEMO, "alice/adapter", *words, code=2)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= set(api.list_repo_files("alice/adapter"))
     Path("adapter/adapter_config.json").write_text('{"base_model_name_or_path": "alice/no-such"}')
     assert "the base model alice/no-such (revision None) is not on the Hub" in push("adapter", "alice/adapter", code=2)
@@ -183,7 +181,7 @@ def check_a_tag_is_what_the_card_pins():
     for option, name, says in (
         ("--tag", "v1", "already has a tag or branch v1"),
         ("--tag", "dev", "already has a tag or branch dev"),
-        ("--revision", "v1", "has a tag v1, which a branch would hide"),
+        ("--revision", "v1", "has a tag v1. A branch of this name would hide the tag"),
     ):
         assert says in push(DEMO, "alice/tagged", option, name, code=2)
     refs = api.list_repo_refs("alice/tagged")
