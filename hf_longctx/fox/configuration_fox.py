@@ -14,10 +14,10 @@ from transformers.utils.versions import require_version
 TESTED = (5, 15), (5, 24)  # oldest and newest minor version tested with this code
 OLDEST, NEWEST = (".".join(map(str, version)) for version in TESTED)
 REPAIR = (
-    f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}: "
-    "`pip install -U hf-longctx` and load without trust_remote_code, or pin "
-    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}' (owners of a repository update its code: `hf download REPO "
-    "--local-dir FOLDER`, then `hf-longctx push FOLDER REPO`)."
+    f"this code of hf-longctx was tested with transformers {OLDEST} to {NEWEST}, not with {transformers.__version__}. "
+    "Run `pip install -U hf-longctx` and load without trust_remote_code, or pin "
+    f"'transformers<{TESTED[1][0]}.{TESTED[1][1] + 1}'. If you own the repository, update its code: run `hf download "
+    "REPO --local-dir FOLDER`, then `hf-longctx push FOLDER REPO`."
 )
 
 # A saved folder loads this file first, so the warning about an untested version precedes any failure.

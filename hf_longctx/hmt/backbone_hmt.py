@@ -194,7 +194,7 @@ class Backbone:
             ) from error
 
     def _probe_hiding(self, positions: int) -> bool:
-        """Return whether masking a prompt and reading it later give the same hidden states.
+        """Return whether hiding a prompt with a mask gives the same hidden states as reading it later.
 
         Let b be the tokens that attend to the prompt, and a the other tokens. One pass reads [prompt, a, b]. Its mask
         hides the prompt from a. It is compared with two passes. The first reads a. The second extends the cache with
@@ -215,8 +215,8 @@ class Backbone:
         """Raise ValueError if a mask cannot hide the prompt in a segment of `positions` positions.
 
         Args:
-            extends: whether the pass with the prompt extends a cache of all tokens that must not attend to the prompt.
-                FlashAttention requires True.
+            extends: whether all tokens that must not attend to the prompt are already in a cache. The pass with the
+                prompt then extends this cache. FlashAttention requires True.
         """
         if not self.has_data:
             return

@@ -88,7 +88,8 @@ def check_call(
     places = range(config.segment_length)
     if score_from is not None and (labels is None or score_from not in places):
         raise ValueError(
-            f"`score_from` must be a position from 0 to {places[-1]} within a segment, got {score_from!r}. Pass labels too."
+            f"`score_from` must be a position from 0 to {places[-1]} within a segment, got {score_from!r}. "
+            "`score_from` also requires labels."
         )
     if state is not None:
         check_state(config, lm, state)
@@ -101,7 +102,12 @@ def check_call(
 
 
 def first_position(logits_to_keep: int | Tensor, tokens: int) -> int:
-    """Return the first of `tokens` positions whose logits are needed. If `logits_to_keep` is a tensor, return 0."""
+    """Return the first position whose logits are needed. If `logits_to_keep` is a tensor, return 0.
+
+    Args:
+        logits_to_keep: as in `HMTWrapper.forward`.
+        tokens: number of positions in the call.
+    """
     if isinstance(logits_to_keep, Tensor):
         return 0
     if not isinstance(logits_to_keep, Integral) or logits_to_keep < 0:

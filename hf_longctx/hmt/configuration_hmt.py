@@ -37,8 +37,8 @@ class HMTConfig(PreTrainedConfig):
         sum_fraction: fraction of a segment that forms its recall query. The query summarizes the first j =
             int(round(segment_length * sum_fraction)) tokens. Ties are rounded to even, as in the official code.
             Single-pass mode requires j < L', because only the tokens after the recall attend to a memory.
-        recall: whether segments recall memories. If False, the prompt is the memory of the previous segment. Training
-            stage 1 of the paper and RMT do this.
+        recall: whether segments recall memories. If False, the prompt is the memory of the previous segment. RMT does
+            this. The paper does this in the first stage of training.
         memory_tokens: m, number of embeddings per memory. With recall or in single-pass mode, m must be 1.
         recall_dim: h, output width of the recall projections. None: the width of a memory embedding.
         recall_mode: one of: "single_pass" (`single_pass_hmt.py`); "paper" (`paper_hmt.py`). Single-pass mode is
@@ -57,14 +57,13 @@ class HMTConfig(PreTrainedConfig):
         neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of single-pass mode,
             such as 0.1. The cache works without training. A state stores d numbers per remembered token: 177 MB in
             bfloat16 at d = 576 and the defaults. In training, these numbers are kept for the backward pass of each
-            segment.
-            None: no cache.
+            segment. None: no cache.
         loss_scope: one of: "all"; "last". With "all", all labels are scored. With "last", only the last
             `segment_length` labels of a row are scored. The authors of the paper use "last" in training and
             evaluation.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
-        summary_batch: maximum number of rows in one backbone batch of summary passes (paper mode) or first parts
-            (single-pass mode). A segment of B sequences adds B rows. Lower values use less memory.
+        summary_batch: maximum number of rows in one backbone batch. Paper mode batches summary passes. Single-pass
+            mode batches first parts. A segment of B sequences adds B rows. Lower values use less GPU or CPU memory.
         cuda_graphs: whether calls without gradients replay the pass that ends a segment as a CUDA graph
             (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
             weights and switched adapters. After any other change of the backbone, set `cuda_graphs` to False, call the
@@ -77,7 +76,7 @@ class HMTConfig(PreTrainedConfig):
 
     Raises:
         ValueError: a value is outside its range, or an argument is not a field. Saved configurations may contain
-            other names. Other programs add such names.
+            other names, because other programs add them.
     """
 
     model_type = "hmt"
@@ -331,7 +330,7 @@ def custom_classes(config: object) -> dict[str, Any]:
 
 
 def custom_model_class(config: object) -> Any:
-    """Return a custom backbone's causal LM class. If the checkpoint does not contain its code, return None.
+    """Return a custom backbone's causal LM class. If the checkpoint does not contain the code, return None.
 
     The class is not registered with the Auto classes, because another checkpoint could replace it there.
     """

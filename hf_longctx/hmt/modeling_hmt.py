@@ -67,9 +67,10 @@ class HMTOutput(ModelOutput):
         loss: scalar, returned with labels.
         logits: (B, T, V), 0 on padding. `logits_to_keep` can select some of the T positions.
         state: `HMTState` after the last token, returned with `use_cache=True`.
-        recall_scores: for each segment, the recall weights of the memories, (B, c). Memories in pages come first, then
-            memories in the bank, each oldest first. A weight is 0 if the row does not have the memory. If the segment
-            does not recall, the entry is None. The first segment and a segment with an incomplete query do not recall.
+        recall_scores: for each segment, the recall weights of the memories, (B, c). Memories in pages precede memories
+            in the bank. Both are sorted from oldest to newest. A weight is 0 if the row does not have the memory. If
+            the segment does not recall, the entry is None. The first segment and a segment with an incomplete query do
+            not recall.
         recall_ends: for each segment, the ends of the remembered segments, (B, c), long. An end is a number of tokens
             from the start of the sequence. The entry is None where the entry of `recall_scores` is None.
         recall_distance: distance in segments to the memory with the largest weight, (segments, B), long. Without a
@@ -214,7 +215,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         return Retrievers(self.config, self.memory, self.lm.embed)
 
     def settle_layout(self) -> None:
-        """If `config.reread` is None, set it. Otherwise, raise ValueError if the backbone does not support it.
+        """If `config.reread` is None, set it. If the backbone does not support the given value, raise ValueError.
 
         On the meta device, this method does nothing.
         """
@@ -286,8 +287,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
                 backward pass through the earlier call, pass `state.detach()`.
             use_cache: whether to return the state (default: True with a state, otherwise False).
             logits_to_keep: an int n returns the logits of the last n positions (0: all). A long tensor (n,) lists the
-                positions. The loss always includes all labels. With 1, the memory for logits does not grow with T,
-                except in training without gradient checkpointing.
+                positions. The loss always includes all labels. If `logits_to_keep` is 1, the GPU or CPU memory for
+                logits does not grow with T. In training, this requires gradient checkpointing.
             score_from: position within a segment. The loss excludes predictions made before this position.
             output_recall: whether to return recall scores, distances and memories.
             num_items_in_batch: number of scored labels in the whole batch, over devices and accumulation steps.
@@ -487,8 +488,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         """Save configuration and weights. With `config.backbone_in_checkpoint=False`, save only the memory's weights.
 
         Raises:
-            ValueError: `config.backbone_in_checkpoint` is False, and one of: `config.backbone_name_or_path` is not
-                set; the backbone's weights have changed.
+            ValueError: with `config.backbone_in_checkpoint=False`, `config.backbone_name_or_path` is not set or the
+                backbone's weights have changed.
             NotImplementedError: the backbone is a PEFT model, or a library other than bitsandbytes has quantized it.
         """
         weights = self.state_dict() if state_dict is None else state_dict

@@ -30,7 +30,7 @@ def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class Chunk(NamedTuple):
-    """One segment of each row, or its tokens so far. All B rows are at the same position in their segments.
+    """One segment of each row. Segments may be incomplete. All B rows are at the same position in their segments.
 
     rows: indices of the rows in the batch.
     segments: for each row, the index of the segment in the sequence.
@@ -87,12 +87,12 @@ class PackedSegments:
         first: first position of the call whose logits are returned.
 
     Attributes:
-        ids: token ids, (B, k + W), left-aligned. Each row contains k sensory tokens, then up to W tokens: first its
-            open segment, then this call. In paper mode, padding stays in place.
+        ids: token ids, (B, k + W), left-aligned. Each row contains k sensory tokens, then up to W other tokens. The
+            tokens of the open segment precede the tokens of this call. In paper mode, padding stays in place.
         targets, mask: as in `Chunk`, (B, W).
         segments: for each row, the index of its open segment.
         opened: for each row, the number of tokens of its open segment that earlier calls have read.
-        lengths: for each row, the number of tokens of its open segment and of this call together.
+        lengths: for each row, the total number of tokens of the open segment and of this call.
         padding: for each row, the number of padding columns before the new tokens.
         n_scored: number of targets that the loss includes.
         n_labelled: number of targets, including targets that `score_from` or `loss_scope` excludes.

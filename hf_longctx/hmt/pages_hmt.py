@@ -2,10 +2,10 @@
 
 A page contains similar embeddings from anywhere in the sequence. Its tag is the mean of its embeddings. A new
 embedding goes to the page with the nearest tag. Distances are angles around the mean of all embeddings, because the
-embeddings of a sequence share a large common component. A page that grows beyond S embeddings is split in half along
-its principal component. A recall scores the tags as if they were embeddings, selects the best r pages of each row, and
-attends to their embeddings. If there are at most r pages, it attends to all embeddings. The result then equals a
-recall from a flat memory without pages.
+embeddings of a sequence share a large common component. A page contains at most S embeddings (defined below). If it
+grows beyond S, it is split in half along its principal component. A recall scores the tags as if they were embeddings,
+selects the best r pages of each row, and attends to their embeddings. If there are at most r pages, it attends to all
+embeddings. The result then equals a recall from a flat memory without pages.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. After a
 split, a page must receive S / 2 embeddings before it splits again. This limits the number of tags to 4 sqrt(r n). The
@@ -206,7 +206,10 @@ class Pages(Bank):
 
     @classmethod
     def listed(cls, state: dict[str, Any], length: int) -> list[list[int]]:
-        """For each row, list `Segment.ends`: first of the segments in pages, then of the segments in the bank."""
+        """For each row, list the `Segment.ends` of the remembered segments. `length` is L'.
+
+        Segments in pages precede segments in the bank.
+        """
         rows = super().listed(state, length)
         return [[length * (i + 1) for i in range(len(pages))] + row for pages, row in zip(state["pages"], rows)]
 

@@ -58,7 +58,7 @@ class Paper(Segments):
         return hidden[:, -1:].clone()
 
     def read_segment(self, state: HMTState, chunk: Chunk, query: Tensor | None, use_cache: bool) -> HMTState:
-        """Read one segment of each row, or its tokens so far (paper, sec. 3.2 and 3.3).
+        """Read one segment of each row (paper, sec. 3.2 and 3.3). Segments may be incomplete.
 
         Args:
             state, use_cache: as in `read`.

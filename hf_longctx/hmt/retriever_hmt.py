@@ -68,8 +68,8 @@ class Retriever:
     Attributes:
         field: field of `HMTConfig` that enables the retriever when it is set.
         columns: number of embeddings that `retrieve` returns. The first embedding of the first retriever is the
-            prompt. Only tokens after the query attend to the prompt. All tokens attend to the other embeddings. All
-            retrievers together return `config.recall_tokens` such embeddings.
+            prompt. Only tokens after the query attend to the prompt. All tokens attend to the other embeddings. In
+            total, the retrievers return one prompt and `config.recall_tokens` other embeddings.
         reads_hidden: whether `observe` needs the last hidden states of a segment.
         rows: some memory values are tuples with one object per row. This dict maps the name of each such value to the
             class of its objects. The class needs the methods `map`, `to`, `pack` and `unpack` of `MemoryPages`.

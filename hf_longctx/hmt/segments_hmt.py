@@ -34,7 +34,7 @@ class Pass(NamedTuple):
     positions: position ids, (1 or B, P), long. None: the backbone's default.
     hidden_from: n. Column 0 is a prompt, and the next n columns do not attend to it. None: all columns attend to
         column 0.
-    last: whether this is the last pass that uses its cache.
+    last: whether no later pass uses the cache of this pass.
     """
 
     chunk: Chunk
@@ -51,7 +51,11 @@ class Pass(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Report of a chunk for `output_recall`: its recall or None, and its memory embeddings (B, m, d) or None."""
+    """Report of a chunk for `output_recall`.
+
+    recall: result of the recall. None: no recall to report.
+    memory: memory embeddings, (B, m, d). None: no memory was computed.
+    """
 
     chunk: Chunk
     recall: Retrieved | None

@@ -14,7 +14,7 @@ segment. Queries and memories are therefore computed by the same function. The f
 read in one pass.
 
 An untrained HMT predicts like its backbone with a window of one segment and its sensory tokens. There are two reasons.
-Adjacent tokens stay adjacent. The prompt is a recalled hidden state instead of a random vector.
+First, adjacent tokens stay adjacent. Second, the prompt is a recalled hidden state, not a random vector.
 
 First parts do not depend on recalls. The first parts of several segments therefore share one pass. The second parts
 are then read one by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as
@@ -24,7 +24,8 @@ computes a different function. Every backbone supports it.
 
 Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. The second pass then reads the
 prompt, these embeddings and the whole segment. All positions of the segment shift by r. Some retrievers need the
-hidden states of a whole segment. If calls split a segment, the full segment is then read again.
+hidden states of a whole segment. With such a retriever, a segment that is split over several calls is read again when
+it is full.
 
 Rows at the same position in their segments are read together. Rows at different positions are read separately.
 Decoding steps are an exception: they use a joint cache.
@@ -93,7 +94,7 @@ class SinglePass(Segments):
         return len(chunks) == 1 and chunk.segments[0] > 0 and chunk.read == 0 and chunk.count >= self.j
 
     def read_segment(self, state: HMTState, chunks: list[Chunk], first: FirstPart | None, use_cache: bool) -> HMTState:
-        """Read one segment of each row, or its tokens so far."""
+        """Read one segment of each row. Segments may be incomplete."""
         keeps = use_cache and not torch.is_grad_enabled() and all(0 < chunk.count < self.length for chunk in chunks)
         keeps = keeps and self.lm.continues
         self.reports.append([])
@@ -133,7 +134,10 @@ class SinglePass(Segments):
     # ------------------------------------------------------------------------------------- rows at the same position
 
     def embed_part(self, chunk: Chunk, start: int, stop: int, ends: bool) -> Tensor:
-        """Embed tokens `start` to `stop` - 1, and a summary token if `ends`. Sensory tokens have negative indices."""
+        """Embed tokens `start` to `stop` - 1. If `ends` is True, append a summary token.
+
+        Sensory tokens have negative indices.
+        """
         embeds = self.embed(chunk.ids[:, self.k + start : self.k + stop])
         if ends:
             embeds = torch.cat([embeds, self.memory.summary_token.to(embeds).expand(len(embeds), -1, -1)], 1)
@@ -177,7 +181,7 @@ class SinglePass(Segments):
         return firsts
 
     def read_chunk(self, state: HMTState, chunk: Chunk, first: FirstPart | None, keeps: bool) -> HMTState:
-        """Read one segment of each row, or its tokens so far. Rows are at the same position in their segments.
+        """Read a chunk, and return the new state of its rows.
 
         Args:
             state: state of these rows.

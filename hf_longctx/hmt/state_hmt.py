@@ -160,7 +160,7 @@ class HMTState:
 
         Args:
             model: model that continues from the state. Memories are cast to the dtype of the model. None: weights are
-                not compared, for example after training.
+                not compared. Pass None if the weights have changed, for example after training.
 
         Raises:
             ValueError: the file is damaged, does not contain a state, or was saved by a model with other weights.

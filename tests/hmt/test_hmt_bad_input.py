@@ -192,7 +192,7 @@ READ = [
         ("a misspelt argument", lambda it: {"lables": it.tokens}, "not support the argument lables"),
         ("-1 logits", lambda it: {"logits_to_keep": -1}, "logits_to_keep` must be .* got -1"),
         ("a logit and a half", lambda it: {"logits_to_keep": 1.5}, "logits_to_keep` must be .* got 1.5"),
-        ("score_from without labels", lambda it: {"score_from": 4}, "got 4. Pass labels too"),
+        ("score_from without labels", lambda it: {"score_from": 4}, "got 4. `score_from` also requires labels"),
         ("two states", lambda it: {"state": it.state, "cache": it.state}, "Pass only one of them"),
         ("score_from of a text", lambda it: {"labels": it.tokens, "score_from": 100}, "0 to 7 .*got 100"),
     ]
