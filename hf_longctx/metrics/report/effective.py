@@ -42,8 +42,8 @@ class EffectiveLength(NamedTuple):
     Attributes:
         tokens: the largest tested length with enough correct answers. 0 if there is no such length.
         low: the largest tested length with a share significantly above the threshold. 0 if there is no such length.
-        high: at this and all longer tested lengths, the share is significantly below the threshold. This is the smallest
-            such length. None if there is no such length.
+        high: the smallest tested length with a share significantly below the threshold, at this length and all longer
+            lengths. None if there is no such length.
         threshold: required share of correct answers, from 0 to 1.
     """
 

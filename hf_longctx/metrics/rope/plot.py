@@ -25,8 +25,8 @@ def plot_bound(
 ) -> None:
     """Plot B_m (eq. 16) for each group of layers with RoPE in a `RopeReport`.
 
-    A dashed line marks the largest distance in the claimed context. Dots mark the distances with B_m < 0. A dotted line
-    marks the smallest of these distances. If some dimensions do not rotate, a thin horizontal line shows their
+    A dashed line marks the largest distance in the claimed context. Dots mark the distances with B_m < 0. A dotted
+    line marks the smallest of these distances. If some dimensions do not rotate, a thin horizontal line shows their
     contribution to B_m.
     """
     groups = [group for group in report.groups if group.rope_type is not None]
