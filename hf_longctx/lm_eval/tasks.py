@@ -113,7 +113,11 @@ class TaskInLmEval(ConfigurableTask):
         return dict.fromkeys(self.numbers([scores]), scores)
 
     def numbers(self, documents: list[dict]) -> dict[str, float]:
-        """Compute the result's numbers and confidence bounds from the scores of `documents`, keyed by name."""
+        """Return the numbers of the result and their confidence bounds, keyed by name.
+
+        Args:
+            documents: for each document, the scores of its trials, keyed by trial.
+        """
         task = task_of(self.task, self.settings)
         scores = scores_of({key: score for document in documents for key, score in document.items()})
         missing = {key: str(score) for key, score in scores.items() if isinstance(score, Missing)}

@@ -2,8 +2,8 @@
 
 A module is a folder with a script `modules/NAME/NAME.py` and a card, as in a Hub Space. evaluate loads modules from a
 path (`module_path`), a Space, or its own cache. For a name without a namespace, evaluate first searches its own
-organization on the Hub, and then its cache. `register` writes small files to this cache. They only import the
-modules, so they remain valid when this package is upgraded.
+organization on the Hub, and then its cache. `register` writes small files to this cache. These files only import
+the modules, so they remain valid when this package is upgraded.
 
 The `compute` method of a module measures a model or scores given predictions, using the functions in this file.
 """
@@ -191,7 +191,7 @@ def measure_curve(
     if is_text:
         if not callable(tokenizer):
             raise ValueError(
-                f"tokenizer must be a tokenizer or the name of one, got {tokenizer!r}. Pass the model's tokenizer."
+                f"tokenizer must be a tokenizer or the name of a tokenizer, got {tokenizer!r}. Pass the model's tokenizer."
             )
         corpus = tokenizer(read_text(corpus), add_special_tokens=False, verbose=False)["input_ids"]
     return curve_result(forgetting_curve(model, corpus, tokenizer=tokenizer, run=run, **options))
@@ -255,7 +255,8 @@ def check_bases(bases: Sequence[float], context_lengths: Sequence[int], head_dim
         - `verdicts`: "holds" or "violated".
         - `context_bounds`: largest distance that the base supports; None if unlimited.
         - `minimum_bases`: smallest base that satisfies the bound at the context. Some larger bases fail.
-        - `settled_bases`: base above which no base fails, up to 16 times the minimum; None if there is none.
+        - `settled_bases`: all bases from this base to 16 times the minimum satisfy the bound. None if there is no such
+          base.
 
     Raises:
         ValueError: a number is out of range, or the two lists have different lengths.

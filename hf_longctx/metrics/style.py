@@ -89,7 +89,7 @@ def literal(text: str) -> str:
 
 
 def name_differences(axes, differences) -> None:
-    """List the differing settings of the results above the axes; see `report.comparison.differences`."""
+    """Above the axes, list the settings that differ between results; see `report.comparison.differences`."""
     if differences:
         axes.set_title(
             textwrap.fill(literal("different: " + "; ".join(differences)), 84), loc="left", fontsize=9, color=WARNING

@@ -121,7 +121,7 @@ def option(
     choices: Sequence[str] = (),
     selects: bool = False,
 ) -> Any:
-    """Define a field of a task. It is also an argument of the Python function and an option of the command.
+    """Define a field of a task. The field is also an argument of the Python function and an option of the command.
 
     Args:
         default: default value; None if the default depends on the model or the corpus (see `Task.prepare`).
@@ -129,7 +129,7 @@ def option(
         least: minimum of a number, or of each number in a list. Lists must be in ascending order.
         most: maximum of a number, or of each number in a list.
         choices: allowed values.
-        selects: whether the option selects trials without changing their scores. A journal can then be resumed
+        selects: whether the option selects trials without changing their scores. If True, a journal can be resumed
             with another value.
     """
     metadata = {"help": text, "least": least, "most": most, "choices": tuple(choices), "selects": selects}
@@ -139,7 +139,7 @@ def option(
 
 
 class Option(NamedTuple):
-    """The description of a field, for the command line and for checks. `option` defines such fields.
+    """The description of a field that was defined by `option`, for the command line and for checks.
 
     `kind` is the type of the value. For a list (`listed`), it is the type of each element. For token ids, it is
     `np.ndarray`.
@@ -156,7 +156,7 @@ class Option(NamedTuple):
     selects: bool
 
     def check(self, value: Any) -> Any:
-        """Check a value, and convert it to plain Python types. Raise ValueError if it is invalid."""
+        """Check a value, and convert it to plain Python types. Raise ValueError if the value is invalid."""
         if (value is None and self.default is None) or self.kind is np.ndarray:
             return value
         if self.listed and (isinstance(value, str) or not isinstance(value, Iterable)):
@@ -283,7 +283,7 @@ class Task:
         name: name of the command, and of the files in a report.
         result: class of the result.
         reads_text: whether the task needs a corpus.
-        asks: whether the task asks questions. Such a task needs a tokenizer.
+        asks: whether the task asks questions. If True, the task needs a tokenizer.
         examples: example command lines, without `hf-longctx`.
         tasks: all tasks, keyed by name.
         subject: model, tokenizer and corpus; set by `on`.
@@ -336,9 +336,9 @@ class Task:
     def trials(self, scores: dict[Key, Any]) -> list[Trial]:
         """Return the trials, including the trials that already have a score in `scores`.
 
-        The run calls this method before each round. It ends when all returned trials have a score. Most tasks ignore
-        `scores`. An adaptive task uses the scores to add trials. If the model does not support the inputs of a trial,
-        the score of the trial is a `Missing`.
+        The run calls this method before each round. The run ends when all returned trials have a score. Most tasks
+        ignore `scores`. An adaptive task uses the scores to add trials. If the model does not support the inputs of a
+        trial, the score of the trial is a `Missing`.
         """
         raise NotImplementedError
 

@@ -102,7 +102,7 @@ def test_a_measured_model_gives_what_the_runner_gives(curve_module, model, token
             assert curve_module.compute(corpus=corpus, tokenizer=given, **options)["points"] == result["points"]
     with pytest.raises(ValueError, match=r"corpus must be a document or .*, got 'no/book\.txt'"):
         curve_module.compute(corpus="no/book.txt", tokenizer=tokenizer, **options)
-    with pytest.raises(ValueError, match=r"tokenizer must be a tokenizer or the name of one, got 3"):
+    with pytest.raises(ValueError, match=r"tokenizer must be a tokenizer or the name of a tokenizer, got 3"):
         curve_module.compute(corpus=TEXT, tokenizer=3, **options)
 
 
@@ -126,7 +126,7 @@ def test_what_does_not_fit_is_named(model, curve_module, rope_module):
         score_predictions([[[1], [1]]], [[1], [2]])
     with pytest.raises(ValueError, match=r"2 ids each, got lists of lengths \[1, 2\]"):
         score_predictions([[[1], [1, 2]]], [[1, 2]])
-    with pytest.raises(ValueError, match="tokenizer must be a tokenizer or the name of one"):
+    with pytest.raises(ValueError, match="tokenizer must be a tokenizer or the name of a tokenizer"):
         curve_module.compute(model=model, corpus=TEXT)
     for module in (curve_module, rope_module):
         with pytest.raises(TypeError, match="unexpected keyword argument 'model_id'"):

@@ -155,7 +155,7 @@ def test_the_depths_of_a_haystack_are_one_observation():
     [
         (curve(*SHORT), lines([True]), "must be from one metric, got forgetting_curve and lines"),
         (curve(*SHORT), curve(*LONG, settings=ORDER | {"corpus_sha256": "cd"}), "they differ in corpus_sha256"),
-        (curve(*SHORT, settings={}), curve(*LONG, settings={}), "a corpus without a hash may be another one"),
+        (curve(*SHORT, settings={}), curve(*LONG, settings={}), "a corpus without a hash may be a different corpus"),
         (curve(*SHORT), curve(*LONG, begins=1), "the samples of length 400 are not the same"),
         (curve(*SHORT), curve(LONG[0], lengths=(16384,)), "do not have a common length"),
         (curve(*SHORT), curve(*LONG, settings=ORDER | {"protocol": "adaptive"}), "with the reference protocol"),

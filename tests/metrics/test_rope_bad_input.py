@@ -60,7 +60,7 @@ PARAMETERS = [
         ("default", {"rope_theta": "10000"}, "base must .* got '10000'"),
         ("default", {"partial_rotary_factor": 0.7}, "an even number from 2 to 16, got 0.7 . 16"),
         ("linear", {}, "'linear' are not complete.*'factor'"),
-        ("linear", {"factor": 0}, "Its numbers must be positive"),
+        ("linear", {"factor": 0}, "All numbers must be positive"),
         ("linear", {"factor": 2.0, "zeta": 1.0}, "linear RoPE of llama does not use .*rope_parameters: zeta"),
         ("dynamic", {"factor": 1.0, "alpha": 8.0}, "does not use .*rope_parameters: alpha"),
     )

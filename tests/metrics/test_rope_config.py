@@ -67,7 +67,7 @@ SCALINGS = [
     (scaled("linear", 1.5), ["with linear scaling by 1.5; if it is the length before scaling, check 6144 tokens"], {}),
     (
         scaled("dynamic", 2.0),
-        ["dynamic frequencies depend on the length; we use those for 8192"],
+        ["dynamic frequencies depend on the length; we use the frequencies for 8192"],
         {"claimed": 8192, "by": "2 times max_position_embeddings, by dynamic scaling"},
     ),
     (

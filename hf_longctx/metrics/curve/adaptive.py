@@ -70,7 +70,7 @@ class _Search:
         return True
 
     def step(self, method):
-        """For a method, measure a new length, or add repeats to an old one. If nothing was measured, return False."""
+        """For a method, measure a new length or repeat a known length. If nothing was measured, return False."""
         low, high = self.interval(method)
         if high - low > 1:
             return self.evaluate(self.lengths[(low + high) // 2])
@@ -92,10 +92,11 @@ class _Search:
         return low, self.lengths.index(measured[passing]) if passing < len(measured) else len(self.lengths)
 
     def narrow(self, method, end, direction):
-        """Measure at one end of the interval, until the nearest length outside the interval is significant.
+        """Measure once at one end of the interval. If nothing was measured, return False.
 
         With direction -1, `end` is the lower end, and lengths up to `end` should pass. With direction 1, `end` is the
-        upper end, and lengths from `end` on should fail. If nothing was measured, return False.
+        upper end, and lengths from `end` on should fail. We move outwards from `end`. If a length is not significant,
+        we add repeats. At the first significant length, we measure a length halfway back to the previous length.
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)

@@ -12,16 +12,17 @@ lengths. Memory that ends before n also ends before all longer lengths. We test 
 the first test that does not reject. The total error rate is then the error rate of a single test, regardless of the
 number of lengths (closed testing, Marcus, Peritz and Gabriel 1976).
 
-Targets longer than n are also evidence that memory reaches n. Shorter targets are also evidence that it ends before n.
-Each test therefore pools the targets of a window of 1, 2, 4, 8 ... lengths that starts (or ends) at n. We take the
-smallest p value of all windows, with a Bonferroni correction. Over many long lengths, pooling can show that copying is
-no better than guessing, even if no single length is significant. The unit of a test is the target, not the token,
-because the tokens of a target are correlated. Targets that share scored tokens are also correlated. A test therefore
-uses the largest subset of targets without shared tokens.
+Targets longer than n are also evidence that memory reaches n. Shorter targets are also evidence that memory ends
+before n. Each test therefore pools the targets of a window of 1, 2, 4, 8 ... lengths that starts (or ends) at n. We
+take the smallest p value of all windows, with a Bonferroni correction. Over many long lengths, pooling can show that
+copying is no better than guessing, even if no single length is significant. The unit of a test is the target, not the
+token, because the tokens of a target are correlated. Targets that share scored tokens are also correlated. A test
+therefore uses the largest subset of targets without shared tokens.
 
-For the adaptive protocol, we test single lengths only. It measures few lengths, and repeats each one until its result
-is significant. The Bonferroni correction is for the number of lengths and for repeated looks: a protocol that tests
-after 3, 5, 7 and 10 repeats, and stops at the first rejection, has four chances to err.
+For the adaptive protocol, we test single lengths only. This protocol measures few lengths, and repeats each length
+until the result is significant. In this protocol, the Bonferroni correction covers the number of lengths and the
+number of tests per length. At each length, we test after 3, 5, 7 and 10 repeats, and stop at the first rejection. This
+gives four chances to err.
 
 `scripts/evidence/curve_coverage.py` counts how often the intervals miss the true length of simulated curves. This file
 does not run a model.
@@ -59,8 +60,8 @@ def centre(margins: np.ndarray, method: str) -> float:
 def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
     """Return the one-sided p value of a window of lengths, with shape (...).
 
-    "fine" uses a sign test, "coarse" a t test of the mean margin per scored token. The standard error is robust to
-    heteroscedasticity. The standard error of the total margin is at least 1 token. Without this minimum, identical
+    "fine" uses a sign test. "coarse" uses a t test of the mean margin per scored token. The standard error is robust
+    to heteroscedasticity. The standard error of the total margin is at least 1 token. Without this minimum, identical
     margins in a few short repeats would be significant.
 
     Args:
@@ -144,7 +145,15 @@ def p_values(
 
 
 def rejected(p: np.ndarray, level: float) -> np.ndarray:
-    """Count the lengths before the first p value >= level: p values (..., lengths), counts (...)."""
+    """Count the lengths before the first p value >= level.
+
+    Args:
+        p: p values, (..., lengths).
+        level: significance level.
+
+    Returns:
+        counts, (...).
+    """
     return np.logical_and.accumulate(p < level, axis=-1).sum(-1)
 
 
@@ -152,8 +161,9 @@ class LengthInterval(NamedTuple):
     """The confidence interval [low, high) of a fine or coarse length, in tokens.
 
     Attributes:
-        low: the longest tested length that memory significantly reaches; 0 if there is none.
-        high: the shortest tested length that is significantly beyond the reach of memory; None if there is none.
+        low: the longest tested length that memory significantly reaches; 0 if there is no such length.
+        high: the shortest tested length that is significantly beyond the reach of memory. None if there is no such
+            length.
         longest: whether `low` is the longest tested length.
         text_too_short: whether too many repeats overlap; a tighter interval then needs a longer corpus.
 

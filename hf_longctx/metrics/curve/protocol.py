@@ -58,7 +58,8 @@ def default_lengths(
 ) -> list[int]:
     """Return a grid of at most `n` lengths.
 
-    The longest input fills the claimed context. If the corpus is too short for `repeats` targets, it is shorter.
+    The longest input fills the claimed context. If the corpus is too short for `repeats` targets of this size,
+    the longest input is shorter.
 
     Args:
         claimed_context: claimed context in tokens; None if the model does not claim one.

@@ -104,9 +104,10 @@ def check_measured(results: Mapping[str, TaskResult]) -> None:
 
 
 def named(results: Sequence[tuple[Path, Any]]) -> dict[str, Any]:
-    """Return results keyed by model name, without the namespace. Duplicate names end with the file name.
+    """Return results keyed by model name, without the namespace.
 
-    If a result does not contain the name of its model, we use the file name.
+    If several results have the same model name, we append the file name to each of these names. If a result does not
+    contain the name of its model, we use the file name.
     """
     names = [
         result.model_name.rpartition("/")[2] if result.settings.get("model") else path.stem or "a model"

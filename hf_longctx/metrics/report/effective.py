@@ -40,10 +40,10 @@ class EffectiveLength(NamedTuple):
     """The effective length under one rule, with its confidence interval.
 
     Attributes:
-        tokens: the largest tested length with enough correct answers. 0 if there is none.
-        low: the largest tested length with a share significantly above the threshold. 0 if there is none.
-        high: the smallest tested length with this property: its share and the shares of all longer lengths are
-            significantly below the threshold. None if there is none.
+        tokens: the largest tested length with enough correct answers. 0 if there is no such length.
+        low: the largest tested length with a share significantly above the threshold. 0 if there is no such length.
+        high: the smallest tested length with a share significantly below the threshold, at this length and all longer
+            lengths. None if there is no such length.
         threshold: required share of correct answers, from 0 to 1.
     """
 

@@ -11,8 +11,8 @@ difficulty between samples. At each length we run two tests, and report the larg
 
 With the sign-flip test, a difference at one length needs at least six samples to be significant. The reported
 confidence interval is the smallest interval that contains the intervals of both tests. The ends of the sign-flip
-interval are means of subsets (Hartigan 1969). Holm's correction limits the familywise error rate to 5 %, over the
-tests at all lengths and the test of the mean over lengths.
+interval are means of subsets (Hartigan 1969). Holm's correction limits the familywise error rate to 5 %. This
+correction covers the tests at all lengths and a test of the mean over lengths.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Difference(NamedTuple):
         first, second: shares of correct answers of the two models, from 0 to 1.
         low, high: 95 % confidence interval for second - first. With fewer than six pairs, it is infinite.
         p: p value under the null hypothesis that the models do not differ.
-        holm: p value after Holm's correction for all lengths and the mean over lengths.
+        holm: p value after Holm's correction. The correction covers all lengths and the mean over lengths.
         pairs: number of samples that both models read.
     """
 
@@ -96,13 +96,13 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
 
 
 def t_error(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the standard error of the mean of differences (..., R). For the sum, it is at least `least`."""
+    """Return the standard error of the mean of differences (..., R). The error of their sum is at least `least`."""
     pairs = differences.shape[-1]
     return np.sqrt(differences.var(-1) * pairs**2 / max(pairs - 1, 1) + least**2) / pairs
 
 
 def p_values(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the larger two-sided p value (...) of the two tests for differences (..., R)."""
+    """Run both tests on differences (..., R). Return the larger of the two-sided p values, with shape (...)."""
     pairs = differences.shape[-1]
     if pairs < 2:
         return np.ones(differences.shape[:-1])

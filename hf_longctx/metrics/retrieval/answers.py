@@ -101,7 +101,7 @@ class Answers:
         return cls(**{**names, **others, "answers": tuple(Answer(**answer) for answer in score["answers"])})
 
     def score(self) -> tuple[Any, dict[str, Any]]:
-        """Return the key of the answers in a result, and their score as JSON values."""
+        """Return a key and a score. A result stores the answers under this key. The score is a JSON object."""
         key = tuple(getattr(self, name) for name in self.key)
         others = {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name not in self.key}
         score = {name: [*values] for name, values in others.items() if values is not None}
@@ -256,7 +256,7 @@ class Retrieval(TaskResult):
     def numbers(self):
         """Return the rate at each size with its confidence interval.
 
-        For the interval, all questions about the same haystack count as one, because their answers are correlated.
+        For the interval, all questions about a haystack count as one sample, because the answers are correlated.
         """
         numbers = []
         for counts in self.by_length():

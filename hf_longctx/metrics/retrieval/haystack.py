@@ -5,9 +5,13 @@ for models without instruction tuning. Its needle contains the question before t
 scoring does not need a judge model; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
-and Qin et al. 2024. Our prompts differ in three ways. They are exactly as long as requested. A token ends a sentence
-if it ends with a full stop, exclamation mark or question mark. If no sentence ends before the requested depth, the
-needle is inserted exactly there. This file does not use a model.
+and Qin et al. 2024. Our prompts differ in three ways:
+
+- A prompt is exactly as long as requested.
+- A token ends a sentence if it ends with a full stop, exclamation mark or question mark.
+- If no sentence ends before the requested depth, the needle is inserted exactly at this depth.
+
+This file does not use a model.
 """
 
 from __future__ import annotations
@@ -125,8 +129,8 @@ def draw_begins(corpus_tokens: int, room: int, questions: int, seed: int) -> lis
 def insertion_point(sentence_ends: np.ndarray, depth: float) -> int:
     """Return the number of haystack tokens before the needle.
 
-    The needle is inserted after the last sentence that ends before `depth`. If no sentence ends before `depth`, it is
-    inserted exactly there.
+    The needle is inserted after the last sentence that ends before `depth`. If no sentence ends before `depth`, the
+    needle is inserted exactly at `depth`.
 
     Args:
         sentence_ends: (n,) bool, whether each token of the haystack ends a sentence.

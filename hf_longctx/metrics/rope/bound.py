@@ -14,12 +14,13 @@ context, it gives a lower bound on the base:
 m is a distance: in a context of N tokens, m <= N - 1. The bound is only a first estimate. It considers a single layer,
 but stacked layers have a larger receptive field (sec. 4.3). All arithmetic is numpy float64.
 
-A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval. The smallest ones
-lie in windows with relative widths down to 1e-5. Bases far above base_L can still fail. A grid search misses such
-windows, and therefore reports a larger minimum. `rope_base_bound` finds the exact infimum and three numbers for
-practical use: the width of the first window, the smallest admissible base with two significant digits, and the base
-above which all bases are admissible. By Taylor's theorem, we do not miss any violation between two evaluations. This
-proof does not cover the rounding errors of the evaluations (below 1e-8 in B_m at m = 1e6).
+A base is admissible for L if B_m >= 0 for m = 0..L. The admissible bases do not form an interval. The smallest
+admissible bases lie in windows with relative widths down to 1e-5. A grid search misses such windows, and therefore
+reports a larger minimum. Bases far above base_L can still fail. `rope_base_bound` finds the exact infimum and three
+numbers for practical use: the width of the first window, the smallest admissible base with two significant digits, and
+`settled_base`. All bases from `settled_base` to the end of the search are admissible. By Taylor's theorem, we do not
+miss any violation between two evaluations. This proof does not cover the rounding errors of the evaluations (below
+1e-8 in B_m at m = 1e6).
 """
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def rope_decay(
             not rotate has frequency 0.
 
     Returns:
-        float64 with the shape of m. If m is a number, a float. The error is about 2e-16 * m * sqrt(sum theta^2).
+        float64 with the shape of m. If m is a number, the result is a float. The error is about 2e-16 * m *
+        sqrt(sum theta^2).
 
     Raises:
         ValueError: an argument is missing, given twice, or out of range.
@@ -116,8 +118,8 @@ def rope_context_bound(
         limit: last distance to evaluate, in tokens.
 
     Returns:
-        L_theta. B_m is first negative at distance L_theta + 1. The longest context that satisfies the bound has
-        L_theta + 1 tokens (distances 0..L_theta). If B_m >= 0 for all m up to and including limit, None. Values within
+        L_theta. None if B_m >= 0 for all m up to and including `limit`. B_m is first negative at distance L_theta + 1.
+        The longest context that satisfies the bound has L_theta + 1 tokens (distances 0..L_theta). Values within
         float64 rounding of 0 count as 0.
 
     Raises:
@@ -195,8 +197,8 @@ def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
 def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.ndarray:
     """Return distances m with B_m + constant < 0, (k,).
 
-    We search m <= limit range by range. We return all such m in the first range that contains one. Values within
-    float64 rounding of 0 count as 0.
+    We search the distances m <= limit range by range. The search ends at the first range with a negative value. We
+    return all distances with negative values in this range. Values within float64 rounding of 0 count as 0.
     """
     first, size = 0, 1024  # the size of the ranges doubles, so the search can stop early
     while first <= limit:
@@ -222,7 +224,7 @@ class RopeBaseBound:
         head_dim: number of dimensions that rotate. Each pair has one frequency.
         non_rotary_dims: number of dimensions that do not rotate. They add non_rotary_dims / 2 to every B_m.
         base: base_L of eq. 18, the infimum of the admissible bases.
-        critical_distance: distance m at which B_m is 0 for `base`, and negative for slightly smaller bases. None if
+        critical_distance: at this distance m, B_m is 0 for `base`, and negative for slightly smaller bases. None if
             `base` is 1.
         window_end: end of the first interval of admissible bases, [base, window_end]. None if the interval extends
             beyond search_limit.
@@ -314,7 +316,7 @@ def rope_base_scan(
 ) -> dict[int, float]:
     """Map each length to its first admissible base with a given number of significant digits.
 
-    Such a base is suitable for a config, but larger bases may still fail. See `rope_base_bound` for the arguments and
+    The bases are suitable for a config, but larger bases may still fail. See `rope_base_bound` for the arguments and
     exceptions.
     """
     family = _DecayFamily(head_dim, non_rotary_dims)
@@ -380,10 +382,10 @@ def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int,
     """Find base_L of eq. 18 for each length, in ascending order.
 
     We increase u = ln base from 0. If B_m < 0 for some m <= L, no base up to the next root of B_m is admissible. We
-    move u to that root. If there is no such m, exp(u) is base_L.
+    move u to that root. If B_m >= 0 for all m <= L, exp(u) is base_L.
 
     Yields:
-        (L, u, m): base_L is exp(u), and B_m rises through 0 there. If u is 0, m is None.
+        (L, u, m): base_L is exp(u), and B_m rises through 0 at u. If u is 0, m is None.
     """
     u, critical = 0.0, None
     for length in lengths:
@@ -396,8 +398,8 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
     """Return the next root of B_m above u, and the distance m that we chose.
 
     Args:
-        m: distances (k,) with B_m < 0 at u. We choose the distance with the largest increase of u over which B_m
-            provably stays negative.
+        m: distances (k,) with B_m < 0 at u. For each distance, B_m provably stays negative while u increases by some
+            amount. We choose the distance for which this amount is largest.
     """
     m = m[:: len(m) // 64 + 1]  # a sample is enough
     furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
@@ -413,11 +415,11 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
     """Find the first point between u and end at which B_m becomes negative for some m <= length.
 
-    For each row of distances, `proven` is the size of a step from u towards end on which B_m is proven non-negative.
-    We repeatedly evaluate the rows with the smallest `proven`. Each evaluation increases `proven`.
+    For each row of distances, B_m is proven non-negative on a step from `u` towards `end`. `proven` contains the sizes
+    of these steps. We repeatedly evaluate the rows with the smallest `proven`. Each evaluation increases `proven`.
 
     Returns:
-        the point and the distance m. If there is no such point, None.
+        the point and the distance m. None if there is no such point.
     """
     towards, starts = math.copysign(1, end - u), np.arange(0, length + 1, WIDTH)
     proven = np.zeros(len(starts))

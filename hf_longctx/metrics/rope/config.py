@@ -133,7 +133,7 @@ class Source:
     known: bool = True
 
     def names(self, setting: str) -> bool:
-        """Return whether config.json sets a setting of the text decoder. Without the file, return True."""
+        """Return whether config.json sets a setting of the text decoder. Without a config.json, return True."""
         parts = [self.file, self.file.get("rope_parameters"), self.file.get("rope_scaling")]
         parts += [part for rope in parts[1:] if isinstance(rope, dict) for part in rope.values()]
         keys = {key for part in parts if isinstance(part, dict) for key, value in part.items() if value is not None}
@@ -192,7 +192,7 @@ def readable() -> Iterator[None]:
 
 
 def read_files(name: str, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of config.json and tokenizer_config.json. If the latter is missing, return {} for it."""
+    """Return the contents of config.json and tokenizer_config.json. For a missing tokenizer config, return {}."""
     from transformers import PreTrainedConfig
     from transformers.utils import cached_file
 
@@ -233,7 +233,7 @@ def read_decoder(model: Any, name: str, file: dict[str, Any], tokenizer: dict[st
 
 
 def text_part(file: dict[str, Any]) -> dict[str, Any]:
-    """Return the text decoder's sub-config in a parsed config.json. If there is none, return the whole file."""
+    """Return the text decoder's sub-config in a parsed config.json. Without a sub-config, return the whole file."""
     while (part := next((file[key] for key in TEXT_PARTS if isinstance(file.get(key), dict)), None)) is not None:
         file = {"model_type": file.get("model_type"), **part}
     return file
@@ -344,7 +344,7 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
 
     If a config does not contain the original length, max_position_embeddings may be the original or the scaled length.
     With dynamic scaling and YaRN, we assume the original length, as transformers does. With linear scaling, we assume
-    the scaled length. If this implies training on 2048 tokens or fewer, we assume the original length.
+    the scaled length if it implies training on more than 2048 tokens. Otherwise, we assume the original length.
 
     Args:
         stated: max_position_embeddings.
@@ -503,7 +503,7 @@ def rope_of_layers(source: Source, kind: str, base: float, layers: list[int], cl
         if not (np.isfinite(inv_freq) & (inv_freq >= 0)).all():
             raise ValueError(
                 f"rope_parameters must result in finite frequencies >= 0, got {parameters}. "
-                "Its numbers must be positive."
+                "All numbers must be positive."
             )
     return Rope(rope_type, float(base), inv_freq, getattr(layer, "qk_head_dim", None) or head_dim)
 

@@ -25,9 +25,9 @@ def plot_bound(
 ) -> None:
     """Plot B_m (eq. 16) for each group of layers with RoPE in a `RopeReport`.
 
-    A dashed line marks the largest distance in the claimed context. Dots mark the distances with B_m < 0, and a dotted
-    line marks the first of them. If some dimensions do not rotate, a thin horizontal line shows their contribution to
-    B_m.
+    A dashed line marks the largest distance in the claimed context. Dots mark the distances with B_m < 0. A dotted
+    line marks the smallest of these distances. If some dimensions do not rotate, a thin horizontal line shows their
+    contribution to B_m.
     """
     groups = [group for group in report.groups if group.rope_type is not None]
     figure = style.figure(style.WIDTH, 1 + 3.8 * len(groups))

@@ -3,8 +3,8 @@
 print(rope_report("meta-llama/Llama-3.1-8B"))
 
 We check groups of layers with the same rotary embedding and attention window. Dimensions of a head that do not rotate
-have frequency 0. We also report the bound without them. If at least half of the dimensions do not rotate, B_m is never
-negative for any base. The bound is then inconclusive.
+have frequency 0. We also report the bound without these dimensions. If at least half of the dimensions do not rotate,
+B_m is never negative for any base. The bound is then inconclusive.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MINIMUM_BASE_UP_TO = 1 << 20  # in tokens; for longer contexts, eq. 18 takes min
 CAVEAT = (
     "A screening number. It considers one layer, and assumes that all components of q and k have the same distribution. "
     "Stacked layers see further. The paper therefore calls the boundary not very strict. Many good models violate it at "
-    "their claimed context. Below it, the paper found low perplexity but poor retrieval at a distance: measure before "
-    "you conclude."
+    "their claimed context. Below the boundary, the paper found low perplexity but poor retrieval at a distance: "
+    "measure before you conclude."
 )
 
 
@@ -56,19 +56,20 @@ class RopeLayers:
         base: rope_theta.
         head_dim: dimensions of a query or key head.
         rotary_dim: dimensions of a head that rotate.
-        max_distance: largest distance over which these layers attend at the claimed context.
+        max_distance: largest distance between a query and a key in these layers, at the claimed context.
         context_bound: L_theta of eq. 17. The first distance with B_m < 0 is context_bound + 1. None if B_m >= 0 up to
             m = 4194304 and up to max_distance.
         rotary_only_bound: context_bound of only the dimensions that rotate.
         negative_distances: number of distances m in 0..max_distance with B_m < 0.
-        last_negative: largest of these distances. None if there are none.
+        last_negative: largest m in 0..max_distance with B_m < 0. None if negative_distances is 0.
         lowest_decay: minimum of B_m for m in 0..max_distance, to three decimals. B_0 is head_dim / 2.
         minimum_base: base_L of eq. 18 for L = max_distance and plain RoPE on the same dimensions. Some larger bases
-            fail. None if at least half of the head does not rotate, because every base then satisfies the bound. Also
-            None if not requested, for more than 1048576 tokens, and for proportional RoPE (different exponents).
+            fail. None in four cases: it was not requested; max_distance is above 1048576; the RoPE type is
+            proportional (different exponents); at least half of the head does not rotate. In the last case, every base
+            satisfies the bound.
         two_digit_base: smallest base with two significant digits that satisfies the bound.
         settled_base: all bases from settled_base to search_limit satisfy the bound. None if search_limit does not
-            satisfy it, or if minimum_base is None.
+            satisfy the bound, or if minimum_base is None.
         search_limit: largest base searched, 16 times minimum_base.
         inv_freq: the rotary_dim / 2 frequencies, in radians per token.
     """
@@ -229,7 +230,7 @@ def rope_report(
     minimum_base: bool = True,
     model_kwargs: dict[str, Any] | None = None,
 ) -> RopeReport:
-    """Check whether a model's rotary embedding satisfies B_m >= 0 over its context. Also find bases that satisfy it.
+    """Check whether a model's rotary embedding satisfies B_m >= 0 over its context. Also find bases with B_m >= 0.
 
     The config may contain `rope_parameters` of transformers 5 (flat or per layer type), or `rope_theta` and
     `rope_scaling` of earlier versions. We support the rope types default, linear, dynamic, yarn, longrope, llama3 and
@@ -275,7 +276,7 @@ def _report(source: Source, context_length: int | None, minimum_base: bool) -> R
         rope = rope_of_layers(source, kind, base, layers, claimed)
         alpha = parameters_of(config, kind).get("alpha")
         if rope.type in LENGTH_DEPENDENT and not alpha:
-            notes.append(f"{rope.type} frequencies depend on the length; we use those for {claimed} tokens")
+            notes.append(f"{rope.type} frequencies depend on the length; we use the frequencies for {claimed} tokens")
         why_not = "proportional RoPE has exponents of its own" if rope.type == "proportional" else None
         if reach > MINIMUM_BASE_UP_TO:
             why_not = f"the search takes minutes beyond {MINIMUM_BASE_UP_TO} tokens"

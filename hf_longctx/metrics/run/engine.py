@@ -6,7 +6,7 @@ The plain method is one forward pass per input. An `Engine` computes the same lo
 - Long inputs are read in chunks with a maximum number of tokens, and short inputs are batched.
 
 An engine first compares the chunked logits of a short input with the logits from a single pass. It uses a cache only
-if the model supports one and the logits are equal.
+if the model supports caching and the logits are equal.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOGITS_PER_PASS = {"cpu": 2**23, "accelerator": 2**26}
 TRIAL_TOKENS = 32
 SMALLEST_PASS = 16
 OPTIONS = ("use_cache", "logits_to_keep")
-# Names of the cache argument: since transformers 5.24, and before. Remote code still uses the older name.
+# Names of the cache argument. Versions before transformers 5.24, and remote code, use the second name.
 CACHES = ("cache", "past_key_values")
 
 T = TypeVar("T")
@@ -228,8 +228,8 @@ def argmax(logits: torch.Tensor) -> np.ndarray:
 def accepted_options(model: nn.Module) -> set[str]:
     """Return the names of the arguments in `OPTIONS` and `CACHES` that the model's forward accepts.
 
-    If the forward accepts **kwargs, all `OPTIONS` count as accepted. The first inner module with a cache argument then
-    gives the name of this argument.
+    If the forward accepts **kwargs, all `OPTIONS` count as accepted. In this case, we take the name of
+    the cache argument from the first inner module with a cache argument.
     """
     accepted: set[str] = set()
     for module in model.modules():
@@ -273,7 +273,7 @@ def check_causal(
     # The tolerance allows for rounding: a mixture of experts groups the tokens differently if some of them change.
     if (after - before).norm() > max(8 * eps, 1e-4) * (before - before.mean()).norm():
         raise ValueError(
-            f"{type(model).__name__} is not causal: its logits depend on later tokens. Load a causal language model. "
-            'A BERT that was trained as one needs config.is_decoder=True. Such an XLNet needs attn_type="uni". '
+            f"{type(model).__name__} is not causal: its logits depend on later tokens. Load a model that was "
+            'trained as a causal language model. A BERT also needs config.is_decoder=True. An XLNet also needs attn_type="uni". '
             "Do not quantize activations with one scale for all tokens, as torch's dynamic int8 does."
         )

@@ -244,8 +244,8 @@ def special_ids(reader: Reader, bos: int | None, eos: int | None) -> tuple[int, 
     eos = reader.configured_id("eos_token_id") if eos is None else eos
     if bos is None and eos is None:
         raise ValueError(
-            "the model's config must have a BOS or EOS token. Each input begins with this token. Pass the id that "
-            "separates documents in the training data as bos_token_id or --bos-token-id."
+            "the model's config must have a BOS or EOS token. Each input begins with this token. Set "
+            "bos_token_id or --bos-token-id to the id that separates documents in the training data."
         )
     bos, eos = (eos if bos is None else bos), (bos if eos is None else eos)
     for name, value in (("bos_token_id", bos), ("eos_token_id", eos)):

@@ -135,7 +135,7 @@ class ForgettingCurve(TaskResult):
 
     @property
     def repeats_in_words(self) -> str:
-        """The number of repeats in words: "10 repeats". With the adaptive protocol: "3 to 10 repeats"."""
+        """The number of repeats in words, such as "10 repeats". It may be a range, such as "3 to 10 repeats"."""
         counts = sorted({p.repeats for p in self.points})
         return plural(counts[0], "repeat") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} repeats"
 
@@ -164,7 +164,7 @@ class ForgettingCurve(TaskResult):
             return "the adaptive protocol stops where the lengths of one model are significant; measure both with the reference protocol"
         random = [s.get("data_type") == "random" for s in settings]
         if not any(random) and any("corpus_sha256" not in s for s in settings):
-            return "a corpus without a hash may be another one"
+            return "a corpus without a hash may be a different corpus"
         return super().unlike(other, *RANDOM_TEXTS * all(random))
 
     def extent(self):
@@ -286,8 +286,8 @@ class Curve(Task):
     """Measure how far back a causal language model remembers: its forgetting curve (Liu et al. 2024, section 3).
 
     The model reads two inputs. In `[bos] S [bos] S [eos]`, a passage S occurs twice. In `[bos] I [bos] S [eos]`, S
-    follows an unrelated passage I. In both, we count the correct greedy predictions in the second half of the last S.
-    Each length has `repeats` passages. An input has 2n + 3 tokens at length n.
+    follows an unrelated passage I. In both inputs, we count the correct greedy predictions in the second half of the
+    last S. Each length has `repeats` passages. An input has 2n + 3 tokens at length n.
 
     The copy accuracy is the accuracy in the first input. The fine length is the longest length with a copy accuracy
     above 99 %. The coarse length is the longest length with a copy accuracy at least one percentage point above the

@@ -1,8 +1,8 @@
 """Per-token loss: how well a model predicts the i-th token of a sequence, given the i - 1 tokens before it.
 
 L(i) is the mean negative log-probability of token i over M sequences, in nats. Where L falls with i, the model
-benefits from more context. Where L is flat, it does not. The perplexity P(l) = exp(mean of L(1) .. L(l)) is less
-informative, because it can still fall where L is flat.
+benefits from more context. Where L is flat, the model does not. The perplexity P(l) = exp(mean of L(1) .. L(l)) is
+less informative, because it can still fall where L is flat.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.2 and appendix C (arXiv 2503.02130).
 """
@@ -61,7 +61,7 @@ def moving_average(values: Sequence[float], window: int) -> np.ndarray:
 def mean_loss(losses: Sequence[Sequence[float]], starts: Sequence[int]) -> dict[str, Any]:
     """Return the mean loss over sequences and its standard error, as arguments of `PositionLoss.of_mean`.
 
-    The standard error only uses sequences that do not overlap. It is None if there is only one such sequence.
+    The standard error only uses sequences that do not overlap. If only one sequence remains, the error is None.
 
     Args:
         losses: losses (M, T) of M sequences of T tokens, in nats.
@@ -82,7 +82,7 @@ def window_starts(corpus_tokens: int, context_length: int, sequences: int | None
     Args:
         corpus_tokens: number of tokens in the corpus.
         context_length: number of tokens in a sequence.
-        sequences: number of sequences. None: as many as possible without overlap, up to 32.
+        sequences: number of sequences. If None, use as many as possible without overlap, up to 32.
 
     Raises:
         ValueError: the corpus is shorter than one sequence.

@@ -28,7 +28,7 @@ Returns:
         verdict (str): one of: "holds"; "holds within windows"; "violated"; "inconclusive"; "no RoPE". With "holds
             within windows", no layer with RoPE attends to the whole context. With "inconclusive", half of the head
             dimensions or more do not rotate, so no base violates the bound.
-        holds (bool): None for the last two verdicts.
+        holds (bool): None if the verdict is "inconclusive" or "no RoPE".
         claimed_context, claimed_by: claimed context in tokens, and its source.
         groups (list of dict): base, scaling, verdict, context_bound, negative_distances, minimum_base and
             settled_base for each kind of layers.
