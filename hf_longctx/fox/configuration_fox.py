@@ -151,7 +151,7 @@ class FoxConfig(PreTrainedConfig):
 
     @property
     def layer_types(self):
-        """The layer types from which transformers creates a cache, derived from the other fields."""
+        """The layer types from which transformers creates a cache. They follow from the other fields."""
         # The token shift is a one-token convolution. transformers caches it in a "hybrid" layer.
         if self.k_shift or self.v_shift:
             layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"
