@@ -95,8 +95,8 @@ def find_triton_mask(
 ) -> tuple[bool, VisibleKeys | None]:
     """Check whether our kernels support the padding of a call, and find the keys that each query attends to.
 
-    The keys are None for plain causal attention. Later pipeline stages require None: the first layer stores the number
-    of cached keys, and their cache does not contain this layer.
+    For plain causal attention, the keys are None. The number of cached keys is read from the first layer. The cache of
+    a later pipeline stage does not contain this layer, so the keys must be None in later stages.
 
     Args:
         config, attention_mask, cache: as in `read_call`. The mask is (B, past + T).
@@ -134,9 +134,9 @@ def logit_bound_of_norms(attention, heads):
     The bound is not cached, because FSDP2 gathers new weights into the same tensor without changing its version.
 
     Returns:
-        (largest, bound_scale): an fp32 tensor, (heads,) or (1,), computed from the norm weights; and a number. The
-        result is (None, 1.0) in three cases: the model has no QK-norm; the norm weights are offloaded, sharded or
-        replaced by an adapter; or a `PrunedCache` processes only some of the heads.
+        (largest, bound_scale). `largest` is an fp32 tensor, (heads,) or (1,). It is computed from the norm weights.
+        `bound_scale` is a number. The result is (None, 1.0) in three cases: the model has no QK-norm; the norm weights
+        are offloaded, sharded or replaced by an adapter; or a `PrunedCache` processes only some of the heads.
     """
     config, head_dim, group = attention.config, attention.head_dim, attention.num_key_value_groups
     norms = attention.q_norm, attention.k_norm
@@ -157,10 +157,12 @@ def logit_bound_of_norms(attention, heads):
 
 
 def forgetting_triton_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, log_f=None, **kwargs):
-    """Run our kernels as an attention function for transformers: (B, H, T, D) -> (B, T, H, D), without weights.
+    """Run our kernels as an attention function for transformers: (B, H, T, D) -> (B, T, H, D).
+
+    Attention weights are not returned.
 
     Args:
-        module: the attention layer: `head_dim`, `gates_per_key`, `f_proj`, `q_norm`, `k_norm` and `config`.
+        module: the attention layer. Its attributes are as in `FoxAttention`.
         query, key, value: (B, H, T, D). Keys and values include the cached ones and may be folded.
         attention_mask: result of `find_triton_mask`.
         log_f: log gates of the new keys, (B, Hq or Hkv, Tq), 0 at padding. None: the layer has no gates.
@@ -288,7 +290,7 @@ def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwarg
         past: the cached tokens, or None.
 
     Returns:
-        The output, (B, T, H, D) or wider, and attention weights or None.
+        (output, weights). The output is (B, T, H, D) or wider. The attention weights may be None.
     """
     if (shard := call.shard) is not None:
         q, k, v = (shard.to_heads(x) for x in autocast_inputs(q, k, v))

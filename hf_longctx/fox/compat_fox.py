@@ -21,7 +21,10 @@ try:
 except ImportError:
 
     def slice_logits_to_keep(hidden_states, logits_to_keep):
-        """Return the hidden states of the last `logits_to_keep` positions (0: all), or at a tensor of positions."""
+        """Return the hidden states of the last `logits_to_keep` positions (0: all).
+
+        If `logits_to_keep` is a tensor, it contains the positions.
+        """
         last = isinstance(logits_to_keep, int)
         return hidden_states[:, slice(-logits_to_keep, None) if last else logits_to_keep]
 
@@ -30,9 +33,10 @@ CACHE = "cache" if "cache" in {f.name for f in fields(BaseModelOutputWithPast)} 
 
 
 def accept_both_names(function: Callable) -> Callable:
-    """Let a function with an argument `cache` also accept `past_key_values`, with transformers' own warning.
+    """Let a function with an argument `cache` also accept `past_key_values`.
 
-    Before transformers 5.24, `generate` uses the old name. The signature then shows the old name, without a warning.
+    Since transformers 5.24, the old name causes transformers' own warning. In earlier versions, `generate` uses the
+    old name. With these versions, the signature shows the old name, and no warning appears.
     """
     if CACHE == "cache":
         return deprecation.deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")(function)

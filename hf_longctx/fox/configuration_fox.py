@@ -64,9 +64,9 @@ class FoxConfig(PreTrainedConfig):
         k_shift: data-dependent token shift on keys (eq. 14).
         v_shift: data-dependent token shift on values.
         sliding_window: number of tokens that a token attends to, including itself. Default None: all earlier tokens.
-        log_pruning_tolerance: log of the attention weight that a query may lose, at most 0. Up to this weight,
-            `attn_implementation="forgetting_triton"` skips faded keys (arXiv 2504.06949 uses -10). None disables
-            pruning. Other implementations never prune.
+        log_pruning_tolerance: log of the largest attention weight that a query may lose. The log must be at most 0.
+            `attn_implementation="forgetting_triton"` skips faded keys within this limit (arXiv 2504.06949 uses -10).
+            None disables pruning. Other implementations never prune.
 
     Raises:
         ValueError: a value is out of range or contradicts another; or a name is not a field. Names in saved
@@ -151,7 +151,7 @@ class FoxConfig(PreTrainedConfig):
 
     @property
     def layer_types(self):
-        """The layer types from which transformers creates a cache, derived from the other fields."""
+        """The layer types from which transformers creates a cache. They follow from the other fields."""
         # The token shift is a one-token convolution. transformers caches it in a "hybrid" layer.
         if self.k_shift or self.v_shift:
             layer_type = "hybrid" if self.sliding_window is None else "hybrid_sliding"

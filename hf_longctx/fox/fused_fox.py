@@ -239,7 +239,7 @@ def describe(x, weight, gate, k, predecessor, activation):
 
 
 def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation, dtype):
-    """Run the forward kernel. Return y, the new keys and the new values. If k is None, the last two are None."""
+    """Run the forward kernel. Return (y, new keys, new values). If k is None, keys and values are None."""
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     y = torch.empty_like(x, dtype=dtype)
     new_k, new_v = (None if k is None else torch.empty_like(k) for _ in range(2))
@@ -255,7 +255,10 @@ def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, succe
 def launch_fused_norm_backward(
     gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
-    """Run the backward kernel. Return the gradients of the arguments `x` to `share`, None for absent tensors."""
+    """Run the backward kernel. Return a gradient for each argument from `x` through `share`.
+
+    For an absent tensor, the gradient is None.
+    """
     tile, blocks, heads, sizes, constants = describe(x, weight, gate, k, predecessor, activation)
     parts = min(blocks, blocks_of(heads, PROGRAMS * processors(x.device)))
     H, D = x.shape[2:]
@@ -325,12 +328,12 @@ def fused_norm(x, weight, eps: float, gate=None, activation: str | None = None) 
 
     Args:
         x: (B, T, H, D). Without a gate, x may also be (..., D). This case runs in plain PyTorch.
-        weight: norm weight, (D,); or, for separate weights per head, (H * D,).
+        weight: norm weight, (D,). If each head has its own weight, it is (H * D,).
         gate: (B, T, H * D). The normalized x is multiplied by activation(gate).
         activation: "sigmoid" or "silu".
 
     Returns:
-        A tensor of the shape of x, in the autocast dtype. Without autocast, in the dtype of x.
+        A tensor of the shape of x, in the autocast dtype. Without autocast, it has the dtype of x.
     """
     tensors = [y for y in (x, weight, gate) if y is not None]
     # Hidden states are not 4D. For them, PyTorch's own kernel is faster, because it has less host overhead.
@@ -348,7 +351,7 @@ def fused_heads(q, k, v, q_weight, k_weight, eps, share, predecessor=None, succe
     Args:
         q: (B, T, Hq, D).
         k, v: (B, T, Hkv, D), in the dtype of q.
-        q_weight, k_weight: norm weights, both (D,); or, for separate weights per head, (Hq * D,) and (Hkv * D,).
+        q_weight, k_weight: norm weights, both (D,). If each head has its own, they are (Hq * D,) and (Hkv * D,).
         share: (B, T, 2 Hkv) fp32, the weight of the previous token for each key head and each value head.
         predecessor, successor: as in `Call`. Pass both of them or neither.
     """

@@ -225,8 +225,8 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     Args:
         config: the `FoxConfig`.
         mask: (1 or B, 1, T, keys). A boolean mask is True for visible keys. A floating mask is 0 for visible keys and
-            the dtype's minimum for others. `keys` counts the cache after this call, with the free slots of a static
-            cache.
+            the dtype's minimum for others. `keys` is the number of keys in the cache after this call. It includes the
+            free slots of a static cache.
         batch, length: B and T.
         cache: a `Cache` or None.
 
@@ -276,7 +276,8 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
             "in attention_mask, a new token follows a cached token that is not the last one. The token-shift state is "
-            "cached for the last token only. End the cache at that token, and pass all later tokens in one call."
+            "cached for the last token only. The cache must end at the token that the new token follows. Pass all later "
+            "tokens in one call."
         )
     return visible, predecessor
 

@@ -81,9 +81,9 @@ def number(x):
 def rows_of(p_x, i_b, i_h, past, s_b, s_h, s_t, W: tl.constexpr):
     """Return the pointer to a head, moved back by `past` rows, and the stride of its rows.
 
-    W is the number of elements in a 16-byte load if this number divides all strides, else 1. `// W * W` tells the
-    compiler that strides are multiples of W. By itself, it only detects multiples of 16. Rows of folded keys are 72 or
-    136 elements apart.
+    W is the number of elements in a 16-byte load. If this number does not divide all strides, W is 1. `// W * W` tells
+    the compiler that strides are multiples of W. By itself, the compiler only detects multiples of 16. Rows of folded
+    keys are 72 or 136 elements apart.
     """
     s_b, s_h, s_t = s_b // W * W, s_h // W * W, s_t // W * W
     return p_x + i_b * s_b + i_h * s_h - past * s_t, s_t
@@ -252,7 +252,7 @@ def forward_span(
 ):  # fmt: skip
     """Update an online softmax with the key blocks from i_from to i_to. These blocks are visible to all rows.
 
-    b_o, b_l and b_m are the output, sum and maximum. In them, the decay of each key ends at the first row.
+    b_o, b_l and b_m are the output, sum and maximum. They include the decay from each key to the first row only.
 
     The decay from key j to row i has three terms, all at most 0: from j to the end of its key block (p_d); from there
     to the first row (a scalar); and from the first row to i. The last term is the same for all keys, so the caller
@@ -459,9 +459,10 @@ def dq_kernel(
     p_rows receives two numbers per row for `dkdv_kernel`. The first is the decay minus lse. This decay is counted from
     the first row of the aligned block of BR rows. The second is delta = rowsum(do * o).
 
-    Let dS = p * (do.v - delta). The part of dc that comes from queries is the row sums of dS. In exact arithmetic,
-    they are 0. The kernel adds them because delta contains the rounding error of o. The error of row i then affects
-    only the gates of keys that row i has not forgotten, not all gates before i.
+    Let dS = p * (do.v - delta). The part of dc that comes from queries is the row sums of dS. In exact arithmetic, the
+    row sums are 0. In practice they are not, because delta contains the rounding error of o. Without the row sums, the
+    error of row i would affect all gates before i. With the row sums, the error affects only the gates of keys that
+    row i has not forgotten.
     """
     n_m = tl.cdiv(Tq, BM)
     i_bh = tl.program_id(0) // n_m
@@ -565,9 +566,9 @@ def dkdv_kernel(
 ):  # fmt: skip
     """Compute dk and dv of one block of keys, and the part of dc that comes from these keys.
 
-    All are summed over the query heads of the key head. Their number, G, is not an argument: Inductor would compile
-    G = 1 as a constant and remove the loop over heads. In the machine code for Hopper, each product would then wait
-    for the previous one.
+    All are summed over the G query heads of the key head. G is not an argument: Inductor would compile G = 1 as a
+    constant and remove the loop over heads. In the machine code for Hopper, each product would then wait for the
+    previous one.
 
     Masked blocks are processed BS queries at a time, because the decay of every pair needs more registers.
     """
@@ -662,8 +663,9 @@ def prune_kernel(
 
         c_r - c_e < tolerance - 2 bound_scale p_bound - log Tk.
 
-    A row then loses at most the weight e^tolerance. c decreases, so the first blocks are dropped. Bisection finds
-    their number. It does not decrease along the rows. With NaN, nothing is dropped. A program processes BR rows.
+    A row then loses at most the weight e^tolerance. c decreases, so the dropped blocks are the first ones. Bisection
+    finds the number of dropped blocks. This number does not decrease from one row to the next. If a value is NaN,
+    nothing is dropped. A program processes BR rows.
     """
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)
@@ -702,7 +704,9 @@ def decode_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
     ENDS: tl.constexpr, W: tl.constexpr, ONE_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of the G * Tq query rows of a key head over one of n_split equal parts of their visible keys.
+    """Compute attention of the query rows of a key head over one part of their visible keys.
+
+    There are G * Tq rows and n_split equal parts.
 
     With ONE_DECAY, there is one new token, and its query heads share a gate. All rows then have the same decays.
 

@@ -194,7 +194,7 @@ class FoxAttention(nn.Module):
         return self.output(x, o), weights
 
     def shift_and_norm(self, x, q, k, v, call: Call, past: CachedLayer | None):
-        """Apply the token shift, a_t prev + (1 - a_t) cur (eq. 14), to keys and values; and apply QK-norm."""
+        """Apply token shift and QK-norm. The shift of keys and values is a_t prev + (1 - a_t) cur (eq. 14)."""
         norms: Any = (self.q_norm, self.k_norm)
         share, before = self.shift_weights(x, k), None if past is None else past.token_before(k)
         fused = before is None and call.shard is None and (call.predecessor is None) == (call.successor is None)
@@ -312,8 +312,9 @@ class FoxPreTrainedModel(PreTrainedModel):
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
         """Return a dict with two entries: the mask, and the token mask.
 
-        The key of the mask is the name of its attention implementation. The token mask is True for the real ones of
-        the T tokens. `attn_implementation="auto"` is resolved here. A 4D mask is returned unchanged.
+        The key of the mask is the name of its attention implementation. The token mask has an entry for each of the T
+        tokens. It is True for real tokens. `attn_implementation="auto"` is resolved here. A 4D mask is returned
+        unchanged.
         """
         if attention_mask is not None and attention_mask.ndim == 4:
             return attention_mask
@@ -378,7 +379,7 @@ class FoxModel(FoxPreTrainedModel):
                 from the cached tokens.
             cache: a `Cache`. This call appends its tokens.
             use_cache: create and return a cache. Ignored in training.
-            shard: as in `Call`. The tokens are then a shard of each row, and `position_ids` belong to whole rows.
+            shard: as in `Call`. With a shard, the tokens are a part of each row. `position_ids` belong to whole rows.
             kwargs: the boundaries of packed documents (`cu_seq_lens_q` or `seq_idx`), and arguments of transformers.
 
         Raises:
@@ -477,8 +478,9 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
         Args:
             labels: (B, T), int64 token ids. This method shifts them, and ignores -100.
-            logits_to_keep: number of last positions with logits (0: all), or a tensor of positions, (P,) int64. With
-                transformers 5.23, also positions (B, P) int64, or a mask (B, T) bool. A mask flattens the logits.
+            logits_to_keep: number of last positions with logits (0: all). A tensor contains the positions, (P,) int64.
+                With transformers 5.23, it may also be positions (B, P) int64, or a mask (B, T) bool. A mask flattens
+                the logits.
             kwargs: `shift_labels` and `num_items_in_batch` for the loss, and arguments of `FoxModel`.
 
         Returns:

@@ -31,10 +31,10 @@ def forgetting_attention_ref(
 ) -> torch.Tensor:
     """Compute forgetting attention by its definition. Every backend must agree with this function.
 
-    Arguments, result and errors are as in `forgetting_attention`. The dtype of the computation is float32, or float64
-    for float64 inputs. Memory grows with Tq * Tk.
+    Arguments, result and errors are as in `forgetting_attention`. The dtype of the computation is float32. For float64
+    inputs, it is float64. Memory grows with Tq * Tk.
 
-    Source: arXiv 2503.02130, eq. 11. The paper omits the scale. It applies to q.k only.
+    Source: arXiv 2503.02130, eq. 11. The paper omits the scale. The scale applies to q.k only.
     """
     masks = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, window=window)
     check_inputs(q, k, v, log_f, scale=scale, **masks)
@@ -93,8 +93,8 @@ def forgetting_attention(
         cu_seqlens: (N + 1,) integers from 0 to T, boundaries of N sequences packed into one row (B = 1, Tq = Tk).
             Neither attention nor decay crosses a boundary.
         window: number of most recent positions that a query attends to, including its own (i - j < window).
-        log_pruning_tolerance: log of the attention weight that a query may lose, at most 0. Pruning skips faded keys
-            (arXiv 2504.06949 uses -10).
+        log_pruning_tolerance: log of the largest attention weight that a query may lose. The log must be at most 0.
+            Pruning skips faded keys (arXiv 2504.06949 uses -10).
         backend: default "triton" on NVIDIA GPUs of compute capability 8.0 and later, "folded" elsewhere.
             "triton": the kernels of kernels_fox.py, for bf16, fp16 or fp32 and D up to 256. Memory is linear in T. The
             decay is exact at any length. Only this backend prunes. If padding lies between real tokens, "folded" runs
@@ -140,7 +140,7 @@ def forgetting_attention(
 
 
 def sequence_starts(cu_seqlens: torch.Tensor, T: int) -> torch.Tensor:
-    """For each token, compute the start of its sequence: boundaries `cu_seqlens`, (N + 1,) -> (1, T)."""
+    """Compute the start of each token's sequence, (1, T), from the boundaries `cu_seqlens`, (N + 1,)."""
     if torch.compiler.is_compiling():  # `check_inputs` checks nothing while compiling
         rising = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == T) & (cu_seqlens.diff() >= 0).all()
         torch._assert_async(rising, "compiled Triton attention: cu_seqlens must increase from 0 to the token count")

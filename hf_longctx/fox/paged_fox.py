@@ -114,8 +114,8 @@ class ContinuousBatching(GenerationMixin):
             )
         if config._attn_implementation.removeprefix("paged|") not in ("eager", "sdpa", "auto"):
             raise NotImplementedError(
-                f"continuous batching of FoX does not support {config._attn_implementation!r}. FoX must write the pages, "
-                "not the kernels. Use model.set_attn_implementation('sdpa')."
+                f"continuous batching of FoX does not support {config._attn_implementation!r}. The pages must be "
+                "written by FoX, not by the kernels. Use model.set_attn_implementation('sdpa')."
             )
         update = PagedAttentionCache.update
         if "kwargs" not in inspect.signature(update).parameters:

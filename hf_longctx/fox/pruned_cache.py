@@ -24,7 +24,7 @@ The sum grows with every dropped key, and the oldest keys have faded most. Each 
 Heads that retain similar numbers of keys share tensors. Attention runs once for each such group. It uses the model's
 attention function and the last columns of the attention mask. Attention to the remaining keys is exact.
 
-With a full cache, attention is less accurate: the float32 `c` loses resolution as it decreases (0.008 at -1e5).
+If no tokens are dropped, attention is less accurate. The float32 `c` loses resolution as it decreases (0.008 at -1e5).
 Softmax is invariant to a constant added to the logits of all keys of a head. Pruning can therefore reset the `c` of
 the last token to 0.
 
@@ -241,7 +241,7 @@ class PrunedLayer(DynamicLayer):
         self.largest_key.copy_(torch.maximum(self.largest_key, norms[1]))
 
     def _decay(self, keys, heads):
-        """Read c since the last pruning from folded keys: (B, h, n, D') -> (B, h, G, n) fp64."""
+        """Read c from folded keys: (B, h, n, D') -> (B, h, G, n) fp64. The last pruning reset the latest c to 0."""
         c = unfold_decay(keys, self.head_dim, self.gates_per_key, self.scaling)
         return c.unflatten(1, (heads, self.gates_per_key)).double()
 
@@ -504,8 +504,9 @@ class PrunedCache(Cache):
 
     Args:
         model: the FoX that uses the cache, with or without a head.
-        tolerance: attention weight that a query may lose in each layer and head, at least 0 and below 1. 0 drops
-            nothing. Default: exp(config.log_pruning_tolerance), 4.5e-5 with the default configuration.
+        tolerance: largest attention weight that a query may lose in each layer and head. It must be at least 0 and
+            below 1. 0 drops nothing. Default: exp(config.log_pruning_tolerance). It is 4.5e-5 in the
+            default configuration.
         logit_bound: "weights" computes a bound from the weights. It is valid for every input. "observed" computes a
             bound from the queries and keys so far. Without QK-norm, "observed" drops more tokens.
         prune_every: number of tokens between two prunings. Pruning copies the remaining tokens. Every head stores up
@@ -584,7 +585,10 @@ class PrunedCache(Cache):
 
     @property
     def dropped(self) -> torch.Tensor:
-        """Number of the `get_seq_length()` tokens that each key head of each layer has dropped, (layers, Hkv)."""
+        """Number of tokens that each key head of each layer has dropped, (layers, Hkv).
+
+        `get_seq_length()` includes these tokens.
+        """
         return torch.stack([layer.dropped() for layer in self.layers])
 
     @property

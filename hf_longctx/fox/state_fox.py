@@ -37,14 +37,14 @@ class Call(NamedTuple):
     token_mask: (B, T) bool, False at padding. None: every token is real.
     position_ids: (1 or B, T), positions for RoPE.
     position_in_sequence: (B, T) if sequences are packed. None: each row is one sequence.
-    predecessor: (1 or B, T), for the token shift: for each token, the index of the previous token. 0 is the last
+    predecessor: (1 or B, T), for the token shift. It is the index of each token's previous token. 0 is the last
         cached token, 1 is the first new token, and -1 means that a token has no previous one. If `predecessor` is
         None, the tokens are consecutive.
     successor: (1 or B, T), the inverse of `predecessor`. 0 is the first new token, and -1 means that a token has no
         next one. If `successor` is None, the tokens are consecutive or form a tree.
     visible: (1 or B, 1, T, keys) bool, the keys that each token attends to. None: there is no 4D attention mask.
     flash: boundaries of the sequences, as arguments of FlashAttention.
-    shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py under sequence parallelism. Then
+    shard: the `SequenceShard` of hf_longctx/training/sequence_parallel.py under sequence parallelism. With a shard,
         `predecessor` describes the local part of the rows. All other fields describe whole rows.
     implementation: the attention implementation. None: use the config's.
     """
@@ -119,7 +119,7 @@ class ShiftLayer(LinearAttentionLayer):
         return self.conv_states[0]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens, given as a negative number.
+        """Remove the last tokens. The argument is their number, negated.
 
         Raises:
             ValueError: the token before the removed ones is no longer cached.
@@ -156,7 +156,7 @@ def replace_shift_layers(cache: Cache) -> None:
 
 
 class InPlaceBuffer:
-    """Unused memory after a tensor of (..., tokens, numbers). Appending a token then does not copy all others.
+    """Unused memory after a tensor of (..., tokens, numbers). It saves a copy of all tokens when one is appended.
 
     Only the most recently returned tensor is extended in place. Cropped, reordered and loaded tensors, and tensors of
     a copied cache, are copied first. Therefore no two tensors write to the same memory.
@@ -213,8 +213,9 @@ class CachedLayer:
         return state[..., -1:].to(k).mT.unflatten(2, (-1, k.shape[3]))
 
     def keep_tokens(self, kv: torch.Tensor, before: torch.Tensor | None, call: Call) -> None:
-        """For the next call, store the last ones of the given unshifted keys and values, (B, T, 2 Hkv, D).
+        """Store the last tokens for the next call.
 
+        kv: unshifted keys and values of the new tokens, (B, T, 2 Hkv, D).
         before: the result of `token_before`.
         """
         if call.token_mask is not None:  # a padded position repeats the last real token

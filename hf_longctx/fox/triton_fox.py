@@ -130,7 +130,7 @@ def _running_sum(log_f, query_end, dc, result):
 
 
 def split_sum(c: Tensor, block: int, scale: float | None = None):
-    """Convert a float64 cumulative sum, (B, H, T), to c, e, d, g of `split_sum_kernel`. If scale is None, so is g."""
+    """Convert a float64 cumulative sum, (B, H, T), to c, e, d, g of `split_sum_kernel`. Without a scale, g is None."""
     B, H, T = c.shape
     sums = [c.new_empty(B, H, T, dtype=torch.float32) for _ in range(3)]
     parts = None if scale is None else c.new_empty(B, H, T, 16, dtype=torch.bfloat16)
@@ -325,7 +325,8 @@ _define = library.custom_op if INTERPRETED.value else library.triton_op
 def _operator(launcher, backward=None, save=None):
     """Register a launcher as a custom operator. Return a function that calls the operator only if `is_traced`.
 
-    Otherwise, the function calls the launcher. An operator has more host overhead, with gradients three times as much.
+    Otherwise, the function calls the launcher, because an operator has more host overhead. If gradients are computed,
+    an operator has three times the overhead of its launcher.
 
     Args:
         backward, save: `backward` and `setup_context` as in torch.autograd.Function.
@@ -459,7 +460,7 @@ def attention_from_sums(q, k, v, c, key_start, query_end, scale, log_pruning_tol
     """Compute `triton_attention` from c, the float64 cumulative sum of log f, (B, Hq, Tk).
 
     Args:
-        key_start, query_end: `VisibleKeys.key_start` and the result of `find_query_end` for it; or both None.
+        key_start, query_end: `VisibleKeys.key_start` and the result of `find_query_end` for it. Both may be None.
     """
     q, k, v = _readable(q), _readable(k), _readable(v)
     with torch.no_grad():
