@@ -15,7 +15,7 @@ def test_the_picture_says_what_was_measured(words):
     text = words(SMALL_CURVE.plot, train_length=64)
     for expected in (
         "Forgetting curve of tiny",
-        "Whether it copies what it reads is not significant [unknown; more repeats are needed]; word for word 2 of 2",
+        "Whether the model copies is not significant (95 % CI: unknown; more repeats are needed). Copies 2 of 2",
         "copy accuracy of the worst repeat",
         "99 %: copied word for word",
         "training context: 64 tokens",

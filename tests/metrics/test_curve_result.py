@@ -58,23 +58,24 @@ def test_memory_lengths_match_reference(reference):
 def test_lengths_and_summary():
     assert (SMALL_CURVE.fine_length, SMALL_CURVE.coarse_length) == (18, 20)
     assert SMALL_CURVE.summary() == (
-        "Whether it copies what it reads is not significant [unknown; more repeats are needed]; word for word 2 of 2 "
-        "passages of 18 tokens [unknown; more repeats are needed]. Measured with 2 passages at 3 lengths from 18 to 40, 95 % "
-        "CI in brackets; 6 repeats are needed for a lower end of the fine length at each length"
+        "Whether the model copies is not significant (95 % CI: unknown; more repeats are needed). Copies 2 of 2 passages of "
+        "18 tokens word for word (more than 99 % of the tokens; 95 % CI of the longest length: unknown; more repeats are "
+        "needed). Measured with 2 passages at 3 lengths from 18 to 40; 6 repeats are needed for a lower end of the fine "
+        "length at each length"
     )
 
 
 @pytest.mark.parametrize(
     "copied, said",
     [
-        ([500] * 6, "at 98.6 %; word for word at no tested length"),
-        ([500] * 6, "at 100 %; word for word up to 1,000 tokens [at least 1,000]."),
-        ([0] * 6, "from 1,000 tokens on [below 1,000]; word for word at no tested length [below 64]."),
+        ([500] * 6, "98.6 % of the tokens are correct. Copies no tested length word for word"),
+        ([500] * 6, "100 % of the tokens are correct. Copies up to 1,000 tokens word for word"),
+        ([0] * 6, "from 1,000 tokens on (95 % CI: below 1,000). Copies no tested length word for word"),
     ],
 )
 def test_the_first_line_is_a_sentence_to_act_on(copied, said):
     """Gemma 3 270M copies 97.9 to 98.8 % of 64 to 1,000 tokens, and no passage above 99 % for sure."""
-    shares = {64: 0.97, 250: 0.984, 500: 0.988, 1000: 0.986} if said.startswith("at 98.6") else {64: 1, 1000: 1}
+    shares = {64: 0.97, 250: 0.984, 500: 0.988, 1000: 0.986} if said.startswith("98.6") else {64: 1, 1000: 1}
     points = [CurvePoint(n, [round(min(c, n // 2) * x) for c in copied], [0] * 6) for n, x in shares.items()]
     line = ForgettingCurve.of_points(points).summary()
     assert said in line

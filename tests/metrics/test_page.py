@@ -156,6 +156,6 @@ def test_the_page_begins_with_them(tmp_path):
     result = curve(1, 0.5, (0.2, 0.2), model="fox", parameters=1_240_000_000, dtype="bfloat16", hardware="NVIDIA H100")
     write_report([result], tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert page.index("Copies up to 800 tokens [") < page.index("Copies word for word up to 400 tokens [")
+    assert page.index("Copies up to 800 tokens (") < page.index("Copies up to 400 tokens word for word (")
     assert page.index("Copies up to 800 tokens") < page.index("1,240,000,000 parameters, bfloat16, NVIDIA H100; 20")
     assert page.index("NVIDIA H100; 20") < page.index("<table")

@@ -63,7 +63,7 @@ def conclusion(results: Sequence[Result]) -> list[str]:
     loss = next((result for result in measured if isinstance(result, PositionLoss)), None)
     sentences = []
     if curve is not None:
-        sentences = [f"{curve.copies_in_words()}.", f"Copies {curve.exact_in_words()}."]
+        sentences = [curve.copies_in_words(), curve.exact_in_words()]
     elif loss is not None:
         end = loss.context_length
         sentences = [f"The loss after {end:,} tokens is {loss.smoothed_at(end)} nats; more context was not tried."]

@@ -174,13 +174,12 @@ class ForgettingCurve(TaskResult):
         }
 
     def in_words(self) -> str:
-        """Describe the coarse and the fine length in a sentence, with 95 % CIs in brackets."""
+        """Describe the coarse and the fine length in sentences."""
         fine = self.interval("fine")
         few = max(p.repeats for p in self.points) < ENOUGH and not fine.longest and fine.high != self.points[0].length
         advice = f"; {ENOUGH} repeats are needed for a lower end of the fine length at each length" if few else ""
         passages = f"{self.repeats_in_words.replace('repeat', 'passage')} at {span([p.length for p in self.points])}"
-        measured = f"Measured with {passages}, 95 % CI in brackets"
-        return f"{self.copies_in_words()}; {self.exact_in_words()}. {measured}{advice}{self.shortage}"
+        return f"{self.copies_in_words()} {self.exact_in_words()} Measured with {passages}{advice}{self.shortage}"
 
     def copies_in_words(self) -> str:
         """Return a sentence with the coarse length, its 95 % CI, and the copy accuracy at this length."""
@@ -188,20 +187,23 @@ class ForgettingCurve(TaskResult):
         if coarse.low:
             p = next(p for p in self.points if p.length == coarse.low)
             longest = ", the longest tested" * coarse.longest
-            return f"Copies up to {p.length:,} tokens [{coarse.in_words()}{longest}] at {100 * p.copy_mean:.3g} %"
+            correct = f"at this length, {100 * p.copy_mean:.3g} % of the tokens are correct"
+            return f"Copies up to {p.length:,} tokens (95 % CI: {coarse.in_words()}{longest}); {correct}."
         if coarse.high is not None:
-            return f"Copies no better than it guesses from {coarse.high:,} tokens on [{coarse.in_words()}]"
-        return f"Whether it copies what it reads is not significant [{coarse.in_words()}]"
+            return f"Copies no better than it guesses from {coarse.high:,} tokens on (95 % CI: {coarse.in_words()})."
+        return f"Whether the model copies is not significant (95 % CI: {coarse.in_words()})."
 
     def exact_in_words(self) -> str:
-        """Return the fine length in words, with its 95 % CI."""
+        """Return a sentence with the fine length and its 95 % CI."""
         fine, most = self.interval("fine"), [p for p in self.points if 2 * p.copied > p.repeats]
+        exactly = "word for word (more than 99 % of the tokens"
         if fine.low:
-            return f"word for word up to {fine.low:,} tokens [{fine.in_words()}]"
+            return f"Copies up to {fine.low:,} tokens {exactly}; 95 % CI: {fine.in_words()})."
         if not most:
-            return "word for word at no tested length" + f" [{fine.in_words()}]" * (fine.high is not None)
-        p = most[-1]
-        return f"word for word {p.copied} of {p.repeats} passages of {p.length:,} tokens [{fine.in_words()}]"
+            interval = f"; 95 % CI: {fine.in_words()}" if fine.high is not None else ""
+            return f"Copies no tested length {exactly}{interval})."
+        p, interval = most[-1], f"95 % CI of the longest length: {fine.in_words()}"
+        return f"Copies {p.copied} of {p.repeats} passages of {p.length:,} tokens {exactly}; {interval})."
 
     @property
     def shortage(self) -> str:
