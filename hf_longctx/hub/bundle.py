@@ -246,7 +246,7 @@ def read_measurement(path, results, documents, samples):
 def code_files(folder, auto_map):
     """Return the modules in the auto_maps of the model and its tokenizer, and the modules that these import.
 
-    If this package has a file of the same name, we take the package's file. Otherwise, we take the folder's file.
+    If this package has a file with a module's name, we take the package's file. Otherwise, we take the folder's file.
     """
     files, tokenizer = {}, folder / "tokenizer_config.json"
     tokenizer_map = read_json(tokenizer).get("auto_map", {}) if tokenizer.is_file() else {}
