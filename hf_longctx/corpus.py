@@ -20,7 +20,7 @@ from huggingface_hub import HfApi, is_offline_mode
 
 PG19 = "emozilla/pg19"  # `datasets` no longer runs loading scripts, such as deepmind/pg19
 STDLIB = "stdlib"
-# Preferred splits of a dataset, in this order. Without them, we read the first split.
+# Preferred splits of a dataset, in this order. If none of them exists, we read the first split.
 SPLITS = {"held_out": ("test", "validation"), "train": ("train",)}
 PLAIN, TABLES = (".txt", ".md"), {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 # Columns of conversations and of their options, named as in TRL
@@ -121,11 +121,11 @@ def open_source(
     """Return the name of a source and its nonblank documents; see `load_tokens` and `load_text`.
 
     Args:
-        part: "held_out" or "train", the part to read of a dataset, "pg19" or "stdlib".
+        part: part to read, "held_out" or "train". This applies to a dataset, to "pg19" and to "stdlib".
         column: table column to read. Default: "text".
-        conversations: whether to read a table of conversations as dicts, unless `column` is set. Each dict has
-            "messages", or "prompt" and "completion". It also has "tools" and "chat_template_kwargs", but these may be
-            None.
+        conversations: whether to read a table of conversations as dicts. If `column` is set, this has no effect. Each
+            dict has "messages", or "prompt" and "completion". It also has "tools" and "chat_template_kwargs", but
+            these may be None.
     """
     if source is None:
         with suppress(Exception):  # `datasets` is missing or the Hub does not respond

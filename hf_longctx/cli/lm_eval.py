@@ -1,4 +1,4 @@
-"""Run lm-eval with our tasks and our model type hf-longctx, for FoX and HMT.
+"""Run lm-eval with our tasks. Our model type hf-longctx supports FoX and HMT.
 
 All arguments after `lm-eval` are passed to lm-eval; see `hf-longctx lm-eval run --help`. --metadata accepts a JSON
 object with the options of the task's command, such as "lengths" or "text".

@@ -52,7 +52,7 @@ def run(args: Namespace) -> None:
             raise ValueError("--write-card writes the card of a model. Omit it for a metric.")
         if not args.repo.endswith(f"/{args.folder}"):
             raise ValueError(
-                f"evaluate.load finds {args.folder} only in a repository of the same name. Push to "
+                f"evaluate.load finds {args.folder} only in a repository named {args.folder}. Push to "
                 f"{args.repo.partition('/')[0]}/{args.folder}."
             )
         commit = send(build_space(args.folder), args, "space")

@@ -176,7 +176,7 @@ def load_tokenizer(args: Namespace) -> Any:
     except (ValueError, OSError) as error:
         raise ValueError(
             f"{args.model} does not contain a tokenizer that can be loaded ({str(error).splitlines()[0]}). "
-            f"Save a tokenizer there: tokenizer.save_pretrained({args.model!r})."
+            f"Add a tokenizer: tokenizer.save_pretrained({args.model!r})."
         ) from error
 
 

@@ -46,7 +46,7 @@ class TaskCommand:
                 f"--{name}-token-id",
                 type=int,
                 metavar="ID",
-                help=f"{name.upper()} token id (default: the tokenizer's)",
+                help=f"{name.upper()} token id (default: from the tokenizer)",
             )
         group.add_argument(
             "--journal",

@@ -114,11 +114,11 @@ class Bundle:
 
     @property
     def has_code(self) -> bool:
-        """Whether loading needs trust_remote_code: this repository or that of the base model contains code."""
+        """Whether the files or the base model's repository contain code. Loading then needs trust_remote_code."""
         return self.base_has_code or any(path.endswith(".py") for path in self.files)
 
     def text(self, path: str, errors: str = "strict") -> str:
-        """Return a file as text, without a byte order mark; "" if the file does not exist.
+        """Return a file as text, without a byte order mark. If the file does not exist, return "".
 
         Args:
             errors: error handler of `bytes.decode`, such as "replace".
@@ -246,7 +246,7 @@ def read_measurement(path, results, documents, samples):
 def code_files(folder, auto_map):
     """Return the modules in the auto_maps of the model and its tokenizer, and the modules that these import.
 
-    If this package has a file of the same name, we take the package's file. Otherwise, we take the folder's file.
+    If this package has a file with a module's name, we take the package's file. Otherwise, we take the folder's file.
     """
     files, tokenizer = {}, folder / "tokenizer_config.json"
     tokenizer_map = read_json(tokenizer).get("auto_map", {}) if tokenizer.is_file() else {}

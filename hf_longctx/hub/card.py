@@ -128,7 +128,7 @@ def model_index(bundle: Bundle) -> list[EvalResult]:
 
 @contextmanager
 def reading(file: str) -> Iterator[None]:
-    """Raise ValueError if the block fails, because `file` is damaged. Damage can cause any exception."""
+    """Convert any exception in the block to a ValueError that reports `file` as damaged."""
     try:
         yield
     except Exception as error:
@@ -149,7 +149,7 @@ def read_card(text: str) -> ModelCard:
 
 
 def last_losses(bundle: Bundle) -> dict[str, dict]:
-    """Return the last log entry with `loss`, and the last with `eval_loss`, of the last run in training_log.jsonl."""
+    """Return the last entries with `loss` and with `eval_loss`, from the last run in training_log.jsonl."""
     last = {}
     with reading("training_log.jsonl"):
         for row in map(json.loads, bundle.text("training_log.jsonl").splitlines()):

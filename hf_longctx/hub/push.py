@@ -74,8 +74,8 @@ def check_destination(repo: str, revision: str | None = None, tag: str | None = 
     for name in (revision, tag):
         if name is not None and not REFERENCE.fullmatch(name):
             raise ValueError(
-                f"{name!r} is not a valid name of a branch or tag. Use letters and digits. The separators are "
-                '".", "-", "_" and "/". A commit hash is not allowed.'
+                f"{name!r} is not a valid name of a branch or tag. Use letters and digits, separated by "
+                '".", "-", "_" or "/". Do not use a commit hash.'
             )
     if tag is not None and tag in (revision, "main"):
         raise ValueError(f"the tag {tag} would have the same name as a branch. Give another name, such as v1.")

@@ -17,7 +17,9 @@ warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
 
 def add_lora(model, args: FinetuneConfig) -> PeftModel:
-    """Add a new LoRA adapter to a model. The adapter and the modules that are trained without it are float32.
+    """Add a new LoRA adapter to a model.
+
+    The adapter is float32. Modules that are trained in full, without LoRA, are float32 too.
 
     Raises:
         ValueError: the settings name a module that the model does not have, or merging would corrupt tied embeddings.

@@ -69,7 +69,7 @@ class RunConfig(TrainingArguments):
     bf16: bool | None = option(None, "Compute in bfloat16 (default: true on an accelerator)", nargs="?", const=True)
     per_device_train_batch_size: int = option(1, "Sequences per forward pass on each device")
     per_device_eval_batch_size: int | None = option(
-        None, "Sequences per evaluation pass on each device (default: as in training)"
+        None, "Sequences per evaluation pass on each device (default: the training batch size)"
     )
     torch_compile: bool | None = option(
         None, "Compile each decoder layer (default: true for a new model on CUDA)", nargs="?", const=True
@@ -94,11 +94,11 @@ class RunConfig(TrainingArguments):
     text_column: str | None = option(
         None, "Table column to train on (default: the conversations if the table has any, else `text`)"
     )
-    tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's)")
+    tokenizer: str | None = option(None, "Folder or Hub name of the tokenizer (default: the model's tokenizer)")
     max_length: int = option(2048, "Tokens per sequence")
     packing: bool = option(True, "Pack several documents into a sequence; they do not attend to each other")
     attn_implementation: str | None = option(
-        None, "Attention implementation (default: the model's; for a FoX on a GPU, auto)"
+        None, "Attention implementation (default: auto for a FoX on a GPU, else the model's default)"
     )
     sequence_parallel: int = option(1, "Number of processes that share a sequence; FoX only")
     recipe: str | None = option(None, "Recipe that sets other defaults")
@@ -218,7 +218,7 @@ class FinetuneConfig(RunConfig):
         default=None, metadata={"help": "Names of the modules with LoRA (default: all linear layers)"}
     )
     lora_modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Names of further modules to train, without LoRA (default: the recipe's)"}
+        default=None, metadata={"help": "Names of further modules to train, without LoRA (default: set by the recipe)"}
     )
     merge: bool = option(False, "Merge the adapter into the saved model; after QLoRA, into the unquantized base")
     dtype: Literal["auto", "float32", "bfloat16"] = option("auto", "Data type of frozen weights")

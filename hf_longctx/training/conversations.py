@@ -141,8 +141,8 @@ def find_answer(
 
     We render the conversation again with `PROBE` as the content of this turn. The header is the text that
     `add_generation_prompt` adds. The answer begins after the last header before the probe. If there is no header, it
-    begins at the probe. If the template ends a conversation with the same end-of-turn text, the answer includes this
-    text. All other text must be the same in both renderings.
+    begins at the probe. An end-of-turn text may follow the answer. If the template also ends a conversation with this
+    text, the answer includes it. All other text must be the same in both renderings.
 
     Args:
         text: rendered text of all turns.

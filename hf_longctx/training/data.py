@@ -136,7 +136,7 @@ def encode(source: str, tokenizer, part: str = "train", column: str | None = Non
     Args:
         source: as for `hf_longctx.corpus.load_text`, or a table of conversations.
         tokenizer: a transformers tokenizer with an EOS.
-        part: "train" or "held_out", the part to read of a source that has both.
+        part: part to read, "train" or "held_out". This applies to sources that have both parts.
         column: table column to read. Default: the conversations if the table has any, else "text".
 
     Raises:

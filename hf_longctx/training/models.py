@@ -87,8 +87,8 @@ def memory_config(args: FinetuneConfig, config: Any) -> HMTConfig:
     for name, value in fields.items():
         if getattr(config, name) != value:
             raise ValueError(
-                f"`{name}` must be {getattr(config, name)!r}, got {value!r}. The first stage of "
-                f"{args.model} used this value. Remove {name} from --set."
+                f"`{name}` must be {getattr(config, name)!r}, got {value!r}. The first stage of {args.model} used "
+                f"{getattr(config, name)!r}. Remove {name} from --set."
             )
     config.recall = True
     return config
@@ -112,7 +112,7 @@ def make_model(args: RunConfig, config: Any) -> Any:
         if args.recipe == "fox-from-llama":
             open_gates(model, args.decay_time or float(args.max_length))
         check_length(model, args.max_length)
-    # both are causal; a FoX separates documents, and an HMT must read across document boundaries
+    # FoX and HMT are causal. A FoX separates documents, and an HMT must read across document boundaries.
     if not isinstance(model, FoxForCausalLM | HMTWrapper):
         check_sequences(model, args.packing)
     attention = args.attn_implementation
@@ -155,7 +155,7 @@ def load_whole(args: FinetuneConfig, config: Any, dtype: torch.dtype) -> Any:
     """Load a pretrained model. Only the gates of a new FoX may be missing from the checkpoint.
 
     Raises:
-        ValueError: weights are missing, or their shapes differ from the config's.
+        ValueError: weights are missing, or have other shapes than the config requires.
     """
     loaded: Any = load_language_model(
         str(args.model),
@@ -196,7 +196,7 @@ def extend_rope(config, args: FinetuneConfig) -> str:
         a one-line description of the change.
 
     Raises:
-        ValueError: the model has several RoPE bases, a scaled one or none; or its base already suffices.
+        ValueError: the model does not have exactly one unscaled RoPE base, or this base already suffices.
     """
     rope = getattr(config, "rope_parameters", None)
     if not rope or "rope_theta" not in rope or rope.get("rope_type", "default") != "default":
@@ -276,7 +276,7 @@ def check_flash_attention(model: Any) -> None:
     """Raise ValueError if a model does not pass position ids to FlashAttention.
 
     FlashAttention separates documents by their position ids. For the check, a stub replaces the kernel and the model
-    reads two tokens, so any device can run it.
+    reads two tokens. Any device can run this check.
     """
     name, seen = model.config._attn_implementation, []
     attention = ALL_ATTENTION_FUNCTIONS[name]

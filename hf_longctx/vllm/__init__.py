@@ -24,8 +24,8 @@ def register() -> None:
         _register()
     except Exception as error:
         logger.warning(
-            "hf-longctx failed to load, so FoX models cannot be served. hf-longctx requires vLLM %s or %s and its own "
-            "dependencies. Error: %s. Other models are not affected.",
+            "hf-longctx failed to load, so FoX models cannot be served. hf-longctx requires vLLM %s or %s. The "
+            "dependencies of hf-longctx must also be installed. Error: %s. Other models are not affected.",
             *(TESTED, READ, error),
         )
 

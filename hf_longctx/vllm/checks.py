@@ -1,4 +1,4 @@
-"""Checks for vLLM's main process: whether the options are supported for a FoX, and the head size.
+"""Check in vLLM's main process that the options are supported for a FoX, and report the head size to vLLM.
 
 We check options in the main process, because errors in worker processes do not reach the user.
 """
@@ -73,12 +73,16 @@ def check_rope(config, length: int) -> None:
 
 
 def not_by_transformers(checks: Any = None) -> Any:
-    """Return a subclass of `checks` that rejects FoX models. `checks` are vLLM's for a transformers architecture."""
+    """Return a subclass of `checks` that rejects FoX models.
+
+    Args:
+        checks: class with vLLM's own checks for an architecture of transformers. Default: a class without checks.
+    """
 
     class NotByTransformers(checks or VerifyAndUpdateConfig):
         @classmethod
         def verify_and_update_model_config(cls, model_config):
-            """Raise ValueError for a FoX, because vLLM would run the transformers model without its forget gate."""
+            """Raise ValueError for a FoX. vLLM would run the transformers model without the forget gate."""
             if model_config.hf_config.model_type == "fox":
                 raise ValueError(
                     "--model-impl transformers cannot run a FoX, because vLLM's attention would omit the forget gate. "
@@ -104,7 +108,9 @@ def vllm_head_size(config: FoxConfig) -> int:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         sizes = CPUAttentionBackend.get_supported_head_sizes()
-    else:  # Use FlashAttention's sizes, and Triton's above 256. FlashInfer's next size would nearly double the cache.
+    else:
+        # FlashAttention supports these sizes up to 256, and the Triton backend supports the larger ones. The next size
+        # of FlashInfer would nearly double the cache.
         sizes = range(32, 513, 8)
     width = config.head_dim + GATE_PARTS * gates_per_key(config)
     if width > max(sizes):
@@ -115,7 +121,7 @@ def vllm_head_size(config: FoxConfig) -> int:
 
 
 class FoxSizes(ModelArchConfigConvertorBase):
-    """Reports the head size to vLLM, because backends such as Triton's preallocate buffers of this size."""
+    """Reports the head size to vLLM. Some backends, such as the Triton backend, preallocate buffers of this size."""
 
     def get_head_size(self) -> int:
         return vllm_head_size(self.hf_config)

@@ -5,8 +5,9 @@ continues from the state of its last computed token. The states are in a cache t
 Each group of `tokens_per_state` tokens has one float32 row. The row stores the state of the token that was written
 last.
 
-A request's last computed token can be in the same batch. The reason is prefix caching: it shares a block as soon as
-one request is scheduled to fill the block. Such requests form chains, and we add up the sums along each chain.
+A request can also continue from a token that another request computes in the same step. Prefix caching causes this: a
+block is shared as soon as one request is scheduled to fill it. Requests that continue from each other form chains. We
+add up the sums along each chain.
 
 The sums are float64, also in the cache, and are rounded when they are folded into the keys. Token-by-token decoding
 therefore gives the same sum as a single prefill, for example after preemption. In float32, adding the -0.003 of an
@@ -116,8 +117,7 @@ def carry(step: Step, states, log_f, tokens, c, before) -> None:
         c: output for the cumulative sum of each token, c_t = log f_1 + ... + log f_t, (M, G) fp32.
         before: output for the keys and values of the previous token, (M, S); zeros for the first token of a sequence.
 
-    We compute one cumulative sum over the whole batch. From each request's tokens, we subtract the sum of the requests
-    before it.
+    We compute one cumulative sum over the whole batch. For each request, we subtract the sum over earlier requests.
     """
     n, gates = len(step.request), log_f.shape[1]
     log_f, tokens, before = log_f[:n].double(), tokens[:n], before[:n]
