@@ -47,7 +47,7 @@ def draw_curve(figure: Any, curve: Any, title: str, train_length: int | None = N
     axes.xaxis.set_major_formatter(style.TOKENS)
     style.percent_axis(axes)
     style.grid(axes)
-    style.strip_frame(axes, "length of the passage to copy (tokens)", "tokens predicted right")
+    style.strip_frame(axes, "length of the passage to copy (tokens)", "tokens predicted correctly")
 
     reads = axes.twiny()  # secondary_xaxis loses its ticks on a logarithmic scale
     reads.set_xscale(**scale)

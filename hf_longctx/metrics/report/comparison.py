@@ -233,7 +233,7 @@ def plot_comparison(results: Mapping[str, Any], path: str | PathLike, *, title: 
             if 0 < filled <= curve.points[-1].length:
                 axes.axvline(filled, color=colour, linewidth=1, linestyle="--")
     if isinstance(first, ForgettingCurve):
-        across, up = "length of the passage to copy (tokens)", "tokens copied right"
+        across, up = "length of the passage to copy (tokens)", "tokens copied correctly"
         style.small_print(figure, "dotted: LM accuracy", "dashed: both readings fill the training context")
     style.percent_axis(axes)
     style.grid(axes)
