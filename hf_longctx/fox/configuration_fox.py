@@ -207,8 +207,8 @@ class FoxConfig(PreTrainedConfig):
             raise ValueError(f"sliding_window must be None or at least 2 tokens, got {self.sliding_window}.")
         if (share := (self.rope_parameters or {}).get("partial_rotary_factor", 1.0)) != 1:
             raise ValueError(
-                f"partial_rotary_factor must be 1, got {share}. FoX always rotates whole heads. vLLM would "
-                "rotate only a part of each head. Leave it out."
+                f"partial_rotary_factor must be 1, got {share}. FoX always rotates whole heads, but vLLM would "
+                "rotate only a part of each head. Remove partial_rotary_factor from the config."
             )
         if self.forget_gate not in ("full", "bias_only", "fixed", "none"):
             raise ValueError(f"forget_gate must be full, bias_only, fixed or none, got {self.forget_gate!r}.")

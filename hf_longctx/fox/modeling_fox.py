@@ -294,7 +294,7 @@ class FoxPreTrainedModel(PreTrainedModel):
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         """Raise an error if Triton is requested but unavailable, or if vLLM's backend for transformers models is used.
 
-        "auto" is returned unchanged: each call resolves it.
+        "auto" is returned unchanged. The implementation is then chosen in each forward pass.
         """
         if requested_attention == "vllm":
             raise ValueError(

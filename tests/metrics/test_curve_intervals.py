@@ -112,4 +112,7 @@ def test_a_length_that_fails_ends_what_is_sure_below():
     points = [CurvePoint(n, [int(n // 2 * share)] * 10, [0] * 10) for n, share in accuracies.items()]
     curve = ForgettingCurve.of_points(points)
     assert curve.interval("fine").low == 100
-    assert "up to 100 tokens word for word (more than 99 % of the tokens; 95 % CI: 100 to 800). Measured" in curve.summary()
+    assert (
+        "up to 100 tokens word for word (more than 99 % of the tokens; 95 % CI: 100 to 800). Measured"
+        in curve.summary()
+    )

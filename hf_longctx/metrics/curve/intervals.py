@@ -97,7 +97,7 @@ def test_result(margins: np.ndarray, scored_tokens: int, level: float, method: s
 
 
 def windows(lengths: int, method: str) -> dict[int, float]:
-    """Map each window size to its share of the error rate. Sizes are powers of two, up to the number of lengths.
+    """Divide the allowed error rate among window sizes, which are powers of two up to the number of lengths.
 
     >>> windows(9, "coarse"), windows(5, "fine")
     ({1: 0.25, 2: 0.25, 4: 0.25, 8: 0.25}, {1: 0.64, 2: 0.18, 4: 0.18})

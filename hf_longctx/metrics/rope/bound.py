@@ -165,7 +165,7 @@ def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndar
 
 
 def rotations(theta: np.ndarray, first: int, step: int, size: int) -> NDArray[np.complex128]:
-    """Compute exp(i (first + k step) theta) for k < size by repeated doubling, (n, size) complex."""
+    """Return exp(i (first + k step) theta) for k < size, a complex array (n, size), by repeated doubling."""
     z = np.empty((len(theta), size), dtype=np.complex128)
     z[:, :1] = complex_exponential(first * theta[:, None])
     done = 1
@@ -415,8 +415,9 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
     """Find the first point between u and end at which B_m becomes negative for some m <= length.
 
-    For each row of distances, B_m is proven non-negative on a step from `u` towards `end`. `proven` contains the sizes
-    of these steps. We repeatedly evaluate the rows with the smallest `proven`. Each evaluation increases `proven`.
+    We group the distances m in rows. `proven` contains one number for each row: the length of an interval that starts at
+    `u`. On this interval, B_m is known to be non-negative for all m of the row. We repeatedly evaluate the rows with the
+    shortest interval, which makes it longer.
 
     Returns:
         the point and the distance m. None if there is no such point.
@@ -450,7 +451,7 @@ def _sign_keeping_step(value: np.ndarray, slope: np.ndarray, curvature: np.ndarr
 
 
 def _scan(family: _DecayFamily, lengths: Sequence[int], digits: int, start: float) -> dict[int, float]:
-    """Map each length L to the first admissible base >= start with `digits` significant digits."""
+    """Map each length L to its first admissible base that is at least `start` and has `digits` significant digits."""
     table, left = {}, list(lengths)
     at_rest = np.zeros(family.constant)
     bases = _bases_of(digits, start)
