@@ -107,7 +107,7 @@ class FoxAttention(nn.Module):
         check_cache_dtype(self.attn.kv_cache_dtype)  # the checkpoint can set a cache dtype
 
     def columns_of_queries(self):
-        """Return the extra query dimensions, (Hq, D' - D). In the product with a key, they select the gate of the query head."""
+        """Return the extra query dimensions, (Hq, D' - D), which select the gate of each query head."""
         columns = torch.zeros(self.config.num_attention_heads, self.width - self.head_dim)
         if self.gates_per_key:
             parts = torch.eye(self.gates_per_key).repeat_interleave(GATE_PARTS, dim=1)  # (G, G * parts)
