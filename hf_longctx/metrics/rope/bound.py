@@ -416,8 +416,8 @@ def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple
     """Find the first point between u and end at which B_m becomes negative for some m <= length.
 
     We group the distances m in rows. `proven` contains one number for each row: the length of an interval that starts
-    at `u`. On this interval, B_m is known to be non-negative for all m of the row. We repeatedly evaluate the rows with
-    the shortest interval, which makes it longer.
+    at `u`. On this interval, B_m is known to be non-negative for all m of the row. We repeatedly evaluate the rows
+    with the shortest interval, which makes it longer.
 
     Returns:
         the point and the distance m. None if there is no such point.
