@@ -16,12 +16,13 @@ RESULTS = common.ROOT / "scripts" / "results"
 PAGE = RESULTS / "README.md"
 HEAD = """# Results
 
-`python -m scripts.bench.tables` writes this page from `sections.toml` and the JSON files of this folder. A JSON has the machine, the \
-versions, the commit, the settings and all rows. The command above a table, with `--table FILE`, prints all rows. The docstring of [each \
-script](../README.md) says what it measures, and how.
+`python -m scripts.bench.tables` writes this page from `sections.toml` and the JSON files of this folder. A JSON contains the machine, the \
+versions, the commit, the settings and all rows. Some tables here are shortened: the command above a table prints all rows if you add \
+`--table FILE`. The docstring of [each script](../README.md) says what it measures, and how.
 
-Machine, unless noted otherwise: {where}. Small experiments take minutes of one CPU core: they show effects, not their size at scale. \
-Contenders take turns in rounds. Times are medians over rounds, and ratios are medians of the ratio within a round.
+Machine, unless noted otherwise: {where}. Small experiments take minutes of one CPU core, so they show effects, but not their size at scale. \
+Models and implementations that are compared take turns in rounds. Times are medians over rounds, and ratios are medians of the ratio within \
+a round.
 
 Not measured yet on a GPU: {missing}.
 """

@@ -327,8 +327,8 @@ def table(result):
     | {{name}} | {" | ".join(f"{{of{count}:.2f}}" for count in counts)} |
     """
     text = (
-        f"Segments of {s['segment_length']} tokens. Share of right answers to {s['asked']} questions on a held-out novel for "
-        f"each number of facts in a text, mean over seeds; one of {len(COLOURS)} colours is right by chance."
+        f"Segments of {s['segment_length']} tokens. Each number is the share of right answers to {s['asked']} questions about a "
+        f"held-out novel, as a mean over seeds. Chance is 1 in {len(COLOURS)}. The columns differ in the number of facts in a document."
     )
     return f"{text}\n\n{common.markdown(lines, form)}"
 

@@ -145,9 +145,10 @@ def table(result):
     lines = gain_lines(rows, READINGS, parts)
     far = sum(row["tokens"]["far"] for row in rows)
     text = (
-        f"Nats per token gained over a window of as many positions, ± one standard error over {len(rows)} segments of "
-        f"{s['segment_length']} tokens; {s['sensory_tokens']} tokens before each are read with it, and {s['segment_length']} more "
-        f"by the longer window. {far} tokens had occurred in an earlier segment and not within the longer window."
+        f"Decrease of the loss in nats per token, compared with a window of as many positions, ± one standard error over "
+        f"{len(rows)} segments of {s['segment_length']} tokens. Each segment is read with the {s['sensory_tokens']} tokens before it. "
+        f'The longer window reads {s["segment_length"]} more tokens before the segment. "tokens of earlier segments": the {far} tokens that '
+        "have already occurred in an earlier segment, but not within the longer window."
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"
 

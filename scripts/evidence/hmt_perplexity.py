@@ -291,8 +291,8 @@ def table(result):
         f"{method}, seed {seed}" for method, seed in keys_of(s["methods"], s["seeds"]) if (method, seed) not in done
     ]
     text = (
-        f"Segments of {s['segment_length']} tokens; {texts} texts of {s['text_length']} tokens, {source[s['text']]}. Perplexity is that "
-        "of all segments but the first, with 95 % bootstrap intervals over texts; means over seeds."
+        f"Segments of {s['segment_length']} tokens; {texts} documents of {s['text_length']} tokens, {source[s['text']]}. Perplexity is "
+        "that of all segments but the first, as a mean over seeds, with 95 % bootstrap intervals over documents."
         + f" Not reached: {'; '.join(missing)}."
         * bool(missing)
     )

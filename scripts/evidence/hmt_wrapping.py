@@ -101,7 +101,8 @@ def table(result):
     equal = [row["equal"] for row in rows if row["kind"] == "reply"]
     text = (
         f"{sum(x == s['new_tokens'] for x in equal)} of {len(equal)} greedy responses of {s['new_tokens']} tokens are equal, token "
-        f"for token, in a segment of {s['reply_segment']}. Perplexity is that of Persuasion, with {s['sensory_tokens']} sensory tokens."
+        f"for token, in a segment of {s['reply_segment']}. The perplexity is that of the novel Persuasion. HMT reads each segment with "
+        f"k = {s['sensory_tokens']} sensory tokens, the last tokens of the previous segment."
     )
     return f"{text}\n\n{common.markdown(lines, FORM)}"
 

@@ -334,8 +334,8 @@ def table(result):
     for name, tokens in heads.items():
         template = template.replace(name, str(tokens))
     text = (
-        f"{s['tokens']:,} tokens each, {s['rows']} rows of {length} tokens a step, cosine schedule after a tenth of warmup. Losses "
-        "are means over held-out documents in nats; retrieval is the share of right answers."
+        f"{s['tokens']:,} tokens per model, {s['rows']} rows of {length} tokens a step, warmup for a tenth of the steps, then a cosine "
+        "schedule. Losses are means over held-out documents in nats. Retrieval is the share of right answers."
     )
     parts = [text, common.markdown([describe(row, length) for row in rows], template)]
     if len(best := best_rate(rows)) > 1:
