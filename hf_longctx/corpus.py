@@ -123,9 +123,9 @@ def open_source(
     Args:
         part: part to read, "held_out" or "train". This applies to a dataset, to "pg19" and to "stdlib".
         column: table column to read. Default: "text".
-        conversations: whether to read a table of conversations as dicts. If `column` is set, this has no effect. Each
-            dict has "messages", or "prompt" and "completion". It also has "tools" and "chat_template_kwargs", but
-            these may be None.
+        conversations: whether to read a table of conversations as dicts. Each dict has "messages", or "prompt" and
+            "completion". Each dict also has "tools" and "chat_template_kwargs"; both may be None. If `column` is set,
+            `conversations` has no effect.
     """
     if source is None:
         with suppress(Exception):  # `datasets` is missing or the Hub does not respond
@@ -152,7 +152,10 @@ def _documents(source, part, column, conversations):
 
 
 def _files(folder):
-    """Return a folder's files with one suffix: the first in `SUFFIXES` that occurs. Hidden files are ignored."""
+    """Return a folder's files of one type, without hidden files.
+
+    The type is the first suffix in `SUFFIXES` that occurs.
+    """
     files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
     for suffix in SUFFIXES:

@@ -5,8 +5,8 @@ with `add_arguments(parser)` and `run(args)`. The module's docstring is the comm
 `TRAINING` use `TrainingArguments` and its parser. Slow imports happen inside `run`.
 
 Exit codes: 0 for success; 2 for a usage error (an unknown option, a missing file, incompatible settings); 1 if a valid
-call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped the command. The last
-code is 130 for Ctrl-C, 143 for SIGTERM and 141 for a closed output pipe. An error is one line on stderr.
+call failed (disk full, out of memory, no network, NaN in training); 128 + N if signal N stopped the command. For
+example, Ctrl-C gives 130, SIGTERM gives 143, and a closed output pipe gives 141. An error is one line on stderr.
 """
 
 import argparse

@@ -88,7 +88,10 @@ def write_card(folder: str, given: Any, bundle: Any) -> None:
 
 
 def send(bundle: Any, args: Namespace, repo_type: str = "model") -> Any:
-    """List the files to push and to remove, push, and print the URL. Return the commit. In a dry run, return None."""
+    """List the files to push, and the files to remove. Then push, and print the URL.
+
+    Return the commit. In a dry run, do not push, and return None.
+    """
     from ..hub import check, missing_fields, push, removed_files
 
     for path, content in sorted(bundle.files.items()):

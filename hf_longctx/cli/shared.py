@@ -186,8 +186,8 @@ def open_model(args: Namespace) -> tuple[Any, Any, Callable[[], Any]]:
     Under torchrun or accelerate launch, the process group is initialized first.
 
     Returns:
-        three objects: the tokenizer; a reader for checking options; a function that returns the reader for the run.
-        The first reader may lack weights.
+        three objects: the tokenizer; a reader that checks options and may lack weights; a function that returns the
+        reader for the run.
     """
     from transformers import AutoConfig
 

@@ -40,7 +40,7 @@ DOCUMENTS = 8  # default number of documents into which the trials are split
 
 
 def __getattr__(name: str) -> type[TaskInLmEval]:
-    """Create the lm-eval task class of a metric on access to an attribute such as `tasks.forgetting_curve`."""
+    """Create the lm-eval task class of the metric `name`. For example, `tasks.forgetting_curve` calls it."""
     for task in Task.tasks.values():
         if task.result.kind == name:
             return type(name, (TaskInLmEval,), {"task": task})

@@ -111,7 +111,7 @@ def draw_title(figure: Figure, text: str) -> None:
 
 
 def titled_legend(figure: Figure, handles, text: str, fontsize: float = 10, columns: int = 2) -> None:
-    """Draw a legend with a title above the axes. There, it does not cover a curve."""
+    """Draw a legend with a title. The legend is above the axes, so it does not cover a curve."""
     font = {"size": 13, "weight": "bold"}
     place: dict[str, Any] = dict(loc="outside upper left", columnspacing=1.6, fontsize=fontsize)
     legend = fitted_legend(figure, figure, handles, text, columns, title_fontproperties=font, **place)

@@ -206,7 +206,7 @@ class Subject:
     Args:
         model: a causal language model, or a reader such as `ServedModel`. A model runs in eval mode, and keeps its
             dtype and device.
-        tokenizer: the model's tokenizer. If a task does not ask questions, it is optional and may be a name.
+        tokenizer: the model's tokenizer. For tasks that do not ask questions, it may be a name or None.
         tokens: the corpus as a flat sequence of token ids, encoded without special tokens.
         context: maximum input length in tokens, for the default options of tasks. Default: the claimed context;
             4096 if the model does not claim a context.

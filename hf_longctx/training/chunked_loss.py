@@ -1,8 +1,8 @@
 """Chunked cross entropy for any causal language model. With a large vocabulary, unchunked logits dominate memory.
 
-The model's head is replaced and returns the hidden states. The rest of the forward pass is unchanged. The loss
-computes the logits of one chunk of tokens at a time. The backward pass recomputes them, so memory contains only one
-chunk.
+We replace the forward method of the model's head. The new method returns the hidden states. The rest of the model's
+forward pass is unchanged. The loss computes the logits of one chunk of tokens at a time. The backward pass recomputes
+them, so memory contains only one chunk.
 """
 
 from typing import Any

@@ -22,8 +22,8 @@ def encode_conversation(row: dict[str, Any], tokenizer) -> np.ndarray:
     """Encode a conversation, or a prompt and its completion, as TRL does.
 
     Args:
-        row: one of: {"messages"}, a list of turns; {"prompt", "completion"}, two lists of turns; {"prompt",
-            "completion"}, two strings. A turn is {"role", "content"}. If the row has turns, its "tools" and
+        row: one of: {"messages": turns}; {"prompt": turns, "completion": turns}; {"prompt": string, "completion":
+            string}. `turns` is a list of {"role", "content"}. If the row has turns, its "tools" and
             "chat_template_kwargs" are passed to the chat template.
         tokenizer: a fast transformers tokenizer; messages require a chat template.
 
@@ -141,8 +141,8 @@ def find_answer(
 
     We render the conversation again with `PROBE` as the content of this turn. The header is the text that
     `add_generation_prompt` adds. The answer begins after the last header before the probe. If there is no header, it
-    begins at the probe. An end-of-turn text may follow the answer. If the template also ends a conversation with this
-    text, the answer includes it. All other text must be the same in both renderings.
+    begins at the probe. The template may add an end-of-turn text after the answer. If the template adds the same text
+    at the end of a conversation, the answer includes this text. Outside the answer, both renderings must be equal.
 
     Args:
         text: rendered text of all turns.

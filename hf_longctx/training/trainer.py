@@ -65,8 +65,8 @@ class StopAtSignal(TrainerCallback):
     """Save a checkpoint and stop after the step in which SIGTERM or Ctrl-C arrives. A second Ctrl-C stops immediately.
 
     Further SIGTERMs are ignored: a scheduler may signal all processes, and torchrun also forwards the signal to its
-    workers. If another callback stops the training, the run counts as finished. This callback then saves the run's
-    last checkpoint. Add this callback after all others.
+    workers. If another callback stops the training, the run counts as finished. StopAtSignal then saves the run's
+    last checkpoint. Add StopAtSignal after all other callbacks.
 
     Attributes:
         signal: number of the received signal, or 0. If processes received different signals, it is the highest number.

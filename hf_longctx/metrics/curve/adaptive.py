@@ -70,7 +70,10 @@ class _Search:
         return True
 
     def step(self, method):
-        """For a method, measure a new length or repeat a known length. If nothing was measured, return False."""
+        """Take one step of a method's search. If nothing was measured, return False.
+
+        A step measures a new length, or adds repeats to a known length.
+        """
         low, high = self.interval(method)
         if high - low > 1:
             return self.evaluate(self.lengths[(low + high) // 2])
@@ -95,8 +98,9 @@ class _Search:
         """Measure once at one end of the interval. If nothing was measured, return False.
 
         With direction -1, `end` is the lower end, and lengths up to `end` should pass. With direction 1, `end` is the
-        upper end, and lengths from `end` on should fail. We move outwards from `end`. If a length is not significant,
-        we add repeats. At the first significant length, we measure a length halfway back to the previous length.
+        upper end, and lengths from `end` on should fail. We visit the measured lengths outwards from `end`. If a
+        length is not significant, we add repeats. At the first significant length, we measure a new length halfway
+        between it and the previously visited length.
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)

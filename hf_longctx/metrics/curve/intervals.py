@@ -13,11 +13,12 @@ the first test that does not reject. The total error rate is then the error rate
 number of lengths (closed testing, Marcus, Peritz and Gabriel 1976).
 
 Targets longer than n are also evidence that memory reaches n. Shorter targets are also evidence that memory ends
-before n. Each test therefore pools the targets of a window of 1, 2, 4, 8 ... lengths that starts (or ends) at n. We
-take the smallest p value of all windows, with a Bonferroni correction. Over many long lengths, pooling can show that
-copying is no better than guessing, even if no single length is significant. The unit of a test is the target, not the
-token, because the tokens of a target are correlated. Targets that share scored tokens are also correlated. A test
-therefore uses the largest subset of targets without shared tokens.
+before n. Each test therefore pools the targets of a window: 1, 2, 4, 8 ... consecutive lengths. If we test whether
+memory reaches n, the window starts at n. If we test whether memory ends before n, the window ends at n. We take the
+smallest p value of all windows, with a Bonferroni correction. Over many long lengths, pooling can show that copying is
+no better than guessing, even if no single length is significant. The unit of a test is the target, not the token,
+because the tokens of a target are correlated. Targets that share scored tokens are also correlated. A test therefore
+uses the largest subset of targets without shared tokens.
 
 For the adaptive protocol, we test single lengths only. This protocol measures few lengths, and repeats each length
 until the result is significant. In this protocol, the Bonferroni correction covers the number of lengths and the
@@ -145,7 +146,7 @@ def p_values(
 
 
 def rejected(p: np.ndarray, level: float) -> np.ndarray:
-    """Count the lengths before the first p value >= level.
+    """Count the lengths before the first length with a p value >= level.
 
     Args:
         p: p values, (..., lengths).

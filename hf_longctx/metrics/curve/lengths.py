@@ -180,7 +180,7 @@ def memory_lengths(points: Sequence[CurvePoint]) -> dict[str, MemoryLength]:
     Returns:
         `fine_max`, `coarse_max`: the longest length that passes (Table 3 of the paper).
         `fine_first_run`, `coarse_first_run`: the last length of the first uninterrupted run of passing lengths.
-        Lengths before this run may fail: from a very short target, the model cannot tell that it should copy
+        Lengths before this run may fail, because a very short target does not show the model that it should copy
         (footnote 7).
         `coarse_max_significant`: the longest length that passes as coarse with p < 0.05.
 

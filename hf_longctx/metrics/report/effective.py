@@ -10,9 +10,9 @@ The effective length is the largest tested length at which the share of correct 
 RULER and NoLiMa do not report confidence intervals. We compute confidence limits for the share at each length. We
 correct them for multiple lengths, so the interval has a confidence level of 95 %:
 
-- If each sample has one answer, we use the exact Clopper-Pearson limits of the share. Several answers of one sample (a
-  target, or a haystack with several questions) are dependent. In this case, we use the median over samples with the
-  limits of a sign test.
+- If each sample has one answer, we use the exact Clopper-Pearson limits of the share.
+- If each sample has several answers, we use the median over samples with the limits of a sign test, because the
+  answers of a sample are dependent. Such samples are targets, and haystacks with several questions.
 - The lower end of the interval is the largest length at which the share is significantly above the threshold. The
   error rate is split between the lengths. A significant length passes its part of the error rate to the next length
   (fallback procedure, Wiens 2003).
@@ -42,8 +42,8 @@ class EffectiveLength(NamedTuple):
     Attributes:
         tokens: the largest tested length with enough correct answers. 0 if there is no such length.
         low: the largest tested length with a share significantly above the threshold. 0 if there is no such length.
-        high: the smallest tested length with a share significantly below the threshold, at this length and all longer
-            lengths. None if there is no such length.
+        high: the smallest tested length such that all shares from this length on are significantly below the
+            threshold. None if there is no such length.
         threshold: required share of correct answers, from 0 to 1.
     """
 

@@ -96,7 +96,11 @@ def flip_interval(differences: np.ndarray) -> tuple[float, float]:
 
 
 def t_error(differences: np.ndarray, least: float) -> np.ndarray:
-    """Return the standard error of the mean of differences (..., R). The error of their sum is at least `least`."""
+    """Return the standard error of the mean of differences (..., R).
+
+    Args:
+        least: minimum standard error of the sum of the differences.
+    """
     pairs = differences.shape[-1]
     return np.sqrt(differences.var(-1) * pairs**2 / max(pairs - 1, 1) + least**2) / pairs
 

@@ -101,7 +101,7 @@ class Answers:
         return cls(**{**names, **others, "answers": tuple(Answer(**answer) for answer in score["answers"])})
 
     def score(self) -> tuple[Any, dict[str, Any]]:
-        """Return a key and a score. A result stores the answers under this key. The score is a JSON object."""
+        """Return the key of these answers in a result, and their score: the answers as a JSON object."""
         key = tuple(getattr(self, name) for name in self.key)
         others = {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name not in self.key}
         score = {name: [*values] for name, values in others.items() if values is not None}

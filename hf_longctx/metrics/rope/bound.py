@@ -155,8 +155,9 @@ def _frequencies(
 def _decay_range(theta: np.ndarray, first: int, step: int, size: int) -> np.ndarray:
     """Return B_m at the distances m = first, first + step, ..., (size,).
 
-    We write m = a + b. Here a lies on a coarse grid and b on a fine grid. Each grid has about sqrt(size) points. For a
-    frequency t, cos(m t) = cos(a t) cos(b t) - sin(a t) sin(b t). The sum over frequencies is then one matrix product.
+    We write m = a + b. The values of `a` form a coarse grid, and the values of `b` form a fine grid. Each grid
+    has about sqrt(size) points. For a frequency t, cos(m t) = cos(a t) cos(b t) - sin(a t) sin(b t). The sum over
+    frequencies is then one matrix product.
     """
     width = 1 << (size.bit_length() // 2)
     coarse = rotations(theta, first, step * width, -(-size // width))
@@ -197,8 +198,9 @@ def rounding_error(m: np.ndarray, theta: np.ndarray) -> np.ndarray:
 def _first_negatives(theta: np.ndarray, limit: int, constant: int = 0) -> np.ndarray:
     """Return distances m with B_m + constant < 0, (k,).
 
-    We search the distances m <= limit range by range. The search ends at the first range with a negative value. We
-    return all distances with negative values in this range. Values within float64 rounding of 0 count as 0.
+    We divide the distances m <= limit into ranges, and search one range after another. The search ends at the first
+    range with a negative value. We return all distances with negative values in this range. Values within float64
+    rounding of 0 count as 0.
     """
     first, size = 0, 1024  # the size of the ranges doubles, so the search can stop early
     while first <= limit:
@@ -395,11 +397,12 @@ def _infima(family: _DecayFamily, lengths: Sequence[int]) -> Iterator[tuple[int,
 
 
 def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple[float, int]:
-    """Return the next root of B_m above u, and the distance m that we chose.
+    """Choose one of the distances m. Return the next root of B_m above u, and the chosen distance.
+
+    We choose a distance for which B_m provably stays negative longest as u increases.
 
     Args:
-        m: distances (k,) with B_m < 0 at u. For each distance, B_m provably stays negative while u increases by some
-            amount. We choose the distance for which this amount is largest.
+        m: distances (k,) with B_m < 0 at u.
     """
     m = m[:: len(m) // 64 + 1]  # a sample is enough
     furthest = np.argmax(_sign_keeping_step(*family.at(m, u)))
@@ -415,9 +418,9 @@ def _step_past_violation(family: _DecayFamily, m: np.ndarray, u: float) -> tuple
 def _next_root(family: _DecayFamily, u: float, end: float, length: int) -> tuple[float, int] | None:
     """Find the first point between u and end at which B_m becomes negative for some m <= length.
 
-    We group the distances m in rows. `proven` contains one number for each row: the length of an interval that starts
-    at `u`. On this interval, B_m is known to be non-negative for all m of the row. We repeatedly evaluate the rows
-    with the shortest interval, which makes it longer.
+    We group the distances m in rows. Each row has an interval that starts at `u`. On this interval, B_m >= 0 is proven
+    for all m of the row. `proven` contains the lengths of the intervals. To extend the shortest intervals, we
+    repeatedly evaluate their rows.
 
     Returns:
         the point and the distance m. None if there is no such point.

@@ -343,8 +343,9 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
     """Return the scaled length (factor times original length), keyed by its origin. If we guess, add a note.
 
     If a config does not contain the original length, max_position_embeddings may be the original or the scaled length.
-    With dynamic scaling and YaRN, we assume the original length, as transformers does. With linear scaling, we assume
-    the scaled length if it implies training on more than 2048 tokens. Otherwise, we assume the original length.
+    With dynamic scaling and YaRN, we assume the original length, as transformers does. With linear scaling, we divide
+    max_position_embeddings by the factor. If the quotient is above 2048 tokens, we assume the scaled length, otherwise
+    the original length.
 
     Args:
         stated: max_position_embeddings.

@@ -172,7 +172,7 @@ class Engine:
         """Read ids (B, t) after the cached tokens, in chunks of at most `tokens_per_pass` tokens. Extend the cache.
 
         Yields:
-            the logits (B, n, V) of n positions at a time, for only the last `scored` positions.
+            the logits of the last `scored` positions, in chunks (B, n, V) of n positions.
         """
         length, unscored, start = ids.shape[1], ids.shape[1] - scored, 0
         step = max(1, self.tokens_per_pass // len(ids))

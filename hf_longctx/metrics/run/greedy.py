@@ -149,9 +149,8 @@ class GreedyCompletions:
         """Request predictions of ids[start:stop] with the prompt ids[:start].
 
         Returns:
-            the number of "right" predictions before the first prediction that is not "right", and the verdict on this
-            prediction: "wrong" or "unsure". If all predictions in the response are "right", the verdict is an empty
-            string.
+            the number of leading "right" predictions, and the verdict on the next prediction: "wrong" or "unsure". If
+            all predictions in the response are "right", the verdict is an empty string.
         """
         if not self.form.returns_ids:
             return self.ask_for_text(ids[:start], ids[start], **options)
@@ -222,7 +221,7 @@ class GreedyCompletions:
 
     @cached_property
     def ids_of_text(self) -> Counter[str]:
-        """The number of ids that decode to each string. Each id is decoded after another token."""
+        """The number of ids that decode to each string. Each id is decoded with another token in front of it."""
         before = self.encode("a")
         texts = [self.decode([*before, token]) for token in range(len(self.tokenizer))]
         return Counter(text.removeprefix(self.decode(before)) for text in texts)

@@ -214,7 +214,7 @@ def record_prompt(record: Record, frame: Frame | None) -> str:
 
 
 def line_counts(context: int, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return the record sizes 5, 10, 20 ... in lines, up to the context. 5 is always included."""
+    """Return the numbers of lines per record: 5, 10, 20 ... Records of more than 5 lines must fit into the context."""
     counts = [5]
     while 2 * counts[-1] <= len(NAMES) and record_tokens(2 * counts[-1], encode) <= context:
         counts.append(2 * counts[-1])
