@@ -13,8 +13,8 @@ float16's range if `|c|` is at most 64 * scale * 65504. For D = 64, this limit i
 
 The last column adds 0 to the logits and is only needed for the gradient. Let dS be the gradient with respect to the
 logits. The gradient of c_t is the row sum of dS at t minus the column sum at t. The gradient of log f_t is the sum of
-the gradients of c from t on. In exact arithmetic, the row sums are 0. In practice, the column sums have rounding
-errors. The last column adds the row sums, and the errors cancel. Without it, they accumulate over the whole context.
+the gradients of c from t on. In exact arithmetic, the row sums are 0. In practice, each rounding error of dS enters a
+row sum and a column sum. The last column adds the row sums, so the errors cancel. Without it, they accumulate.
 
 Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the exponent has a resolution of 0.008. If a kernel
 returns the gradient of k' in bfloat16, it rounds the column sums. The gradient of log f then has an unbiased error of

@@ -95,8 +95,8 @@ def find_triton_mask(
 ) -> tuple[bool, VisibleKeys | None]:
     """Check whether our kernels support the padding of a call, and find the keys that each query attends to.
 
-    For plain causal attention, the keys are None. The number of cached keys is read from the first layer. The cache of
-    a later pipeline stage does not contain this layer, so the keys must be None in later stages.
+    For plain causal attention, the visible keys are None. Otherwise, they depend on the length of the first layer's
+    cache. The cache of a later pipeline stage does not contain this layer. The visible keys must be None there.
 
     Args:
         config, attention_mask, cache: as in `read_call`. The mask is (B, past + T).

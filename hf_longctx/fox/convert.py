@@ -154,9 +154,9 @@ def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxFo
     Args:
         model: the model with its language-modelling head. It is copied, not modified.
         decay_time: number of tokens in which a gate forgets by a factor e. Default: 1e5 * max_position_embeddings, so
-            an attention logit changes by at most 1e-5 over the whole context. With four layers and 2048 tokens, we
-            measured these changes of the model's fp32 logits. With initial weights: 5e-7. With weights 10 times
-            larger: 1.4e-4 (logits up to 9). With weights 25 times larger: 1e-3 (logits up to 20). The gradient of a
+            an attention logit changes by at most 1e-5 over the whole context. We measured how much the model's fp32
+            logits change, with four layers and 2048 tokens: by 5e-7 with initial weights; by 1.4e-4 with weights 10
+            times larger (logits up to 9); by 1e-3 with weights 25 times larger (logits up to 20). The gradient of a
             gate is proportional to 1 / decay_time. To train the gates from the first step, choose about ten times
             max_position_embeddings, and accept a larger change.
 

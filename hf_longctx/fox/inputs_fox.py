@@ -276,8 +276,8 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
             "in attention_mask, a new token follows a cached token that is not the last one. The token-shift state is "
-            "cached for the last token only. The cache must end at the token that the new token follows. Pass all later "
-            "tokens in one call."
+            "cached for the last token only. Cache only the tokens up to the one that the new token follows. Then "
+            "pass all other tokens in one call."
         )
     return visible, predecessor
 
@@ -367,7 +367,7 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
         marker = head_dim + GATE_PARTS * config.gates_per_key  # column of a folded key that contains `GATE_QUERY`
         if keys.shape[::3] != (batch, width) or (readable and keys[0, 0, 0, marker] != GATE_QUERY):
             raise ValueError(
-                f"this {kind} must contain FoX keys with the decay, of (rows, width) = {(batch, width)}, got keys of "
+                f"this {kind} must contain FoX keys with the decay. Their (rows, width) must be {(batch, width)}, got "
                 f"{(keys.shape[0], keys.shape[3])}. It was filled by another model, for another batch, or by PEFT's prefix "
                 f"tuning. {repair} Instead of prefix tuning, use prompt tuning (PromptTuningConfig) or LoRA."
             )

@@ -82,8 +82,8 @@ def rows_of(p_x, i_b, i_h, past, s_b, s_h, s_t, W: tl.constexpr):
     """Return the pointer to a head, moved back by `past` rows, and the stride of its rows.
 
     W is the number of elements in a 16-byte load. If this number does not divide all strides, W is 1. `// W * W` tells
-    the compiler that strides are multiples of W. By itself, the compiler only detects multiples of 16. Rows of folded
-    keys are 72 or 136 elements apart.
+    the compiler that strides are multiples of W. By itself, the compiler only detects multiples of 16, but the strides
+    of folded keys are 72 or 136.
     """
     s_b, s_h, s_t = s_b // W * W, s_h // W * W, s_t // W * W
     return p_x + i_b * s_b + i_h * s_h - past * s_t, s_t
@@ -704,9 +704,9 @@ def decode_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUNDED: tl.constexpr, P: tl.constexpr,
     ENDS: tl.constexpr, W: tl.constexpr, ONE_DECAY: tl.constexpr,
 ):  # fmt: skip
-    """Compute attention of the query rows of a key head over one part of their visible keys.
+    """Compute attention for the queries of one key head, over one part of the visible keys.
 
-    There are G * Tq rows and n_split equal parts.
+    The queries form G * Tq rows. The visible keys are split into n_split equal parts.
 
     With ONE_DECAY, there is one new token, and its query heads share a gate. All rows then have the same decays.
 

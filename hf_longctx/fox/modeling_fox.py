@@ -312,8 +312,8 @@ class FoxPreTrainedModel(PreTrainedModel):
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
         """Return a dict with two entries: the mask, and the token mask.
 
-        The key of the mask is the name of its attention implementation. The token mask has an entry for each of the T
-        tokens. It is True for real tokens. `attn_implementation="auto"` is resolved here. A 4D mask is returned
+        The mask is stored under the name of its attention implementation. The token mask has one value for
+        each of the T tokens, True for real ones. `attn_implementation="auto"` is resolved here. A 4D mask is returned
         unchanged.
         """
         if attention_mask is not None and attention_mask.ndim == 4:
@@ -478,9 +478,9 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
         Args:
             labels: (B, T), int64 token ids. This method shifts them, and ignores -100.
-            logits_to_keep: number of last positions with logits (0: all). A tensor contains the positions, (P,) int64.
-                With transformers 5.23, it may also be positions (B, P) int64, or a mask (B, T) bool. A mask flattens
-                the logits.
+            logits_to_keep: an int n returns the logits of the last n positions (0: all). A tensor lists the positions,
+                (P,) int64. With transformers 5.23, it may also be positions (B, P) int64, or a mask (B, T) bool. With
+                a mask, the returned logits are flattened.
             kwargs: `shift_labels` and `num_items_in_batch` for the loss, and arguments of `FoxModel`.
 
         Returns:

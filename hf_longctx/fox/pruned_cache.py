@@ -24,9 +24,9 @@ The sum grows with every dropped key, and the oldest keys have faded most. Each 
 Heads that retain similar numbers of keys share tensors. Attention runs once for each such group. It uses the model's
 attention function and the last columns of the attention mask. Attention to the remaining keys is exact.
 
-If no tokens are dropped, attention is less accurate. The float32 `c` loses resolution as it decreases (0.008 at -1e5).
-Softmax is invariant to a constant added to the logits of all keys of a head. Pruning can therefore reset the `c` of
-the last token to 0.
+Pruning also improves accuracy. Without it, the float32 `c` loses resolution as it decreases (0.008 at -1e5). Pruning
+resets the `c` of the last token to 0. This does not change attention, because softmax is invariant to a constant added
+to the logits of all keys of a head.
 
 **The bound `U`.** With `logit_bound="weights"`, `U` depends on the weights only and is valid for every input. Under
 QK-norm, the queries and keys of a head have norm at most `sqrt(D)` before they are multiplied by the norm weights.
@@ -115,8 +115,7 @@ class HeadGroup:
 def group_heads(available, needed, short):
     """Split heads into groups that retain the same number of tokens: [(tokens, heads), ...], largest first.
 
-    A head retains at least `needed` and at most `available` tokens. It retains at most 2 * needed or `short` tokens,
-    whichever is larger.
+    A head retains at least `needed` tokens. It retains at most min(available, max(2 * needed, short)) tokens.
 
     >>> group_heads(available=[1000, 1000, 40, 1000], needed=[900, 30, 40, 500], short=16)
     [(900, [0, 3]), (40, [1, 2])]

@@ -156,7 +156,7 @@ def replace_shift_layers(cache: Cache) -> None:
 
 
 class InPlaceBuffer:
-    """Unused memory after a tensor of (..., tokens, numbers). It saves a copy of all tokens when one is appended.
+    """Unused memory after a tensor of (..., tokens, numbers). Appending a token does not copy the others.
 
     Only the most recently returned tensor is extended in place. Cropped, reordered and loaded tensors, and tensors of
     a copied cache, are copied first. Therefore no two tensors write to the same memory.

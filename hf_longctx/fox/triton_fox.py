@@ -90,7 +90,7 @@ def _unit(*tensors: Tensor) -> int:
 def _readable(x: Tensor) -> Tensor:
     """Return x if the kernels can read it, else a contiguous copy.
 
-    They require a contiguous last dimension, and offsets of 32 bits within 128 rows.
+    The kernels require a contiguous last dimension. Offsets within 128 rows must fit into 32 bits.
     """
     return x if x.stride(-1) == 1 and x.stride(-2) <= 2**24 else x.contiguous()
 

@@ -106,8 +106,8 @@ class Backbone:
     def continues(self) -> bool:
         """Whether a pass over several tokens and padding can extend a `DynamicCache`.
 
-        The test: one pass over six embeddings and two passes over three embeddings each must return the same hidden
-        states. The second of the two passes extends the cache of the first.
+        The test reads six embeddings in two ways: in one pass, and in two passes of three embeddings. Both ways must
+        return the same hidden states. The second of the two passes extends the cache of the first.
 
         ProphetNet fails, because a pass can extend its cache by only one token. RoBERTa and its variants fail, because
         they number the positions of `inputs_embeds` from the start in each pass. For such backbones, HMT reads an open
@@ -196,9 +196,9 @@ class Backbone:
     def _probe_hiding(self, positions: int) -> bool:
         """Return whether hiding a prompt with a mask gives the same hidden states as reading it later.
 
-        Let b be the tokens that attend to the prompt, and a the other tokens. One pass reads [prompt, a, b]. Its mask
-        hides the prompt from a. It is compared with two passes. The first reads a. The second extends the cache with
-        [prompt, b].
+        Let `late` be the tokens that attend to the prompt, and `early` the other tokens. The tested pass reads
+        [prompt, early, late]. Its mask hides the prompt from `early`. The reference takes two passes. The first pass
+        reads `early`. The second pass extends the cache with [prompt, late].
         """
         half, kv_cache = positions // 2, DynamicCache(config=self.model.config)
         with self._probing(positions) as embeds:

@@ -22,7 +22,7 @@ class Bank(Retriever):
 
     @classmethod
     def is_used(cls, config: HMTConfig) -> bool:
-        """Return whether neither `recalled_pages` nor `retrievers` is set."""
+        """Return True if `recalled_pages` and `retrievers` are both None."""
         return config.recalled_pages is None and config.retrievers is None
 
     def empty(self, rows: int, like: Tensor) -> dict[str, Any]:

@@ -62,8 +62,9 @@ class HMTConfig(PreTrainedConfig):
             `segment_length` labels of a row are scored. The authors of the paper use "last" in training and
             evaluation.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
-        summary_batch: maximum number of rows in one backbone batch. Paper mode batches summary passes. Single-pass
-            mode batches first parts. A segment of B sequences adds B rows. Lower values use less GPU or CPU memory.
+        summary_batch: maximum number of rows in one backbone batch. Several segments share a batch. A segment of B
+            sequences adds B rows. In paper mode, the batch contains summary passes. In single-pass mode, it contains
+            first parts. Lower values use less GPU or CPU memory.
         cuda_graphs: whether calls without gradients replay the pass that ends a segment as a CUDA graph
             (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
             weights and switched adapters. After any other change of the backbone, set `cuda_graphs` to False, call the
@@ -223,8 +224,8 @@ class HMTConfig(PreTrainedConfig):
                 )
         if self.recalled_pages is not None and self.memory_size is None:
             raise ValueError(
-                f"`memory_size` must be set with recalled_pages={self.recalled_pages}, got None. Pages store the "
-                "memories that do not fit into memory_size."
+                "If recalled_pages is set, `memory_size` must be set too, got None. Pages store the memories that do "
+                "not fit into memory_size."
             )
         if self.backbone_config is not None:
             positions = positions or getattr(self.text_config, "max_position_embeddings", None)

@@ -17,8 +17,8 @@ these tokens is too low, and they cannot be generated. `score_from=config.summar
 
 `recall_mode="single_pass"` (default) reads every position once, and recalls in the middle of a segment
 (`single_pass_hmt.py`). Each row has its own segment boundaries, and padding does not change the results
-(`packing_hmt.py`). Like the official code, paper mode reads padding as tokens. Sensory tokens can be padding, and
-memories of padding are stored.
+(`packing_hmt.py`). Paper mode reads padding as tokens, like the official code. In paper mode, sensory tokens can
+therefore be padding, and memories of padding are stored.
 """
 
 import math
@@ -279,7 +279,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         Args:
             input_ids: (B, T), long.
             attention_mask: (B, T), 1 on tokens and 0 on padding. Logits are 0 on padding. Padding may be on either
-                side. With a state, a row may contain only padding. Paper mode requires padding on the left.
+                side. With a state, rows that are all padding are allowed. Paper mode requires padding on the left.
             labels: token ids, (B, T), usually equal to `input_ids`. This method shifts the labels. Labels of -100 are
                 not scored. In each call, the first token of each row is not scored.
             state: `HMTState` of an earlier call. Splitting a sequence over several calls gives the same result as a
@@ -496,7 +496,7 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
         if not self.config.backbone_in_checkpoint:
             if self.config.backbone_name_or_path is None:
                 raise ValueError(
-                    "`config.backbone_name_or_path` must be set with backbone_in_checkpoint=False, got None. Set it, "
+                    "If backbone_in_checkpoint=False, `config.backbone_name_or_path` must be set, got None. Set it, "
                     "or set backbone_in_checkpoint=True."
                 )
             changed = [n for n, version in self.lm.versions().items() if version > self._versions.get(n, 0)]

@@ -146,8 +146,8 @@ class Retrievers(Retriever):
             )
         if left_out := [name for name in asked_for if name not in names]:
             raise ValueError(
-                f"`retrievers` must include {left_out}, got {names}. Other fields require them. Add them, or unset "
-                "these fields."
+                f"`retrievers` must include {left_out}, got {names}. Other fields of the config require {left_out}. "
+                "Add the missing retrievers, or unset these fields."
             )
         self.parts = {name: RETRIEVERS[name](config, memory, embed) for name in names}
         self.columns = sum(part.columns for part in self.parts.values())

@@ -2,7 +2,7 @@
 
 The `read` method of a layout takes a state and the tokens of a call (`packing_hmt.py`). It arranges embeddings as
 passes, and runs these passes (`run_pass`). The retriever provides prompts and observes full segments
-(`close_segment`). The method returns the state with the updated memory. The layout collects logits, losses and recalls
+(`close_segment`). `read` returns the state with the updated memory. The layout collects logits, losses and recalls
 in `pieces`, `losses` and `reports`. `HMTWrapper.forward` builds its output from them.
 """
 

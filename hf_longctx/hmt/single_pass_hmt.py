@@ -19,8 +19,10 @@ First, adjacent tokens stay adjacent. Second, the prompt is a recalled hidden st
 First parts do not depend on recalls. The first parts of several segments therefore share one pass. The second parts
 are then read one by one. If gradient checkpointing of layers disables the cache, the whole segment is read again as
 [prompt, sensory tokens, x, summary token]. A mask hides the prompt from the sensory tokens and x[:j]. This computes
-the same function. With `reread=True`, this pass does not mask the prompt, so x[:j] attends to the prompt too. This
-computes a different function. Every backbone supports it.
+the same function.
+
+With `reread=True`, the whole segment is also read again, but without this mask. x[:j] then attends to the prompt too,
+so the model computes a different function. Every backbone supports `reread=True`.
 
 Retrievers may return r embeddings in addition to the prompt, such as re-read tokens. The second pass then reads the
 prompt, these embeddings and the whole segment. All positions of the segment shift by r. Some retrievers need the
@@ -146,7 +148,7 @@ class SinglePass(Segments):
     def build_pass(
         self, chunk: Chunk, embeds: Tensor, start: int, tokens: range, prefix: Tensor | None = None
     ) -> Pass:
-        """Build a pass over `embeds`. They begin at token `start`. A retrieved `prefix` (B, n, d) precedes them."""
+        """Build a pass that reads `embeds` after a retrieved `prefix` (B, n, d). `embeds` begins at token `start`."""
         begin = start + (self.n_prefix + self.k) * (chunk.segments[0] > 0)
         positions = torch.arange(begin, begin + embeds.shape[1], device=embeds.device)[None]
         if prefix is None:
