@@ -95,8 +95,8 @@ def find_triton_mask(
 ) -> tuple[bool, VisibleKeys | None]:
     """Check whether our kernels support the padding of a call, and find the keys that each query attends to.
 
-    For plain causal attention, the visible keys are None. Otherwise, they depend on the length of the first layer's
-    cache. The cache of a later pipeline stage does not contain this layer. The visible keys must be None there.
+    For plain causal attention, the visible keys are None. Otherwise, they depend on the first layer's cached length.
+    Later pipeline stages do not have the first layer, so they only support plain causal attention.
 
     Args:
         config, attention_mask, cache: as in `read_call`. The mask is (B, past + T).

@@ -227,7 +227,7 @@ class FoxConfig(PreTrainedConfig):
         if shortest is None or longest is None or not 0 < shortest <= longest < math.inf:
             raise ValueError(
                 f"decay_time_min and decay_time_max must satisfy 0 < min <= max < inf, got {shortest} and "
-                f'{longest}. They count tokens. Set both, e.g. to 2 and 512, or leave both out. forget_gate="fixed" requires them.'
+                f'{longest}. Both are numbers of tokens. Set both, e.g. to 2 and 512, or leave both out. forget_gate="fixed" requires them.'
             )
 
     @classmethod

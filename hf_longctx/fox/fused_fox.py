@@ -255,7 +255,7 @@ def launch_fused_norm(x, weight, gate, k, v, k_weight, share, predecessor, succe
 def launch_fused_norm_backward(
     gradients, x, weight, gate, k, v, k_weight, share, predecessor, successor, eps, activation
 ):
-    """Run the backward kernel. Return a gradient for each argument from `x` through `share`.
+    """Run the backward kernel. Return the gradients of the arguments `x`, `weight`, ..., `share`, in this order.
 
     For an absent tensor, the gradient is None.
     """

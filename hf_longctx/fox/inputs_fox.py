@@ -135,8 +135,8 @@ def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.T
 def create_attention_mask(config, inputs_embeds, attention_mask, cache, position_in_sequence=None) -> tuple[str, Any]:
     """Return the attention implementation of a call, and the mask in the format of this implementation.
 
-    If our kernels do not support the padding, the implementation is SDPA, else the config's. Before the mask is
-    created, a `PrunedCache` drops tokens.
+    The implementation is the one in the config. If our kernels do not support the padding, it is SDPA instead. Before
+    the mask is created, a `PrunedCache` drops tokens.
     """
     if hasattr(cache, "make_room"):  # a `PrunedCache`
         cache.make_room(inputs_embeds.shape[1])
@@ -255,8 +255,8 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     values = compiling or not additive or ((mask == 0) | (mask < MASKED)).all()
     if not values or not (additive or mask.dtype == torch.bool):
         raise ValueError(
-            f"a 4D attention_mask must be boolean or additive, got {mask.dtype}. True or 0 marks visible keys. False or "
-            "torch.finfo(dtype).min marks others. Convert a mask of 1 and 0: mask.bool()."
+            f"a 4D attention_mask must be boolean or additive, got {mask.dtype}. A boolean mask is True on visible "
+            "keys. An additive mask is 0 on visible keys, and torch.finfo(dtype).min elsewhere. Use mask.bool() to convert 0/1."
         )
     visible = mask > MASKED if additive else mask
     key = torch.arange(keys, device=mask.device) + offset
@@ -291,9 +291,9 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
         static = any(hasattr(layer, "max_cache_len") for layer in cache.layers)
         if static or config.sliding_window is not None:
             raise NotImplementedError(
-                "FoX cannot be exported with a static cache: its keys have no room for the decay. FoX cannot be exported "
-                "with both a cache and a sliding window: transformers counts the tokens outside the graph. Export FoX "
-                "with a DynamicCache and sliding_window=None, or without a cache: use_cache=False."
+                "FoX cannot be exported with a static cache, whose keys have no room for the decay. FoX cannot be "
+                "exported with both a cache and a sliding window, because transformers stores the number of cached tokens "
+                "outside the graph. Export FoX with a DynamicCache and sliding_window=None, or without a cache: use_cache=False."
             )
     if torch.compiler.is_compiling():
         return

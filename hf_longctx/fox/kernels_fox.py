@@ -308,7 +308,7 @@ def forward_masked_span(
 ):  # fmt: skip
     """Update an online softmax with the key blocks from i_from to i_to. These blocks are masked for some rows.
 
-    b_o, b_l and b_m are the output, sum and maximum. They include the full decay of each key up to each row.
+    b_o, b_l and b_m are the output, sum and maximum. They include the decay of each key from its position to the row.
     """
     o_i = i_row + tl.arange(0, BM)  # computed here, so as not to occupy registers in the unmasked loop
     b_ci, b_ei = tl.load(p_c + o_i, mask=o_i < Tk, other=0.0), tl.load(p_e + o_i, mask=o_i < Tk, other=0.0)  # [BM]

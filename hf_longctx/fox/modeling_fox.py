@@ -379,7 +379,7 @@ class FoxModel(FoxPreTrainedModel):
                 from the cached tokens.
             cache: a `Cache`. This call appends its tokens.
             use_cache: create and return a cache. Ignored in training.
-            shard: as in `Call`. With a shard, the tokens are a part of each row. `position_ids` belong to whole rows.
+            shard: as in `Call`. With a shard, the tokens are a part of each row, but `position_ids` cover whole rows.
             kwargs: the boundaries of packed documents (`cu_seq_lens_q` or `seq_idx`), and arguments of transformers.
 
         Raises:

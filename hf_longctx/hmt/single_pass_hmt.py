@@ -91,7 +91,7 @@ class SinglePass(Segments):
         return state
 
     def reads_first_part(self, chunks: list[Chunk]) -> bool:
-        """Return whether each row reads a whole first part in this call. A row's first segment does not have one."""
+        """Return whether each row reads a whole first part in this call. The first segment is not split into parts."""
         chunk = chunks[0]
         return len(chunks) == 1 and chunk.segments[0] > 0 and chunk.read == 0 and chunk.count >= self.j
 

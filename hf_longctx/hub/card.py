@@ -149,7 +149,7 @@ def read_card(text: str) -> ModelCard:
 
 
 def last_losses(bundle: Bundle) -> dict[str, dict]:
-    """Return the last entries with `loss` and with `eval_loss`, from the last run in training_log.jsonl."""
+    """Return two entries of the last run in training_log.jsonl: the last with `loss` and the last with `eval_loss`."""
     last = {}
     with reading("training_log.jsonl"):
         for row in map(json.loads, bundle.text("training_log.jsonl").splitlines()):

@@ -83,7 +83,7 @@ def flip_test(differences: np.ndarray) -> np.ndarray:
 
 
 def flip_interval(differences: np.ndarray) -> tuple[float, float]:
-    """Return a 95 % CI for the center of R differences, from the means of subsets. If R < 6, it is infinite."""
+    """Return a 95 % CI for the center of R differences. It is computed from subset means, and infinite if R < 6."""
     flips = signs(len(differences))
     subsets = np.concatenate([flips > 0, flips < 0]).astype(float)
     subsets = subsets[subsets.any(-1)]

@@ -53,7 +53,7 @@ class Reader:
     configs: Sequence[Any] = ()
 
     def settings(self) -> dict[str, Any]:
-        """Return settings that describe the model, for a result. "model" is the name of the model."""
+        """Return the settings that a result stores about the model. "model" is the name of the model."""
         raise NotImplementedError
 
     def identity(self) -> dict[str, str]:

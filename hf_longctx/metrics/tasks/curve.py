@@ -54,7 +54,7 @@ def span(lengths: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class ForgettingCurve(TaskResult):
-    """The result of a forgetting curve. The key of a score is the length."""
+    """The result of a forgetting curve. The scores are keyed by length."""
 
     kind, title, inches = "forgetting_curve", "Forgetting curve", (6.6, 5.6)
     verb, same_texts = "copies", ("data_type", "corpus_sha256")

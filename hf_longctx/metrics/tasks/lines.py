@@ -101,7 +101,7 @@ class LinesPoint(Answers):
 
 @dataclass(frozen=True)
 class LineRetrieval(Retrieval):
-    """The result of line retrieval. The key of a score is the number of lines."""
+    """The result of line retrieval. The scores are keyed by the number of lines."""
 
     kind = "lines"
     title = "Line retrieval"

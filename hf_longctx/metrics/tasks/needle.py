@@ -51,7 +51,7 @@ class NeedleCell(Answers):
 
 @dataclass(frozen=True)
 class NeedleGrid(Retrieval):
-    """The result of the needle in a haystack. The key of a score is (length, depth)."""
+    """The result of the needle in a haystack. The scores are keyed by (length, depth)."""
 
     kind = "needle"
     title = "Needle in a haystack"
