@@ -10,6 +10,7 @@ Examples:
 """
 
 import argparse
+from pathlib import Path
 
 from . import shared
 
@@ -32,6 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     from ..metrics import rope_report
 
+    if not Path(args.model).is_file():  # a config.json
+        shared.check_model_name(args.model)
     output = None if args.output is None else shared.figure_path(args.output)
     report = rope_report(args.model, context_length=args.context_length, model_kwargs=shared.source(args))
     print(report.to_json() if args.json else report)

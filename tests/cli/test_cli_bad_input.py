@@ -49,6 +49,7 @@ MODELS = [
     ("read {half_weights} {text}", "cannot be loaded.*damaged"),
     ("read {no_tokenizer} {text}", "does not contain a tokenizer that can be loaded"),
     ("rope {fox}", "rotary position embedding"),
+    ("rope {nowhere}/x", "the folder .* does not exist"),
 ]
 
 # -- gates, convert, compare
