@@ -119,6 +119,8 @@ class HMTConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
+        if kwargs.get("recurrence") is False:  # a field of earlier versions
+            raise ValueError("recurrence=False is no longer supported. Train a new memory without this setting.")
         if "model_type" not in kwargs:  # files contain a model_type, and other programs may add names to them
             self.check_names(kwargs)
         if isinstance(self.backbone_config, dict):

@@ -164,7 +164,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
             "merged model: train with `--merge true`, or merge the adapter with PEFT's `merge_and_unload`."
         )
     if "config.json" in names:
-        config, checkpoint = read_json(folder / "config.json"), Checkpoint(folder)
+        config, checkpoint = read_config(folder / "config.json"), Checkpoint(folder)
         auto_map, files["config.json"] = config.get("auto_map") or {}, folder / "config.json"
         if not auto_map and config.get("model_type") in AUTO_MAPS:
             auto_map = AUTO_MAPS[config["model_type"]]
@@ -175,7 +175,7 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
         files |= {name: folder / name for name in (index,) if name in names}
         tensors = {name: math.prod(shape) for name, shape in checkpoint.shapes.items()}
     elif "adapter_config.json" in names:
-        config, checkpoint = read_json(folder / "adapter_config.json"), None
+        config, checkpoint = read_config(folder / "adapter_config.json"), None
         tensors = check_safetensors(folder / ADAPTER)
         files |= {name: folder / name for name in ("adapter_config.json", ADAPTER, BASE) if name in names}
         files |= code_files(folder, {})
@@ -191,6 +191,19 @@ def build_bundle(folder: str | os.PathLike) -> Bundle:
     if checkpoint is not None:
         check_weights(folder, checkpoint, config, bundle.auto_class)
     return with_contents(bundle)
+
+
+def read_config(path: Path) -> dict:
+    """Read a config. Raise ValueError if its model type, task type or architectures are not strings."""
+    config = read_json(path)
+    classes = config.get("architectures") or []
+    names = [config.get(name) for name in ("model_type", "task_type")]
+    if not isinstance(classes, list) or not all(isinstance(name, str | None) for name in (*names, *classes)):
+        raise ValueError(
+            f"model_type and task_type in {path} must be strings, and architectures must be a list of strings. "
+            "Save the model again."
+        )
+    return config
 
 
 def check_base(folder: Path, bundle: Bundle) -> None:

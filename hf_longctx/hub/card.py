@@ -84,7 +84,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
     introduction, *sections = SECTION.split(bundle.text(NOTES).strip())
     code = {path for path in bundle.files if path.endswith(".py")}
     with reading("training.yaml"):
-        settings = dict(yaml.safe_load(bundle.text("training.yaml")) or {})
+        settings = (yaml.safe_load(bundle.text("training.yaml")) or {}).items()
     card = ModelCard.from_template(
         data,
         str(TEMPLATE),
@@ -96,7 +96,7 @@ def render(bundle: Bundle, data: Any, repo: str | None, tag: str | None) -> str:
         embeddings=sum(size for tensor, size in bundle.tensors.items() if EMBEDDINGS.search(tensor)),
         kinds=[result.kind for result in bundle.results.values()],
         benchmarks={file: value for file, value in bundle.documents.items() if file not in bundle.results},
-        training={NAMES.get(name, name): value for name, value in settings.items()},
+        training={NAMES.get(name, name): value for name, value in settings},
         training_files=[file for file in TRAINING if file in bundle.files],
         last_losses=last_losses(bundle),
         package_code=bool(code) and all(bundle.files[path] == PACKAGE_CODE.get(path) for path in code),

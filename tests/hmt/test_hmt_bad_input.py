@@ -101,6 +101,7 @@ CONFIG = [
         ("stretches that do not fill a segment", {"recall_tokens": 3}, "must divide segment_length=512"),
         ("an unknown backbone", {"backbone_config": {"model_type": "nothing"}}, "'nothing'. This version of tr"),
         ("a misspelt name", {"segment_len": 12}, "'segment_len' is not a field of HMTConfig; did you mean segment_l"),
+        ("a field of earlier versions", {"model_type": "hmt", "recurrence": False}, "recurrence=False is no longer"),
     ]
 ]
 CONFIG += [

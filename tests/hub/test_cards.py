@@ -279,6 +279,23 @@ HARMLESS = (
 )
 
 
+@pytest.mark.parametrize(
+    "file, text",
+    [
+        ("training.yaml", "steps: [1"),
+        ("training.yaml", "- ab\n- cd"),
+        ("training_log.jsonl", "[1]"),
+        ("training_log.jsonl", '{"step":'),
+        ("speed.json", '{"command": "", "machine": {}, "versions": {}, "rows": [], "evaluations": [{"value": 1}]}'),
+    ],
+)
+def test_a_damaged_file_is_named(file, text, folder):
+    write(folder / file, text)
+    (folder / "README.md").unlink()
+    with pytest.raises(ValueError, match=rf"{re.escape(file)} is damaged"):
+        with_card(build_bundle(folder))
+
+
 def test_comments_without_an_end_do_not_take_minutes(folder):
     write(folder / "README.md", "# x\n" + "<!--" * 50_000)
     begun = time.process_time()

@@ -230,6 +230,13 @@ MISTAKES = [
         "tokenizer's code elsewhere", adding("tokenizer_config.json", TOKENIZER), "auto_map in tokenizer_config.json"
     ),
     refused("no configuration", without("config.json"), "does not contain config.json or adapter_config.json"),
+    *(
+        refused(
+            f"architectures of {value!r}", with_config(architectures=value), "architectures must be a list of strings"
+        )
+        for value in (3, "Fox", [3])
+    ),
+    refused("a list as model type", with_config(model_type=["x"]), "model_type and task_type in .* must be strings"),
     refused("configuration of half a file", adding("config.json", b"{"), "is not JSON"),
     refused("backbone in a folder", with_config(backbone_in_checkpoint=False, backbone_name_or_path="/m"), "got '/m'"),
     *(

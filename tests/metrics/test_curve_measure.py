@@ -288,7 +288,7 @@ def test_a_failure_keeps_what_was_measured(error):
     assert curve.settings["interrupted"] == cause and "interrupted" not in expected.settings
     assert curve.summary().endswith(f"2 lengths from 10 to 11 not measured: interrupted; interrupted: {cause}")
     assert ForgettingCurve.from_json(curve.to_json()) == curve
-    assert any(".result: Whether it copies" in note or ".result: Copies" in note for note in error.__notes__)
+    assert any(".result: Whether the model copies" in note or ".result: Copies" in note for note in error.__notes__)
 
 
 @pytest.mark.parametrize("room", [0, 30], ids=["full", "a part of a line fits"])
