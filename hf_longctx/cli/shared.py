@@ -186,8 +186,8 @@ def open_model(args: Namespace) -> tuple[Any, Any, Callable[[], Any]]:
     Under torchrun or accelerate launch, the process group is initialized first.
 
     Returns:
-        three objects: the tokenizer; a reader that checks options and may lack weights; a function that returns the
-        reader for the run.
+        three objects: the tokenizer; a reader for checking options, possibly without weights; a function that returns
+        the reader for the measurement.
     """
     from transformers import AutoConfig
 
@@ -288,7 +288,7 @@ def figure_path(name: str) -> Path:
 def measure_and_write(args: Namespace, measure: Callable[[], Any], **options: Any) -> None:
     """Run a measurement. The main process prints the summary, and writes the JSON and the figure to --output.
 
-    If an exception interrupts the measurement, the partial result is written first.
+    If an exception interrupts the measurement, the partial result is written before the exception is raised.
 
     Args:
         options: keyword arguments for the result's `plot`.

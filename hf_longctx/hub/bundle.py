@@ -94,7 +94,7 @@ class Bundle:
 
     @property
     def base(self) -> tuple[str, str | None] | None:
-        """Hub name and revision of an adapter's base model or of an HMT's backbone. If neither is needed, None."""
+        """Hub name and revision of an adapter's base model or an HMT's backbone. None if the bundle needs neither."""
         if self.is_adapter:
             return self.config.get("base_model_name_or_path", ""), self.config.get("revision")
         if self.config.get("backbone_in_checkpoint", True):
@@ -293,8 +293,9 @@ def module_names(file, auto_map):
         module, _, class_name = str(name).partition(".")
         if not (module.isidentifier() and class_name.isidentifier()):
             raise ValueError(
-                f"auto_map in {file} must name classes from the same folder, got {name!r}. A valid name is "
-                "'modeling_fox.FoxForCausalLM'. Code in another repository can change at any time."
+                f"auto_map in {file} must name classes from the same folder, got {name!r}. Code in "
+                "another repository is not supported, because it can change at any time. A valid name is "
+                "'modeling_fox.FoxForCausalLM'."
             )
         modules.add(module)
     return modules

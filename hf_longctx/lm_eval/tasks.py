@@ -40,7 +40,7 @@ DOCUMENTS = 8  # default number of documents into which the trials are split
 
 
 def __getattr__(name: str) -> type[TaskInLmEval]:
-    """Create the lm-eval task class of the metric `name`. For example, `tasks.forgetting_curve` calls it."""
+    """Create the lm-eval task class of the metric `name`, for an attribute access such as `tasks.forgetting_curve`."""
     for task in Task.tasks.values():
         if task.result.kind == name:
             return type(name, (TaskInLmEval,), {"task": task})

@@ -40,7 +40,8 @@ class Predict(NamedTuple):
 
     Attributes:
         rows: input ids, (R, T) int64.
-        prefix: length of the prefix to share. Rows with the same first `prefix` ids may read them once.
+        prefix: length of the prefix to share. If rows have the same first `prefix` ids, the model may read these ids
+            only once.
         positions: consecutive positions in a row, ascending.
     """
 

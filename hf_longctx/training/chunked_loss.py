@@ -21,7 +21,7 @@ def chunk_loss(model: Any, logits_at_once: int = LOGITS_AT_ONCE) -> bool:
     """Replace a model's loss with a chunked loss. The model then returns hidden states instead of logits.
 
     Soft caps (Gemma) and logit scales (Granite, Cohere, Falcon-H1) from the model's config are applied. We compare
-    both losses on random decoder states. If they differ, the model is left unchanged.
+    the chunked loss with the original loss on random decoder states. If they differ, the model is left unchanged.
 
     Args:
         model: a causal language model.

@@ -101,7 +101,7 @@ class RunConfig(TrainingArguments):
         None, "Attention implementation (default: auto for a FoX on a GPU, else the model's default)"
     )
     sequence_parallel: int = option(1, "Number of processes that share a sequence; FoX only")
-    recipe: str | None = option(None, "Recipe that sets other defaults")
+    recipe: str | None = option(None, "Recipe that changes the defaults of other settings")
     set: list[str] = field(
         default_factory=list,
         metadata={"help": "Fields of the model's config, such as forget_gate=fixed hidden_size=64"},
@@ -135,8 +135,8 @@ class RunConfig(TrainingArguments):
             )
         if not self.packing and self.sequence_parallel > 1:
             raise ValueError(
-                f"`sequence_parallel`={self.sequence_parallel} requires `packing`, got false. Omit `packing` or "
-                "`sequence_parallel`."
+                f"`sequence_parallel`={self.sequence_parallel} requires `packing`=true, got false. Remove "
+                "`packing`=false, or omit `sequence_parallel`."
             )
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         if self.bf16 is None:

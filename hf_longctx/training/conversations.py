@@ -141,8 +141,8 @@ def find_answer(
 
     We render the conversation again with `PROBE` as the content of this turn. The header is the text that
     `add_generation_prompt` adds. The answer begins after the last header before the probe. If there is no header, it
-    begins at the probe. The template may add an end-of-turn text after the answer. If the template adds the same text
-    at the end of a conversation, the answer includes this text. Outside the answer, both renderings must be equal.
+    begins at the probe. The answer includes an end-of-turn text if the template also adds this text after the last
+    turn of a conversation. Outside the answer, both renderings must be equal.
 
     Args:
         text: rendered text of all turns.

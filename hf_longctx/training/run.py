@@ -158,8 +158,8 @@ def compile_layers(model: Any) -> None:
 def save_model(args: RunConfig, config: Any, trainer: LongContextTrainer, tokenizer, base: dict | None) -> None:
     """Save the model and its tokenizer atomically in RUN/model.
 
-    A merged adapter is also saved in RUN/adapter. If the adapter is not merged, RUN/model contains the adapter. If the
-    recipe also changes the base, RUN/model contains the base too.
+    A merged adapter is also saved in RUN/adapter. An unmerged adapter is saved in RUN/model, together with the base if
+    the recipe changes the base.
     """
     folder = Path(args.output_dir)
     unfinished = folder / ".model"

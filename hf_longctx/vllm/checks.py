@@ -82,7 +82,7 @@ def not_by_transformers(checks: Any = None) -> Any:
     class NotByTransformers(checks or VerifyAndUpdateConfig):
         @classmethod
         def verify_and_update_model_config(cls, model_config):
-            """Raise ValueError for a FoX. vLLM would run the transformers model without the forget gate."""
+            """Raise ValueError for a FoX, because vLLM would run the transformers model without the forget gate."""
             if model_config.hf_config.model_type == "fox":
                 raise ValueError(
                     "--model-impl transformers cannot run a FoX, because vLLM's attention would omit the forget gate. "

@@ -1,7 +1,7 @@
 """Tensor parallelism for weights with one or more rows per head, such as those of gates and token shifts.
 
 vLLM's linear layers shard the large matrices. Gates and token shifts do not use these layers, because vLLM could
-quantize them. The errors of a quantized gate would accumulate over the whole context.
+quantize the layers' weights. The errors of a quantized gate would accumulate over the whole context.
 """
 
 from functools import partial

@@ -6,8 +6,8 @@ Each group of `tokens_per_state` tokens has one float32 row. The row stores the 
 last.
 
 A request can also continue from a token that another request computes in the same step. This happens with prefix
-caching: other requests can share a block as soon as vLLM schedules a request that fills it. Requests that continue
-from each other form chains. We add up the sums along each chain.
+caching: as soon as vLLM schedules a request that fills a block, other requests can share this block. Requests that
+continue from each other form chains. We add up the sums along each chain.
 
 The sums are float64, also in the cache, and are rounded when they are folded into the keys. Token-by-token decoding
 therefore gives the same sum as a single prefill, for example after preemption. In float32, adding the -0.003 of an
@@ -29,13 +29,13 @@ class Step:
 
     Attributes:
         request: index of each token's request, (N,).
-        first: index in the batch of each request's first token, (R,).
+        first: index (0..N-1) of each request's first token, (R,).
         writes: block and row for each token's state, (N,) each. If a later token writes to the same row, the block
             and row of the earlier token are 0. Block 0 is vLLM's unused null block.
         reads: block and row of the state from which each request continues, (R,) each.
         begins: whether each request starts without a cached token, (R, 1) bool.
         in_batch: whether each request continues from a token of this batch, (R, 1) bool.
-        parent: index in the batch of the token from which each request continues, (R,); arbitrary if not in_batch.
+        parent: index (0..N-1) of the token from which each request continues, (R,); arbitrary if not in_batch.
         chains: (R, R) float64, see `ancestors`; may be None if no request continues from this batch.
     """
 

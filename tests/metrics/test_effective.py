@@ -96,8 +96,8 @@ def test_the_interval_holds_the_length(model, rule):
     [
         (COUNTS, {"rule": "HELMET"}, "rule must be one of ours, RULER, NoLiMa"),
         (COUNTS, {"confidence": 95}, "confidence must lie between 0 and 1"),
-        ([], {}, "at least one row and a single row for each length"),
-        ([COUNTS[0], COUNTS[0]], {}, r"a single row for each length, got lengths \[512, 512\]"),
+        ([], {}, "must not be empty and must have exactly one row per length"),
+        ([COUNTS[0], COUNTS[0]], {}, r"exactly one row per length, got lengths \[512, 512\]"),
         ([(512, 6, 5)], {}, "got 6 correct of 5 answers at length 512"),
         ([(512, 0.9, 1)], {}, "whole numbers with"),
         ([(512, 5)], {}, r"rows of \(length, correct answers, answers\)"),

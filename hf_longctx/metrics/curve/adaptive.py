@@ -99,8 +99,8 @@ class _Search:
 
         With direction -1, `end` is the lower end, and lengths up to `end` should pass. With direction 1, `end` is the
         upper end, and lengths from `end` on should fail. We visit the measured lengths outwards from `end`. If a
-        length is not significant, we add repeats. At the first significant length, we measure a new length halfway
-        between it and the previously visited length.
+        length is not significant, we add repeats. When we reach a significant length, we measure a new length halfway
+        between this length and the one visited before it.
         """
         level = self.level / adaptive_tests(len(self.points), self.stages[-1], method, self.level)
         indices = sorted(map(self.lengths.index, self.points), reverse=direction < 0)

@@ -61,9 +61,9 @@ def centre(margins: np.ndarray, method: str) -> float:
 def p_value(margins: Sequence[np.ndarray], scored: Sequence[int], direction: int, method: str) -> np.ndarray:
     """Return the one-sided p value of a window of lengths, with shape (...).
 
-    "fine" uses a sign test. "coarse" uses a t test of the mean margin per scored token. The standard error is robust
-    to heteroscedasticity. The standard error of the total margin is at least 1 token. Without this minimum, identical
-    margins in a few short repeats would be significant.
+    "fine" uses a sign test. "coarse" uses a t test of the mean margin per scored token. Its standard error is robust
+    to heteroscedasticity. We add 1 to the variance of the total margin (in tokens). Otherwise, identical margins in a
+    few short repeats would be significant.
 
     Args:
         margins: margins (..., R) of the repeats, for each length of the window; R may differ between lengths.

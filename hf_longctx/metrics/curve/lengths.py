@@ -68,7 +68,7 @@ class CurvePoint:
             )
 
     def first(self, repeats: int) -> CurvePoint:
-        """Return a copy of the point with only its first repeats. `repeats` is their number, at least 1."""
+        """Return a copy of the point with only the first `repeats` repeats (at least 1)."""
         begins = self.begin_locs and self.begin_locs[:repeats]
         return CurvePoint(self.length, self.copy_correct[:repeats], self.lm_correct[:repeats], begins)
 

@@ -11,8 +11,8 @@ RULER and NoLiMa do not report confidence intervals. We compute confidence limit
 correct them for multiple lengths, so the interval has a confidence level of 95 %:
 
 - If each sample has one answer, we use the exact Clopper-Pearson limits of the share.
-- If each sample has several answers, we use the median over samples with the limits of a sign test, because the
-  answers of a sample are dependent. Such samples are targets, and haystacks with several questions.
+- If each sample has several dependent answers (a target, or a haystack with several questions), we use the median
+  over samples with the limits of a sign test.
 - The lower end of the interval is the largest length at which the share is significantly above the threshold. The
   error rate is split between the lengths. A significant length passes its part of the error rate to the next length
   (fallback procedure, Wiens 2003).
@@ -110,7 +110,7 @@ def counts_by_length(counts: TaskResult | Sequence[tuple[int, int, int]]) -> lis
             found.append(Counts(length, np.arange(answers) < right, 1, length, answers, right))
     lengths = [at.tokens for at in found]
     if not found or len(set(lengths)) < len(lengths):
-        raise ValueError(f"counts must have at least one row and a single row for each length, got lengths {lengths}.")
+        raise ValueError(f"counts must not be empty and must have exactly one row per length, got lengths {lengths}.")
     return sorted(found, key=lambda at: at.tokens)
 
 

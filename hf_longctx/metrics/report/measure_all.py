@@ -52,8 +52,8 @@ def measure_all(
 ) -> Report | None:
     """Run all tasks (curve, lines, loss, needle) on a model, and check its RoPE bound.
 
-    We write to `folder`: a self-contained report.html, and for each metric NAME.json and NAME.png. If a metric does
-    not support the model, the corpus or the installed packages, the page gives the reason.
+    We write a self-contained report.html to `folder`, and two files per metric: NAME.json and NAME.png. If a metric
+    does not support the model, the corpus or the installed packages, the page gives the reason.
 
     After an interruption, call this function again to resume from the journals in `folder`/journals. With
     torch.distributed, the processes share the work.

@@ -62,7 +62,7 @@ class Answer:
             tokens: number of tokens in the correct answer.
             matches: function that returns whether a string contains the correct answer. Before the call, we remove the
                 thinking from the response.
-            opened: marker at the end of the prompt that opens the model's thinking; see `opened_thought`.
+            opened: marker in the prompt that opens the model's thinking; see `opened_thought`.
         """
         if response.reply is None:
             return cls(response.log_prob, tokens, response.exact, None, response.exact)
@@ -101,7 +101,7 @@ class Answers:
         return cls(**{**names, **others, "answers": tuple(Answer(**answer) for answer in score["answers"])})
 
     def score(self) -> tuple[Any, dict[str, Any]]:
-        """Return the key of these answers in a result, and their score: the answers as a JSON object."""
+        """Return the key of these answers in a result, and a JSON object that contains the answers."""
         key = tuple(getattr(self, name) for name in self.key)
         others = {field.name: getattr(self, field.name) for field in fields(self)[1:] if field.name not in self.key}
         score = {name: [*values] for name, values in others.items() if values is not None}
@@ -142,9 +142,9 @@ def wilson(rate: float, answers: int) -> tuple[float, float]:
 
 
 def opened_thought(prompt: str) -> str:
-    """Return the marker that opens the model's thinking at the end of a prompt.
+    """Return the marker of the thinking that a prompt opens and does not close.
 
-    If the prompt does not open the thinking, or also closes it, return an empty string.
+    If there is no such marker, return an empty string.
 
     >>> opened_thought("<|assistant|><think>"), opened_thought("<|assistant|><think></think>")
     ('<think>', '')

@@ -1,8 +1,8 @@
 """Prompts of the needle in a haystack: a sentence (the needle) is hidden in a document (the haystack).
 
-A question at the end of the prompt asks for the needle. In standard mode, the needle is a plain sentence. Easy mode is
-for models without instruction tuning. Its needle contains the question before the answer. The answer is known, so
-scoring does not need a judge model; see `answers`.
+A question at the end of the prompt asks for the needle. In standard mode, the needle is a plain sentence. In easy
+mode, the needle is the question followed by the answer. This mode is for models without instruction tuning. The answer
+is known, so scoring does not need a judge model; see `answers`.
 
 Source: Lin et al. 2025, "Forgetting Transformer", section 4.3 and appendix B.3 (arXiv 2503.02130), after Kamradt 2023
 and Qin et al. 2024. Our prompts differ in three ways:

@@ -1,6 +1,6 @@
 """Compute the longest context that RoPE frequencies support, and the smallest base for a context (arXiv 2405.14591).
 
-With frequencies theta_i = base^(-2i/d), i < d/2, a query prefers a similar key to a random key. At relative distance
+With frequencies theta_i = base^(-2i/d), i < d/2, a query prefers a similar key over a random key. At relative distance
 m, this preference is proportional to
 
     B_m = sum_i cos(m theta_i)                                                     (eq. 16)

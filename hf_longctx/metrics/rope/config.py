@@ -340,12 +340,12 @@ def stated_lengths(source: Source) -> dict[str, int]:
 
 
 def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str, int]:
-    """Return the scaled length (factor times original length), keyed by its origin. If we guess, add a note.
+    """Return the scaled length (factor times original length), keyed by the setting that determines it.
 
     If a config does not contain the original length, max_position_embeddings may be the original or the scaled length.
-    With dynamic scaling and YaRN, we assume the original length, as transformers does. With linear scaling, we divide
-    max_position_embeddings by the factor. If the quotient is above 2048 tokens, we assume the scaled length, otherwise
-    the original length.
+    With dynamic scaling and YaRN, we assume that it is the original length, as transformers does. With linear scaling,
+    we assume that it is the scaled length if max_position_embeddings / factor is above 2048 tokens, and the original
+    length otherwise. If we guess, we add a note.
 
     Args:
         stated: max_position_embeddings.
@@ -378,7 +378,7 @@ def scaled_length(source: Source, stated: int | None, longer: bool) -> dict[str,
 
 
 def with_rope_parameters(source: Source) -> Any:
-    """Collect the RoPE settings of a source in `rope_parameters`, and return its config.
+    """Return the config of a source, with all its RoPE settings collected in `rope_parameters`.
 
     Raises:
         NoRopeError: the model does not use RoPE.

@@ -57,8 +57,8 @@ class RopeLayers:
         head_dim: dimensions of a query or key head.
         rotary_dim: dimensions of a head that rotate.
         max_distance: largest distance between a query and a key in these layers, at the claimed context.
-        context_bound: L_theta of eq. 17. The first distance with B_m < 0 is context_bound + 1. None if B_m >= 0 up to
-            m = 4194304 and up to max_distance.
+        context_bound: L_theta of eq. 17. The first distance with B_m < 0 is context_bound + 1. None if B_m >= 0 for
+            all m up to the larger of 4194304 and max_distance.
         rotary_only_bound: context_bound of only the dimensions that rotate.
         negative_distances: number of distances m in 0..max_distance with B_m < 0.
         last_negative: largest m in 0..max_distance with B_m < 0. None if negative_distances is 0.

@@ -2,7 +2,7 @@
 
 We use completions if a server does not report the log-probabilities of prompt tokens. We send the first p tokens of a
 sequence as a prompt, and compare the response at temperature 0 with the following tokens. The predictions are correct
-up to the first difference. The next prompt ends with the token that was predicted wrong. A sequence thus takes about
+up to the first difference. The next prompt ends with the correct token at this position. A sequence thus takes about
 one request per wrong prediction. We request parts of each sequence in parallel.
 
 If a server returns text instead of token ids, each request covers a single token. A longer response would be
@@ -176,7 +176,7 @@ class GreedyCompletions:
         return 0, "unsure" if said == self.decode([token]) and not self.keeps_spaces else "wrong"
 
     def complete(self, prompt: Any, length: int, tokens: int, **options: Any) -> Any:
-        """Return the response as ids or text. If the server omits an end-of-text token, there may be no ids.
+        """Return the response as ids or text. The ids may be empty, because a server may omit an end-of-text token.
 
         Args:
             prompt: prompt, as ids or text.

@@ -178,7 +178,8 @@ class ServedModel(PromptReader):
         """Send a request, and return the JSON of the response. Retry after temporary errors.
 
         We do not use the client of `huggingface_hub.utils.http_backoff`, for two reasons. With HF_HUB_OFFLINE=1,
-        it rejects every address, including localhost. If one thread cannot connect, it is closed for all threads.
+        it rejects every address, including localhost. If one thread cannot connect, the client is closed for all
+        threads.
         """
         url, data = self.base_url + path, None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", "Accept": "application/json"}

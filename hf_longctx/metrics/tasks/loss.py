@@ -131,7 +131,7 @@ class PositionLoss(TaskResult):
             sequences: number of sequences.
             settings: settings of the measurement.
             error: standard error of `smoothed()` over sequences, one float per position; None if unknown.
-            texts: number of sequences without overlap. Only these determine the error. Default: 0, i.e. all sequences.
+            texts: number of sequences without overlap. Only these determine the error. 0 (default) means all.
         """
         mean = {"loss": np.asarray(loss, dtype=np.float64).tolist(), "error": None if error is None else [*error]}
         return cls({"mean": {**mean, "sequences": sequences, "texts": texts or sequences}}, settings or {})

@@ -151,7 +151,7 @@ class Needle(RetrievalTask):
     mode: str | None = option(
         None,
         "wording of the needle. easy: the needle contains the question, for models without instruction tuning; "
-        "standard: it does not (default: easy; standard if --needle is given)",
+        "standard: the needle does not contain the question (default: easy, or standard if --needle is given)",
         choices=MODES,
     )
     needle: str | None = option(None, "sentence to hide, in the language of the corpus")
