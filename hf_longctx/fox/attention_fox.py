@@ -39,8 +39,8 @@ MASKED = -1e4
 
 
 def is_exporting() -> bool:
-    """Return whether `torch.export` is tracing. torch 2.11 compiles `torch.compiler.is_exporting()` to True."""
-    return getattr(torch.compiler, "_is_exporting_flag", False)
+    """Return whether `torch.export` is tracing."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)  # torch 2.11 compiles its is_exporting() to True
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -132,8 +132,8 @@ def fold_queries(q, c, scale, gates_per_key):
 
     Args:
         q: (B, Hq, T, D).
-        c: cumulative sum of log f at the queries, (B, Hq, T) fp32. If the query heads of a key head share a gate:
-            (B, Hkv, T). Only its gradient is used.
+        c: cumulative sum of log f at the queries, (B, Hq, T) fp32. If the query heads of a key head share a gate, it
+            is (B, Hkv, T). Gradients reach c, but its values are not used.
         scale: the factor that the kernel applies to q'.k'.
         gates_per_key: gates per key head: 1, or the number of query heads that share a key head.
 

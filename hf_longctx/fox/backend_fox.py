@@ -278,9 +278,9 @@ def fold_forget_gate(module, q, k, v, log_f, call: Call, past: CachedLayer | Non
 def attend(module, q, k, v, log_f, call: Call, past: CachedLayer | None, **kwargs):
     """Compute the attention of the new tokens to all cached and new tokens, with the call's implementation.
 
-    Our kernels take the new gates as an argument. Other backends read them from folded keys. A cache also stores
-    folded keys. Under sequence parallelism, an all-to-all exchanges tokens for heads (Ulysses, arXiv 2309.14509). Each
-    process then has whole rows, but only some of the heads.
+    Our kernels take the new gates as an argument. Other backends read them from folded keys. With every backend, a
+    cache stores folded keys. Under sequence parallelism, an all-to-all exchanges tokens for heads (Ulysses, arXiv
+    2309.14509). Each process then has whole rows, but only some of the heads.
 
     Args:
         module: the `FoxAttention`.

@@ -45,8 +45,8 @@ class FoxConfig(PreTrainedConfig):
             query heads. Default num_attention_heads.
         forget_gate_per_kv_head: share a forget gate among the query heads of a key head. Default: one per query head.
         head_dim: size of each head. Default hidden_size / num_attention_heads.
-        forget_gate: "full" f = sigmoid(w.x + b), "bias_only" f = sigmoid(b) learned, "fixed" f = sigmoid(b) as
-            initialised (ALiBi), "none" a plain Transformer. Sec. 3 and 4.5.
+        forget_gate: "full": f = sigmoid(w.x + b). "bias_only": f = sigmoid(b) with a learned b. "fixed": f =
+            sigmoid(b) with the initial b (ALiBi). "none": no gate, a plain Transformer. See Sec. 3 and 4.5.
         decay_time_min: initial decay time in tokens of the fastest head. Decay times are log-spaced over the heads.
             The weights of head h fade by a factor e in T_h tokens (Appendix D). Required for "fixed". If the number of
             heads H is a power of two, decay_time_min = 2 ** (8 / H) and decay_time_max = 2 ** 8 give the slopes of

@@ -154,11 +154,11 @@ def from_llama(model: PreTrainedModel, decay_time: float | None = None) -> FoxFo
     Args:
         model: the model with its language-modelling head. It is copied, not modified.
         decay_time: number of tokens in which a gate forgets by a factor e. Default: 1e5 * max_position_embeddings, so
-            an attention logit changes by at most 1e-5 over the whole context. We measured how much the model's fp32
-            logits change, with four layers and 2048 tokens: by 5e-7 with initial weights; by 1.4e-4 with weights 10
-            times larger (logits up to 9); by 1e-3 with weights 25 times larger (logits up to 20). The gradient of a
-            gate is proportional to 1 / decay_time. To train the gates from the first step, choose about ten times
-            max_position_embeddings, and accept a larger change.
+            an attention logit changes by at most 1e-5 over the whole context. In our measurements (four layers, 2048
+            tokens, fp32), the model's logits changed by 5e-7 with initial weights. With weights 10 times larger
+            (logits up to 9), they changed by 1.4e-4. With weights 25 times larger (logits up to 20), they changed by
+            1e-3. The gradient of a gate is proportional to 1 / decay_time. To train the gates from the first step,
+            choose about ten times max_position_embeddings, and accept a larger change.
 
     Returns:
         The model in the dtype and on the device of `model`, in evaluation mode, with its generation settings.

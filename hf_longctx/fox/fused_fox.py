@@ -82,7 +82,7 @@ def inverse_norm(b_z, eps, D: tl.constexpr):
 
 @jit
 def norm_backward(b_z, b_dy, b_w, eps, D: tl.constexpr, NORM: tl.constexpr):
-    """Return the gradient of z and the normalized z, for y = w z / sqrt(mean(z^2) + eps)."""
+    """Return (gradient of z, normalized z) for y = w z / sqrt(mean(z^2) + eps)."""
     if NORM:
         b_inverse = inverse_norm(b_z, eps, D)
         b_z, b_dy = b_z * b_inverse, b_dy * b_w

@@ -210,8 +210,8 @@ def find_sequences(
         restarts = F.pad(position_ids[:, 1:] <= position_ids[:, :-1], (1, 0)).to(device)
         if (restarts & ~starts).any():
             raise ValueError(
-                "position_ids restart where neither cu_seq_lens_q nor seq_idx has a boundary. Leave one of them out, or "
-                "make them agree."
+                "position_ids restart where neither cu_seq_lens_q nor seq_idx has a boundary. Pass either "
+                "position_ids or boundaries, or make them agree."
             )
     if not compiling and not starts[:, 1:].any():
         return None
@@ -275,9 +275,9 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     predecessor = torch.where(before < 0, -1, before - cached + 1)
     if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
-            "in attention_mask, a new token follows a cached token that is not the last one. The token-shift state is "
-            "cached for the last token only. Cache only the tokens up to the one that the new token follows. Then "
-            "pass all other tokens in one call."
+            "in attention_mask, a new token follows a cached token that is not the last one. The cache must end with "
+            "that token, because the token-shift state is cached for the last token only. Then pass all other tokens "
+            "in one call."
         )
     return visible, predecessor
 
@@ -347,7 +347,7 @@ def check_cache(config, cache, batch: int, device: torch.device) -> int | None:
 
     Raises:
         TypeError: the cache is not a decoder cache.
-        ValueError: the cache does not match the model; or another model or batch filled the first layer.
+        ValueError: the cache does not match the model or the batch.
         NotImplementedError: the cache is quantized.
     """
     kind, repair = type(cache).__name__, "Make one for this model: DynamicCache(config=model.config)."

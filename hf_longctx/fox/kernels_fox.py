@@ -252,7 +252,7 @@ def forward_span(
 ):  # fmt: skip
     """Update an online softmax with the key blocks from i_from to i_to. These blocks are visible to all rows.
 
-    b_o, b_l and b_m are the output, sum and maximum. They include the decay from each key to the first row only.
+    b_o, b_l and b_m are the output, sum and maximum. They include only the decay from each key to the first row.
 
     The decay from key j to row i has three terms, all at most 0: from j to the end of its key block (p_d); from there
     to the first row (a scalar); and from the first row to i. The last term is the same for all keys, so the caller
@@ -456,8 +456,8 @@ def dq_kernel(
 ):  # fmt: skip
     """Compute dq of one block of queries, and the part of dc that comes from queries.
 
-    p_rows receives two numbers per row for `dkdv_kernel`. The first is the decay minus lse. This decay is counted from
-    the first row of the aligned block of BR rows. The second is delta = rowsum(do * o).
+    p_rows receives two numbers per row for `dkdv_kernel`. The first is the decay since the first row of the aligned
+    block of BR rows, minus lse. The second is delta = rowsum(do * o).
 
     Let dS = p * (do.v - delta). The part of dc that comes from queries is the row sums of dS. In exact arithmetic, the
     row sums are 0. In practice they are not, because delta contains the rounding error of o. Without the row sums, the
@@ -710,8 +710,8 @@ def decode_kernel(
 
     With ONE_DECAY, there is one new token, and its query heads share a gate. All rows then have the same decays.
 
-    The range of visible keys is read on the device. Pruning determines its start. In a cache with free slots, p_end
-    contains its end. The same launch therefore works for every step, and all programs get equal parts of the range.
+    The range of visible keys is read on the device. Pruning determines the start of the range. If the cache has free
+    slots, p_end contains the end. The same launch therefore works for every step, and all programs get equal parts.
     """
     n_r = tl.cdiv(G * Tq, BM)
     i_r = tl.program_id(0) % n_r  # programs with consecutive ids read the same keys

@@ -513,7 +513,7 @@ class FoxForCausalLM(FoxPreTrainedModel, ContinuousBatching, GenerationMixin):
 
 
 class FoxHead(FoxPreTrainedModel):
-    """Base class of the task heads. They build the decoder with AutoModel, so this class registers FoxModel there."""
+    """Base class of the task heads. It registers FoxModel with AutoModel, because AutoModel builds their decoder."""
 
     def __init__(self, config):
         # Registered here, not at import, because `FoxConfig` may differ from `type(config)`. transformers copies every

@@ -46,7 +46,7 @@ class HeadMap:
 
 
 def reduce_blocks(x, visible, block, largest):
-    """Return the mean or maximum of the visible entries in each block of x, (R, T). Without any, return NaN."""
+    """Return the mean or maximum of the visible entries in each block of x, (R, T). If none is visible, return NaN."""
     missing = [-size % block for size in reversed(x.shape)]
     x, visible = (
         torch.nn.functional.pad(y, (0, missing[0], 0, missing[1])).unflatten(1, (-1, block)).unflatten(0, (-1, block))

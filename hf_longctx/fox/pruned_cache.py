@@ -133,8 +133,8 @@ class PrunedLayer(DynamicLayer):
     """One layer of a `PrunedCache`.
 
     `groups` store all retained tokens. `keys` and `values` store the last token only. Its key contains the latest c.
-    The layer is pruned before a call if `prune_every` tokens have been added since the last pruning. No later query
-    has a larger c than the last cached token.
+    The layer is pruned before a call if `prune_every` tokens have been added since the last pruning. Pruning uses the
+    c of the last cached token, because no later query has a larger c.
     """
 
     keys: torch.Tensor
@@ -267,7 +267,7 @@ class PrunedLayer(DynamicLayer):
 
     @torch.no_grad()
     def prune(self, tokens: int = 0) -> None:
-        """Drop all tokens that may be dropped by (1). Then reset the latest c to 0.
+        """Drop all tokens that condition (1) of the module docstring allows. Then reset the latest c to 0.
 
         In each head, all rows of the batch drop the same number of tokens.
 
@@ -504,8 +504,8 @@ class PrunedCache(Cache):
     Args:
         model: the FoX that uses the cache, with or without a head.
         tolerance: largest attention weight that a query may lose in each layer and head. It must be at least 0 and
-            below 1. 0 drops nothing. Default: exp(config.log_pruning_tolerance). It is 4.5e-5 in the
-            default configuration.
+            below 1. With a tolerance of 0, nothing is dropped. Default: exp(config.log_pruning_tolerance). It is
+            4.5e-5 in the default configuration.
         logit_bound: "weights" computes a bound from the weights. It is valid for every input. "observed" computes a
             bound from the queries and keys so far. Without QK-norm, "observed" drops more tokens.
         prune_every: number of tokens between two prunings. Pruning copies the remaining tokens. Every head stores up

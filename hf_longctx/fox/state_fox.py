@@ -65,7 +65,7 @@ PLAIN_CALL = Call()  # real tokens of one sequence per row, and nothing cached
 
 
 def previous_tokens(x: torch.Tensor, before: torch.Tensor | None, predecessor: torch.Tensor | None) -> torch.Tensor:
-    """Return the predecessor of each token, (B, T, H, D). Without a predecessor, it is 0.
+    """Return the predecessor of each token, (B, T, H, D). For a token without a predecessor, return 0.
 
     before: (B, 1, H, D), the token before the first one. None: zeros.
     predecessor: as in `Call`.
@@ -156,10 +156,10 @@ def replace_shift_layers(cache: Cache) -> None:
 
 
 class InPlaceBuffer:
-    """Unused memory after a tensor of (..., tokens, numbers). Appending a token does not copy the others.
+    """Free memory behind a tensor (..., tokens, numbers), so that appending a token does not copy the others.
 
     Only the most recently returned tensor is extended in place. Cropped, reordered and loaded tensors, and tensors of
-    a copied cache, are copied first. Therefore no two tensors write to the same memory.
+    a copied cache, are copied first. Two tensors are therefore never extended into the same memory.
     """
 
     latest: Callable[[], Any] = staticmethod(lambda: None)
@@ -184,7 +184,7 @@ class InPlaceBuffer:
 class CachedLayer:
     """One layer of a cache.
 
-    All layers share a compiled step. It reads neither `index` nor the number of layers.
+    All layers can share a compiled step, because it reads neither `index` nor the number of layers.
 
     Args:
         cache: the cache, as checked by inputs_fox.py.

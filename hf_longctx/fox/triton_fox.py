@@ -299,7 +299,7 @@ def launch_decode(
 
 
 def is_traced(*tensors: Tensor) -> bool:
-    """Return whether PyTorch traces the call or a tensor is not plain. The custom operator is then called."""
+    """Return True if PyTorch traces the call, or if a tensor is not plain. The custom operator is then called."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()

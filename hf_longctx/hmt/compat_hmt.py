@@ -1,7 +1,7 @@
 """Compatibility with different versions of transformers: a version check, and the name of the cache argument.
 
-transformers first loads configuration_hmt.py from a saved folder. That file imports this one. The warning about an
-untested version therefore appears before anything can fail.
+When transformers loads a saved folder, it reads configuration_hmt.py first. That file imports this one, so the warning
+about an untested version appears before anything can fail.
 
 transformers 5.24 renamed `past_key_values` to `cache`. HMT accepts both names.
 """

@@ -56,15 +56,15 @@ class HMTConfig(PreTrainedConfig):
             positions to each segment. None: no search.
         neural_cache_weight: weight of a neural cache (`neural_cache_hmt.py`) in each prediction of single-pass mode,
             such as 0.1. The cache works without training. A state stores d numbers per remembered token: 177 MB in
-            bfloat16 at d = 576 and the defaults. In training, these numbers are kept for the backward pass of each
-            segment. None: no cache.
+            bfloat16 at d = 576 and the defaults. In training, each segment keeps these numbers for its backward pass.
+            None: no cache.
         loss_scope: one of: "all"; "last". With "all", all labels are scored. With "last", only the last
             `segment_length` labels of a row are scored. The authors of the paper use "last" in training and
             evaluation.
         bptt_segments: number of segments after which backpropagation is truncated. None: not truncated.
-        summary_batch: maximum number of rows in one backbone batch. Several segments share a batch. A segment of B
-            sequences adds B rows. In paper mode, the batch contains summary passes. In single-pass mode, it contains
-            first parts. Lower values use less GPU or CPU memory.
+        summary_batch: maximum number of rows in one backbone batch. Several segments share a batch. Each segment
+            adds one row per sequence. In paper mode, the batch contains summary passes. In single-pass mode, it
+            contains first parts. Lower values use less GPU or CPU memory.
         cuda_graphs: whether calls without gradients replay the pass that ends a segment as a CUDA graph
             (`graphs_hmt.py`). Graphs do not change the logits. They require `reread=False`. HMT detects replaced
             weights and switched adapters. After any other change of the backbone, set `cuda_graphs` to False, call the
@@ -322,7 +322,7 @@ def config_from_dict(values: dict) -> PreTrainedConfig:
 
 
 def custom_classes(config: object) -> dict[str, Any]:
-    """Return a custom backbone's classes, keyed by "CONFIG_CLASS" and "MODEL_CLASS". For others, return {}."""
+    """Return a dict of a custom backbone's "CONFIG_CLASS" and "MODEL_CLASS". For another backbone, return {}."""
     config_class: Any = type(config)
     model_class: Any = None
     if config_class is CONFIG_CLASS:

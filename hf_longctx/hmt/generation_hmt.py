@@ -75,8 +75,8 @@ class HMTGenerationMixin(GenerationMixin):
         """Generate as in transformers. With `return_dict_in_generate=True`, the output has the `HMTState` as `state`.
 
         The state includes all tokens of a sequence except the last one. A row that ends early reads padding until all
-        rows have ended. To continue from a row's state, generate the rows one by one. Beam search does not return a
-        `state`, because its rows are beams.
+        rows have ended, so its state includes padding. To continue from a row's state, generate the rows one by one.
+        Beam search does not return a `state`, because its rows are beams.
 
         Args:
             args, kwargs: as in transformers. `state` is also accepted: `input_ids` continue this `HMTState`.

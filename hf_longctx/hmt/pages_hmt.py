@@ -12,7 +12,7 @@ split, a page must receive S / 2 embeddings before it splits again. This limits 
 cost of a segment therefore grows with the square root of the sequence length.
 
 `python -m scripts.bench.pages` compares pages with a flat memory. It counts how often the selected pages contain the
-embedding with the highest score. It tests unrelated vectors and the memories of a novel.
+embedding with the highest score. It uses unrelated vectors, and memories from reading a novel.
 """
 
 from collections.abc import Callable

@@ -4,9 +4,9 @@ HMT uses retrievers only through this protocol. A retriever remembers full segme
 and the next segment reads them (`retrieve`). It may change the logits of that segment (`mix`). A retriever's memory of
 a batch is a dict. Methods must not change this dict in place, so that states can branch.
 
-The values of the dict are tensors (B, n, ...). The length n may grow. `HMTState` selects, joins, saves and loads the
-rows of these tensors. If rows remember different numbers of segments, shorter rows are padded with zeros on the left.
-`ends` is 0 on this padding. `Retriever.rows` lists the values that are not tensors.
+The values of the dict are tensors (B, n, ...), except the values listed in `Retriever.rows`. The length n may grow.
+`HMTState` selects, joins, saves and loads the rows of these tensors. If rows remember different numbers of segments,
+shorter rows are padded with zeros on the left. `ends` is 0 on this padding.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Segment(NamedTuple):
 
     @property
     def ends(self) -> Tensor:
-        """For each row, the end of the segment in tokens from the start of the sequence, (B,), long."""
+        """For each row, the number of tokens from the start of the sequence to the end of the segment, (B,), long."""
         length = self.ids.shape[1]
         return long_tensor([length * (number + 1) for number in self.numbers], self.ids.device)
 
@@ -187,7 +187,9 @@ def register_retriever(name: str) -> Callable[[RetrieverClass], RetrieverClass]:
 
     def decorate(cls: RetrieverClass) -> RetrieverClass:
         if not name.isidentifier():
-            raise ValueError(f"`name` must be a Python identifier, got {name!r}. It names tensors in a file.")
+            raise ValueError(
+                f"`name` must be a Python identifier, got {name!r}. The names of saved tensors contain it."
+            )
         RETRIEVERS[name] = cls
         return cls
 

@@ -8,10 +8,10 @@ The backbone reads each token of a segment once:
 
 The hidden state of the first summary token is the recall query. The key and the value of this token are then cropped
 from the cache. A second pass extends the cache with the prompt and the second part. In this pass, the prompt attends
-only to itself, and the second part attends to the prompt, the sensory tokens and x[:j]. Position ids place the prompt
-first. The order of the cached keys does not matter. The hidden state of the second summary token is the memory of the
-segment. Queries and memories are therefore computed by the same function. The first segment does not recall, and is
-read in one pass.
+only to itself, and the second part attends to the prompt, the sensory tokens and x[:j]. In the cache, the prompt
+follows the first part, but its position id places it first. Attention does not depend on the order of the cached keys.
+The hidden state of the second summary token is the memory of the segment. Queries and memories are therefore computed
+by the same function. The first segment does not recall, and is read in one pass.
 
 An untrained HMT predicts like its backbone with a window of one segment and its sensory tokens. There are two reasons.
 First, adjacent tokens stay adjacent. Second, the prompt is a recalled hidden state, not a random vector.
