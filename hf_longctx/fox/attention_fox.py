@@ -11,10 +11,10 @@ cache stores the decay with its keys. Each part has eight significant bits, so i
 TF32. Together, the three parts represent all 24 bits of a float32. Because of the factor 64, the parts stay within
 float16's range if `|c|` is at most 64 * scale * 65504. For D = 64, this limit is 5e5.
 
-The last column adds 0 to the logits and is only needed for the gradient. Let dS be the gradient with respect to the
-logits. The gradient of c_t is the row sum of dS at t minus the column sum at t. The gradient of log f_t is the sum of
-the gradients of c from t on. In exact arithmetic, the row sums are 0. In practice, each rounding error of dS enters a
-row sum and a column sum. The last column adds the row sums, so the errors cancel. Without it, they accumulate.
+The last head dimension adds 0 to the logits and is only needed for the gradient. Let dS be the gradient with respect
+to the logits. The gradient of c_t is the row sum of dS at t minus the column sum at t. The gradient of log f_t is the
+sum of the gradients of c from t on. In exact arithmetic, the row sums are 0. In practice, each rounding error of dS
+enters both a row sum and a column sum. The last head dimension passes the row sums to c, so these errors cancel.
 
 Limits of the folded form: `c` is a float32, so at `|c| = 1e5` the exponent has a resolution of 0.008. If a kernel
 returns the gradient of k' in bfloat16, it rounds the column sums. The gradient of log f then has an unbiased error of
@@ -88,8 +88,8 @@ def cumulative_sum(x):
 def running_sum(log_f, position_in_sequence=None):
     """Compute `c`, the cumulative sum of the log gates, (B, H, T) -> (B, H, T) fp32.
 
-    position_in_sequence: (B, T) if sequences are packed. The sum then restarts in every sequence, at a value near 0.
-        Its resolution depends on the sequence length, not on the row length. The start value cancels in the softmax.
+    position_in_sequence: (B, T) if sequences are packed. The sum then restarts near 0 in every sequence, so
+        the row length does not reduce its resolution. The start value cancels in the softmax.
     """
     c = cumulative_sum(log_f)
     if position_in_sequence is None:
@@ -104,7 +104,7 @@ def running_sum(log_f, position_in_sequence=None):
 def constant_columns(head_dim, heads, gates_per_key, dtype, device):
     """Return the columns to append to queries, and the columns to append to keys after the gate parts.
 
-    Shapes: (heads or 1, 1, D' - D) for queries, and 1D for keys.
+    The columns for queries are (heads or 1, 1, D' - D). The columns for keys are a vector.
     """
     added = folded_width(head_dim, gates_per_key, device) - head_dim
     gates = GATE_QUERY * torch.eye(gates_per_key, dtype=dtype, device=device).repeat_interleave(GATE_PARTS, dim=1)
@@ -132,8 +132,8 @@ def fold_queries(q, c, scale, gates_per_key):
 
     Args:
         q: (B, Hq, T, D).
-        c: cumulative sum of log f at the queries, (B, Hq, T) fp32. If the query heads of a key head share a gate, it
-            is (B, Hkv, T). Gradients reach c, but its values are not used.
+        c: cumulative sum of log f at the queries, fp32: (B, Hq, T), or (B, Hkv, T) if the query heads of a key head
+            share a gate. Gradients reach c, but its values are not used.
         scale: the factor that the kernel applies to q'.k'.
         gates_per_key: gates per key head: 1, or the number of query heads that share a key head.
 
@@ -190,8 +190,8 @@ def unfold_decay(folded_keys, head_dim, group, scale):
 def tree_decay(log_f: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     """Return the decay of each key for each query: the sum of log f over all later keys that the query attends to.
 
-    The branches of a token tree are therefore independent. This decay also depends on the query, so it is added to the
-    logits instead of being folded into the keys.
+    In a token tree, a gate therefore affects only its descendants. The decay depends on the query, so it is added to
+    the logits instead of being folded into the keys.
 
     Args:
         log_f: log gates of all keys, (B, H, keys), fp32.

@@ -177,8 +177,7 @@ def forgetting_triton_attention(module, query, key, value, attention_mask, scali
         raise ValueError(f"attention_dropout must be 0 for {NAME}, got {dropout}. Set it to 0, or use 'sdpa'.")
     if attention_mask is not None and not isinstance(attention_mask, tuple):
         raise NotImplementedError(
-            f"{NAME} requires attention_mask (B, Tk), 1 for real tokens, got {tuple(attention_mask.shape)}. Use "
-            "'sdpa' for a custom mask."
+            f"attention_mask must be (B, Tk) for {NAME}, got {tuple(attention_mask.shape)}. Use 'sdpa' for a custom mask."
         )
     visible = VisibleKeys(None, key.shape[2]) if attention_mask is None else attention_mask
     decoding, end = is_decoding(query, key, value), visible.end

@@ -132,6 +132,6 @@ def weight_files(folder: Path) -> list[Path]:
         pickled = sorted(path.name for path in folder.glob("pytorch_model*.bin"))
         raise ValueError(
             f"{folder} lacks {', '.join(missing) or 'weights'}. Weights must be in safetensors files."
-            + (f" It has {', '.join(pickled)}: load and save the model to convert them." if pickled else "")
+            + (f" Load and save the model to convert {', '.join(pickled)}." if pickled else "")
         )
     return files

@@ -48,10 +48,10 @@ class FoxConfig(PreTrainedConfig):
         forget_gate: "full": f = sigmoid(w.x + b). "bias_only": f = sigmoid(b) with a learned b. "fixed": f =
             sigmoid(b) with the initial b (ALiBi). "none": no gate, a plain Transformer. See Sec. 3 and 4.5.
         decay_time_min: initial decay time in tokens of the fastest head. Decay times are log-spaced over the heads.
-            The weights of head h fade by a factor e in T_h tokens (Appendix D). Required for "fixed". If the number of
-            heads H is a power of two, decay_time_min = 2 ** (8 / H) and decay_time_max = 2 ** 8 give the slopes of
-            ALiBi. Default: learned gates start half open, with a decay time of 1.4 tokens, as in the paper. These
-            gates learn slowly on a small corpus.
+            The attention weights of head h fade by a factor e in T_h tokens (Appendix D). Required for "fixed". If the
+            number of heads H is a power of two, decay_time_min = 2 ** (8 / H) and decay_time_max = 2 ** 8 give the
+            slopes of ALiBi. Default: learned gates start half open, with a decay time of 1.4 tokens, as in the paper.
+            These gates learn slowly on a small corpus.
         decay_time_max: initial decay time of the slowest head.
         rope_parameters: transformers' RoPE dictionary, e.g. {"rope_type": "default", "rope_theta": 500000.0}. Default
             None: no positional encoding, as in the paper.
@@ -195,9 +195,7 @@ class FoxConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Raise ValueError if a field is out of range or contradicts another. `@strict` also calls this method."""
         if not getattr(self, "is_causal", True):
-            raise ValueError(
-                "is_causal must be True, got False. Forget gates require causal attention. Leave it unset."
-            )
+            raise ValueError("is_causal must be True or unset, got False. Forget gates require causal attention.")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads must be a multiple of num_key_value_heads={self.num_key_value_heads}, got "
@@ -211,9 +209,9 @@ class FoxConfig(PreTrainedConfig):
                 "rotate only a part of each head. Remove partial_rotary_factor from the config."
             )
         if self.forget_gate not in ("full", "bias_only", "fixed", "none"):
-            raise ValueError(f"forget_gate must be full, bias_only, fixed or none, got {self.forget_gate!r}.")
+            raise ValueError(f"forget_gate must be 'full', 'bias_only', 'fixed' or 'none', got {self.forget_gate!r}.")
         if self.output_gate not in (None, "sigmoid", "silu"):
-            raise ValueError(f"output_gate must be None, sigmoid or silu, got {self.output_gate!r}.")
+            raise ValueError(f"output_gate must be None, 'sigmoid' or 'silu', got {self.output_gate!r}.")
         if self.log_pruning_tolerance is not None and not self.log_pruning_tolerance <= 0:
             raise ValueError(
                 f"log_pruning_tolerance must be at most 0, got {self.log_pruning_tolerance}. It is the log of a "

@@ -378,7 +378,7 @@ def read_llama_config(config_dict: dict, decay_time: float | None = None) -> Fox
     if model_type not in LLAMA_FAMILY:
         raise ValueError(f"model_type must be one of {LLAMA_FAMILY} for conversion to FoX, got {model_type!r}.")
     if config_dict.get("quantization_config"):
-        raise ValueError("quantized models are not supported. Convert the original weights, and quantize the FoX.")
+        raise ValueError("quantized models are not supported. Convert the unquantized model, and quantize the FoX.")
     config = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config_dict))
     problems = []
     if getattr(config, "attention_bias", False):

@@ -120,7 +120,7 @@ def load(source: Path) -> tuple[dict[str, torch.Tensor], int]:
     checkpoint = Checkpoint(source)
     tensors = {name: checkpoint.read(name) for name in checkpoint.files}
     if unknown := {x.dtype for x in tensors.values() if x.ndim} - set(DTYPES.values()):
-        raise ValueError(f"weights of {', '.join(map(str, unknown))} are not supported. Convert the original weights.")
+        raise ValueError(f"weights in {', '.join(map(str, unknown))} are not supported. Use the original checkpoint.")
     return tensors, max(file.stat().st_size for file in checkpoint.files.values())
 
 

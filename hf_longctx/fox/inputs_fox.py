@@ -124,7 +124,7 @@ def find_successors(predecessor: torch.Tensor, token_mask: torch.Tensor | None) 
 def read_token_mask(attention_mask: torch.Tensor | None, length: int) -> torch.Tensor | None:
     """Return the last `length` columns of a mask (B, past + T) as bool. If all their tokens are real, return None.
 
-    transformers' `create_recurrent_attention_mask` would assume that a single token is never padding.
+    transformers' `create_recurrent_attention_mask` is not used: it assumes that a single token is never padding.
     """
     if attention_mask is None:
         return None
@@ -231,11 +231,12 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
         cache: a `Cache` or None.
 
     Returns:
-        The boolean mask, and `Call.predecessor`, (1 or B, T): the last earlier token that each token attends to.
+        The boolean mask, and `Call.predecessor`, (1 or B, T). The predecessor of a token is the nearest earlier token
+        that it attends to.
 
     Raises:
         ValueError: shape, dtype or values are wrong; a token attends to a later token, or beyond the sliding window;
-            or, in a model with a token shift, a new token follows a cached token that is not the last one.
+            or, in a model with a token shift, a new token follows a cached token that is not the last cached one.
         NotImplementedError: the cache is a `PrunedCache`.
     """
     if hasattr(cache, "make_room"):  # a `PrunedCache`
@@ -269,15 +270,15 @@ def read_tree_mask(config, mask: torch.Tensor, batch: int, length: int, cache) -
     if config.sliding_window is not None and not compiling and visible.sum(-1).max() > config.sliding_window:
         raise ValueError(
             f"attention_mask lets a token attend to {visible.sum(-1).max()} tokens. With sliding_window="
-            f"{config.sliding_window}, a token may attend to the last {config.sliding_window} only."
+            f"{config.sliding_window}, a token may attend to at most {config.sliding_window} tokens."
         )
     before = torch.where(visible[:, 0] & (key < query), key, -1).amax(-1)  # (1 or B, T)
     predecessor = torch.where(before < 0, -1, before - cached + 1)
     if (config.k_shift or config.v_shift) and not compiling and ((predecessor < 0) & (before >= 0)).any():
         raise ValueError(
-            "in attention_mask, a new token follows a cached token that is not the last one. The cache must end with "
-            "that token, because the token-shift state is cached for the last token only. Then pass all other tokens "
-            "in one call."
+            "in attention_mask, a new token follows a cached token that is not the last cached token. Only the last "
+            "token has a cached token-shift state. Crop the cache so that it ends with the token to follow, and pass all "
+            "other tokens in one call."
         )
     return visible, predecessor
 
@@ -301,7 +302,7 @@ def check_call(config, inputs_embeds, attention_mask, position_ids, cache, kwarg
         if closest := difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8):
             raise ValueError(f"{name!r} is not an argument of this model; did you mean {closest[0]!r}?")
     if not (kwargs.get("is_causal", True) and getattr(config, "is_causal", True)):
-        raise ValueError("is_causal must be True, got False. Forget gates require causal attention. Leave it unset.")
+        raise ValueError("is_causal must be True or unset, got False. Forget gates require causal attention.")
     for function in (F.scaled_dot_product_attention, ALL_ATTENTION_FUNCTIONS.get(config._attn_implementation)):
         package = getattr(function, "__module__", None) or ""
         if package.startswith(("torch.distributed", "deepspeed")):

@@ -9,7 +9,7 @@ Design:
   padding on either side, packed sequences, a sliding window and adaptive computation pruning. The kernels read
   start_i. The dk/dv pass reads the transpose: for each key, the position after the last query that attends to it.
 * **The decay is exact at any length.** c is summed in float64 and split into an fp32 pair c + e, in units of log 2.
-  Only differences of c are used. The rounding error is therefore relative to c_i - c_j, not to c.
+  This pair is precise enough that the rounding error of c_i - c_j is relative to this difference, not to c.
 * **Each program writes its own output block.** There are no atomics, and the cumulative sum has a fixed order, so
   results are bitwise deterministic.
 
@@ -121,7 +121,7 @@ def store_rows(p_x, b_x, i_row, stop, stride, D: tl.constexpr, BT: tl.constexpr,
 
 @jit
 def load_tokens(p_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
-    """Load the tokens at offsets o_n of one of H heads as [BT, BD] fp32, with 0 where m_n is False."""
+    """Load the tokens at offsets o_n as [BT, BD] fp32, for one of H heads. If m_n is False, the result is 0."""
     o_d = tl.arange(0, BD)
     p_block = p_x + o_n.to(tl.int64)[:, None] * H * D + o_d[None, :]
     return tl.load(p_block, mask=m_n[:, None] & (o_d < D)[None, :], other=0.0).to(tl.float32)
@@ -136,7 +136,7 @@ def store_tokens(p_x, b_x, o_n, m_n, H, D: tl.constexpr, BD: tl.constexpr):
 
 @jit
 def decay(c_i, e_i, c_j, e_j):
-    """Return c_i - c_j. The fp32 pair c + e has about 48 bits, so the error is relative to c_i - c_j, not to c."""
+    """Return c_i - c_j. With about 48 bits in a pair c + e, only the rounding of the difference matters."""
     return (c_i - c_j) + (e_i - e_j)
 
 
@@ -161,7 +161,7 @@ def unpack(b_pair):
 def key_range(p_start, i_row, Tk, BM: tl.constexpr, BN: tl.constexpr, BOUNDED: tl.constexpr):
     """Return (start, begin, full, diagonal, end) for the BM queries from i_row on.
 
-    start, [BM], is start_i of each query. The queries attend to keys in [begin, end). Blocks of BN keys in
+    `start` contains start_i of each query, [BM]. The queries attend to keys in [begin, end). Blocks of BN keys in
     [full, diagonal) are visible to all of these queries, and do not need a mask.
     """
     o_i = i_row + tl.arange(0, BM)
@@ -521,7 +521,7 @@ def dkdv_span(
     i_from, i_to, begin, end, s_qt, s_dot, scale2,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add dS^T q to dk and P^T do to dv, and subtract the column sums of dS from dc.
+    """Add dS^T @ q to dk and P^T @ do to dv, and subtract the column sums of dS from dc.
 
     The sums are over the query blocks from i_from to i_to. Blocks of P and dS are transposed, [keys, queries].
     """
@@ -663,9 +663,9 @@ def prune_kernel(
 
         c_r - c_e < tolerance - 2 bound_scale p_bound - log Tk.
 
-    A row then loses at most the weight e^tolerance. c decreases, so the dropped blocks are the first ones. Bisection
-    finds the number of dropped blocks. This number does not decrease from one row to the next. If a value is NaN,
-    nothing is dropped. A program processes BR rows.
+    A row then loses at most the weight exp(tolerance). c decreases, so the dropped blocks are the first ones. We find
+    their number by bisection. It does not decrease from one row to the next. If a value is NaN, nothing is dropped.
+    A program processes BR rows.
     """
     if ENDS:
         Tk = tl.load(p_end).to(tl.int32)

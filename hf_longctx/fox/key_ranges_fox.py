@@ -89,7 +89,7 @@ def find_query_end(key_start: torch.Tensor, Tk: int) -> torch.Tensor:
 
 
 def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
-    """Return a bound on |scale * q.k|, (B, Hq), from the largest norms of queries and keys, without padding."""
+    """Return a bound on |scale * q.k|, (B, Hq), from the largest norms of queries and keys. Padding is ignored."""
     rows = torch.linalg.vector_norm(q, dim=-1, dtype=torch.float32)  # (B, Hq, Tq)
     keys = torch.linalg.vector_norm(k, dim=-1, dtype=torch.float32)  # (B, Hkv, Tk)
     if key_start is not None:  # padding may contain any value
@@ -100,7 +100,7 @@ def bound_from_norms(q, k, scale, key_start, query_end) -> torch.Tensor:
 
 
 def bound_per_head(q, logit_bound: torch.Tensor | float) -> torch.Tensor:
-    """Expand a bound, a number or a tensor, to a contiguous fp32 tensor (B, Hq) for the kernels."""
+    """Expand a bound (a number or a tensor) to a contiguous fp32 tensor (B, Hq) for the kernels."""
     if not isinstance(logit_bound, torch.Tensor):
         return q.new_full(q.shape[:2], logit_bound, dtype=torch.float32)  # a copy to the GPU would synchronize
     return logit_bound.to(q.device, torch.float32).expand(q.shape[:2]).contiguous()

@@ -310,9 +310,9 @@ class FoxPreTrainedModel(PreTrainedModel):
     @staticmethod
     @accept_both_names
     def create_masks_for_generate(config, inputs_embeds, attention_mask, cache, position_ids=None, **kwargs):
-        """Return a dict with two entries: the mask, and the token mask.
+        """Return a dict with two entries: the attention mask, and the token mask.
 
-        The mask is stored under the name of its attention implementation. The token mask has one value for
+        The attention mask is stored under the name of the attention implementation. The token mask has one value for
         each of the T tokens, True for real ones. `attn_implementation="auto"` is resolved here. A 4D mask is returned
         unchanged.
         """

@@ -29,9 +29,9 @@ class HeadMap:
         layer: index of the layer.
         head: index of the query head.
         decay_time: number of tokens in which the head forgets by a factor e, averaged over the sequence.
-        forget: F, (n, n) float32 with n = ceil(tokens / block). Rows are queries, columns are keys. An entry is the
-            mean over block x block entries.
-        attention: A, (n, n) float32. An entry is the largest of block x block entries, because A is sparse.
+        forget: F, (n, n) float32 with n = ceil(tokens / block). Rows are queries, columns are keys. Each entry is
+            the mean of a (block, block) part of the full matrix.
+        attention: A, (n, n) float32. Each entry is the maximum of such a part, because A is sparse.
         tokens: length of the sequence.
         block: number of tokens in a row or column of the maps.
     """

@@ -240,12 +240,12 @@ class PrunedLayer(DynamicLayer):
         self.largest_key.copy_(torch.maximum(self.largest_key, norms[1]))
 
     def _decay(self, keys, heads):
-        """Read c from folded keys: (B, h, n, D') -> (B, h, G, n) fp64. The last pruning reset the latest c to 0."""
+        """Read c from folded keys: (B, h, n, D') -> (B, h, G, n) fp64. c is measured from the last pruning."""
         c = unfold_decay(keys, self.head_dim, self.gates_per_key, self.scaling)
         return c.unflatten(1, (heads, self.gates_per_key)).double()
 
     def _fold(self, keys, c):
-        """Return folded keys, (B, h, n, D'), with another c, (B, h, G, n)."""
+        """Return a copy of folded keys, (B, h, n, D'), with new values of c, (B, h, G, n)."""
         folded = fold_keys(keys[..., : self.head_dim], c.float().flatten(1, 2), self.scaling)
         return torch.cat([folded[..., : self.marker], keys[..., self.marker :]], dim=-1)
 
@@ -267,7 +267,7 @@ class PrunedLayer(DynamicLayer):
 
     @torch.no_grad()
     def prune(self, tokens: int = 0) -> None:
-        """Drop all tokens that condition (1) of the module docstring allows. Then reset the latest c to 0.
+        """Drop all tokens that condition (1) of the module docstring allows. Then shift c to 0 at the last token.
 
         In each head, all rows of the batch drop the same number of tokens.
 

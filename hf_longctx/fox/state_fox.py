@@ -105,7 +105,7 @@ class ShiftLayer(LinearAttentionLayer):
             self.conv_states[0] = self.conv_states[0][indices]
 
     def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **kwargs) -> torch.Tensor:
-        """Append to the state, (B, channels, T). Retain the last tokens. If the past is recorded, retain all."""
+        """Append new tokens to the state, (B, channels, T). Unless the past is recorded, retain only the last."""
         if not self.is_conv_states_initialized[0]:
             self.lazy_initialization(conv_states=conv_states, state_idx=0, conv_kernel_size=1)
         if self.has_previous_state[0]:  # keeps each token contiguous in memory
@@ -156,7 +156,7 @@ def replace_shift_layers(cache: Cache) -> None:
 
 
 class InPlaceBuffer:
-    """Free memory behind a tensor (..., tokens, numbers), so that appending a token does not copy the others.
+    """Spare memory after a tensor, (..., tokens, numbers). With it, appending a token does not copy the others.
 
     Only the most recently returned tensor is extended in place. Cropped, reordered and loaded tensors, and tensors of
     a copied cache, are copied first. Two tensors are therefore never extended into the same memory.

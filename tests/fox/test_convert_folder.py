@@ -141,11 +141,11 @@ DAMAGE = {
         lambda folder: shutil.copy(folder / SHARD, folder / "model-2.safetensors"),
         r" is in both model-1.safetensors and model-2.safetensors",
     ),
-    "pickled": (pickle, r"lacks model.safetensors.* It has pytorch_model.bin: load and save"),
+    "pickled": (pickle, r"lacks model.safetensors.* Load and save the model to convert pytorch_model.bin"),
     "wrong tensors": (change_shard(shrink), r"(?s)shape of .*unknown: extra"),
     "another dtype": (
         change_shard(lambda tensors: {name: x.to(torch.float8_e4m3fn) for name, x in tensors.items()}),
-        r"weights of torch.float8_e4m3fn are not supported",
+        r"weights in torch.float8_e4m3fn are not supported",
     ),
     "configuration": (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
     "a list": (lambda folder: (folder / "config.json").write_text("[]"), r"must contain a JSON object, got list"),

@@ -27,8 +27,8 @@ CONFIG = [
     config("positive pruning tolerance", "at most 0, got 0.5", log_pruning_tolerance=0.5),
     config("hidden size and heads", "must be a multiple of num_attention_heads", hidden_size=30),
     config("heads and key heads", "must be a multiple of num_key_value_heads", num_key_value_heads=3),
-    config("unknown gate", "must be full, bias_only", forget_gate="sigmoid"),
-    config("unknown output gate", "must be None, sigmoid", output_gate="tanh"),
+    config("unknown gate", "must be 'full', 'bias_only'", forget_gate="sigmoid"),
+    config("unknown output gate", "must be None, 'sigmoid'", output_gate="tanh"),
     config("fixed without times", "got None and None.*Set both", forget_gate="fixed"),
     config("times upside down", "0 < min <= max", forget_gate="fixed", decay_time_min=8, decay_time_max=2),
     config("shared norm without a norm", "requires qk_norm=True", qk_norm_shared=True),
@@ -173,7 +173,7 @@ SHIFTED = [
     refused(
         "more tokens taken back than are kept", cropped, r"cannot remove 32 of 40 tokens.*the last 32 tokens only"
     ),
-    refused("branch whose token before is gone", continued, "cached for the last token only"),
+    refused("branch whose token before is gone", continued, "Only the last token has a cached token-shift state"),
 ]
 
 
