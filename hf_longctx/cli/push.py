@@ -1,8 +1,8 @@
 """Push a model, an adapter or a metric to the Hub, in one commit.
 
 Pushes DIR's config, safetensors weights, tokenizer, card, figures and results. The package's modeling code is pushed
-too, so that the model loads without hf-longctx. Pickles, training state, hidden files, links to files outside DIR,
-access tokens and local paths raise an error. The Hub token comes from `hf auth login` or HF_TOKEN.
+too, so that the model loads without hf-longctx. These raise an error: pickles, training state, hidden files, access
+tokens, local paths, and links to files outside DIR. The Hub token comes from `hf auth login` or HF_TOKEN.
 
 A hand-written README.md is pushed unchanged. If there is none, the card is generated from the files. Each section of
 card_notes.md is then added to the card's section of the same name. --write-card writes the card into DIR.

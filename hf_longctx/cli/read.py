@@ -1,8 +1,8 @@
 """Read a document once into an HMT's memory, and answer a question about it.
 
 Without QUESTION, the memory is saved to --output every minute, and the same command resumes from this file. TEXT can
-also be a saved memory: a file, or NAMESPACE/NAME@REVISION on the Hub. A saved memory replaces the document. It works
-only with the weights that wrote it. `hf upload NAMESPACE/NAME FILE` shares a memory.
+also be a saved memory: a file, or NAMESPACE/NAME@REVISION on the Hub. A saved memory works only with the
+weights of the model that saved it. `hf upload NAMESPACE/NAME FILE` shares a memory.
 
 With --chat, QUESTION is the user's turn in the model's chat template. Without --chat, the model continues QUESTION.
 
@@ -107,8 +107,8 @@ def answer(args: Namespace, model: Any, tokenizer: Any, inputs: Any, state: Any)
     def refuse_nan(ids, logits):
         if logits.isnan().any():
             raise ValueError(
-                f"the logits of {args.model} after {ids.shape[1]} tokens are NaN. Look for damaged weights, or "
-                "give --dtype float32."
+                f"{args.model} returned NaN logits after {ids.shape[1]} tokens. Look for damaged weights, or give "
+                "--dtype float32."
             )
         return logits
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="repeats per length of the forgetting curve (default: %(default)s)",
+        help="forgetting curve: repeats per length (default: %(default)s)",
     )
     shared.add_train_length(group)
     group.add_argument(

@@ -186,8 +186,8 @@ def open_model(args: Namespace) -> tuple[Any, Any, Callable[[], Any]]:
     Under torchrun or accelerate launch, the process group is initialized first.
 
     Returns:
-        three objects: the tokenizer; a reader for checking options, possibly without weights; a function that returns
-        the reader for the measurement.
+        three objects: the tokenizer; a model for checking options, possibly without weights; a function that returns
+        the model to measure.
     """
     from transformers import AutoConfig
 

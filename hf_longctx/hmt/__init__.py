@@ -1,4 +1,4 @@
-"""Hierarchical Memory Transformer: memory recall around any causal LM (arXiv 2405.06067)."""
+"""Hierarchical Memory Transformer: a wrapper that adds memory recall to any causal LM (arXiv 2405.06067)."""
 
 from .configuration_hmt import HMTConfig
 from .convert import from_official, official_parameters

@@ -133,7 +133,7 @@ class Backbone:
         )
 
     def keeps_all_keys(self, positions: int) -> bool:
-        """Return whether the config lets each of `positions` positions attend to all earlier positions."""
+        """Return whether each position in a pass of length `positions` can attend to all earlier positions."""
         config = self.model.config.get_text_config()
         if self.stateful or config.model_type == "fox" or rotates_by_length(config, positions):
             return False  # FoX gates decay the keys with each token, regardless of position ids
@@ -420,7 +420,8 @@ def rotates_by_length(config: Any, positions: int) -> bool:
 def equal_up_to_rounding(x: Tensor, y: Tensor) -> bool:
     """Return whether x and y are equal up to rounding.
 
-    The tolerance is at least 3e-4, because a mixture of experts may group the positions of two passes differently.
+    The tolerance is at least 3e-4: a mixture of experts may group positions differently in two passes, and this
+    changes the rounding.
     """
     tolerance = max(8 * torch.finfo(y.dtype).eps, 3e-4)
     return bool((x.float() - y.float()).norm() <= tolerance * y.float().norm())

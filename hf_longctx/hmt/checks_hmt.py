@@ -139,9 +139,9 @@ def check_state(config: HMTConfig, lm: Backbone, state: HMTState) -> None:
     if config.recall and config.recall_mode == "paper" and incomplete_query:
         raise ValueError(
             f"The state ends {open_tokens} tokens into a segment. recall_mode='paper' reads the first "
-            f"{config.summary_length} tokens of a segment before predicting them. This call would therefore change "
-            "earlier predictions. End chunks at multiples of segment_length. To generate beyond a segment, train a "
-            "model with recall_mode='single_pass'."
+            f"{config.summary_length} tokens of a segment before predicting any of them. New tokens would change "
+            "the predictions of an earlier call. End chunks at multiples of segment_length. To generate beyond a "
+            "segment, train a model with recall_mode='single_pass'."
         )
 
 

@@ -26,7 +26,7 @@ class HMTConfig(PreTrainedConfig):
     Args:
         backbone_config: configuration of the wrapped causal LM. `HMTWrapper.from_backbone` sets it.
         segment_length: L', number of new tokens per segment. The backbone reads `positions_per_segment` positions at a
-            time. (The paper's L includes prompts and sensory tokens, so its L = 256 is L' = 222 at k = 32.)
+            time. (The paper's L also counts prompts and sensory tokens. With k = 32, L = 256 corresponds to L' = 222.)
         sensory_tokens: k. A segment re-reads the last k tokens of the previous segment.
         memory_size: N, maximum number of memory embeddings retained for recall. The oldest is dropped first. None:
             all.

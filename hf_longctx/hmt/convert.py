@@ -37,8 +37,8 @@ def from_official(
         memory_size: see `HMTConfig`.
         recall: whether `params` contains the recall parameters.
         recall_mode: see `HMTConfig` (default: "paper").
-        settings: other fields of `HMTConfig`. `segment_length` counts only new tokens, so set it to the official
-            segment_length - 2 m - num_sensory.
+        settings: other fields of `HMTConfig`. `segment_length` counts only new tokens: subtract 2 m + `num_sensory`
+            from the official `segment_length`.
 
     Raises:
         ValueError: a parameter is missing, is unknown or has the wrong shape.

@@ -27,7 +27,7 @@ class HMTGenerationMixin(GenerationMixin):
     ) -> dict[str, Any]:
         """Return the inputs of a generation step.
 
-        The first step reads the prompt. Each later step reads one new token. The prompt may continue a `state`.
+        The first step continues from the `state`, if given, and reads the input. Each later step reads one new token.
         Before 5.24, transformers passes the state of the previous step as `state`. Since 5.24, it uses `cache`.
         """
         state = state if cache is None else cache
@@ -76,7 +76,7 @@ class HMTGenerationMixin(GenerationMixin):
 
         The state includes all tokens of a sequence except the last one. A row that ends early reads padding until all
         rows have ended, so its state includes padding. To continue from a row's state, generate the rows one by one.
-        Beam search does not return a `state`, because its rows are beams.
+        Beam search does not return a `state`, because the rows of the state would be beams.
 
         Args:
             args, kwargs: as in transformers. `state` is also accepted: `input_ids` continue this `HMTState`.

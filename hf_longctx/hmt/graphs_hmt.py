@@ -1,9 +1,9 @@
 """Capture the pass that ends each segment as a CUDA graph (`HMTConfig(cuda_graphs=True)`).
 
-Reading a segment takes about 700 kernel launches, which take longer than the kernels. The passes that end the segments
-of a sequence have the same shapes. HMT captures the second of these passes as a graph. Each later pass replays it with
-a single launch. A replay runs the same kernels as an eager pass, so the logits are equal. With `reread=True`, all
-passes are eager.
+Reading a segment needs about 700 kernel launches, and launching the kernels takes longer than running them. The passes
+that end the segments of a sequence have the same shapes. HMT captures the second of these passes as a graph. Each
+later pass replays it with a single launch. A replay runs the same kernels as an eager pass, so the logits are equal.
+With `reread=True`, all passes are eager.
 """
 
 import threading

@@ -63,7 +63,7 @@ class HMTMemory(nn.Module):
                 self.log_temperature = nn.Parameter(torch.empty(1))  # FSDP2 does not support scalar parameters
 
     def forward(self, function: Callable[[], Any]) -> Any:
-        """Call a function that uses the parameters. accelerate loads offloaded weights only during `forward`."""
+        """Call a function that uses the parameters. Inside `forward`, accelerate loads them if they are offloaded."""
         return function()
 
     def get_extra_state(self) -> Tensor:
@@ -82,7 +82,7 @@ class HMTMemory(nn.Module):
             )
 
     def scores(self, query: Tensor, bank: Tensor, origin: Tensor, count: Tensor) -> Tensor:
-        """Return the scores before the softmax, (B, c), in at least fp32: q Wq^T (C Wk^T)^T / sqrt(h).
+        """Return the scores before the softmax, q Wq^T (C Wk^T)^T / sqrt(h), as (B, c) in at least fp32.
 
         Single-pass mode uses scale-free scores: log(1 + count) u(q) Wq^T (u(C) Wk^T)^T / temperature. Here, u(x)
         normalizes x - origin to length one.

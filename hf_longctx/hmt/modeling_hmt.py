@@ -1,4 +1,4 @@
-"""Hierarchical Memory Transformer (HMT): segment recurrence with memory recall around any causal LM.
+"""Hierarchical Memory Transformer (HMT): a wrapper that adds segment recurrence and memory recall to any causal LM.
 
 He et al., "HMT: Hierarchical Memory Transformer for Long Context Language Processing", arXiv 2405.06067. A sequence is
 split into segments of L' new tokens. Each segment is one short pass of the backbone over these embeddings:
@@ -64,7 +64,7 @@ class HMTOutput(ModelOutput):
     """Output of `HMTWrapper`. `recall_*` and `memories` require `output_recall=True`.
 
     Attributes:
-        loss: scalar, returned with labels.
+        loss: scalar, returned if `labels` are given.
         logits: (B, T, V), 0 on padding. `logits_to_keep` can select some of the T positions.
         state: `HMTState` after the last token, returned with `use_cache=True`.
         recall_scores: for each segment, the recall weights of the memories, (B, c). Memories in pages precede memories
@@ -552,8 +552,8 @@ class HMTWrapper(PreTrainedModel, HMTGenerationMixin):
             hmt_config = HMTConfig.from_pretrained(path if config is None else config, **hub, **settings)
         elif settings:
             raise ValueError(
-                f"{sorted(settings)} cannot be combined with a config object. Set them in the config, or omit "
-                "`config` to change the saved one."
+                f"{sorted(settings)} cannot be combined with a config object. Set them in the object, or omit "
+                "`config` to apply them to the saved config."
             )
         if hmt_config.backbone_in_checkpoint:
             loaded: Any = super().from_pretrained(path, *args, config=config, **kwargs)

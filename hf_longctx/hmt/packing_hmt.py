@@ -19,7 +19,7 @@ from .state_hmt import HMTState
 
 
 def align(mask: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Left-align the entries of each row where `mask` (B, n) is True. Drop columns that become empty.
+    """In each row, left-align the entries that `mask`, (B, n), selects. Drop columns that become empty.
 
     Returns:
         The aligned mask and the aligned tensors, (B, n'). Tensors are zero where the aligned mask is False.
@@ -145,8 +145,8 @@ class PackedSegments:
         """Split the rows at segment boundaries.
 
         Returns:
-            Lists of chunks. List n contains the n-th segment of each row. Rows at different positions are in different
-            chunks.
+            Lists of chunks. List n contains the n-th segment of each row. All rows of a chunk are at the same
+            position in their segments.
         """
         length, k, bptt = self.config.segment_length, self.config.sensory_tokens, self.config.bptt_segments
         starts = [m + max(0, self.first - padding) for m, padding in zip(self.opened, self.padding)]

@@ -3,9 +3,9 @@
 A page contains similar embeddings from anywhere in the sequence. Its tag is the mean of its embeddings. A new
 embedding goes to the page with the nearest tag. Distances are angles around the mean of all embeddings, because the
 embeddings of a sequence share a large common component. A page contains at most S embeddings (defined below). If it
-grows beyond S, it is split in half along its principal component. A recall scores the tags as if they were embeddings,
-selects the best r pages of each row, and attends to their embeddings. If there are at most r pages, it attends to all
-embeddings. The result then equals a recall from a flat memory without pages.
+grows beyond S, it is split in half along its principal component. Tags are scored like embeddings. In each
+row, a recall selects the r pages with the best scores, and attends to their embeddings. If there are at most r pages,
+it attends to all embeddings. The result then equals a recall from a flat memory without pages.
 
 With n embeddings, S is the larger of `page_size` and sqrt(n / r). A recall attends to at most r S embeddings. After a
 split, a page must receive S / 2 embeddings before it splits again. This limits the number of tags to 4 sqrt(r n). The

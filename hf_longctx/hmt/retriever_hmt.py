@@ -176,7 +176,7 @@ class Retrievers(Retriever):
         return {name: part.observe(state[name], segment) for name, part in self.parts.items()}
 
     def mix(self, state: dict[str, Any], logits: Tensor, hidden: Tensor) -> Tensor:
-        """Mix the predictions of all retrievers into the logits in order, and return the logits."""
+        """Apply `mix` of each retriever to the logits, one retriever after the other. Return the logits."""
         for name, part in self.parts.items():
             logits = part.mix(state[name], logits, hidden)
         return logits

@@ -1,8 +1,8 @@
 """Search for tokens to re-read: `recall_tokens` of `HMTConfig`.
 
 The remembered segments are split into passages of r tokens. A query retrieves the passage with the highest BM25 score
-over token ids (Robertson and Zaragoza 2009, with Lucene's idf). All passages are equally long, so BM25's
-length normalization is not needed. The next token depends most on the last tokens of the query. A token n positions
+over token ids (Robertson and Zaragoza 2009, with Lucene's idf). All passages are equally long, so BM25's length
+normalization is not needed. The next token depends most on the last tokens of the query. A token that is n positions
 before the end of the query therefore has weight exp(-n / 8).
 """
 

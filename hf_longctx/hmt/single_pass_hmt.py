@@ -158,7 +158,7 @@ class SinglePass(Segments):
         return Pass(chunk, torch.cat([prefix, embeds], 1), tokens, n - start, positions, self.hidden_from)
 
     def first_parts(self, state: HMTState, chunks: list[Chunk]) -> list[FirstPart]:
-        """Read the first parts of several segments. Consecutive first parts of the same shape share a pass."""
+        """Read the first parts of several segments. One pass reads successive first parts of the same shape."""
         kv_cache, start = state.kv_cache, -self.k if state.kv_cache is None else chunks[0].read
         if kv_cache is None and self.cuts:
             kv_cache = DynamicCache(config=self.lm.model.config)

@@ -194,7 +194,7 @@ class HMTState:
             raise
         except _DAMAGED as error:
             reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{path} is not a complete file of HMTState.save ({reason}).") from error
+            raise ValueError(f"{path} is not a complete file written by HMTState.save ({reason}).") from error
         if not is_own:
             raise ValueError(
                 f"{path} was saved by a different model. Its memories are useless to this model. Load the model that "
@@ -223,7 +223,10 @@ _DAMAGED = (ArithmeticError, AttributeError, LookupError, RuntimeError, Safetens
 
 
 def weights_hash(model: nn.Module | None) -> str:
-    """Hash about 64 values of each parameter in bfloat16. Training changes the hash; a cast to float32 does not."""
+    """Hash about 64 values of each parameter.
+
+    Training changes the hash. A cast to float32 does not, because the values are hashed in bfloat16.
+    """
     digest = hashlib.sha256()
     for parameter in () if model is None else model.parameters():
         if not parameter.is_meta:

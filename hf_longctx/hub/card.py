@@ -149,7 +149,7 @@ def read_card(text: str) -> ModelCard:
 
 
 def last_losses(bundle: Bundle) -> dict[str, dict]:
-    """Return two entries of the last run in training_log.jsonl: the last with `loss` and the last with `eval_loss`."""
+    """Return the last entry with `loss` and the last one with `eval_loss`, from the last run in training_log.jsonl."""
     last = {}
     with reading("training_log.jsonl"):
         for row in map(json.loads, bundle.text("training_log.jsonl").splitlines()):

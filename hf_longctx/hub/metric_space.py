@@ -3,8 +3,8 @@
 evaluate downloads a Space's script to a single folder, with the files that the script imports by `from .x import ...`.
 We therefore put copies of the modules for scoring next to the script. Their names are flat, such as
 `longctx_curve_lengths.py` for `curve/lengths.py`. The script imports a function or class from each copy, so that
-evaluate downloads all copies. Code that runs a model is not copied. Functions import it from an installed
-hf_longctx when they are called.
+evaluate downloads all copies. Code that runs a model is not copied. The functions that need such code
+import it from an installed hf_longctx when they are called.
 """
 
 import re

@@ -118,7 +118,7 @@ class RunConfig(TrainingArguments):
         logs = self.logging_strategy == "steps" and self.logging_steps == 1
         if not logs or self.save_only_model or self.save_total_limit == 1:
             raise ValueError(
-                "`logging_steps` must be 1, `logging_strategy` must be steps, `save_only_model` must be false and "
+                "`logging_steps` must be 1, `logging_strategy` must be 'steps', `save_only_model` must be false and "
                 "`save_total_limit` must be at least 2. Otherwise a killed run loses its log or its last checkpoint."
             )
         if self.resume_from_checkpoint not in (None, "true", "True", True):
@@ -225,7 +225,7 @@ class FinetuneConfig(RunConfig):
     load_in_4bit: bool = option(False, "Quantize the base to NF4 (QLoRA); needs bitsandbytes")
     load_in_8bit: bool = option(False, "Quantize the base to int8; needs bitsandbytes")
     decay_time: float | None = option(
-        None, "fox-from-llama: decay time of the new gates in tokens (default: `max_length`)"
+        None, "fox-from-llama: the new gates' decay time, in tokens (default: `max_length`)"
     )
     gate_lr_ratio: float = option(1.0, "Learning rate of forget gates as a multiple of `learning_rate`")
     lr_decay_every: int | None = option(None, "Multiply the learning rate by 0.7 every N steps (HMT, section 4)")

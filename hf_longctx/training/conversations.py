@@ -141,7 +141,7 @@ def find_answer(
 
     We render the conversation again with `PROBE` as the content of this turn. The header is the text that
     `add_generation_prompt` adds. The answer begins after the last header before the probe. If there is no header, it
-    begins at the probe. The answer includes an end-of-turn text if the template also adds this text after the last
+    begins at the probe. The answer includes the end-of-turn text, unless the template omits this text after the last
     turn of a conversation. Outside the answer, both renderings must be equal.
 
     Args:

@@ -275,8 +275,8 @@ def check_length(model, length: int) -> None:
 def check_flash_attention(model: Any) -> None:
     """Raise ValueError if a model does not pass position ids to FlashAttention.
 
-    FlashAttention separates documents by their position ids. For the check, a stub replaces the kernel and the model
-    reads two tokens. Any device can run this check.
+    FlashAttention separates documents by their position ids. For the check, the model reads two tokens, and a stub
+    replaces the kernel. Any device can run this check.
     """
     name, seen = model.config._attn_implementation, []
     attention = ALL_ATTENTION_FUNCTIONS[name]

@@ -151,7 +151,7 @@ class FoxAttention(nn.Module):
         return c, k, v
 
     def fold_keys(self, k, c):
-        """Append the decay `c` (N, Hkv * G) to the keys, (N, Hkv, D) -> (N, Hkv, D')."""
+        """Append the decay `c`, (N, Hkv * G), to the keys, (N, Hkv, D). Return (N, Hkv, D')."""
         if self.gates_per_key:
             x = (c / (-GATE_QUERY * self.scaling)).view(len(k), -1, self.gates_per_key)
             parts = torch.stack(gate_parts(x), dim=-1).flatten(2).to(k.dtype)  # (N, Hkv, G * parts)

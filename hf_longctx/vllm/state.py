@@ -23,7 +23,7 @@ class FoxState(nn.Module, AttentionLayerBase):
 
     Args:
         gates: number of forget gates on this rank; may be 0.
-        shifted: number of key and value elements per token cached for the token shift on this rank; may be 0.
+        shifted: number of key and value elements per token that this rank caches for the token shift; may be 0.
         dtype: dtype of the keys.
         sliding_window: as in `FoxConfig`.
         prefix: name of the layer in vLLM.

@@ -2,12 +2,11 @@
 
 A step computes the next tokens of R requests. They are concatenated to a flat batch of N tokens. Each request
 continues from the state of its last computed token. The states are in a cache that uses the block table of the keys.
-Each group of `tokens_per_state` tokens has one float32 row. The row stores the state of the token that was written
-last.
+Each group of `tokens_per_state` tokens has one float32 row. The row stores the last state that was written to it.
 
 A request can also continue from a token that another request computes in the same step. This happens with prefix
-caching: as soon as vLLM schedules a request that fills a block, other requests can share this block. Requests that
-continue from each other form chains. We add up the sums along each chain.
+caching: as soon as vLLM schedules a request that fills a block, other requests can share this block. Requests form a
+chain if each continues from the one before. We add up the sums along each chain.
 
 The sums are float64, also in the cache, and are rounded when they are folded into the keys. Token-by-token decoding
 therefore gives the same sum as a single prefill, for example after preemption. In float32, adding the -0.003 of an
@@ -56,7 +55,7 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
         query_start: cumulative query lengths, starting at 0, (R + 1,), strictly ascending.
         seq_lens: number of tokens of each request, including those in this batch, (R,).
         block_table: indices of the cache blocks of each request, (R, blocks).
-        slots: slot of each token in the cache, block * block_size + position in the block, (N,). Tokens that
+        slots: slot of each token in the cache, (N,). A slot is block * block_size + offset in the block. Tokens that
             are not cached have the slot -1: padding at the end of the batch, and rejected drafts at the end of a
             request.
         block_size: number of tokens per block, a multiple of tokens_per_state.
@@ -96,8 +95,8 @@ def read_step(query_start, seq_lens, block_table, slots, block_size: int, tokens
 def ancestors(up, has_one):
     """Return (R, R) float64. Entry [i, j] is 1 if request j is i or an ancestor of i, else 0.
 
-    `up` (R,) is the parent of each request, and `has_one` (R,) is True if the request has a parent. Each iteration
-    doubles the number of generations that a row includes.
+    `up`, (R,), is the index of each request's parent. `has_one`, (R,), is True if the request has a parent. Each
+    iteration doubles the number of levels of ancestors that a row includes.
     """
     rows = torch.eye(len(up), dtype=torch.float64, device=up.device)
     for _ in range((len(up) - 1).bit_length()):

@@ -31,11 +31,11 @@ OPTIONS = [
     ("read {hmt} {facts} Ada --max-new-tokens 0", "max_new_tokens. must be greater than 0"),
     ("read {hmt} memory.safetensors", "is a saved memory. Give a QUESTION"),
     ("read {hmt} memory.safetensors Ada", "memory.safetensors does not exist"),
-    ("read {hmt} {facts} --output {facts}", "is not a complete file of HMTState.save"),
+    ("read {hmt} {facts} --output {facts}", "is not a complete file written by HMTState.save"),
     ("read {hmt} {facts} --output {nowhere}/x", "The output folder .* does not exist"),
     ("read {hmt} {facts} Ada --temperature -1", "--temperature must be at least 0, got -1.0"),
     ("gates {fox} --revision v1", "--revision v1 is for a model on the Hub"),
-    ("read {nan_weights} {facts} Ada --temperature 0", "logits of .* tokens are NaN"),
+    ("read {nan_weights} {facts} Ada --temperature 0", "NaN logits after .* tokens"),
     ("read {hmt} {text} Foxes", "cannot encode the text .*Missing .UNK. token"),
 ]
 

@@ -140,7 +140,7 @@ def test_a_damaged_file_is_refused(name, value, make_wrapper, tokens, tmp_path):
     contents = {k: x for k, x in {**metadata, **tensors, name: value}.items() if isinstance(x, str | torch.Tensor)}
     strings = {k: x for k, x in contents.items() if isinstance(x, str)}
     save_file({k: x for k, x in contents.items() if k not in strings}, file, metadata=strings)
-    with pytest.raises(ValueError, match=r"is not a complete file of HMTState\.save"):
+    with pytest.raises(ValueError, match=r"is not a complete file written by HMTState\.save"):
         HMTState.load(file, model)
 
 

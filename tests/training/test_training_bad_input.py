@@ -116,7 +116,7 @@ SETTINGS = [
         "--set hidden_sise=8: FoxConfig has no field hidden_sise. Did you mean hidden_size",
     ),
     refused("a log that a kill would tear", settings(logging_steps=2), "`logging_steps` must be 1"),
-    refused("no log", settings(logging_strategy="no"), "`logging_strategy` must be steps"),
+    refused("no log", settings(logging_strategy="no"), "`logging_strategy` must be 'steps'"),
     refused("no step", settings(max_steps=0), "`max_steps` must be positive"),
     refused("one checkpoint only", settings(save_total_limit=1), "`save_total_limit` must be at least 2"),
     refused("checkpoints without optimizer", settings(save_only_model=True), "`save_only_model` must be false"),
